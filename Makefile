@@ -1,0 +1,45 @@
+# Everything sets itself up: a virtual environment in .venv, made anew only when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SEED ?= 0
+DIR ?= runs/quickstart-$(SEED)
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test test-slow lint format bench clean
+
+help:  ## What there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemorl needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(INSTALLED)  ## The environment alone
+
+quickstart: $(INSTALLED)  ## Teach a small language model to add (SEED=1 for another seed)
+	$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR)
+
+test: lint  ## Environment, lint, types and all tests
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+test-slow: $(INSTALLED)  ## The tests that take minutes
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED)  ## Style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)  ## Put the style right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)  ## Every benchmark; each prints a ratio against a baseline in the same run
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+clean:  ## Remove the environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,99 @@
+"""Off-policy correction w = π_prev/π_gen (SPEC §7), and how far the sampler is from the trainer."""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from nemorl.losses.masked import masked, max_of, mean_of, min_of, require_one_of, share_of
+from nemorl.losses.segments import segment_sum
+from nemorl.losses.types import Metrics
+
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask", "sequence_mask")
+
+
+def importance_weights(
+    prev_logprobs: Float[Tensor, "batch seq"],
+    generation_logprobs: Float[Tensor, "batch seq"],
+    loss_mask: Bool[Tensor, "batch seq"],
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    *,
+    level: str = "token",
+    mode: str = "truncate",
+    min: float = 0.0,
+    max: float = 2.0,
+) -> tuple[Float[Tensor, "batch seq"], Metrics]:
+    """What a token's loss is multiplied with, because the sampler π_gen was not quite the trainer's π_prev.
+
+    With d_t = log π_prev − log π_gen over the trained tokens of a sequence, `level` chooses
+    `token`: w_t = exp d_t; `sequence`: w = exp Σ d_t; `geometric`: w = exp mean d_t; and `mode` what happens outside [min, max]:
+    `truncate`: w is clamped to [min, max]; `mask`: w becomes 0; `sequence_mask`: w becomes 0 in every sequence whose *geometric* ratio is outside,
+    and the survivors keep their w, however large.
+
+    A trained token whose sampler logprob is not finite gets w = 0, takes no part in its sequence's ratio, and counts in
+    `generation_nonfinite_fraction`. A NaN in `prev_logprobs` is the trainer's own and is passed on. Weights are constants (no gradient), 0 off
+    `loss_mask`; a dropped token still counts in the denominators of `loss_weights`, which were built before.
+
+    Args: `segment_ids` 0 = padding, 1.. = the sequences of the row; None: a row is one sequence. `min`, `max`: ratios (1 = on policy).
+    Metrics: `importance_ratio_mean/min/max` (before `mode`), `importance_outside_fraction` (of the trained tokens: clamped or dropped for their
+    ratio), `generation_nonfinite_fraction`.
+    Raises: ValueError for an unknown level or mode, or unless 0 ≤ min ≤ max.
+    Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl `rollout_is=token|sequence`, `rollout_is_threshold` = max. IcePop (Ling team 2025) =
+    token + mask, 0.5 and 5. OpenRLHF and NeMo RL `seq-mask-tis` = token + sequence_mask.
+
+    >>> prev, generation = torch.tensor([[0.5, 0.3, 0.4]]).log(), torch.tensor([[0.5, 0.1, 0.8]]).log()
+    >>> mask = torch.tensor([[True, True, True]])
+    >>> importance_weights(prev, generation, mask, max=2.0)[0]
+    tensor([[1.0000, 2.0000, 0.5000]])
+    >>> importance_weights(prev, generation, mask, mode="mask", min=0.6, max=5.0)[0]
+    tensor([[1., 3., 0.]])
+    >>> importance_weights(prev, generation, mask, level="sequence")[0]
+    tensor([[1.5000, 1.5000, 1.5000]])
+    """
+    require_one_of("level", level, LEVELS)
+    require_one_of("mode", mode, MODES)
+    if not 0 <= min <= max:
+        raise ValueError(
+            f"min and max must be 0 <= min <= max, but they are {min} and {max}. They bound a ratio: 1 is on policy, min=0 is no lower bound."
+        )
+    usable = loss_mask & generation_logprobs.isfinite()
+    log_weight = masked(usable, prev_logprobs.detach()) - masked(usable, generation_logprobs.detach())
+    total = segment_sum(log_weight, segment_ids)
+    geometric = (total / segment_sum(usable, segment_ids).clamp(min=1)).exp()
+    weight = {"token": log_weight.exp(), "sequence": total.exp(), "geometric": geometric}[level]
+
+    judged = geometric if mode == "sequence_mask" else weight
+    outside = (judged < min) | (judged > max)
+    bounded = weight.clamp(min, max) if mode == "truncate" else torch.where(outside, 0.0, weight)
+    metrics: Metrics = {
+        "importance_ratio_mean": mean_of(weight, usable),
+        "importance_ratio_min": min_of(weight, usable),
+        "importance_ratio_max": max_of(weight, usable),
+        "importance_outside_fraction": share_of(outside & usable, loss_mask),
+        "generation_nonfinite_fraction": share_of(~usable, loss_mask),
+    }
+    return torch.where(usable, bounded, 0.0), metrics
+
+
+def sampler_gap(
+    prev_logprobs: Float[Tensor, "batch seq"], generation_logprobs: Float[Tensor, "batch seq"], loss_mask: Bool[Tensor, "batch seq"]
+) -> Metrics:
+    """How far the sampler's logprobs are from the trainer's for the same weights: the first thing to look at when a run goes wrong.
+
+    With d = log π_prev − log π_gen: `token_mult_prob_error` = mean exp|d| (1 = identical, 1.02 = 2 % off), `gen_kl_error` = mean (eᵈ − 1 − d), the k3
+    estimate of KL(π_gen‖π_prev) in nats, both over the tokens whose sampler logprob is finite; `generation_nonfinite_fraction` is the share of the
+    others.
+    Source: NeMo RL's metrics of the same names.
+
+    >>> from nemorl.losses.types import finalize
+    >>> metrics = sampler_gap(torch.tensor([[0.25, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[True, True]]))
+    >>> round(finalize(metrics)["token_mult_prob_error"], 6)
+    2.0
+    """
+    usable = loss_mask & generation_logprobs.isfinite()
+    gap = masked(usable, prev_logprobs.detach()) - masked(usable, generation_logprobs.detach())
+    return {
+        "token_mult_prob_error": mean_of(gap.abs().exp(), usable),
+        "gen_kl_error": mean_of(gap.expm1() - gap, usable),
+        "generation_nonfinite_fraction": share_of(~usable, loss_mask),
+    }

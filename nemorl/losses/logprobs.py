@@ -1,0 +1,304 @@
+"""Log-probabilities and entropies of tokens: from logits, and straight from hidden states without ever holding `[batch, seq, vocab]`.
+
+The shift by one happens here and nowhere else (SPEC §1): index t of every result describes token t, drawn from the distribution that position t − 1
+predicts.
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nemorl.losses.logprob_kind import LogprobKind, LogprobKindError, Logprobs, log_ratio, require_same_support
+from nemorl.losses.segments import at_least_float32, same_segment
+
+__all__ = [
+    "LogprobKind",
+    "LogprobKindError",
+    "Logprobs",
+    "entropy",
+    "filter_logits",
+    "linear_token_logprobs",
+    "log_ratio",
+    "require_same_support",
+    "token_logprobs",
+    "token_logprobs_and_entropy",
+    "vocab_parallel_token_logprobs",
+]
+
+PerRow = float | Float[Tensor, "*rows"]
+
+
+def _is_on(value: float | Tensor, off: float) -> bool:
+    return isinstance(value, Tensor) or value != off
+
+
+def _column(value: float | Tensor) -> float | Tensor:
+    return value[..., None] if isinstance(value, Tensor) else value
+
+
+def _outside_support(scaled: Tensor, top_k: int | Tensor, top_p: float | Tensor, min_p: float | Tensor, keep: Tensor | None) -> Tensor:
+    """True for the tokens that the filters exclude. Each filter is a threshold, so that equal logits stay or go together."""
+    top = scaled.amax(-1, keepdim=True)
+    threshold = torch.full_like(top, -math.inf)
+    if _is_on(min_p, 0.0):
+        threshold = top + torch.as_tensor(_column(min_p), dtype=scaled.dtype, device=scaled.device).log()
+    if isinstance(top_k, Tensor) or _is_on(top_p, 1.0):
+        order = scaled.sort(-1, descending=True).values
+        if _is_on(top_k, 0):
+            k = torch.as_tensor(_column(top_k), device=scaled.device).long().expand(top.shape)
+            kth = order.gather(-1, (k - 1).clamp(0, scaled.shape[-1] - 1))
+            threshold = torch.where(k > 0, torch.maximum(threshold, kth), threshold)
+        if _is_on(top_p, 1.0):
+            # The mass of what the filters before left, as the samplers do. A token is needed while those above it hold less than top_p.
+            mass = torch.where(order >= threshold, order, -math.inf).softmax(-1)
+            p = torch.as_tensor(_column(top_p), dtype=scaled.dtype, device=scaled.device)
+            needed = (mass.cumsum(-1) - mass < p) | (p >= 1)
+            smallest = torch.where(needed, order, math.inf).amin(-1, keepdim=True)
+            threshold = torch.maximum(threshold, smallest)
+    elif _is_on(top_k, 0) and top_k < scaled.shape[-1]:
+        threshold = torch.maximum(threshold, scaled.topk(top_k, dim=-1).values[..., -1:])
+    outside = scaled < threshold
+    return outside if keep is None else outside.scatter(-1, keep[..., None].long(), False)
+
+
+def filter_logits(
+    logits: Float[Tensor, "*rows vocab"],
+    *,
+    temperature: PerRow = 1.0,
+    top_k: int | Int[Tensor, "*rows"] = 0,
+    top_p: PerRow = 1.0,
+    min_p: PerRow = 0.0,
+    keep: Int[Tensor, "*rows"] | None = None,
+) -> Float[Tensor, "*rows vocab"]:
+    """The logits of the distribution that is sampled from: divided by `temperature` (above 0), and -inf outside the filters' support.
+
+    In vLLM's order: temperature; `min_p` keeps tokens with at least min_p times the largest probability; `top_k` keeps the k largest (0 = off);
+    `top_p` keeps the fewest largest tokens whose mass, within what is left, reaches top_p. (Hugging Face applies min_p last, which gives the same
+    support unless top_p is on as well.) Tokens with equal logits stay or go together. `keep` names one token per row that is never excluded: the one
+    that was drawn, which rounding in another engine may put on the other side of the border.
+
+    Each option may be a tensor with one value per row (off = 0, 1, 0 as for the numbers). Numbers that are off cost nothing; `top_p` and per-row
+    `top_k` sort.
+
+    >>> filter_logits(torch.tensor([2.0, 1.0, 0.0]), temperature=0.5, top_k=2).tolist()
+    [4.0, 2.0, -inf]
+    >>> filter_logits(torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]]), top_k=torch.tensor([1, 0]), keep=torch.tensor([2, 2])).tolist()
+    [[2.0, -inf, 0.0], [2.0, 1.0, 0.0]]
+    """
+    scaled = logits / _column(temperature) if _is_on(temperature, 1.0) else logits
+    if not (_is_on(top_k, 0) or _is_on(top_p, 1.0) or _is_on(min_p, 0.0)):
+        return scaled
+    return torch.where(_outside_support(scaled.detach(), top_k, top_p, min_p, keep), -math.inf, scaled)
+
+
+def _filtered(logits: Tensor, kind: LogprobKind, keep: Tensor | None) -> Tensor:
+    return filter_logits(logits, temperature=kind.temperature, top_k=kind.top_k, top_p=kind.top_p, min_p=kind.min_p, keep=keep)
+
+
+def _predictions(logits: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """The logits that predict tokens 1.. of each row, in float32 at least; 0, whatever they hold, where there is no token to predict."""
+    logits = at_least_float32(logits[:, :-1])
+    return logits if segment_ids is None else torch.where(same_segment(segment_ids)[:, 1:, None], logits, 0.0)
+
+
+def _describe(values: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """[batch seq-1] by predicted token → [batch seq] by the token itself, 0 at the tokens that nothing predicts."""
+    return pad(values if segment_ids is None else torch.where(same_segment(segment_ids)[:, 1:], values, 0.0), (1, 0))
+
+
+def _entropy(logprobs: Tensor) -> Tensor:
+    return -(logprobs.exp() * torch.where(logprobs > -math.inf, logprobs, 0.0)).sum(-1)
+
+
+def token_logprobs_and_entropy(
+    logits: Float[Tensor, "batch seq vocab"],
+    input_ids: Int[Tensor, "batch seq"],
+    *,
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    kind: LogprobKind = LogprobKind(),
+) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
+    """`token_logprobs` and `entropy` in one pass, both of the same distribution (in whose support the tokens themselves always are).
+
+    >>> logprobs, entropies = token_logprobs_and_entropy(torch.zeros(1, 2, 4), torch.tensor([[1, 2]]))
+    >>> logprobs.tolist(), entropies.tolist()
+    ([[0.0, -1.3862943649291992]], [[0.0, 1.3862943649291992]])
+    """
+    targets = input_ids[:, 1:, None].long()
+    logprobs = _filtered(_predictions(logits, segment_ids), kind, targets[..., 0]).log_softmax(-1)
+    return _describe(logprobs.gather(-1, targets)[..., 0], segment_ids), _describe(_entropy(logprobs), segment_ids)
+
+
+def token_logprobs(
+    logits: Float[Tensor, "batch seq vocab"],
+    input_ids: Int[Tensor, "batch seq"],
+    *,
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    kind: LogprobKind = LogprobKind(),
+) -> Float[Tensor, "batch seq"]:
+    """log π(x_t | x_<t) at index t, from the logits as a causal model gives them: `log_softmax(filter_logits(logits[:, t - 1]))[x_t]`.
+
+    Index 0 of every row is 0. With `segment_ids` (0 = padding) so are the first token of every sequence and the padding, and the logits that would
+    predict those are not read: NaN there changes neither value nor gradient. Computed in float32 at least. `kind` is the distribution the tokens were
+    drawn from; its support always includes the token itself. Every `input_ids` must be a valid id, on padding too (-100 is not).
+
+    >>> token_logprobs(torch.tensor([[[0.0, 0.0], [0.0, 9.0]]]), torch.tensor([[1, 1]])).tolist()
+    [[0.0, -0.6931471824645996]]
+    """
+    targets = input_ids[:, 1:, None].long()
+    logprobs = _filtered(_predictions(logits, segment_ids), kind, targets[..., 0]).log_softmax(-1)
+    return _describe(logprobs.gather(-1, targets)[..., 0], segment_ids)
+
+
+def entropy(
+    logits: Float[Tensor, "batch seq vocab"],
+    *,
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    kind: LogprobKind = LogprobKind(),
+) -> Float[Tensor, "batch seq"]:
+    """−Σ_v p_v log p_v in nats, at index t of the (filtered) distribution that token t was drawn from; 0 where `token_logprobs` is 0 by convention.
+
+    >>> entropy(torch.zeros(1, 2, 4), kind=LogprobKind(top_k=4)).tolist()
+    [[0.0, 1.3862943649291992]]
+    """
+    return _describe(_entropy(_filtered(_predictions(logits, segment_ids), kind, None).log_softmax(-1)), segment_ids)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """log p(ids) and entropy of softmax(hidden @ weightᵀ / temperature), a chunk of tokens at a time; backward computes each chunk's logits again.
+
+    Everything is written without in-place changes to inputs or outputs, so that `vmap` and a second derivative follow from the code as it stands.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hidden, weight, ids, kind, chunk, dtype, with_entropy):
+        logprobs, entropies = [], []
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = weight.to(dtype)
+            for h, y in zip(hidden.split(chunk), ids.split(chunk), strict=True):
+                all_logprobs = _chunk_logprobs(h.to(dtype), head, y, kind)
+                logprobs.append(all_logprobs.gather(-1, y[:, None])[:, 0])
+                entropies.append(_entropy(all_logprobs) if with_entropy else torch.zeros_like(logprobs[-1]))
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        hidden, weight, ids, *ctx.options = inputs
+        ctx.save_for_backward(hidden, weight, ids)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        hidden, weight, ids = ctx.saved_tensors
+        kind, chunk, dtype, with_entropy = ctx.options
+        grad_hidden, grad_weight = [], None
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = weight.to(dtype)
+            for h, y, g, ge in zip(*(x.split(chunk) for x in (hidden, ids, grad_logprobs, grad_entropies)), strict=True):
+                h, y, g, ge = h.to(dtype), y[:, None], g[:, None], ge[:, None]
+                logprobs = _chunk_logprobs(h, head, y[:, 0], kind)
+                grad = -g * logprobs.exp()
+                if with_entropy:  # dH/dz = −p (log p + H)
+                    grad = grad - ge * logprobs.exp() * (torch.where(logprobs > -math.inf, logprobs, 0.0) + _entropy(logprobs)[:, None])
+                grad = (grad.scatter_add(1, y, g) / kind.temperature).to(dtype)
+                if ctx.needs_input_grad[0]:
+                    grad_hidden.append(grad @ head)
+                if ctx.needs_input_grad[1]:  # partial products in the model's type, their sum over chunks in float32
+                    part = at_least_float32(grad.t() @ h)
+                    grad_weight = part if grad_weight is None else grad_weight.add_(part)
+        return (
+            torch.cat(grad_hidden).to(hidden.dtype) if grad_hidden else None,
+            grad_weight.to(weight.dtype) if grad_weight is not None else None,
+            *[None] * 5,
+        )
+
+
+def _chunk_logprobs(hidden: Tensor, head: Tensor, ids: Tensor, kind: LogprobKind) -> Tensor:
+    return _filtered(at_least_float32(hidden @ head.t()), kind, ids).log_softmax(-1)
+
+
+def linear_token_logprobs(
+    hidden: Float[Tensor, "batch seq hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    input_ids: Int[Tensor, "batch seq"],
+    *,
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    kind: LogprobKind = LogprobKind(),
+    chunk: int = 1024,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"] | None]:
+    """`token_logprobs` (and the entropy) of the logits `hidden @ weight.T`, which are computed `chunk` tokens at a time, forward and again backward.
+
+    Memory beyond the arguments and their gradients is O(chunk · vocab), whatever batch and seq are. Products run in the type of `hidden` (under
+    autocast in autocast's), softmax and the sum of `weight`'s gradient over chunks in float32 at least. Conventions and `kind` are those of
+    `token_logprobs_and_entropy`, and the entropy is None unless asked for. Differentiable in `hidden` and `weight`, also under `torch.func` (grad,
+    vmap).
+
+    Raises ValueError if `chunk` is less than 1.
+
+    >>> hidden, weight = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.0], [0.0]])
+    >>> linear_token_logprobs(hidden, weight, torch.tensor([[1, 1]]), with_entropy=True)
+    (tensor([[ 0.0000, -0.6931]]), tensor([[0.0000, 0.6931]]))
+    """
+    if chunk < 1:
+        raise ValueError(f"linear_token_logprobs: chunk must be at least 1 token (got {chunk}); 1024 suits most vocabularies")
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    states = hidden[:, :-1]
+    if segment_ids is not None:
+        states = torch.where(same_segment(segment_ids)[:, 1:, None], states, 0.0)
+    targets = input_ids[:, 1:]
+    logprobs, entropies = _LinearLogprobs.apply(states.flatten(0, 1), weight, targets.flatten().long(), kind, chunk, dtype, with_entropy)
+    return _describe(logprobs.view(targets.shape), segment_ids), _describe(entropies.view(targets.shape), segment_ids) if with_entropy else None
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """All-reduce forward, identity backward: every rank of the group goes on with the same value and the same gradient."""
+
+    @staticmethod
+    def forward(values, group):
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def vocab_parallel_token_logprobs(
+    local_logits: Float[Tensor, "batch seq shard"],
+    input_ids: Int[Tensor, "batch seq"],
+    group: dist.ProcessGroup | None = None,
+    *,
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    temperature: float = 1.0,
+) -> Float[Tensor, "batch seq"]:
+    """`token_logprobs` from logits whose vocabulary is sharded over `group`, in equal parts in the order of the ranks, without gathering them.
+
+    `group=None`: this process holds the whole vocabulary. Every rank of the group gets the same result and, if all go on to the same loss, the
+    gradient of its own shard. Filters of the sampling support need the whole vocabulary and are not offered.
+
+    >>> vocab_parallel_token_logprobs(torch.tensor([[[0.0, 0.0], [0.0, 9.0]]]), torch.tensor([[1, 1]])).tolist()
+    [[0.0, -0.6931471824645996]]
+    """
+    logits = _predictions(local_logits, segment_ids) / temperature
+    size = logits.shape[-1]
+    targets = input_ids[:, 1:].long() - (0 if group is None else dist.get_rank(group) * size)
+    top = logits.detach().amax(-1)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    logits = logits - top[..., None]
+    mine = (targets >= 0) & (targets < size)
+    target = torch.where(mine, logits.gather(-1, targets.clamp(0, size - 1)[..., None])[..., 0], 0.0)
+    parts = torch.stack([target, logits.exp().sum(-1)])
+    target, total = parts if group is None else _SumOverGroup.apply(parts, group)
+    return _describe(target - total.log(), segment_ids)

@@ -1,0 +1,79 @@
+"""The four or five lines that every loss of this package shares: mask first, compute in float32 at least, report as monoids."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemorl.losses.segments import at_least_float32
+from nemorl.losses.types import Max, Mean, Min
+
+
+def masked(mask: Bool[Tensor, "*shape"], values: Float[Tensor, "*shape"], fill: float = 0.0) -> Float[Tensor, "*shape"]:
+    """`values` where `mask`, `fill` elsewhere, in float32 at least.
+
+    Every loss calls this on every input before anything else: from here on nothing can see what a masked slot held, and its gradient is exactly 0.
+
+    >>> masked(torch.tensor([True, False]), torch.tensor([2.0, float("nan")]))
+    tensor([2., 0.])
+    """
+    return torch.where(mask, at_least_float32(values), fill)
+
+
+def weighted_sum(loss_weights: Float[Tensor, "*shape"], losses: Float[Tensor, "*shape"]) -> Float[Tensor, ""]:
+    """Σ w·ℓ over the slots with w ≠ 0 (SPEC §2).
+
+    >>> weighted_sum(torch.tensor([0.5, 0.0]), torch.tensor([2.0, float("inf")]))
+    tensor(1.)
+    """
+    mask = loss_weights != 0
+    return (at_least_float32(loss_weights) * masked(mask, losses)).sum()
+
+
+def mean_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Mean:
+    """The mean over `mask` as a metric.
+
+    >>> mean_of(torch.tensor([2.0, 4.0, 9.0]), torch.tensor([True, True, False])).finalize()
+    3.0
+    """
+    kept = masked(mask, values.detach())
+    return Mean(kept.sum(), mask.sum().to(kept.dtype))
+
+
+def share_of(condition: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Mean:
+    """The share of `mask` on which `condition` holds, as a metric.
+
+    >>> share_of(torch.tensor([True, False, True]), torch.tensor([True, True, False])).finalize()
+    0.5
+    """
+    return Mean((condition & mask).sum().float(), mask.sum().float())
+
+
+def max_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Max:
+    """The maximum over `mask` as a metric; -inf, the identity of Max, when there is nothing.
+
+    >>> max_of(torch.tensor([2.0, 4.0, 9.0]), torch.tensor([True, True, False])).finalize()
+    4.0
+    """
+    kept = masked(mask, values.detach(), float("-inf"))
+    return Max(kept.max() if kept.numel() else kept.new_full((), float("-inf")))
+
+
+def min_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Min:
+    """The minimum over `mask` as a metric; +inf, the identity of Min, when there is nothing.
+
+    >>> min_of(torch.tensor([2.0, 4.0, 1.0]), torch.tensor([True, True, False])).finalize()
+    2.0
+    """
+    kept = masked(mask, values.detach(), float("inf"))
+    return Min(kept.min() if kept.numel() else kept.new_full((), float("inf")))
+
+
+def require_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
+    """A ValueError that names the field, its value and what it may be.
+
+    >>> require_one_of("level", "word", ("token", "sequence"))
+    Traceback (most recent call last):
+    ValueError: level must be one of 'token', 'sequence', but it is 'word'.
+    """
+    if value not in choices:
+        raise ValueError(f"{field} must be one of {', '.join(map(repr, choices))}, but it is {value!r}.")

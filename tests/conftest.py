@@ -1,0 +1,39 @@
+"""Runtime shape checks for the whole package, Hypothesis profiles, and what every test shares."""
+
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+import tests.shape_checks  # noqa: F401  (the hook looks it up by name)
+
+_early = sorted(name for name in sys.modules if name.split(".")[0] == "nemorl")
+if _early:
+    raise RuntimeError(f"nemorl was imported before the tests turned on its shape checks ({_early[0]}): import it in test modules only")
+# Every annotation of the package, `Float[Tensor, "batch seq"]` and plain types alike, is checked in every call of the run.
+install_import_hook("nemorl", "tests.shape_checks.check")
+
+import torch  # noqa: E402  (after the hook, so that nothing can slip in before it)
+
+torch.set_num_threads(1)  # the tensors are tiny: threads only cost time
+
+_common = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", max_examples=200, derandomize=True, database=None, **_common)
+settings.register_profile("dev", max_examples=20, **_common)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """No test depends on the one before it."""
+    torch.manual_seed(0)

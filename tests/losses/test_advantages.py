@@ -1,0 +1,328 @@
+"""Advantages by hand, laws 10 and 12, and each estimator against its definition."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.losses.advantages import (
+    advantages,
+    at_last_token,
+    dr_grpo,
+    gae,
+    gdpo,
+    group_advantages,
+    grpo,
+    length_adaptive_lambda,
+    max_rl,
+    nemo_grpo,
+    opd,
+    pass_at_k,
+    reinforce_plus_plus,
+    rloo,
+    to_tokens,
+    whiten,
+)
+from nemorl.losses.baselines import BASELINES, SCALES
+
+CHOICES = st.tuples(st.sampled_from(BASELINES), st.sampled_from(SCALES))
+OF_GROUP = [(b, s) for b in ("group_mean", "leave_one_out", "length_weighted") for s in SCALES]
+
+
+@st.composite
+def batches(draw):
+    """Rewards with ties, groups of any size in any order, lengths."""
+    rows = draw(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.sampled_from([7, -2, 30]), st.integers(1, 9)), min_size=2, max_size=8))
+    rewards, groups, lengths = zip(*rows, strict=True)
+    return torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(lengths)
+
+
+def options_of(baseline, lengths, greedy):
+    return {"length_weighted": {"lengths": lengths}, "greedy": {"greedy_rewards": greedy}}.get(baseline, {})
+
+
+REWARDS, GROUPS = torch.tensor([1.0, 4.0, 3.0, 4.0, 5.0], dtype=torch.float64), torch.tensor([5, 2, 5, 2, 5])
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [
+        ("group_mean", [-2, 0, 0, 0, 2]),
+        ("leave_one_out", [1 - 4, 0, 3 - 3, 0, 5 - 2]),
+        ("batch_mean", [1 - 3.4, 4 - 3.4, 3 - 3.4, 4 - 3.4, 5 - 3.4]),
+        ("none", [1, 4, 3, 4, 5]),
+        ("greedy", [0, 2, 2, 2, 4]),
+        ("length_weighted", [1 - 2.25, 0, 3 - 2.25, 0, 5 - 2.25]),  # (1·4 + 3·3 + 5·1) / 8
+    ],
+)
+def test_baselines_by_hand(baseline, expected):
+    options = options_of(baseline, torch.tensor([4, 9, 3, 1, 1]), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]))
+    result = advantages(REWARDS, GROUPS, baseline=baseline, scale="none", **options)
+    assert result.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("scale", "ddof", "expected"),
+    [
+        ("group_std", 1, [-2 / 2, 0, 0, 0, 2 / 2]),
+        ("group_std", 0, [-2 / math.sqrt(8 / 3), 0, 0, 0, 2 / math.sqrt(8 / 3)]),
+        ("leave_one_out_std", 1, [-2 / math.sqrt(2), 0, 0, 0, 2 / math.sqrt(2)]),  # the others of 1 are 3 and 5
+        ("leave_one_out_std", 0, [-2, 0, 0, 0, 2]),
+        ("batch_std", 1, [-2 / math.sqrt(2.3), 0, 0, 0, 2 / math.sqrt(2.3)]),
+        ("none", 1, [-2, 0, 0, 0, 2]),
+    ],
+)
+def test_scales_by_hand(scale, ddof, expected):
+    assert advantages(REWARDS, GROUPS, scale=scale, ddof=ddof).tolist() == pytest.approx(expected, rel=2e-6)
+
+
+def test_presets_by_hand():
+    rewards, one = torch.tensor([0.0, 2.0, 4.0]), torch.tensor([1, 1, 1])
+    assert grpo(rewards, one).tolist() == pytest.approx([-1, 0, 1], rel=1e-6)
+    assert rloo(rewards, one).tolist() == [-3, 0, 3]
+    assert dr_grpo(rewards, one).tolist() == [-2, 0, 2]
+    assert nemo_grpo(rewards, one).tolist() == pytest.approx([-3 / math.sqrt(2), 0, 3 / math.sqrt(2)], rel=1e-6)
+
+
+def test_a_lone_success_is_not_divided_by_the_zero_spread_of_the_others():
+    result = nemo_grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([3, 3, 3, 3]))
+    sigma = math.sqrt(1 / 3)
+    assert result.tolist() == pytest.approx([1, -1 / 3 / sigma, -1 / 3 / sigma, -1 / 3 / sigma], rel=1e-5)
+    low = nemo_grpo(torch.tensor([0.1, 0.3, 0.3]), torch.tensor([3, 3, 3]))
+    assert low[0].item() == pytest.approx(-0.2, rel=1e-5)
+
+
+@given(batches(), CHOICES)
+def test_against_plain_definitions(batch, choice):
+    (rewards, groups, lengths), (baseline, scale) = batch, choice
+    greedy = torch.arange(len(rewards), dtype=torch.float64) / 10
+    result = advantages(rewards, groups, baseline=baseline, scale=scale, **options_of(baseline, lengths, greedy))
+    for i, (own, group) in enumerate(zip(rewards, groups, strict=True)):
+        members = rewards[groups == group]
+        others = rewards[(groups == group) & (torch.arange(len(rewards)) != i)]
+        weights = lengths[groups == group]
+        taken_over = [members] if baseline in ("group_mean", "leave_one_out", "length_weighted") or scale.startswith(("group", "leave")) else []
+        taken_over += [rewards] if baseline == "batch_mean" or scale == "batch_std" else []
+        if any(len(values.unique()) == 1 for values in taken_over):
+            assert result[i] == 0
+            continue
+        b = {
+            "group_mean": members.mean(),
+            "leave_one_out": others.mean(),
+            "batch_mean": rewards.mean(),
+            "none": torch.tensor(0.0),
+            "greedy": greedy[i],
+            "length_weighted": (weights * members).sum() / weights.sum(),
+        }[baseline]
+        spread = {"group_std": members, "leave_one_out_std": others, "batch_std": rewards, "none": own[None]}[scale]
+        sigma = spread.std() + 1e-6 if len(spread.unique()) > 1 else 1.0
+        assert result[i].item() == pytest.approx(float((own - b) / sigma), rel=1e-9, abs=1e-9), (baseline, scale)
+
+
+@given(batches(), st.integers(-5, 5), st.sampled_from([b for b in BASELINES if b not in ("none", "greedy")]), st.sampled_from(SCALES))
+def test_law_10_a_shift_of_all_rewards_changes_nothing(batch, shift, baseline, scale):
+    rewards, groups, lengths = batch
+    options = {"baseline": baseline, "scale": scale, **options_of(baseline, lengths, None)}
+    torch.testing.assert_close(advantages(rewards + shift, groups, **options), advantages(rewards, groups, **options), rtol=1e-7, atol=1e-9)
+
+
+@given(
+    batches(),
+    st.sampled_from([0.5, 2.0, 16.0]),
+    st.sampled_from(["group_mean", "batch_mean", "length_weighted"]),
+    st.sampled_from(["group_std", "batch_std"]),
+)
+def test_law_10_a_positive_factor_changes_nothing_with_a_standard_deviation(batch, factor, baseline, scale):
+    rewards, groups, lengths = batch
+    options = {"baseline": baseline, "scale": scale, **options_of(baseline, lengths, None)}
+    torch.testing.assert_close(advantages(rewards * factor, groups, **options), advantages(rewards, groups, **options), rtol=1e-4, atol=1e-9)
+
+
+@given(batches(), st.integers(-5, 5), st.sampled_from([0.5, 2.0, 16.0]), st.integers(1, 4))
+def test_law_10_of_pass_at_k_and_max_rl(batch, shift, factor, k):
+    rewards, groups, _ = batch
+    close = {"rtol": 1e-7, "atol": 1e-9}
+    torch.testing.assert_close(pass_at_k(factor * rewards + shift, groups, k=k), factor * pass_at_k(rewards, groups, k=k), **close)
+    torch.testing.assert_close(max_rl(rewards * factor, groups), max_rl(rewards, groups), **close)
+
+
+@given(batches(), st.sampled_from([(b, s) for b in ("group_mean", "leave_one_out") for s in ("group_std", "batch_std", "none")]))
+def test_law_12_group_advantages_sum_to_zero(batch, choice):
+    rewards, groups, _ = batch
+    result = advantages(rewards, groups, baseline=choice[0], scale=choice[1])
+    for group in groups.unique():
+        assert result[groups == group].sum().item() == pytest.approx(0, abs=1e-7)
+        assert max_rl(rewards, groups)[groups == group].sum().item() == pytest.approx(0, abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@given(st.sampled_from([0.1, 1 / 3, 0.7, 1e-30, 1e30, -5.1]), st.integers(1, 9), st.integers(1, 4), st.sampled_from(OF_GROUP))
+def test_law_12_equal_groups_give_exact_zeros(dtype, reward, count, other, choice):
+    rewards = torch.tensor([reward] * count + [1.0 * i for i in range(other)], dtype=dtype)
+    groups = torch.tensor([7] * count + [3] * other)
+    baseline, scale = choice
+    result = advantages(rewards, groups, baseline=baseline, scale=scale, **options_of(baseline, torch.arange(1, len(rewards) + 1), None))
+    assert not result[:count].any()
+    same = torch.full_like(rewards, reward)
+    assert not advantages(same, groups, baseline="batch_mean", scale=scale).any()
+    for result in (pass_at_k(rewards, groups, k=2), max_rl(rewards, groups)):
+        assert not result[:count].any()
+    assert not gdpo(torch.stack([same, same], 1), groups, weights=(1.0, 2.0)).any()
+
+
+@given(st.integers(0, 2**20), st.integers(1, 4), st.integers(2, 4), CHOICES)
+def test_the_matrix_form_is_the_flat_form(seed, prompts, size, choice):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, greedy = torch.randn(prompts, size, generator=generator), torch.randn(prompts, generator=generator)
+    lengths = torch.randint(1, 9, (prompts, size), generator=generator)
+    groups = torch.randperm(50, generator=generator)[:prompts].repeat_interleave(size)
+    baseline, scale = choice
+    matrix = group_advantages(rewards, baseline=baseline, scale=scale, **options_of(baseline, lengths, greedy))
+    options = options_of(baseline, lengths.flatten(), greedy.repeat_interleave(size))
+    torch.testing.assert_close(matrix.flatten(), advantages(rewards.flatten(), groups, baseline=baseline, scale=scale, **options))
+
+
+def test_the_matrix_form_runs_under_vmap():
+    rewards = torch.randn(4, 3, 2)
+    together = torch.func.vmap(lambda r: group_advantages(r, baseline="leave_one_out", scale="leave_one_out_std"))(rewards)
+    alone = torch.stack([group_advantages(r, baseline="leave_one_out", scale="leave_one_out_std") for r in rewards])
+    torch.testing.assert_close(together, alone)
+
+
+def test_errors_say_what_to_do():
+    rewards, groups = torch.tensor([1.0, 2.0]), torch.tensor([1, 1])
+    with pytest.raises(ValueError, match="baseline must be one of 'group_mean'"):
+        advantages(rewards, groups, baseline="mean")
+    with pytest.raises(ValueError, match="lengths must be given with baseline='length_weighted'"):
+        advantages(rewards, groups, baseline="length_weighted")
+    with pytest.raises(ValueError, match="greedy_rewards must be given with baseline='greedy' and with no other"):
+        advantages(rewards, groups, greedy_rewards=rewards)
+    with pytest.raises(ValueError, match=r"needs at least 2 \(got 1\); raise num_generations_per_prompt"):
+        group_advantages(rewards[:, None], baseline="leave_one_out", scale="none")
+    assert group_advantages(rewards[:, None], baseline="batch_mean", scale="batch_std").shape == (2, 1)
+    with pytest.raises(ValueError, match=r"weights must have one number per reward component, 2 \(got 1\)"):
+        gdpo(torch.zeros(2, 2), groups, weights=(1.0,))
+    with pytest.raises(ValueError, match="k must be at least 1"):
+        pass_at_k(rewards, groups, k=0)
+
+
+def test_gdpo_by_hand():
+    # Component 1: ±1/√2 in each group; component 2, a thousand times larger: only the second group, reversed.
+    components = torch.tensor([[1.0, 500.0], [0.0, 500.0], [1.0, 0.0], [0.0, 1000.0]], dtype=torch.float64)
+    half = 1 / math.sqrt(2)
+    total = torch.tensor([half, -half, half - 2 * half, -half + 2 * half])
+    expected = total / total.std()
+    assert gdpo(components, torch.tensor([1, 1, 2, 2]), weights=(1.0, 2.0)).tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_max_rl_by_hand():
+    result = max_rl(torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([1, 1, 1, 1, 2, 2, 2]))
+    assert result.tolist() == [1, -1, -1, 1, 0, 0, 0]
+
+
+@given(batches(), st.integers(2, 4))
+def test_pass_at_k_is_the_mean_gain_over_all_sets(batch, k):
+    rewards, groups, _ = batch
+    result = pass_at_k(rewards, groups, k=k)
+    for i, group in enumerate(groups):
+        others = [j for j in range(len(rewards)) if groups[j] == group and j != i]
+        best = [rewards[list(chosen)].max() for chosen in itertools.combinations(others, k - 1)]
+        gains = [float((rewards[i] - value).clamp(min=0)) for value in best]
+        assert result[i].item() == pytest.approx(k * sum(gains) / len(gains) if gains else 0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (3, 1), (3, 2), (4, 2), (4, 3), (4, 4)])
+def test_pass_at_k_is_unbiased(n, k):
+    """E over all 2ⁿ outcomes of mean_i A_i ∇ log π(y_i) = d/dp pass@k = k (1 − p)^(k − 1), for an answer that is right with probability p."""
+    p, total = 0.3, 0.0
+    for outcome in itertools.product((0.0, 1.0), repeat=n):
+        rewards = torch.tensor(outcome, dtype=torch.float64)
+        probability = math.prod(p if right else 1 - p for right in outcome)
+        score = rewards / p - (1 - rewards) / (1 - p)
+        total += probability * (pass_at_k(rewards, torch.zeros(n, dtype=torch.long), k=k) * score).mean().item()
+    assert total == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_max_rl_estimates_the_truncated_log_likelihood(n):
+    p, total = 0.3, 0.0
+    for outcome in itertools.product((0.0, 1.0), repeat=n):
+        rewards = torch.tensor(outcome, dtype=torch.float64)
+        probability = math.prod(p if right else 1 - p for right in outcome)
+        score = rewards / p - (1 - rewards) / (1 - p)
+        total += probability * (max_rl(rewards, torch.zeros(n, dtype=torch.long)) * score).mean().item()
+    # n terms without the baseline −mean(score); dropping it where nothing is right costs the last of them.
+    assert total == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, n)), rel=1e-9)
+
+
+def plain_gae(rewards, values, mask, gamma, lam):
+    """One sequence, backwards, the observations taken out first."""
+    result, advantage, value = [0.0] * len(rewards), 0.0, 0.0
+    for t in reversed(range(len(rewards))):
+        if mask[t]:
+            advantage = rewards[t] + gamma * value - values[t] + gamma * lam * advantage
+            value, result[t] = values[t], advantage
+    return result
+
+
+@given(st.integers(0, 2**20), st.integers(1, 3), st.integers(1, 9), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.7, 1.0]))
+def test_gae_is_the_backward_loop_over_the_masked_tokens(seed, batch, seq, gamma, lam):
+    generator = torch.Generator().manual_seed(seed)
+    rewards, values = torch.randn(2, batch, seq, generator=generator, dtype=torch.float64)
+    mask = torch.rand(batch, seq, generator=generator) < 0.6
+    lams = torch.rand(batch, generator=generator, dtype=torch.float64)
+    policy, returns = gae(rewards, values, mask, gamma=gamma, lam=lam, value_lam=lams)
+    for row in range(batch):
+        arguments = (rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma)
+        assert policy[row].tolist() == pytest.approx(plain_gae(*arguments, lam), abs=1e-9)
+        expected = [a + v if m else 0.0 for a, v, m in zip(plain_gae(*arguments, lams[row].item()), arguments[1], arguments[2], strict=True)]
+        assert returns[row].tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_gae_with_lambda_one_is_the_reward_to_go_less_the_value():
+    mask = torch.tensor([[False, True, True, False, True]])
+    rewards, values = at_last_token(torch.tensor([2.0]), mask), torch.tensor([[9.0, 0.5, 1.0, 9.0, 1.5]])
+    policy, returns = gae(rewards, values, mask, lam=1.0)
+    assert policy.tolist() == [[0, 1.5, 1.0, 0, 0.5]] and returns.tolist() == [[0, 2, 2, 0, 2]]
+
+
+def test_length_adaptive_lambda_by_hand():
+    assert length_adaptive_lambda(torch.tensor([0, 1, 20, 100]), alpha=0.1).tolist() == pytest.approx([0, 0, 0.5, 0.9])
+    with pytest.raises(ValueError, match="alpha must be above 0"):
+        length_adaptive_lambda(torch.tensor([1]), alpha=0.0)
+
+
+def test_reinforce_plus_plus_by_hand():
+    mask = torch.tensor([[False, True, True], [False, False, True]])
+    kl = torch.tensor([[9.0, 2.0, 1.0], [9.0, 9.0, 0.0]])
+    rewards = torch.tensor([2.0, 1.0])
+    to_go = torch.tensor([2 - 0.5 * 3, 2 - 0.5 * 1, 1.0])  # 0.5, 1.5, 1
+    own = torch.tensor([2 - 0.5 * 2, 2 - 0.5 * 1, 1.0])  # 1, 1.5, 1
+    for options, raw in (({}, to_go), ({"kl_to_go": False}, own)):
+        expected = (raw - raw.mean()) / raw.std()
+        result = reinforce_plus_plus(rewards, kl, mask, kl_coef=0.5, **options)
+        assert result[mask].tolist() == pytest.approx(expected.tolist(), abs=1e-5) and not result[~mask].any()
+    baseline = reinforce_plus_plus(rewards, torch.zeros_like(kl), mask, kl_coef=0.5, group_id=torch.tensor([4, 4]))
+    raw = torch.tensor([0.5, 0.5, -0.5])
+    assert baseline[mask].tolist() == pytest.approx(((raw - raw.mean()) / raw.std()).tolist(), abs=1e-5)
+
+
+def test_whitening():
+    values, mask = torch.tensor([[0.1, 0.1, 5.0], [0.1, 7.0, 0.1]]), torch.tensor([[True, True, False], [True, False, True]])
+    assert not whiten(values, mask).any()
+    assert not whiten(values, torch.zeros_like(mask)).any()
+    result = whiten(values, torch.ones_like(mask), ddof=0)
+    assert result.mean().item() == pytest.approx(0, abs=1e-6) and result.std(correction=0).item() == pytest.approx(1, abs=1e-5)
+    assert whiten(values[:0], mask[:0]).shape == (0, 3)
+
+
+def test_token_forms():
+    mask = torch.tensor([[False, True, True], [False, False, False]])
+    assert to_tokens(torch.tensor([2.0, 3.0]), mask).tolist() == [[0, 2, 2], [0, 0, 0]]
+    assert at_last_token(torch.tensor([2.0, 3.0]), mask).tolist() == [[0, 0, 2], [0, 0, 0]]
+    teacher = torch.tensor([[math.nan, -1.0, -2.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    result = opd(teacher, torch.tensor([[0.0, -3.0, -1.0], [0.0, 0.0, math.inf]]), mask)
+    assert result.tolist() == [[0, 2, -1], [0, 0, 0]] and not result.requires_grad

@@ -1,0 +1,120 @@
+"""Off-policy weights: worked examples of every level and mode."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.losses.importance import LEVELS, MODES, importance_weights, sampler_gap
+from nemorl.losses.types import finalize
+
+NAN, INF = float("nan"), float("inf")
+# Two sequences and padding. Token ratios 1, 4, ¼ | 2, 2; products 1 | 4; geometric means 1 | 2.
+RATIOS = torch.tensor([[1.0, 4.0, 0.25, 2.0, 2.0, 9.0]])
+SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 0]])
+MASK = torch.tensor([[True, True, True, True, True, False]])
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "low", "high", "expected"),
+    [
+        ("token", "truncate", 0.0, 2.0, [1, 2, 0.25, 2, 2]),
+        ("token", "truncate", 0.5, 3.0, [1, 3, 0.5, 2, 2]),
+        ("token", "mask", 0.5, 3.0, [1, 0, 0, 2, 2]),
+        ("token", "sequence_mask", 0.5, 1.5, [1, 4, 0.25, 0, 0]),  # survivors keep their own weight, however large
+        ("sequence", "truncate", 0.0, 3.0, [1, 1, 1, 3, 3]),
+        ("sequence", "mask", 0.0, 3.0, [1, 1, 1, 0, 0]),
+        ("sequence", "sequence_mask", 0.0, 3.0, [1, 1, 1, 4, 4]),  # judged by the geometric ratio 2
+        ("geometric", "truncate", 0.0, 1.5, [1, 1, 1, 1.5, 1.5]),
+        ("geometric", "mask", 1.5, 3.0, [0, 0, 0, 2, 2]),
+        ("geometric", "sequence_mask", 1.5, 3.0, [0, 0, 0, 2, 2]),
+    ],
+)
+def test_by_hand(level, mode, low, high, expected):
+    weights, _ = importance_weights(RATIOS.log() - 3, torch.full_like(RATIOS, -3.0), MASK, SEGMENTS, level=level, mode=mode, min=low, max=high)
+    assert weights[0].tolist() == pytest.approx([*expected, 0.0], rel=1e-5)
+
+
+def test_defaults_are_truncated_importance_sampling_at_two():
+    weights, _ = importance_weights(RATIOS.log(), torch.zeros_like(RATIOS), MASK, SEGMENTS)
+    assert weights[0].tolist() == pytest.approx([1, 2, 0.25, 2, 2, 0], rel=1e-5)
+
+
+def test_without_segments_a_row_is_one_sequence():
+    weights, _ = importance_weights(RATIOS.log(), torch.zeros_like(RATIOS), MASK, level="sequence", max=10.0)
+    assert weights[0].tolist() == pytest.approx([4, 4, 4, 4, 4, 0], rel=1e-5)
+
+
+def test_metrics_by_hand():
+    _, metrics = importance_weights(RATIOS.log(), torch.zeros_like(RATIOS), MASK, SEGMENTS, mode="mask", min=0.5, max=3.0)
+    assert finalize(metrics) == pytest.approx(
+        {
+            "importance_ratio_mean": 9.25 / 5,
+            "importance_ratio_min": 0.25,
+            "importance_ratio_max": 4.0,
+            "importance_outside_fraction": 0.4,
+            "generation_nonfinite_fraction": 0.0,
+        },
+        rel=1e-5,
+    )
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_token_without_a_sampler_logprob_is_dropped_and_counted(level, mode, bad):
+    generation = torch.tensor([[0.0, bad, 0.0, 0.0, 0.0, bad]])
+    weights, metrics = importance_weights(RATIOS.log(), generation, MASK, SEGMENTS, level=level, mode=mode, max=INF)
+    expected = {"token": [1, 0, 0.25, 2, 2], "sequence": [0.25, 0, 0.25, 4, 4], "geometric": [0.5, 0, 0.5, 2, 2]}[level]
+    assert weights[0].tolist() == pytest.approx([*expected, 0.0], rel=1e-5)
+    assert finalize(metrics)["generation_nonfinite_fraction"] == pytest.approx(0.2)  # the padded one isn't counted
+
+
+def test_the_trainers_own_nan_is_not_hidden():
+    weights, _ = importance_weights(torch.tensor([[NAN, 0.0]]), torch.zeros(1, 2), torch.tensor([[True, True]]))
+    assert weights[0, 0].isnan()
+    assert weights[0, 1] == 1
+
+
+def test_weights_are_constants():
+    prev = torch.zeros(1, 2, requires_grad=True)
+    weights, _ = importance_weights(prev, torch.zeros(1, 2), torch.tensor([[True, True]]))
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"level": "word"}, "level must be one of 'token', 'sequence', 'geometric', but it is 'word'"),
+        ({"mode": "drop"}, "mode must be one of 'truncate', 'mask', 'sequence_mask', but it is 'drop'"),
+        ({"min": 3.0}, "0 <= min <= max, but they are 3.0 and 2.0"),
+        ({"min": -1.0}, "0 <= min <= max, but they are -1.0 and 2.0"),
+    ],
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        importance_weights(RATIOS, RATIOS, MASK, **options)
+
+
+@given(st.sampled_from(LEVELS), st.sampled_from(MODES), st.integers(0, 2**31))
+def test_equal_policies_give_one_everywhere(level, mode, seed):
+    logprobs = -torch.rand(2, 6, generator=torch.Generator().manual_seed(seed))
+    mask = MASK.expand(2, 6)
+    weights, _ = importance_weights(logprobs, logprobs, mask, SEGMENTS.expand(2, 6), level=level, mode=mode, min=1.0, max=1.0)
+    assert torch.equal(weights, mask.float())
+
+
+def test_sampler_gap_by_hand():
+    prev, generation = torch.tensor([[0.25, 0.5, 0.5, NAN]]).log(), torch.tensor([[0.5, 0.125, 0.0, 0.5]]).log()
+    metrics = finalize(sampler_gap(prev, generation, torch.tensor([[True, True, True, False]])))
+    log2 = math.log(2)
+    assert metrics == pytest.approx(
+        {
+            "token_mult_prob_error": 3.0,  # half as likely counts 2, four times as likely 4
+            "gen_kl_error": ((0.5 - 1 + log2) + (4 - 1 - 2 * log2)) / 2,
+            "generation_nonfinite_fraction": 1 / 3,
+        },
+        rel=1e-5,
+    )

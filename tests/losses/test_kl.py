@@ -1,0 +1,149 @@
+"""KL by hand, law 13 by exact sums over the vocabulary, and the gradients that the estimators have."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.losses.kl import divergence, full_kl, kl
+from nemorl.losses.logprobs import token_logprobs
+
+VOCAB = 5
+SEEDS = st.integers(0, 2**20)
+ALL = torch.ones(1, VOCAB, dtype=torch.bool)
+
+
+def two_policies(seed: int, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of every token of a small vocabulary under two policies, as a row [1, vocab]."""
+    logits = spread * torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return tuple(logits.log_softmax(-1))
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", math.log(2) - 0.5)])
+def test_estimates_where_the_policy_is_twice_as_sure_as_the_reference(estimator, expected):
+    logprobs, reference = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.25]]).log()
+    result = kl(logprobs, reference, torch.tensor([[True, False]]), estimator=estimator)
+    assert result[0, 0].item() == pytest.approx(expected, rel=1e-6)
+    assert result[0, 1] == 0
+
+
+def test_the_clamps():
+    logprobs, reference, mask = torch.tensor([[0.0, -50.0]]), torch.tensor([[-50.0, 0.0]]), torch.tensor([[True, True]])
+    assert kl(logprobs, reference, mask, estimator="k1").tolist() == [[10, -10]]
+    assert kl(logprobs, reference, mask, estimator="k1", output_clamp=None).tolist() == [[20, -20]]
+    assert kl(logprobs, reference, mask, estimator="k1", input_clamp=None, output_clamp=None).tolist() == [[50, -50]]
+
+
+@given(SEEDS)
+def test_law_13_k1_and_k3_are_unbiased_and_k3_is_never_negative(seed):
+    logprobs, reference = two_policies(seed)
+    exact = (logprobs.exp() * (logprobs - reference)).sum()
+    k1, k2, k3 = (kl(logprobs, reference, ALL, estimator=name, output_clamp=None) for name in ("k1", "k2", "k3"))
+    torch.testing.assert_close((logprobs.exp() * k1).sum(), exact)
+    torch.testing.assert_close((logprobs.exp() * k3).sum(), exact)
+    assert (k3 >= 0).all() and (k2 >= 0).all()
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@given(SEEDS)
+def test_law_13_every_estimate_is_zero_for_the_reference_itself(estimator, seed):
+    logprobs, _ = two_policies(seed)
+    assert not kl(logprobs, logprobs, ALL, estimator=estimator).any()
+
+
+def expected_gradient(logits, reference, estimator, gradient):
+    """Σ_v π(v) ∇ estimate(v), with the probabilities themselves held fixed: what a sampled batch gives on average."""
+    logits = logits.clone().requires_grad_()
+    logprobs = logits.log_softmax(-1)
+    generation = logprobs.detach() if gradient == "importance" else None
+    estimate = kl(logprobs, reference, ALL, estimator=estimator, gradient=gradient, generation_logprobs=generation, output_clamp=None)
+    return torch.autograd.grad((logprobs.detach().exp() * estimate).sum(), logits)[0]
+
+
+@given(SEEDS)
+def test_which_gradient_an_estimator_has_on_average(seed):
+    logits, reference = two_policies(seed)
+    leaf = logits.clone().requires_grad_()
+    forward, reverse = (divergence(leaf.log_softmax(-1), reference, direction=name).sum() for name in ("forward", "reverse"))
+    of_forward, of_reverse = torch.autograd.grad(forward, leaf)[0], torch.autograd.grad(reverse, leaf)[0]
+    same = {"rtol": 1e-7, "atol": 1e-12}
+    torch.testing.assert_close(expected_gradient(logits, reference, "k1", "pathwise"), torch.zeros_like(logits), **same)
+    torch.testing.assert_close(expected_gradient(logits, reference, "k2", "pathwise"), of_reverse, **same)
+    torch.testing.assert_close(expected_gradient(logits, reference, "k3", "pathwise"), of_forward, **same)
+    for estimator in ("k1", "k3"):
+        for gradient in ("score", "importance"):
+            torch.testing.assert_close(expected_gradient(logits, reference, estimator, gradient), of_reverse, **same)
+
+
+def test_score_and_importance_weights_have_the_right_value():
+    logprobs, reference, mask = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[True]])
+    plain = kl(logprobs, reference, mask, estimator="k1")
+    assert torch.equal(kl(logprobs, reference, mask, estimator="k1", gradient="score"), plain)
+    weighted = kl(logprobs, reference, mask, estimator="k1", gradient="importance", generation_logprobs=torch.tensor([[-1.0 - math.log(3)]]))
+    assert weighted.item() == pytest.approx(3 * plain.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"estimator": "k4"}, "estimator must be"),
+        ({"gradient": "none"}, "gradient must be"),
+        ({"gradient": "importance"}, "generation_logprobs missing"),
+        ({"generation_logprobs": torch.zeros(1, 1)}, "generation_logprobs given"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        kl(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), **options)
+
+
+def test_full_divergences_by_hand():
+    student, reference = torch.tensor([0.5, 0.5], dtype=torch.float64), torch.tensor([0.25, 0.75], dtype=torch.float64)
+    reverse = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    forward = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
+    mean = [0.375, 0.625]
+    js = 0.5 * sum(r * math.log(r / m) for r, m in zip((0.25, 0.75), mean, strict=True)) + 0.5 * sum(0.5 * math.log(0.5 / m) for m in mean)
+    for direction, expected in (("reverse", reverse), ("forward", forward), ("jensen_shannon", js)):
+        assert divergence(student.log(), reference.log(), direction=direction).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_tokens_outside_the_support():
+    inside, half = torch.tensor([1.0, 0.0]).log(), torch.tensor([0.5, 0.5]).log()
+    assert divergence(inside, half, direction="reverse").item() == pytest.approx(math.log(2))
+    assert divergence(inside, half, direction="forward").item() == math.inf
+    assert divergence(inside, half, direction="jensen_shannon").isfinite()
+
+
+def test_full_kl_is_shifted_like_the_tokens_and_zero_where_nothing_is_predicted():
+    generator = torch.Generator().manual_seed(0)
+    student, reference = torch.randn(2, 2, 5, VOCAB, generator=generator, dtype=torch.float64)
+    segments = torch.tensor([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
+    result = full_kl(student, reference, segment_ids=segments, temperature=2.0)
+    assert (result != 0).int().tolist() == [[0, 1, 0, 1, 0], [0, 1, 1, 1, 1]]
+    # E over x_t of the k1 estimate, from token_logprobs with every possible token in place t.
+    p, q = [], []
+    for token in range(VOCAB):
+        ids = torch.full((2, 5), token)
+        p.append(token_logprobs(student / 2, ids))
+        q.append(token_logprobs(reference / 2, ids))
+    p, q = torch.stack(p), torch.stack(q)
+    torch.testing.assert_close(result, torch.where(result != 0, (p.exp() * (p - q)).sum(0), 0.0))
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
+def test_law_8_gradcheck_of_the_full_divergence(direction):
+    generator = torch.Generator().manual_seed(1)
+    student, reference = (torch.randn(1, 3, VOCAB, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda a, b: full_kl(a, b, direction=direction, mix=0.3), (student, reference))
+
+
+@given(SEEDS, st.floats(0.05, 0.95))
+def test_divergences_are_positive_and_the_jensen_shannon_is_bounded(seed, mix):
+    p, q = two_policies(seed, spread=3.0)
+    for direction in ("forward", "reverse", "jensen_shannon"):
+        assert divergence(p, q, direction=direction, mix=mix).item() > -1e-12
+        assert abs(divergence(p, p, direction=direction, mix=mix).item()) < 1e-12
+    assert divergence(p, q, direction="jensen_shannon", mix=mix).item() <= -mix * math.log(mix) - (1 - mix) * math.log(1 - mix) + 1e-12
+    torch.testing.assert_close(divergence(p, q, direction="forward"), divergence(q, p, direction="reverse"))

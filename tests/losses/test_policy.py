@@ -1,0 +1,313 @@
+"""Policy losses and their optional terms: worked examples, and the laws that are theirs alone (SPEC §12, 11)."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemorl.losses import policy, terms
+from nemorl.losses.masks import sequence_mean_weights
+from nemorl.losses.types import LossOutput, finalize
+
+NAN, INF = float("nan"), float("inf")
+RATIO_LOSSES = [policy.clipped, policy.gspo, policy.gspo_token, policy.cispo, policy.reinforce]
+
+
+def ratios(*values: float) -> tuple[Tensor, Tensor]:
+    """Current and previous logprobs of one row with these ratios; all previous probabilities are 0.1."""
+    prev = torch.full((1, len(values)), 0.1).log()
+    return (prev + torch.tensor([values]).log()).requires_grad_(), prev
+
+
+def row(*values: float) -> Tensor:
+    return torch.tensor([values])
+
+
+def gradient(output: LossOutput, logprobs: Tensor) -> list[float]:
+    return torch.autograd.grad(output.loss, logprobs)[0][0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "options", "loss", "slope"),
+    [
+        (1.1, 2.0, {}, -2.2, -2.2),  # inside: -A r, and its derivative by log π is -A r too
+        (0.9, -2.0, {}, 1.8, 1.8),
+        (1.5, 2.0, {}, -2.4, 0.0),  # above with A > 0: -2 · 1.2, no gradient
+        (0.5, 2.0, {}, -1.0, -1.0),  # below with A > 0: the pessimistic one is -A r
+        (0.5, -2.0, {}, 1.6, 0.0),  # below with A < 0: 2 · 0.8
+        (1.5, -2.0, {}, 3.0, 3.0),  # above with A < 0: -A r, unbounded
+        (1.5, 2.0, {"clip_high": 0.28}, -2.56, 0.0),  # clip-higher
+        (1.25, 2.0, {"clip_high": 0.28}, -2.5, -2.5),
+        (0.5, -2.0, {"clip_low": 0.4}, 1.2, 0.0),
+        (5.0, -2.0, {}, 10.0, 10.0),
+        (5.0, -2.0, {"dual_clip": 3.0}, 6.0, 0.0),  # 2 · 3
+        (2.0, -2.0, {"dual_clip": 3.0}, 4.0, 4.0),
+        (5.0, 2.0, {"dual_clip": 3.0}, -2.4, 0.0),  # A > 0: dual clip has no say
+        (5.0, 0.0, {"dual_clip": 3.0}, 0.0, 0.0),
+    ],
+)
+def test_clipped_by_hand(ratio, advantage, options, loss, slope):
+    now, prev = ratios(ratio)
+    output = policy.clipped(now, prev, row(advantage), row(1.0), **options)
+    assert output.loss.item() == pytest.approx(loss, abs=1e-5)
+    assert gradient(output, now) == pytest.approx([slope], abs=1e-5)
+
+
+def test_clipped_metrics_by_hand():
+    now, prev = ratios(1.5, 0.5, 5.0, 0.5, 4.0, 7.0)
+    weights = row(0.2, 0.2, 0.2, 0.2, 0.2, 0.0)  # the last one isn't trained
+    importance = row(1.0, 0.5, 2.0, 0.0, 1.5, 9.0)
+    output = policy.clipped(now, prev, row(1.0, -1.0, -1.0, 1.0, 1.0, 1.0), weights, importance, dual_clip=3.0)
+    # 1 · -1.2, 0.5 · 0.8, 2 · 3, 0, 1.5 · -1.2: a fifth each
+    assert output.loss.item() == pytest.approx(0.2 * (-1.2 + 0.4 + 6.0 - 1.8), abs=1e-5)
+    logs = [math.log(1.5), math.log(0.5), math.log(5.0), math.log(0.5), math.log(4.0)]
+    assert finalize(output.metrics) == pytest.approx(
+        {
+            "ratio_mean": 2.3,
+            "ratio_min": 0.5,
+            "ratio_max": 5.0,
+            "approx_kl_k1": -sum(logs) / 5,
+            "approx_kl_k3": sum(math.exp(x) - 1 - x for x in logs) / 5,
+            "clip_fraction_high": 0.4,
+            "clip_fraction_low": 0.2,
+            "clip_fraction_dual": 0.2,
+            "importance_weight_mean": 1.0,
+            "importance_weight_max": 2.0,
+            "masked_fraction": 0.2,
+        },
+        abs=1e-5,
+    )
+
+
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+def test_importance_weights_multiply_each_token_and_zero_drops_it(loss):
+    now, prev = ratios(1.0, 1.0, 1.0)
+    one_token_each = {"segment_ids": torch.tensor([[1, 2, 3]])} if loss in (policy.gspo, policy.gspo_token) else {}
+    output = loss(now, prev, row(1.0, 2.0, 3.0), row(0.5, 0.5, 0.5), importance_weights=row(2.0, 0.5, 0.0), **one_token_each)
+    assert gradient(output, now) == pytest.approx([-1.0, -0.5, 0.0])
+    assert finalize(output.metrics)["masked_fraction"] == pytest.approx(1 / 3)
+
+
+def test_a_dropped_token_may_have_an_infinite_loss():
+    now, prev = ratios(1.0, 1.0)
+    far = prev - row(0.0, 200.0)  # a ratio of e²⁰⁰, infinite in float32
+    output = policy.clipped(now, far, row(-1.0, -1.0), row(0.5, 0.5), row(1.0, 0.0))
+    assert output.loss.item() == pytest.approx(0.5)
+
+
+def test_gspo_by_hand():
+    # Two sequences in a row: s₁ = sqrt(1.21 · 1) = 1.1; s₂ = (8 · 1 · 1)^⅓ = 2, clipped to 1.2. The last slot is padding.
+    now, prev = ratios(1.21, 1.0, 8.0, 1.0, 1.0, 3.0)
+    segments = torch.tensor([[1, 1, 2, 2, 2, 0]])
+    weights = row(0.25, 0.25, 1 / 6, 1 / 6, 1 / 6, 0.0)
+    output = policy.gspo(now, prev, row(1.0, 1.0, 2.0, 2.0, 2.0, 9.0), weights, segments, clip_low=0.2, clip_high=0.2)
+    assert output.loss.item() == pytest.approx(0.5 * -1.1 + 0.5 * -2.4, abs=1e-5)
+    # d s₁ / d log π_t = s₁ / 2 for each of the two tokens
+    assert gradient(output, now) == pytest.approx([-0.275, -0.275, 0.0, 0.0, 0.0, 0.0], abs=1e-5)
+    metrics = finalize(output.metrics)
+    assert metrics["ratio_mean"] == pytest.approx((2 * 1.1 + 3 * 2) / 5, abs=1e-5)
+    assert metrics["clip_fraction_high"] == pytest.approx(0.6)
+    assert metrics["approx_kl_k1"] == pytest.approx(-(math.log(1.21) + math.log(8)) / 5, abs=1e-5)
+
+
+def test_gspo_ignores_untrained_tokens_of_the_sequence():
+    now, prev = ratios(1.21, 50.0, 1.0)
+    output = policy.gspo(now, prev, row(1.0, 1.0, 1.0), row(0.5, 0.0, 0.5), clip_low=0.2, clip_high=0.2)
+    assert output.loss.item() == pytest.approx(-1.1, abs=1e-5)
+
+
+def test_gspo_defaults_are_the_papers():
+    now, prev = ratios(1.001)
+    assert policy.gspo(now, prev, row(1.0), row(1.0)).loss.item() == pytest.approx(-1.0004, abs=1e-6)
+    now, prev = ratios(0.999)
+    assert policy.gspo(now, prev, row(-1.0), row(1.0)).loss.item() == pytest.approx(0.9997, abs=1e-6)
+
+
+def test_gspo_token_gives_each_token_its_own_advantage():
+    now, prev = ratios(1.21, 1.0)
+    output = policy.gspo_token(now, prev, row(1.0, 3.0), row(0.5, 0.5), clip_low=0.2, clip_high=0.2)
+    assert output.loss.item() == pytest.approx(-2.2, abs=1e-5)
+    assert gradient(output, now) == pytest.approx([-0.55, -1.65], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "options", "factor"),
+    [
+        (1.5, 2.0, {}, 1.5),
+        (8.0, 2.0, {}, 5.0),  # 1 + 4, the default
+        (8.0, -2.0, {}, 5.0),
+        (0.1, -2.0, {}, 0.1),  # no lower bound
+        (0.1, -2.0, {"clip_low": 0.2}, 0.8),
+        (1.5, 2.0, {"clip_high": 0.2}, 1.2),
+    ],
+)
+def test_cispo_by_hand(ratio, advantage, options, factor):
+    now, prev = ratios(ratio)
+    output = policy.cispo(now, prev, row(advantage), row(1.0), **options)
+    assert output.loss.item() == pytest.approx(-advantage * factor * now.item(), abs=1e-4)
+    assert gradient(output, now) == pytest.approx([-advantage * factor], abs=1e-5)
+
+
+def test_cispo_clip_fractions_do_not_depend_on_the_advantage():
+    now, prev = ratios(0.5, 2.0, 1.0, 3.0)
+    metrics = finalize(policy.cispo(now, prev, row(1.0, 1.0, 1.0, -1.0), torch.ones(1, 4), clip_low=0.2, clip_high=0.2).metrics)
+    assert metrics["clip_fraction_low"] == 0.25
+    assert metrics["clip_fraction_high"] == 0.5
+
+
+def test_reinforce_by_hand():
+    now, prev = ratios(1.5, 0.5)
+    output = policy.reinforce(now, prev, row(2.0, -4.0), row(0.5, 0.5))
+    assert output.loss.item() == pytest.approx(0.5 * (-2.0 * 1.5 + 4.0 * 0.5), abs=1e-5)  # the value has the ratio
+    assert gradient(output, now) == pytest.approx([-1.0, 2.0])  # the gradient has not
+
+
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+def test_constants_get_no_gradient(loss):
+    now, prev = ratios(1.1, 0.9)
+    constants = [prev.clone().requires_grad_(), row(1.0, -2.0).requires_grad_()]
+    importance = row(1.0, 2.0).requires_grad_()
+    output = loss(now, *constants, row(0.5, 0.5), importance_weights=importance)
+    assert torch.autograd.grad(output.loss, [*constants, importance], allow_unused=True) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (policy.clipped, {"clip_low": -0.1}, "clip_low must be >= 0, but it is -0.1"),
+        (policy.gspo, {"clip_high": -1.0}, "clip_high must be >= 0, but it is -1.0"),
+        (policy.gspo_token, {"dual_clip": 1.0}, "dual_clip must be > 1, but it is 1.0"),
+        (policy.cispo, {"clip_low": -0.1}, "clip_low must be >= 0"),
+    ],
+)
+def test_bad_options_are_named(loss, options, message):
+    now, prev = ratios(1.0)
+    with pytest.raises(ValueError, match=message):
+        loss(now, prev, row(1.0), row(1.0), **options)
+
+
+def batches(spread: float):
+    """Logprobs near each other (ratios up to e^±spread), advantages, and weights of which some are 0."""
+
+    @st.composite
+    def draw_batch(draw):
+        rows, columns, seed = draw(st.integers(1, 3)), draw(st.integers(1, 7)), draw(st.integers(0, 2**31))
+        random = torch.Generator().manual_seed(seed)
+        prev = -3 * torch.rand(rows, columns, generator=random, dtype=torch.float64)
+        now = prev + spread * (2 * torch.rand(rows, columns, generator=random, dtype=torch.float64) - 1)
+        advantages = torch.randn(rows, columns, generator=random, dtype=torch.float64)
+        mask = torch.rand(rows, columns, generator=random) < 0.7
+        weights = torch.where(mask, torch.rand(rows, columns, generator=random, dtype=torch.float64) + 0.1, 0.0)
+        return now.requires_grad_(), prev, advantages, weights
+
+    return draw_batch()
+
+
+@given(batches(0.0), st.sampled_from([policy.clipped, policy.cispo, policy.gspo_token]), st.sampled_from([0.0, 0.2]))
+def test_at_ratio_one_every_gradient_is_reinforces(batch, loss, clip):
+    """Law 11."""
+    now, prev, advantages, weights = batch
+    expected = torch.autograd.grad(policy.reinforce(now, prev, advantages, weights).loss, now)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss(now, prev, advantages, weights, clip_low=clip, clip_high=clip).loss, now)[0], expected)
+    assert torch.equal(expected, -advantages * weights)
+
+
+@given(batches(2.0))
+def test_on_policy_is_ratio_one(batch):
+    now, _, advantages, weights = batch
+    output = policy.clipped(now, policy.on_policy(now), advantages, weights)
+    assert torch.equal(torch.autograd.grad(output.loss, now)[0], -advantages * weights)
+    assert finalize(output.metrics)["approx_kl_k3"] == 0
+
+
+@given(batches(0.18), st.sampled_from([None, 3.0]))
+def test_clip_is_inactive_inside_the_trust_region(batch, dual_clip):
+    """Law 11: ratios within e^±0.18 = [0.835, 1.197] are untouched by 0.2."""
+    now, prev, advantages, weights = batch
+    output = policy.clipped(now, prev, advantages, weights, dual_clip=dual_clip)
+    unclipped = policy.clipped(now, prev, advantages, weights, clip_low=1.0, clip_high=1e9)
+    assert torch.equal(output.loss, unclipped.loss)
+    assert torch.equal(torch.autograd.grad(output.loss, now)[0], torch.autograd.grad(unclipped.loss, now)[0])
+    metrics = finalize(output.metrics)
+    assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
+
+
+@given(batches(2.0), st.floats(1.01, 4.0))
+def test_dual_clip_is_inactive_without_negative_advantages(batch, dual_clip):
+    """Law 11."""
+    now, prev, advantages, weights = batch
+    plain = policy.clipped(now, prev, advantages.abs(), weights)
+    dual = policy.clipped(now, prev, advantages.abs(), weights, dual_clip=dual_clip)
+    assert torch.equal(plain.loss, dual.loss)
+    assert torch.equal(torch.autograd.grad(plain.loss, now)[0], torch.autograd.grad(dual.loss, now)[0])
+
+
+@given(batches(2.0), st.floats(1.01, 4.0))
+def test_dual_clip_bounds_the_loss(batch, dual_clip):
+    now, prev, advantages, weights = batch
+    loss = policy.clipped(now, prev, -advantages.abs(), weights, dual_clip=dual_clip).loss
+    assert loss <= (weights * advantages.abs() * dual_clip).sum() + 1e-9
+
+
+@given(batches(0.3), st.booleans())
+def test_gspo_token_has_gspos_value_and_with_one_advantage_its_gradient(batch, whole_rows):
+    now, prev, advantages, weights = batch
+    segments = None if whole_rows else (torch.arange(now.shape[1]) // 3 + 1).expand(now.shape)
+    labels = torch.ones_like(weights, dtype=torch.int64) if segments is None else segments
+    advantages = advantages[:, :1] * labels  # one per sequence
+    weights = sequence_mean_weights(weights != 0, segments).double()
+    clips = {"clip_low": 0.1, "clip_high": 0.1}
+    one, token = (loss(now, prev, advantages, weights, segments, **clips) for loss in (policy.gspo, policy.gspo_token))
+    torch.testing.assert_close(one.loss, token.loss)
+    torch.testing.assert_close(torch.autograd.grad(one.loss, now)[0], torch.autograd.grad(token.loss, now)[0])
+
+
+def test_kl_loss_by_hand():
+    now, reference = row(0.5, 0.5).log().requires_grad_(), row(0.25, NAN).log()
+    output = terms.kl_loss(now, reference, row(1.0, 0.0), coef=0.1)
+    assert output.loss.item() == pytest.approx(0.1 * (0.5 - 1 + math.log(2)))  # k3 with d = log ½
+    assert gradient(output, now) == pytest.approx([0.1 * (1 - 0.5), 0.0])
+    assert finalize(output.metrics) == pytest.approx({"kl": math.log(2) - 0.5})
+    assert terms.kl_loss(now, reference, row(1.0, 0.0), coef=0.1, estimator="k1").loss.item() == pytest.approx(0.1 * math.log(2))
+    generation = row(0.25, NAN).log()
+    weighted = terms.kl_loss(now, reference, row(1.0, 0.0), generation, coef=0.1, gradient="importance")
+    assert weighted.loss.item() == pytest.approx(2 * 0.1 * (math.log(2) - 0.5))  # π/π_gen = 2
+    assert terms.kl_loss(now, row(-50.0, 0.0), row(1.0, 0.0), coef=1.0, estimator="k1", output_clamp=3.0).loss.item() == 3.0
+
+
+def test_entropy_bonus_by_hand():
+    entropy = row(2.0, 4.0, NAN).requires_grad_()
+    output = terms.entropy_bonus(entropy, row(0.5, 0.25, 0.0), coef=0.1)
+    assert output.loss.item() == pytest.approx(-0.2)
+    assert gradient(output, entropy) == pytest.approx([-0.05, -0.025, 0.0])
+    assert finalize(output.metrics) == {"entropy": 3.0}
+
+
+def test_positive_nll_by_hand():
+    now = row(-2.0, -3.0, -4.0, NAN).requires_grad_()
+    output = terms.positive_nll(now, torch.tensor([[True, False, True, True]]), row(0.25, 0.25, 0.5, 0.0), coef=0.1)
+    assert output.loss.item() == pytest.approx(0.1 * (0.5 + 2.0))
+    assert gradient(output, now) == pytest.approx([-0.025, 0.0, -0.05, 0.0])
+    assert finalize(output.metrics) == pytest.approx({"positive_nll": 3.0, "positive_fraction": 2 / 3})
+
+
+def test_terms_are_added_by_the_caller():
+    now, prev = ratios(1.0)
+    output = policy.clipped(now, prev, row(2.0), row(1.0)) + terms.entropy_bonus(row(3.0), row(1.0), coef=0.1)
+    assert output.loss.item() == pytest.approx(-2.3)
+    assert {"ratio_mean", "entropy"} <= finalize(output.metrics).keys()
+
+
+@pytest.mark.parametrize("importance", [None, row(2.0, NAN)])
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_masked_slots_are_not_read(loss, importance, bad):
+    now, prev = ratios(1.0, 1.0)
+    dirty = (now + row(0.0, bad), prev + row(0.0, bad), row(1.0, bad), row(1.0, 0.0))
+    output = loss(*dirty, importance_weights=importance)
+    assert output.loss.isfinite()
+    assert gradient(output, now) == pytest.approx([-1.0 if importance is None else -2.0, 0.0])
+    assert all(math.isfinite(value) for value in finalize(output.metrics).values())

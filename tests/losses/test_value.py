@@ -1,0 +1,72 @@
+"""The critic's loss by hand, and the explained variance of merged metrics."""
+
+import pytest
+import torch
+
+from nemorl.losses.types import finalize
+from nemorl.losses.value import explained_variance, value_loss
+
+NAN = float("nan")
+
+
+def row(*values: float) -> torch.Tensor:
+    return torch.tensor([values])
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "clip", "loss", "slope"),
+    [
+        (1.0, 1.0, 3.0, 0.5, 2.0, -2.0),  # not moved: ½ · 2²
+        (1.25, 1.0, 3.0, 0.5, 0.5 * 1.75**2, -1.75),  # moved a little
+        (2.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 0.0),  # moved too far towards the target: held at 1.5, no gradient
+        (0.0, 1.0, 3.0, 0.5, 0.5 * 3.0**2, -3.0),  # moved too far away: the larger one is the unclipped
+        (2.0, 1.0, 3.0, None, 0.5, -1.0),
+        (3.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 0.0),
+    ],
+)
+def test_by_hand(value, old, target, clip, loss, slope):
+    values = row(value).requires_grad_()
+    output = value_loss(values, row(old), row(target), row(1.0), clip=clip)
+    assert output.loss.item() == pytest.approx(loss)
+    assert torch.autograd.grad(output.loss, values)[0].item() == pytest.approx(slope)
+
+
+def test_default_clip_is_a_fifth():
+    assert value_loss(row(1.0), row(0.0), row(1.0), row(1.0)).loss.item() == pytest.approx(0.5 * 0.8**2)
+
+
+def test_metrics_by_hand():
+    metrics = finalize(value_loss(row(2.0, 1.0, NAN), row(1.0, 1.0, NAN), row(3.0, 2.0, NAN), row(0.5, 0.5, 0.0), clip=0.5).metrics)
+    assert metrics == {
+        "value_clip_fraction": 0.5,
+        "value_mean": 1.5,
+        "return_mean": 2.5,
+        "return_square_mean": 6.5,
+        "value_error_mean": 1.0,
+        "value_error_square_mean": 1.0,
+    }
+    assert explained_variance(metrics) == 1.0  # off by a constant: all of the variance is explained
+
+
+def test_explained_variance_is_the_whole_batchs():
+    values, returns = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    weights = torch.ones_like(values)
+    shards = [value_loss(v, v, g, w) for v, g, w in zip(values.split(1), returns.split(1), weights.split(1), strict=True)]
+    merged = finalize((shards[0] + shards[1] + shards[2] + shards[3]).metrics)
+    expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
+    assert explained_variance(merged) == pytest.approx(expected.item())
+
+
+def test_explained_variance_of_equal_returns_is_zero():
+    assert explained_variance(finalize(value_loss(row(1.0, 2.0), row(1.0, 2.0), row(0.5, 0.5), row(1.0, 1.0)).metrics)) == 0.0
+
+
+def test_only_the_values_are_trained():
+    values, old, returns = (row(x).requires_grad_() for x in (1.0, 0.9, 2.0))
+    output = value_loss(values, old, returns, row(1.0))
+    assert torch.autograd.grad(output.loss, [old, returns], allow_unused=True) == (None, None)
+
+
+def test_bad_clip_is_named():
+    with pytest.raises(ValueError, match="clip must be > 0 or None, but it is 0"):
+        value_loss(row(1.0), row(1.0), row(1.0), row(1.0), clip=0.0)

@@ -1,0 +1,82 @@
+"""TokenBatch: collate, rows, widths, and that it is a pytree."""
+
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from nemorl.data.batch import Example, TokenBatch, collate, concatenate, extents, resize, take, trim
+from nemorl.losses.logprobs import LogprobKind
+from tests.data.batches import SPECS, assert_equal, batch_of, built, tokens_of
+
+
+def example(*ids: int, **arrays) -> Example:
+    trained = [False, *[True] * (len(ids) - 1)]
+    return Example(input_ids=ids, loss_mask=trained, response_mask=trained, **arrays)
+
+
+def test_worked_collate():
+    batch = collate([example(5, 6, 7, prev_logprobs=[0.0, -1.0, -2.0]), example(8, prev_logprobs=[0.0])], multiple_of=4)
+    assert batch.input_ids.tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
+    assert batch.segment_ids.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]
+    assert batch.loss_mask.tolist() == [[False, True, True, False], [False] * 4]
+    assert batch.prev_logprobs is not None
+    assert batch.prev_logprobs.tolist() == [[0.0, -1.0, -2.0, 0.0], [0.0] * 4]
+    assert batch.advantages is None
+    assert batch.lengths.tolist() == [3, 1]
+    assert (batch.num_tokens, len(batch)) == (4, 2)
+    assert collate([{"input_ids": [8], "loss_mask": [False], "response_mask": [False]}], length=3).input_ids.tolist() == [[8, 0, 0]]
+
+
+def test_a_batch_is_a_pytree_with_its_kind():
+    batch = collate([example(5, 6)], logprob_kind=LogprobKind(temperature=0.5))
+    doubled = pytree.tree_map_only(Tensor, lambda values: torch.cat([values, values]), batch)
+    assert isinstance(doubled, TokenBatch)
+    assert len(doubled) == 2
+    assert doubled.logprob_kind.temperature == 0.5
+
+
+@given(SPECS)
+def test_rows_can_be_taken_apart_and_put_together(spec):
+    batch = built(spec)
+    assert_equal(concatenate([take(batch, [row]) for row in range(len(batch))]), batch)
+    assert_equal(concatenate([trim(take(batch, [row])) for row in range(len(batch))]), trim(batch))
+    backwards = list(range(len(batch)))[::-1]
+    assert_equal(take(take(batch, backwards), torch.tensor(backwards)), batch)
+
+
+@given(SPECS)
+def test_widths_change_without_losing_a_token(spec):
+    batch = built(spec)
+    width = batch.input_ids.shape[1]
+    assert_equal(resize(resize(batch, width + 3), width), batch)
+    assert trim(batch).input_ids.shape[1] == int(extents(batch).max()) == max(spec[0])
+    assert trim(batch, multiple_of=8).input_ids.shape[1] % 8 == 0
+    assert tokens_of(trim(batch)) == tokens_of(batch)
+
+
+def test_extent_counts_padding_on_the_left():
+    batch = batch_of([2], width=4)
+    shifted = pytree.tree_map_only(Tensor, lambda values: torch.roll(values, 1, -1), batch)
+    assert extents(shifted).tolist() == [3]
+    assert trim(shifted).input_ids.tolist() == [[0, 1, 2]]
+
+
+def test_errors_say_what_is_wrong():
+    wide = batch_of([3])
+    cases = [
+        (lambda: collate([]), "at least one sequence"),
+        (lambda: Example(input_ids=[1, 2], loss_mask=[False], response_mask=[False, True]), "input_ids has 2, loss_mask has 1"),
+        (lambda: collate([example(1, 2, advantages=[0.0, 1.0]), example(1)]), "advantages must be given for all examples or for none: example 1"),
+        (lambda: collate([example(1), Example(input_ids=[1], loss_mask=[True], response_mask=[True])]), "example 1 trains on it"),
+        (lambda: collate([Example(input_ids=[1, 2], loss_mask=[False, True], response_mask=[False, False])]), "trains on a prompt token"),
+        (lambda: resize(wide, 2), "at least 3"),
+        (lambda: concatenate([]), "at least one batch"),
+        (lambda: concatenate([wide, collate([example(1, 2)])]), "batches 0 and 1 differ"),
+        (lambda: concatenate([collate([example(1)]), collate([example(1)], logprob_kind=LogprobKind(temperature=0.5))]), "batch 1 has"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -1,0 +1,108 @@
+"""Law 15 for ranks and microbatches, the budgets they keep, and how even the shares are."""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+
+from nemorl.data.batch import take, trim
+from nemorl.data.packing import pack
+from nemorl.data.sharding import balance, merge, row_costs, shard_by_rank, split, split_microbatches, unshard
+from tests.data.batches import SPECS, assert_equal, batch_of, built, tokens_of
+
+
+def every_row_once(plan, rows):
+    return sorted(row for part in plan for row in part) == list(range(rows))
+
+
+@given(SPECS, st.integers(1, 9))
+def test_unshard_undoes_shard_by_rank(spec, num_ranks):
+    batch = built(spec)
+    plan = shard_by_rank(batch, num_ranks)
+    assert len(plan) == num_ranks
+    assert every_row_once(plan, len(batch))
+    sizes = [len(rows) for rows in plan]
+    assert max(sizes) - min(sizes) <= 1
+    shards = split(batch, plan)
+    assert tokens_of(*shards) == tokens_of(batch)
+    assert_equal(unshard(shards, plan), trim(batch))
+    assert torch.equal(unshard([shard.input_ids for shard in shards], plan), trim(batch).input_ids)
+    assert torch.equal(unshard([shard.input_ids.sum(-1) for shard in shards], plan), batch.input_ids.sum(-1))
+    assert plan == shard_by_rank(batch, num_ranks)
+
+
+@given(SPECS, st.integers(1, 5), st.integers(1, 9))
+def test_merge_undoes_fixed_rows(spec, rows, at_least):
+    batch = built(spec)
+    plan = split_microbatches(batch, rows=rows, min_microbatches=at_least)
+    assert len(plan) == max(at_least, -(-len(batch) // rows))
+    assert max(map(len, plan)) <= rows
+    assert every_row_once(plan, len(batch))
+    assert min(map(len, plan)) > 0 or len(batch) < len(plan), "a microbatch is empty although another could be halved"
+    assert_equal(merge(split(batch, plan), plan), trim(batch))
+
+
+@given(SPECS, st.integers(0, 60), st.booleans(), st.integers(1, 9))
+def test_merge_undoes_a_token_budget(spec, spare, packed, at_least):
+    batch = built(spec)
+    budget = max(spec[0]) + spare
+    plan = split_microbatches(batch, token_budget=budget, packed=packed, min_microbatches=at_least)
+    assert len(plan) >= at_least
+    assert every_row_once(plan, len(batch))
+    for part in split(batch, plan, multiple_of=1):
+        assert (part.num_tokens if packed or not len(part) else part.input_ids.numel()) <= budget
+    assert_equal(merge(split(batch, plan), plan), trim(batch))
+
+
+@given(SPECS, st.integers(1, 4))
+def test_outputs_of_many_dims_come_back_in_order(spec, num_ranks):
+    batch = trim(built(spec))
+    plan = shard_by_rank(batch, num_ranks)
+    outputs = [torch.stack([part.input_ids, -part.input_ids], -1) for part in split(batch, plan)]
+    assert torch.equal(merge(outputs, plan), torch.stack([batch.input_ids, -batch.input_ids], -1))
+
+
+def test_worked_shares():
+    batch = batch_of([9, 1, 8, 2])
+    assert row_costs(batch, linear=1.0, quadratic=0.5) == (49.5, 1.5, 40.0, 4.0)
+    assert shard_by_rank(batch, 2) == ((0, 1), (2, 3))
+    assert balance([8, 7, 6, 5, 4, 2], 2) == ((0, 3, 4), (1, 2, 5))
+    assert balance([], 3) == ((), (), ())
+    assert balance([5.0], 3) == ((0,), (), ())
+
+
+def test_cost_is_of_segments_not_of_rows():
+    packed = pack(batch_of([3, 2, 4]), ((0, 1), (2,)))
+    assert row_costs(packed, linear=1.0, quadratic=1.0) == (3 + 9 + 2 + 4, 4 + 16)
+
+
+def test_attention_cost_moves_rows_that_tokens_alone_would_not():
+    lengths = [100, 60, 50, 40, 30, 20]
+    assert shard_by_rank(batch_of(lengths), 2, quadratic=0.0) == ((0, 3, 5), (1, 2, 4))  # 160 and 140 tokens
+    assert shard_by_rank(batch_of(lengths), 2, quadratic=1.0) == ((0, 4, 5), (1, 2, 3))  # 150 and 150 tokens; squares 11300 and 7700
+
+
+@given(st.integers(0, 99), st.sampled_from([2, 4, 8]))
+def test_shares_are_even(seed, num_parts):
+    """Of 64 log-normal costs no part gets 5 % more than the mean, unless one cost alone is nearly that much."""
+    costs = torch.randn(64, generator=torch.Generator().manual_seed(seed)).exp().tolist()
+    shares = [sum(costs[index] for index in part) for part in balance(costs, num_parts)]
+    smallest = sum(sorted(costs)[: 64 // num_parts - 1])
+    assert max(shares) <= max(1.05 * sum(costs) / num_parts, max(costs) + 2 * smallest)
+
+
+def test_errors_say_what_is_wrong():
+    batch = batch_of([3, 5])
+    cases = [
+        (lambda: shard_by_rank(batch, 0), "num_ranks must be at least 1"),
+        (lambda: split_microbatches(batch), "give one of rows and token_budget"),
+        (lambda: split_microbatches(batch, rows=1, token_budget=9), "give one of rows and token_budget"),
+        (lambda: split_microbatches(batch, rows=0), "rows must be at least 1"),
+        (lambda: split_microbatches(batch, token_budget=4), "row 1 has 5 tokens, token_budget is 4"),
+        (lambda: merge([], ()), "at least one"),
+        (lambda: merge([batch.input_ids], ((0,),)), "must have the plan's rows"),
+        (lambda: merge([take(batch, [0, 1])], ((0, 0),)), "each row once"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()

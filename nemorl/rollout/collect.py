@@ -1,0 +1,141 @@
+"""From prompts to judged responses (`collect`), and from those to a batch to train on (`to_token_batch`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from nemorl.data.batch import Example, TokenBatch, collate
+from nemorl.losses.logprobs import LogprobKind
+from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+from nemorl.rollout.random import derive_seed
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows of a data set and their prompts as token ids."""
+
+    rows: Sequence[Mapping[str, Any]]
+    token_ids: Sequence[Sequence[int]]
+    prompt_column: str = "prompt"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def take(self, indices: Sequence[int]) -> "Prompts":
+        return replace(self, rows=[self.rows[i] for i in indices], token_ids=[self.token_ids[i] for i in indices])
+
+    def messages(self, index: int) -> list[dict[str, Any]]:
+        """A row's prompt as a conversation."""
+        prompt = self.rows[index][self.prompt_column]
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Responses and their rewards, prompt by prompt; everything has one entry per response."""
+
+    rows: Sequence[Mapping[str, Any]]
+    prompts: Sequence[Sequence[int]]
+    texts: Sequence[str]
+    """The prompts' texts."""
+    completions: Sequence[Completion]
+    rewards: Float[Tensor, "batch"]
+    group_id: Int[Tensor, "batch"]
+    """Which responses answer the same prompt."""
+    answers: Sequence[str | None]
+    kind: LogprobKind
+    metrics: Mapping[str, float]
+    """Of the environment."""
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    @property
+    def truncated(self) -> Bool[Tensor, "batch"]:
+        return torch.tensor([c.truncated for c in self.completions], dtype=torch.bool)
+
+    @property
+    def lengths(self) -> Int[Tensor, "batch"]:
+        """Tokens of each response."""
+        return torch.tensor([len(c.token_ids) for c in self.completions])
+
+
+def collect(
+    generator: GenerationBackend, environment: EnvironmentInterface, prompts: Prompts, sampling: SamplingParams, *, seed: int, first_group: int = 0
+) -> Rollouts:
+    """Sample `sampling.n` responses to each prompt and have them judged.
+
+    Group i, counted from `first_group`, samples from its own seed `derive_seed(seed, i)`, so that a response depends on nothing else in the batch.
+    Raises ValueError where the environment wants to go on with a conversation: turns beyond the first are not supported yet.
+    """
+    requests = [replace(sampling, seed=derive_seed(seed, first_group + i)) for i in range(len(prompts))]
+    completions = generator.generate(prompts.token_ids, requests)
+    index = [i for i in range(len(prompts)) for _ in range(sampling.n)]
+    logs = [[*prompts.messages(i), {"role": "assistant", "content": c.text}] for i, c in zip(index, completions, strict=True)]
+    result = environment.step(logs, [prompts.rows[i] for i in index])
+    if not all(result.terminateds):
+        raise ValueError("the environment must end every conversation after the first response: conversations of several turns are not supported yet")
+    texts = ["\n".join(str(message["content"]) for message in log[:-1]) for log in logs]
+    changed, metrics = environment.global_post_process_and_metrics(
+        {"rewards": result.rewards, "texts": texts, "truncated": [c.truncated for c in completions]}
+    )
+    return Rollouts(
+        rows=[prompts.rows[i] for i in index],
+        prompts=[prompts.token_ids[i] for i in index],
+        texts=texts,
+        completions=completions,
+        rewards=torch.tensor(changed["rewards"], dtype=torch.float32),
+        group_id=torch.tensor(index, dtype=torch.long) + first_group,
+        answers=result.answers or [None] * len(completions),
+        kind=kind_of(sampling, version=completions[0].policy_version if completions else 0),
+        metrics=metrics,
+    )
+
+
+def kind_of(sampling: SamplingParams, *, version: int | None = None) -> LogprobKind:
+    """Which distribution the logprobs of these completions are about (greedy ones: the model's own, at temperature 1)."""
+    if sampling.temperature == 0:
+        return LogprobKind(policy_version=version)
+    return LogprobKind(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, policy_version=version)
+
+
+def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
+    """Some of the responses, in the order given."""
+    index = torch.tensor(list(keep), dtype=torch.long)
+    columns: dict[str, Any] = {name: [getattr(rollouts, name)[i] for i in keep] for name in ("rows", "prompts", "texts", "completions", "answers")}
+    return replace(rollouts, rewards=rollouts.rewards[index], group_id=rollouts.group_id[index], **columns)
+
+
+def join(parts: Sequence[Rollouts]) -> Rollouts:
+    """Several rollouts as one. Raises ValueError if they were sampled from unlike distributions."""
+    first = parts[0]
+    unlike = [part.kind for part in parts if part.kind != first.kind]
+    if unlike:
+        raise ValueError(
+            f"rollouts of one batch must be sampled alike, but there are {first.kind} and {unlike[0]}: use the same sampling parameters and weights"
+        )
+    columns: dict[str, Any] = {
+        name: [item for part in parts for item in getattr(part, name)] for name in ("rows", "prompts", "texts", "completions", "answers")
+    }
+    return replace(first, rewards=torch.cat([p.rewards for p in parts]), group_id=torch.cat([p.group_id for p in parts]), **columns)
+
+
+def to_token_batch(rollouts: Rollouts) -> TokenBatch:
+    """One row per response: its prompt and its tokens, just as they were sampled, with `generation_logprobs`. All response tokens are trained on."""
+    examples = []
+    for prompt, completion in zip(rollouts.prompts, rollouts.completions, strict=True):
+        response = [False] * len(prompt) + [True] * len(completion.token_ids)
+        examples.append(
+            Example(
+                input_ids=[*prompt, *completion.token_ids],
+                loss_mask=response,
+                response_mask=response,
+                generation_logprobs=[0.0] * len(prompt) + list(completion.logprobs),
+            )
+        )
+    return collate(examples, logprob_kind=rollouts.kind)

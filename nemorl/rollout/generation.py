@@ -1,0 +1,95 @@
+"""What is asked of a generator, what it answers, and the Protocol that every generation backend keeps."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. Temperature 0 is greedy.
+
+    The seed belongs to the request: the same prompt, parameters and weights give the same tokens whatever else is being generated. Sample j of a
+    request draws from (seed, j). Without a seed each call draws a new one.
+
+    >>> SamplingParams(temperature=-1.0)
+    Traceback (most recent call last):
+    ValueError: temperature must be 0 (greedy) or more, but it is -1.0: 1.0 samples from the model's own distribution
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_new_tokens: int = 256
+    """A response ends here, or where the model's positions do."""
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Besides the tokenizer's end-of-sequence token."""
+    n: int = 1
+    """Samples of this prompt; they share its prefill."""
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        rules = {
+            "temperature": (self.temperature >= 0, "must be 0 (greedy) or more", "1.0 samples from the model's own distribution"),
+            "top_k": (self.top_k >= 0, "must be 0 (off) or more", "50 keeps the 50 likeliest tokens"),
+            "top_p": (0 < self.top_p <= 1, "must lie in 0 … 1 (0 excluded)", "1.0 keeps every token"),
+            "min_p": (0 <= self.min_p <= 1, "must lie in 0 … 1", "0.0 keeps every token"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "must be at least 1", "it is the longest response, in tokens"),
+            "n": (self.n >= 1, "must be at least 1", "it is the number of samples of each prompt"),
+        }
+        for name, (holds, requirement, remedy) in rules.items():
+            if not holds:
+                raise ValueError(f"{name} {requirement}, but it is {getattr(self, name)!r}: {remedy}")
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings must not hold an empty string, which every text contains: remove it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled response, as the engine made it: its token ids are never re-tokenised."""
+
+    token_ids: tuple[int, ...]
+    """Includes the stop token that ended it, if one did."""
+    logprobs: tuple[float, ...]
+    """Of each token, under the distribution that it was sampled from (temperature and filters applied)."""
+    finish_reason: FinishReason
+    """stop: a stop token or string came; length: max_new_tokens was reached."""
+    text: str
+    """The decoded response, without special tokens and without what follows (and includes) a stop string."""
+    policy_version: int = 0
+    """Of the weights that sampled it."""
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+
+@runtime_checkable
+class GenerationBackend(Protocol):
+    """An engine that turns prompts into completions. tests/rollout/test_generation_conformance.py is the contract that each one passes."""
+
+    def setup(self, config: Any) -> None:
+        """Load what is needed to generate. Called once, first."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
+        """`n` completions for each prompt (token ids), prompt by prompt in the order given."""
+
+    def update_weights(self, weights: Iterable[tuple[str, "Tensor"]], version: int) -> None:
+        """Take over new weights (Hugging Face names); completions carry `version` from now on."""
+
+    def sleep(self) -> None:
+        """Give memory back while the trainer works; generating while asleep is an error."""
+
+    def wake(self) -> None:
+        """Be ready to generate again."""
+
+    def shutdown(self) -> None:
+        """Free everything. The last call."""

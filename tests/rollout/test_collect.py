@@ -1,0 +1,112 @@
+"""Prompts to judged responses to a batch; random numbers by counting."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.losses.logprobs import LogprobKind
+from nemorl.rollout.collect import Prompts, collect, join, kind_of, select, to_token_batch
+from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.random import derive_seed, uniform
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.config import GenerationConfig
+from tests.models import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+ROWS = [{"prompt": text, "answer": text[0]} for text in ("1+2=", "20+3=", "4=")]
+PROMPTS = Prompts(ROWS, [TOKENIZER(row["prompt"])["input_ids"] for row in ROWS])
+SAMPLING = SamplingParams(n=3, max_new_tokens=5, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def generator() -> TorchGenerationBackend:
+    backend = TorchGenerationBackend(model=tiny_model(scale=2.0), tokenizer=TOKENIZER)
+    backend.setup(GenerationConfig())
+    return backend
+
+
+def first_digit(prompt: str, response: str, answer: str) -> float:
+    return float(response[:1] == answer)
+
+
+def test_a_batch_holds_what_was_sampled(generator):
+    rolled = collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
+    batch = to_token_batch(rolled)
+    assert rolled.group_id.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert batch.logprob_kind == LogprobKind(temperature=0.8, policy_version=0) == rolled.kind
+    for i, completion in enumerate(rolled.completions):
+        prompt = PROMPTS.token_ids[i // 3]
+        total = len(prompt) + len(completion.token_ids)
+        assert batch.input_ids[i, :total].tolist() == [*prompt, *completion.token_ids]
+        assert batch.loss_mask[i].tolist() == [False] * len(prompt) + [True] * len(completion.token_ids) + [False] * (
+            batch.input_ids.shape[1] - total
+        )
+        assert batch.generation_logprobs[i, len(prompt) : total].tolist() == pytest.approx(completion.logprobs)
+        assert rolled.rewards[i] == first_digit("", completion.text, ROWS[i // 3]["answer"])
+        assert rolled.rows[i] is ROWS[i // 3]
+
+
+def test_a_group_draws_from_its_own_seed(generator):
+    """Evaluated in parts, with the number of each part's first group: the same responses."""
+    environment = FunctionalRewardWrapper(first_digit)
+    whole = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
+    parts = [collect(generator, environment, PROMPTS.take(range(i, i + 1)), SAMPLING, seed=1, first_group=i) for i in range(3)]
+    joined = join(parts)
+    assert [c.token_ids for c in joined.completions] == [c.token_ids for c in whole.completions]
+    assert joined.group_id.tolist() == whole.group_id.tolist()
+    assert [c.token_ids for c in collect(generator, environment, PROMPTS, SAMPLING, seed=2).completions] != [c.token_ids for c in whole.completions]
+
+
+def test_select_and_join(generator):
+    rolled = collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
+    some = select(rolled, [3, 4, 5])
+    assert some.group_id.tolist() == [1, 1, 1]
+    assert some.completions == rolled.completions[3:6]
+    again = join([select(rolled, [0, 1, 2]), select(rolled, range(3, 9))])
+    assert torch.equal(again.rewards, rolled.rewards)
+    assert again.completions == rolled.completions
+    with pytest.raises(ValueError, match="must be sampled alike"):
+        join([rolled, replace(rolled, kind=LogprobKind(temperature=0.5))])
+
+
+def test_greedy_logprobs_are_of_the_model_itself():
+    assert kind_of(SamplingParams(temperature=0.0), version=4) == LogprobKind(policy_version=4)
+
+
+def test_an_environment_that_goes_on_is_refused(generator):
+    class TwoTurns(FunctionalRewardWrapper):
+        def step(self, message_log_batch, metadata) -> EnvironmentReturn:
+            result = super().step(message_log_batch, metadata)
+            return replace(result, terminateds=[False] * len(result.terminateds))
+
+    with pytest.raises(ValueError, match="several turns are not supported yet"):
+        collect(generator, TwoTurns(first_digit), PROMPTS, SAMPLING, seed=1)
+
+
+@given(st.integers(0, 2**62), st.integers(0, 2**20), st.integers(0, 2**20), st.lists(st.integers(0, 2**62), max_size=4))
+def test_uniform_depends_on_its_own_row_alone(seed: int, stream: int, counter: int, others: list[int]):
+    alone = uniform(*(torch.tensor([x]) for x in (seed, stream, counter)))
+    among = uniform(torch.tensor([*others, seed]), torch.tensor([0] * len(others) + [stream]), torch.tensor([1] * len(others) + [counter]))
+    assert alone[0] == among[-1]
+    assert 0 <= alone[0] < 1
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_uniform_is_uniform_along_each_of_its_arguments(axis):
+    """Kolmogorov-Smirnov against the uniform distribution, and no correlation between neighbours."""
+    arguments = [torch.full((20000,), 7), torch.full((20000,), 3), torch.full((20000,), 5)]
+    arguments[axis] = torch.arange(20000)
+    values = uniform(*arguments)
+    distance = (values.sort().values - torch.linspace(0, 1, 20000, dtype=torch.float64)).abs().max()
+    assert distance < 1.63 / 20000**0.5  # the 1 % point
+    assert abs(float(torch.corrcoef(torch.stack([values[:-1], values[1:]]))[0, 1])) < 0.02
+
+
+def test_derived_seeds_do_not_meet():
+    seeds = {derive_seed(seed, step, row) for seed in range(3) for step in range(50) for row in range(20)}
+    assert len(seeds) == 3000
+    assert all(0 <= seed < 2**62 for seed in seeds)

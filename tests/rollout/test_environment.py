@@ -1,0 +1,73 @@
+"""Reward functions as environments, rewards by name, and what is refused."""
+
+import pytest
+
+from nemorl.rollout.environment import EnvironmentInterface, EnvironmentReturn, FunctionalRewardWrapper, text_of
+from nemorl.rollout.environments import REWARDS, contains_answer, exact_match, make_environment
+
+LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+
+
+def test_columns_are_passed_by_name():
+    def reward(prompt, response, answer, *, weight=1.0):
+        return weight * (prompt == "1+1=" and response == answer)
+
+    environment = FunctionalRewardWrapper(reward)
+    assert environment.step([LOG, LOG], [{"answer": "2", "weight": 3.0, "other": None}, {"answer": "3"}]).rewards == [3.0, 0.0]
+
+
+def test_all_columns_for_a_function_that_takes_any():
+    seen = {}
+
+    def reward(prompt, response, **columns):
+        seen.update(columns)
+        return 0.5
+
+    FunctionalRewardWrapper(reward).step([LOG], [{"prompt": "1+1=", "answer": "2", "level": 3}])
+    assert seen == {"answer": "2", "level": 3}
+
+
+def test_a_conversation_is_over_after_one_response():
+    result = FunctionalRewardWrapper(exact_match).step([LOG], [{"answer": 2}])
+    assert isinstance(result, EnvironmentReturn)
+    assert (result.terminateds, result.rewards) == ([True], [1.0])
+    assert isinstance(FunctionalRewardWrapper(exact_match), EnvironmentInterface)
+
+
+def test_rewards_by_hand():
+    assert exact_match("", " 12\n", 12) == 1.0
+    assert exact_match("", "112", 12) == 0.0
+    assert contains_answer("", "so 12 it is", 12) == 1.0
+    assert text_of([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]) == "system: Add.\nuser: 1+1="
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_must_be_finite(value):
+    with pytest.raises(ValueError, match=r"must be a finite number, but it is (nan|inf) for prompt '1\+1=' and response '2'"):
+        FunctionalRewardWrapper(lambda prompt, response: value).step([LOG], [{}])
+
+
+def test_a_missing_column_is_named():
+    with pytest.raises(ValueError, match=r"reward 'exact_match' wants the column 'answer', but the rows have \['solution'\]"):
+        FunctionalRewardWrapper(exact_match).step([LOG], [{"solution": 2}])
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda response: 1.0, r"must take at least \(prompt, response\)"),
+        ("exact_macth", "did you mean 'exact_match'"),
+        ("no_such_module:f", "must be importable as module:function"),
+        ("math:no_such_function", "must be importable as module:function"),
+    ],
+)
+def test_rewards_that_cannot_work_are_refused(reward, message):
+    with pytest.raises(ValueError, match=message):
+        make_environment(reward)
+
+
+def test_by_name_by_import_and_as_it_is():
+    assert make_environment("exact_match").fn is REWARDS["exact_match"]
+    assert make_environment("nemorl.rollout.environments:contains_answer").fn is contains_answer
+    environment = FunctionalRewardWrapper(exact_match)
+    assert make_environment(environment) is environment

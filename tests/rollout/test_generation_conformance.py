@@ -1,0 +1,219 @@
+"""What every GenerationBackend must do. A new backend joins by adding a maker to BACKENDS."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from nemorl.rollout.generation import GenerationBackend, SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.config import GenerationConfig
+from tests.models import random_prompts, tiny_model, tiny_tokenizer
+
+
+def torch_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
+    backend = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
+    backend.setup(GenerationConfig(max_batch_size=max_batch_size))
+    return backend
+
+
+BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {"torch": torch_backend}
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def make(request: pytest.FixtureRequest) -> Callable[..., GenerationBackend]:
+    return lambda model=None, max_batch_size=64: BACKENDS[request.param](model or tiny_model(scale=3.0), max_batch_size)
+
+
+def reference_logprobs(model: nn.Module, prompt: list[int], response: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
+
+
+def test_it_keeps_the_protocol(make):
+    assert isinstance(make(), GenerationBackend)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_greedy_tokens_equal_transformers_generate(make, kind):
+    model = tiny_model(kind, scale=3.0)
+    prompts = random_prompts(12, seed=1)
+    completions = make(model).generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=24))
+    for prompt, completion in zip(prompts, completions, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=24, pad_token_id=0
+        )
+        assert list(completion.token_ids) == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_those_of_the_sampling_distribution(make, temperature):
+    model = tiny_model(scale=3.0)
+    prompts = random_prompts(6, seed=2)
+    completions = make(model).generate(prompts, SamplingParams(temperature=temperature, max_new_tokens=16, n=3, seed=4))
+    for i, completion in enumerate(completions):
+        expected = reference_logprobs(model, prompts[i // 3], completion.token_ids, temperature)
+        assert len(completion.logprobs) == len(completion.token_ids)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_greedy_logprobs_are_the_models_own(make):
+    model = tiny_model(scale=3.0)
+    prompt = random_prompts(1)[0]
+    completion = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=8))[0]
+    torch.testing.assert_close(torch.tensor(completion.logprobs), reference_logprobs(model, prompt, completion.token_ids), atol=1e-5, rtol=0)
+
+
+def test_a_seeded_request_does_not_depend_on_the_batch(make):
+    """Alone, among others, in a batch that is too small for all, and in another order: the same tokens."""
+    model = tiny_model(scale=2.0)
+    prompts = random_prompts(9, seed=3)
+    params = [
+        SamplingParams(seed=100 + i, n=1 + i % 3, max_new_tokens=5 + 3 * i, temperature=1.0 + 0.1 * (i % 2), top_p=0.9 if i % 4 == 1 else 1.0)
+        for i in range(9)
+    ]
+    together = make(model).generate(prompts, params)
+    tokens = [c.token_ids for c in together]
+    assert [c.token_ids for c in make(model, 4).generate(prompts, params)] == tokens
+    alone = [c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in make(model).generate([prompt], p)]
+    assert alone == tokens
+    backwards = make(model, 7).generate(prompts[::-1], params[::-1])
+    starts = [sum(p.n for p in params[::-1][:i]) for i in range(9)]
+    assert [c.token_ids for i in range(8, -1, -1) for c in backwards[starts[i] : starts[i] + params[8 - i].n]] == tokens
+
+
+def test_samples_of_a_group_differ_and_seeds_repeat(make):
+    backend = make(tiny_model())
+    prompt = random_prompts(1)[0]
+    first = backend.generate([prompt], SamplingParams(n=8, seed=5, max_new_tokens=10))
+    assert len({c.token_ids for c in first}) > 1
+    assert [c.token_ids for c in backend.generate([prompt], SamplingParams(n=8, seed=5, max_new_tokens=10))] == [c.token_ids for c in first]
+    assert [c.token_ids for c in backend.generate([prompt], SamplingParams(n=8, seed=6, max_new_tokens=10))] != [c.token_ids for c in first]
+
+
+def test_completions_come_prompt_by_prompt(make):
+    """With prompts that continue in one way only: which completion belongs to which prompt can be seen."""
+    model = tiny_model(scale=3.0)
+    prompts = random_prompts(5, seed=8)
+    params = [SamplingParams(temperature=0.0, n=n, max_new_tokens=4 + n) for n in (2, 1, 3, 1, 2)]
+    completions = make(model, 3).generate(prompts, params)
+    expected = [make(model).generate([prompt], replace(p, n=1))[0].token_ids for prompt, p in zip(prompts, params, strict=True) for _ in range(p.n)]
+    assert [c.token_ids for c in completions] == expected
+
+
+@pytest.mark.parametrize(("params", "allowed"), [({"top_k": 3}, 3), ({"top_p": 0.4}, None), ({"min_p": 0.5}, None), ({"temperature": 0.05}, None)])
+def test_filters_keep_to_their_support(make, params, allowed):
+    from nemorl.losses.logprobs import filter_logits
+
+    model = tiny_model(scale=2.0)
+    prompt = random_prompts(1, seed=6)[0]
+    completions = make(model).generate([prompt], SamplingParams(n=64, seed=1, max_new_tokens=1, **params))
+    drawn = {c.token_ids[0] for c in completions}
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].float()
+    logprobs = filter_logits(logits, **params).log_softmax(-1)
+    assert drawn <= set(logprobs.isfinite().nonzero()[:, 0].tolist())
+    assert allowed is None or len(drawn) <= allowed
+    for completion in completions[:8]:
+        assert completion.logprobs[0] == pytest.approx(float(logprobs[completion.token_ids[0]]), abs=1e-5)
+
+
+def test_sampling_follows_the_distribution(make):
+    model = tiny_model(scale=2.0)
+    prompt = random_prompts(1, seed=6)[0]
+    completions = make(model, 512).generate([prompt], SamplingParams(n=4000, seed=3, max_new_tokens=1))
+    drawn = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=model.config.vocab_size).double() / len(completions)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].double().softmax(-1)
+    deviations = (drawn - expected).abs() / (expected * (1 - expected) / len(completions)).sqrt()
+    assert deviations.max() < 4.5  # standard errors; of 42 tokens
+
+
+def test_stop_tokens_end_a_response_and_belong_to_it(make):
+    model = tiny_model(scale=3.0)
+    prompt = random_prompts(1, seed=9)[0]
+    backend = make(model)
+    free = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
+    stop = free.token_ids[4]
+    first = free.token_ids.index(stop)
+    stopped = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12, stop_token_ids=(stop,)))[0]
+    assert stopped.token_ids == free.token_ids[: first + 1]
+    assert stopped.finish_reason == "stop"
+    assert (free.finish_reason, free.truncated) == ("length", True)
+
+
+def test_the_end_token_stops(make):
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[1] = 30 * model.model.norm.weight  # tied: token 1 is likely everywhere
+    completions = make(model).generate(random_prompts(4), SamplingParams(n=8, seed=0, max_new_tokens=64))
+    ended = [c for c in completions if c.finish_reason == "stop"]
+    assert ended
+    assert all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in ended)
+
+
+def test_stop_strings_end_a_response_and_leave_its_text(make):
+    model = tiny_model(scale=3.0)
+    prompt = random_prompts(1, seed=9)[0]
+    backend = make(model)
+    free = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=20))[0]
+    stop = free.text[5:8]
+    stopped = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=20, stop_strings=("never", stop)))[0]
+    at = free.text.index(stop)
+    assert stopped.text == free.text[:at]
+    assert stopped.token_ids == free.token_ids[: at + len(stop)]  # one token a character
+    assert stopped.finish_reason == "stop"
+
+
+def test_new_weights_change_the_answers_and_the_version(make):
+    model, other = tiny_model(scale=3.0), tiny_model(seed=1, scale=3.0)
+    backend = make(model)
+    prompts, params = random_prompts(3), SamplingParams(temperature=0.0, max_new_tokens=10)
+    before = backend.generate(prompts, params)
+    backend.update_weights(((name, p.detach().clone()) for name, p in other.named_parameters()), version=7)
+    after = backend.generate(prompts, params)
+    expected = make(other).generate(prompts, params)
+    assert {c.policy_version for c in before} == {0}
+    assert {c.policy_version for c in after} == {7}
+    assert [c.token_ids for c in after] == [c.token_ids for c in expected] != [c.token_ids for c in before]
+
+
+def test_weights_of_another_model_are_refused(make):
+    other = tiny_model(hidden_size=16)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight' does not fit"):
+        make().update_weights(((name, p.detach()) for name, p in other.named_parameters()), version=1)
+
+
+def test_sleeping(make):
+    backend = make()
+    backend.sleep()
+    with pytest.raises(RuntimeError, match="wake"):
+        backend.generate([[2]], SamplingParams(max_new_tokens=2))
+    backend.wake()
+    assert len(backend.generate([[2]], SamplingParams(max_new_tokens=2))) == 1
+
+
+def test_the_models_positions_end_a_response(make):
+    completions = make().generate([[2] * 250, [2] * 3], SamplingParams(max_new_tokens=10, seed=0))
+    assert [len(c.token_ids) for c in completions] == [6, 10]
+    assert completions[0].finish_reason == "length"
+
+
+def test_nothing_to_do(make):
+    assert make().generate([], SamplingParams()) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[2], []], SamplingParams(max_new_tokens=4), "prompt 1 is empty"),
+        ([[2], [2] * 256], SamplingParams(), "256 positions, but prompt 1 has 256 tokens"),
+        ([[2], [3]], [SamplingParams()], "there are 1 for 2 prompts"),
+    ],
+)
+def test_requests_that_cannot_work_are_refused(make, prompts, params, message):
+    with pytest.raises(ValueError, match=message):
+        make().generate(prompts, params)

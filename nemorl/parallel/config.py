@@ -1,0 +1,107 @@
+"""What a training backend is set up with: frozen, free of torch, checked when made."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from nemorl.checks import at_least, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Which model is trained."""
+
+    path: str = ""
+    """A folder with a Hugging Face causal language model, or its name on the hub."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; the model's own unless given."""
+    chat_template: str | None = None
+    """A Jinja chat template, or the path of a file with one; the tokenizer's own unless given."""
+    from_scratch: bool = False
+    """Initialise the weights at random from the model's configuration instead of loading them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """How a batch is turned into one optimizer step."""
+
+    backend: str = "dtensor"
+    """Name of the training backend."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: parameters and optimizer stay float32, the model computes under autocast."""
+    train_micro_batch_size: int | None = None
+    """Sequences (or packed rows) per forward pass; memory depends on it, the result does not. None: all at once, or as micro_batch_tokens says."""
+    micro_batch_tokens: int | None = None
+    """Instead of a fixed number of rows: tokens per forward pass, padding included."""
+    sequence_packing: bool = False
+    """Put several sequences into one row, so that nothing is spent on padding."""
+    packed_row_tokens: int | None = None
+    """Length of a packed row. None: the longest sequence, or micro_batch_tokens if that is set."""
+    logprob_chunk: int = 1024
+    """Tokens whose logits are held at a time; [batch, seq, vocab] never is."""
+    gradient_checkpointing: bool = False
+    """Recompute each layer in the backward pass: less memory, about a third more time."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
+
+    def __post_init__(self) -> None:
+        at_least(1, trainer__train_micro_batch_size=self.train_micro_batch_size, trainer__micro_batch_tokens=self.micro_batch_tokens,
+                 trainer__packed_row_tokens=self.packed_row_tokens, trainer__logprob_chunk=self.logprob_chunk)  # fmt: skip
+        require(self.train_micro_batch_size is None or self.micro_batch_tokens is None, "trainer.micro_batch_tokens",
+                "can't be given together with trainer.train_micro_batch_size", self.micro_batch_tokens, "keep one of the two")  # fmt: skip
+        require(self.packed_row_tokens is None or self.sequence_packing, "trainer.packed_row_tokens", "needs trainer.sequence_packing",
+                self.packed_row_tokens, "add --trainer.sequence-packing")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, its learning-rate schedule and gradient clipping."""
+
+    lr: float = 1e-5
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, down to min_lr_ratio · lr at the last step."""
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    min_lr_ratio: float = 0.0
+    """Where linear and cosine schedules end, as a share of lr."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, on matrices only (not on biases and norms)."""
+    beta1: float = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: float = 0.95
+    """Decay of the running mean of the squared gradient."""
+    eps: float = 1e-8
+    """Added to the root of the latter before dividing."""
+    max_grad_norm: float | None = 1.0
+    """Clip the global gradient norm to this; None: don't."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, "optimizer.lr", "must be positive", self.lr, "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT")
+        at_least(0, optimizer__warmup_steps=self.warmup_steps, optimizer__weight_decay=self.weight_decay)
+        require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", "must lie in 0 … 1", self.min_lr_ratio, "0.1 ends at a tenth of lr")
+        require(
+            self.max_grad_norm is None or self.max_grad_norm > 0,
+            "optimizer.max_grad_norm",
+            "must be positive or None",
+            self.max_grad_norm,
+            "1.0 is usual",
+        )
+        for name in ("beta1", "beta2"):
+            require(
+                0 <= getattr(self, name) < 1, f"optimizer.{name}", "must lie in 0 … 1 (1 excluded)", getattr(self, name), "0.9 and 0.95 are usual"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendConfig:
+    """All that `TrainingBackend.setup` is told."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    seed: int = 0
+    """Of random weights and dropout."""
+    total_steps: int = 1
+    """Optimizer steps of the whole run, which the learning-rate schedule is stretched over."""
+    keep_reference: bool = False
+    """Keep a frozen copy of the initial model for `get_reference_logprobs`."""

@@ -1,0 +1,41 @@
+"""AdamW, the learning rate as a pure function of the step, and clipping by the global norm."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nemorl.parallel.config import OptimizerConfig
+
+
+def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> float:
+    """The learning rate of step `step`, from 0: linear warm-up, then constant, linear or cosine down to `min_lr_ratio · lr` at the last step.
+
+    >>> config = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2)
+    >>> [learning_rate(step, config, total_steps=5) for step in range(5)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - 1 - config.warmup_steps))
+    fall = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over all trainable parameters, with weight decay on matrices only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Float[Tensor, ""]:
+    """Scale all gradients so that their global norm is at most `max_norm` (None: leave them). Returns the norm before."""
+    return nn.utils.clip_grad_norm_(list(parameters), math.inf if max_norm is None else max_norm)

@@ -1,0 +1,153 @@
+"""Pieces of the dtensor backend: attention by segment, the learning rate, which models are refused, and agreement with the embedded generator."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from nemorl.data.packing import pack, pack_plan
+from nemorl.parallel.backend import TrainingBackend
+from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.optimizer import learning_rate
+from nemorl.rollout.causal_lm import check_supported, load_causal_lm
+from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.config import GenerationConfig
+from tests.models import random_prompts, tiny_model, tiny_tokenizer
+from tests.parallel.batches import nll_loss, random_batch
+
+
+@given(st.lists(st.lists(st.integers(1, 17), min_size=0, max_size=5), min_size=1, max_size=3), st.integers(0, 5), st.integers(0, 2**31))
+def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int, seed: int):
+    """Values and gradients against a dense block-diagonal mask, in float64."""
+    width = max(1, max(sum(row) for row in rows) + padding)
+    segments = torch.zeros(len(rows), width, dtype=torch.long)
+    for r, row in enumerate(rows):
+        filled = torch.cat([torch.full((length,), i + 1) for i, length in enumerate(row)]) if row else torch.zeros(0, dtype=torch.long)
+        segments[r, : len(filled)] = filled
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(len(rows), heads, width, 4, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2))
+    real = (segments > 0)[:, :, None, None]
+    out = segment_attention(None, q, k, v, None, segment_buckets=segment_buckets(segments))[0]
+    same = (segments[:, :, None] == segments[:, None, :]) & torch.ones(width, width, dtype=torch.bool).tril()
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=same[:, None], enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(torch.where(real, out, 0.0), torch.where(real, expected, 0.0))
+    cotangent = torch.where(real, torch.randn(out.shape, generator=generator, dtype=torch.float64), 0.0)
+    for ours, theirs in zip(torch.autograd.grad(out, (q, k, v), cotangent), torch.autograd.grad(expected, (q, k, v), cotangent), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_buckets_hold_every_token_once():
+    batch = random_batch([9, 2, 30, 17, 1, 30, 5, 12])
+    packed = pack(batch, pack_plan(batch.lengths, 40))
+    buckets = segment_buckets(packed.segment_ids)
+    assert buckets is not None
+    places = torch.cat([bucket.flatten() for bucket in buckets])
+    real = (packed.segment_ids.flatten() > 0).nonzero()[:, 0]
+    assert places[places < packed.segment_ids.numel()].sort().values.tolist() == real.tolist()
+    assert segment_buckets(batch.segment_ids) is None
+
+
+def test_an_all_ones_mask_or_a_cache_is_never_given():
+    """The traps of packing in transformers: with either, packed sequences see each other. Then logprobs would differ from those of each alone."""
+    batch = random_batch([9, 7, 5])
+    packed = pack(batch, pack_plan(batch.lengths, 21))
+    model = tiny_model(scale=2.0)
+    with torch.no_grad():
+        leaky = model(packed.input_ids, position_ids=packed.position_ids, attention_mask=torch.ones_like(packed.input_ids)).logits
+        sound = model(packed.input_ids, position_ids=packed.position_ids, use_cache=False).logits
+    assert (leaky - sound).abs().max() > 1e-3  # the trap is there
+    backend = DTensorBackend(model)
+    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu", sequence_packing=True, packed_row_tokens=21)))
+    expected = sound.log_softmax(-1)[0, :-1].gather(-1, packed.input_ids[0, 1:, None])[:, 0]
+    ours = backend.get_logprobs(batch).values
+    order = [row for plan in pack_plan(batch.lengths, 21) for row in plan]
+    begin = 0
+    for row in order:
+        length = int(batch.lengths[row])
+        torch.testing.assert_close(ours[row, 1:length], expected[begin : begin + length - 1], atol=2e-6, rtol=0)
+        begin += length
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_sampler_and_the_trainer_agree(packing, precision):
+    """Prefill and cached decoding against a whole forward pass, on the very same parameters; also after they have moved."""
+    trainer: TrainingBackend = DTensorBackend(tiny_model(scale=2.0))
+    trainer.setup(
+        BackendConfig(trainer=TrainerConfig(device="cpu", sequence_packing=packing, precision=precision), optimizer=OptimizerConfig(lr=1e-2))
+    )
+    generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer(), precision=precision)
+    generator.setup(GenerationConfig())
+    prompts = Prompts([{"prompt": ""}] * 6, random_prompts(6))
+    for step in range(2):
+        for sampling in (
+            SamplingParams(n=4, max_new_tokens=12),
+            SamplingParams(n=4, max_new_tokens=12, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01),
+        ):
+            batch = to_token_batch(collect(generator, FunctionalRewardWrapper(lambda prompt, response: 0.0), prompts, sampling, seed=step))
+            ours = trainer.get_logprobs(batch).values
+            gaps = (ours - batch.generation_logprobs)[batch.loss_mask].abs()
+            assert gaps.max() < (1e-5 if precision == "float32" else 0.5)
+            assert gaps.mean() < (1e-6 if precision == "float32" else 0.03)
+        trainer.train_step(random_batch([5, 9], seed=step), nll_loss)
+        generator.update_weights(trainer.export_weights(), version=step + 1)
+
+
+def test_weights_are_shared_not_copied():
+    trainer = DTensorBackend(tiny_model())
+    trainer.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+    generator = TorchGenerationBackend(model=trainer.model)
+    before = {name: tensor.data_ptr() for name, tensor in trainer.export_weights()}
+    generator.update_weights(trainer.export_weights(), version=1)
+    assert {name: tensor.data_ptr() for name, tensor in generator.model.named_parameters()} == before
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802, 0.1]),
+    ],
+)
+def test_schedules_by_hand(schedule, expected):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
+    assert [learning_rate(step, config, total_steps=7) for step in range(7)] == pytest.approx(expected, abs=1e-6)
+    assert learning_rate(50, config, total_steps=7) == pytest.approx(expected[-1])  # a run that goes on for longer
+
+
+def test_a_model_that_would_give_wrong_numbers_is_refused_by_name():
+    from transformers import MistralConfig, MistralForCausalLM
+
+    options = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    with pytest.raises(ValueError, match=r"'mistral' is not supported yet: it has .*sliding"):
+        check_supported(MistralForCausalLM(MistralConfig(sliding_window=4, **options)))
+    check_supported(MistralForCausalLM(MistralConfig(sliding_window=None, **options)))
+
+
+def test_loading(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    loaded = load_causal_lm(str(tmp_path / "model"))
+    fresh = [load_causal_lm(str(tmp_path / "model"), from_scratch=True, seed=seed).model.norm.weight.dtype for seed in (0, 1)]
+    assert torch.equal(loaded.model.embed_tokens.weight, tiny_model().model.embed_tokens.weight)
+    assert fresh == [torch.float32] * 2
+    with pytest.raises(ValueError, match=r"model.path must name a model folder"):
+        load_causal_lm("")
+    with pytest.raises(ValueError, match=r"'no/such/model' could not be loaded"):
+        load_causal_lm("no/such/model")
+
+
+def test_use_before_and_after():
+    backend = DTensorBackend(tiny_model())
+    with pytest.raises(RuntimeError, match=r"call setup\(\) first"):
+        backend.get_logprobs(random_batch([4]))
+    backend.setup(BackendConfig(model=ModelConfig(), trainer=TrainerConfig(device="cpu")))
+    backend.shutdown()
+    with pytest.raises(RuntimeError, match=r"nothing after shutdown"):
+        backend.get_logprobs(random_batch([4]))

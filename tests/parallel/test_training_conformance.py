@@ -1,0 +1,219 @@
+"""What every TrainingBackend must do. A new backend joins by adding a maker to BACKENDS."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from nemorl.losses.logprobs import LogprobKind, filter_logits
+from nemorl.losses.types import LossOutput, finalize
+from nemorl.parallel.backend import TrainingBackend
+from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from tests.models import tiny_model
+from tests.parallel.batches import nll_loss, random_batch
+
+LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
+LAYOUTS = {
+    "all at once": {},
+    "one row": {"train_micro_batch_size": 1},
+    "three rows": {"train_micro_batch_size": 3},
+    "token budget": {"micro_batch_tokens": 45},
+    "packed": {"sequence_packing": True},
+    "packed wide": {"sequence_packing": True, "packed_row_tokens": 64, "train_micro_batch_size": 1},
+    "packed budget": {"sequence_packing": True, "micro_batch_tokens": 40},
+    "checkpointed": {"gradient_checkpointing": True},
+    "small chunks": {"logprob_chunk": 7},
+}
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="linear", warmup_steps=1)
+
+
+def dtensor(model: nn.Module, config: BackendConfig) -> TrainingBackend:
+    backend = DTensorBackend(model)
+    backend.setup(config)
+    return backend
+
+
+BACKENDS: dict[str, Callable[[nn.Module, BackendConfig], TrainingBackend]] = {"dtensor": dtensor}
+
+
+@pytest.fixture(params=sorted(BACKENDS))
+def make(request: pytest.FixtureRequest) -> Callable[..., TrainingBackend]:
+    def maker(model: nn.Module | None = None, *, optimizer: OptimizerConfig = OPTIMIZER, keep_reference: bool = False, **trainer) -> TrainingBackend:
+        config = BackendConfig(trainer=TrainerConfig(device="cpu", **trainer), optimizer=optimizer, total_steps=4, keep_reference=keep_reference)
+        return BACKENDS[request.param](model or tiny_model(scale=2.0), config)
+
+    return maker
+
+
+def weights(backend: TrainingBackend) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.export_weights()}
+
+
+def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_it_keeps_the_protocol(make):
+    assert isinstance(make(), TrainingBackend)
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_logprobs_are_those_of_each_sequence_alone(make, kind, layout):
+    batch = random_batch(LENGTHS)
+    logprobs = make(tiny_model(kind, scale=2.0), **LAYOUTS[layout]).get_logprobs(batch).values
+    plain = tiny_model(kind, scale=2.0)
+    assert logprobs.shape == batch.input_ids.shape
+    for row, length in enumerate(LENGTHS):
+        ids = batch.input_ids[row : row + 1, :length]
+        with torch.no_grad():
+            expected = plain(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        torch.testing.assert_close(logprobs[row, 1:length], expected, atol=2e-6, rtol=0)
+        assert logprobs[row, 0] == 0
+        assert (logprobs[row, length:] == 0).all()
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("tied", [True, False])
+def test_three_steps_do_not_depend_on_the_layout(make, layout, tied):
+    """Loss, metrics, gradient norm and weights; the baseline is the plainest loop in PyTorch."""
+    model = tiny_model(scale=2.0, tied=tied).train()
+    matrices, others = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8)
+    backend = make(tiny_model(scale=2.0, tied=tied), **LAYOUTS[layout])
+    for step, lr in enumerate([1e-2, 1e-2, 0.5e-2]):
+        batch = random_batch(LENGTHS, seed=step)
+        metrics = finalize(backend.train_step(batch, nll_loss))
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for row, length in enumerate(LENGTHS):
+            if length > 1:
+                ids, mask = batch.input_ids[row : row + 1, :length], batch.loss_mask[row, 1:length]
+                loss = (
+                    loss - model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[mask].sum() / batch.loss_mask.sum()
+                )
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        assert metrics["loss"] == pytest.approx(float(loss.detach()), abs=2e-6)
+        assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+        assert metrics["lr"] == pytest.approx(lr)
+        assert metrics["num_tokens"] == sum(LENGTHS)
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    # Adam divides by √v: where a gradient is near 0 its rounding shows as up to a share of lr.
+    assert_same_weights(weights(backend), expected, atol=2e-4)
+
+
+def test_gradients_do_not_depend_on_the_layout(make):
+    """Plain SGD shows the gradient itself: with AdamW's first step its size is lost. Here the gradient norm and the loss after one step."""
+    batch = random_batch(LENGTHS)
+    outcomes = []
+    for layout in LAYOUTS.values():
+        backend = make(
+            optimizer=OptimizerConfig(lr=1e-3, eps=1e3, max_grad_norm=None), **layout
+        )  # with a huge eps AdamW's step is lr · gradient / eps
+        backend.train_step(batch, nll_loss)
+        moved = weights(backend)
+        outcomes.append({name: (tensor - start) * 1e6 for (name, tensor), start in zip(moved.items(), weights(make()).values(), strict=True)})
+    for other in outcomes[1:]:
+        for name in other:
+            torch.testing.assert_close(other[name], outcomes[0][name], atol=0.3, rtol=0.1)
+
+
+def test_the_batchs_kind_of_logprobs_is_applied(make):
+    kind = LogprobKind(temperature=0.7, top_k=5, policy_version=3)
+    batch = replace(random_batch([12, 7]), logprob_kind=kind)
+    model = tiny_model(scale=2.0)
+    logprobs = make(tiny_model(scale=2.0)).get_logprobs(batch)
+    assert logprobs.kind == kind
+    ids = batch.input_ids[:1]
+    with torch.no_grad():
+        logits = filter_logits(model(ids, use_cache=False).logits[:, :-1], temperature=0.7, top_k=5, keep=ids[:, 1:])
+    torch.testing.assert_close(logprobs.values[:1, 1:], logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0], atol=2e-6, rtol=0)
+
+
+def test_bfloat16_is_close_and_keeps_float32_weights(make):
+    batch = random_batch(LENGTHS)
+    exact, rounded = make(), make(precision="bfloat16")
+    difference = (exact.get_logprobs(batch).values - rounded.get_logprobs(batch).values).abs()
+    assert 1e-4 < difference.max() < 0.15
+    metrics = finalize(rounded.train_step(batch, nll_loss))
+    assert metrics["loss"] == pytest.approx(finalize(exact.train_step(batch, nll_loss))["loss"], rel=0.02)
+    assert {tensor.dtype for _, tensor in rounded.export_weights()} == {torch.float32}
+
+
+def test_the_reference_stays_where_it_was(make):
+    backend, batch = make(keep_reference=True), random_batch(LENGTHS)
+    before = backend.get_logprobs(batch).values
+    backend.train_step(batch, nll_loss)
+    torch.testing.assert_close(backend.get_reference_logprobs(batch).values, before, atol=0, rtol=0)
+    assert not torch.equal(backend.get_logprobs(batch).values, before)
+    with pytest.raises(RuntimeError, match="keep_reference"):
+        make().get_reference_logprobs(batch)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_exported_names_are_hugging_faces(make, tied):
+    names = [name for name, _ in make(tiny_model(tied=tied)).export_weights()]
+    assert sorted(names) == sorted(name for name, _ in tiny_model(tied=tied).named_parameters())
+    assert ("lm_head.weight" in names) is not tied
+
+
+def test_a_checkpoint_continues_bit_for_bit(make, tmp_path: Path):
+    backend = make()
+    for step in range(2):
+        backend.train_step(random_batch(LENGTHS, seed=step), nll_loss)
+    backend.save_checkpoint(tmp_path / "saved")
+    expected = [finalize(backend.train_step(random_batch(LENGTHS, seed=step), nll_loss)) for step in (2, 3)]
+    other = make(tiny_model(seed=5))
+    other.load_checkpoint(tmp_path / "saved")
+    assert [finalize(other.train_step(random_batch(LENGTHS, seed=step), nll_loss)) for step in (2, 3)] == expected
+    assert_same_weights(weights(other), weights(backend), atol=0)
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(make, tmp_path: Path):
+    make(tiny_model(hidden_size=16)).save_checkpoint(tmp_path / "saved")
+    backend = make()
+    before = weights(backend)
+    with pytest.raises(ValueError, match="must be of the model in use"):
+        backend.load_checkpoint(tmp_path / "saved")
+    assert_same_weights(weights(backend), before, atol=0)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights(make):
+    def broken(output, batch) -> LossOutput:
+        result = nll_loss(output, batch)
+        return replace(result, loss=result.loss * float("inf"))
+
+    backend = make()
+    before = weights(backend)
+    with pytest.raises(FloatingPointError, match="optimizer step 1 is not finite"):
+        backend.train_step(random_batch([5, 6]), broken)
+    assert_same_weights(weights(backend), before, atol=0)
+
+
+def test_weights_must_be_given(make):
+    with pytest.raises(ValueError, match=r"batch\.loss_weights, but they are None"):
+        make().train_step(replace(random_batch([5]), loss_weights=None), nll_loss)
+
+
+def test_an_empty_mask_changes_nothing_but_decay(make):
+    backend = make(optimizer=OptimizerConfig(lr=1e-2))
+    before = weights(backend)
+    batch = random_batch([5, 8])
+    metrics = finalize(backend.train_step(replace(batch, loss_weights=torch.zeros_like(batch.loss_weights)), nll_loss))
+    assert metrics["loss"] == 0 == metrics["grad_norm"]
+    assert_same_weights(weights(backend), before, atol=0)
+
+
+def test_a_sequence_longer_than_the_budget_is_named(make):
+    with pytest.raises(ValueError, match="30"):
+        make(micro_batch_tokens=20).get_logprobs(random_batch(LENGTHS))

@@ -1,0 +1,223 @@
+"""GRPO and its relatives: sample a group of responses per prompt, compare them with each other, move the policy towards the better ones."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemorl.data.batch import TokenBatch, take
+from nemorl.data.datasets import rows_at
+from nemorl.losses import advantages as adv
+from nemorl.losses import masks, policy
+from nemorl.losses.importance import importance_weights, sampler_gap
+from nemorl.losses.masked import mean_of
+from nemorl.losses.rewards import informative_groups, overlong_filter, overlong_penalty
+from nemorl.losses.terms import entropy_bonus, kl_loss
+from nemorl.losses.types import LossOutput, Metrics, finalize, merge
+from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.rollout.collect import Prompts, Rollouts, collect, join, select, to_token_batch
+from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.random import derive_seed
+from nemorl.runtime.algorithms.common import begin_epochs, due, end_epochs, samples_of
+from nemorl.runtime.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.config import CISPOLoss, ClippedLoss, GRPOConfig, GSPOLoss, ReinforcePlusPlusAdvantage
+from nemorl.runtime.state import Run
+
+
+def run(
+    run: Run,
+    environment: EnvironmentInterface,
+    prompts: Prompts,
+    *,
+    validate: Callable[[Run], dict[str, float]] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Train until `max_num_steps`; returns the run as it stands then."""
+    config: GRPOConfig = run.config
+    assert run.generator is not None
+    loss_fn = make_loss(config)
+    metrics: dict[str, float] = {}
+    notify(callbacks, "on_train_begin", run)
+    begin_epochs(callbacks, run, len(prompts))
+    if validate and config.run.val_at_start and run.state.step == 0:
+        notify(callbacks, "on_validation_end", run, 0, validate(run))
+    while run.state.step < config.max_num_steps:
+        step, start = run.state.step + 1, time.perf_counter()
+        notify(callbacks, "on_step_begin", run, step)
+        rollouts, num_rows = roll_out(run, environment, prompts)
+        generated = time.perf_counter()
+        batch = prepare(run, rollouts)
+        measured: Metrics = {}
+        for minibatch in minibatches(batch, rollouts, config, seed=derive_seed(run.state.seed, run.state.step)):
+            measured = merge(measured, run.trainer.train_step(minibatch, loss_fn))
+        before, run = run.state, replace(run, state=run.state.advance(rows=num_rows))
+        assert run.generator is not None
+        run.generator.update_weights(run.trainer.export_weights(), version=run.state.policy_version)
+        metrics = {**rollout_metrics(rollouts, num_rows), **finalize(measured), **timing(start, generated, rollouts)}
+        if validate and due(step, config.run.val_period, config.max_num_steps):
+            notify(callbacks, "on_validation_end", run, step, validate(run))
+        notify(callbacks, "on_samples", run, step, samples_of(rollouts, batch, config.run.samples_per_step))
+        try:
+            notify(callbacks, "on_step_end", run, step, metrics)
+            end_epochs(callbacks, before, run, len(prompts), metrics)
+        except StopTraining:
+            break
+    notify(callbacks, "on_train_end", run, metrics)
+    return run
+
+
+def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts) -> tuple[Rollouts, int]:
+    """The step's groups, and how many prompts they took. Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds."""
+    config, state = run.config, run.state
+    assert run.generator is not None
+    sampling = replace(config.generation.sampling_params(), n=config.num_generations_per_prompt)
+    kept: list[Rollouts] = []
+    wanted, taken = config.num_prompts_per_step, 0
+    for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
+        rows = rows_at(len(prompts), cursor=state.cursor + taken, count=wanted, seed=state.seed, shuffle=config.data.shuffle)
+        fresh = collect(run.generator, environment, prompts.take(rows), sampling, seed=derive_seed(state.seed, state.step), first_group=taken)
+        taken += wanted
+        informative = informative_groups(fresh.rewards, fresh.group_id) if config.dynamic_sampling else torch.ones(len(fresh), dtype=torch.bool)
+        if informative.any():
+            kept.append(select(fresh, informative.nonzero()[:, 0].tolist()))
+            wanted -= len(kept[-1]) // sampling.n
+        if not wanted:
+            break
+    return join(kept or [fresh]), taken
+
+
+def prepare(run: Run, rollouts: Rollouts) -> TokenBatch:
+    """The rollouts as a batch with advantages, and with the logprobs of the policies that the loss compares."""
+    config: GRPOConfig = run.config
+    batch = to_token_batch(rollouts)
+    if config.needs_reference:
+        batch = replace(batch, reference_logprobs=run.trainer.get_reference_logprobs(batch).values)
+    if updates_per_batch(config) > 1 or needs_kl_reward(config):
+        batch = replace(batch, prev_logprobs=run.trainer.get_logprobs(batch).values)
+    if config.overlong.filter:
+        batch = replace(batch, loss_mask=overlong_filter(batch.loss_mask, rollouts.truncated))
+    return replace(batch, advantages=advantages(config, rollouts, batch))
+
+
+def advantages(config: GRPOConfig, rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
+    """Per token, from the rewards as shaped by length."""
+    rewards = rollouts.rewards
+    if config.overlong.buffer:
+        limit = config.generation.max_new_tokens
+        buffer = max(1, round(config.overlong.buffer * limit))
+        rewards = rewards + overlong_penalty(rollouts.lengths, max_length=limit, buffer=buffer, penalty=config.overlong.penalty)
+    choice = config.advantage
+    if isinstance(choice, ReinforcePlusPlusAdvantage):
+        kl = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
+        if choice.kl_coef:
+            assert batch.prev_logprobs is not None and batch.reference_logprobs is not None
+            kl = torch.where(batch.loss_mask, batch.prev_logprobs - batch.reference_logprobs, 0.0)
+        group_id = rollouts.group_id if choice.group_baseline else None
+        return adv.reinforce_plus_plus(rewards, kl, batch.loss_mask, kl_coef=choice.kl_coef, group_id=group_id)
+    lengths = rollouts.lengths if choice.baseline == "length_weighted" else None
+    per_response = adv.advantages(rewards, rollouts.group_id, baseline=choice.baseline, scale=choice.scale, ddof=choice.ddof, lengths=lengths)
+    return adv.to_tokens(per_response, batch.loss_mask)
+
+
+def minibatches(batch: TokenBatch, rollouts: Rollouts, config: GRPOConfig, *, seed: int) -> Iterator[TokenBatch]:
+    """The batch in optimizer steps, each with the loss weights of its own tokens; in a new random order for each pass if there are several steps."""
+    size = config.train_global_batch_size or len(batch)
+    for epoch in range(config.num_updates_per_batch):
+        rows = torch.arange(len(batch))
+        if size < len(batch):
+            rows = torch.randperm(len(batch), generator=torch.Generator().manual_seed(derive_seed(seed, epoch)))
+        for part in rows.split(size):
+            minibatch = take(batch, part)
+            yield replace(minibatch, loss_weights=loss_weights(minibatch.loss_mask, rollouts.group_id[part], config))
+
+
+def loss_weights(mask: Bool[Tensor, "batch seq"], group_id: Tensor, config: GRPOConfig) -> Float[Tensor, "batch seq"]:
+    match config.reduction:
+        case "token_mean":
+            return masks.token_mean_weights(mask)
+        case "sequence_mean":
+            return masks.sequence_mean_weights(mask)
+        case "constant":
+            return masks.constant_weights(mask, length=config.generation.max_new_tokens)
+        case "group_mean":
+            return masks.group_mean_weights(mask, group_id)
+
+
+def make_loss(config: GRPOConfig) -> LossFn:
+    """The configured policy loss with its optional terms, as a function of what the model says about a part of the batch."""
+
+    def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
+        assert batch.advantages is not None and batch.loss_weights is not None and batch.generation_logprobs is not None
+        logprobs, weights, mask = output.token_logprobs, batch.loss_weights, batch.loss_weights != 0
+        # Without prev_logprobs this is the only update on the batch, so the policy is its own predecessor.
+        prev = policy.on_policy(logprobs) if batch.prev_logprobs is None else batch.prev_logprobs
+        metrics = merge(sampler_gap(prev, batch.generation_logprobs, mask), {"entropy": mean_of(output.entropy, mask)})
+        importance = None
+        if config.off_policy.mode != "none":
+            bounds: dict[str, Any] = {"level": config.off_policy.level, "min": config.off_policy.min, "max": config.off_policy.max}
+            importance, more = importance_weights(prev, batch.generation_logprobs, mask, batch.segment_ids, mode=config.off_policy.mode, **bounds)
+            metrics = merge(metrics, more)
+        result = policy_term(config, logprobs, prev, batch, importance)
+        if config.kl.coef:
+            assert batch.reference_logprobs is not None
+            sampled = batch.generation_logprobs if config.kl.gradient == "importance" else None
+            options: dict[str, Any] = {"coef": config.kl.coef, "estimator": config.kl.estimator, "gradient": config.kl.gradient}
+            result += kl_loss(logprobs, batch.reference_logprobs, weights, sampled, **options)
+        if config.entropy_coef:
+            result = replace(result, loss=result.loss + entropy_bonus(output.entropy, weights, coef=config.entropy_coef).loss)
+        return replace(result, metrics=merge(metrics, result.metrics))
+
+    return loss_fn
+
+
+def policy_term(config: GRPOConfig, logprobs: Tensor, prev: Tensor, batch: TokenBatch, importance: Tensor | None) -> LossOutput:
+    assert batch.advantages is not None and batch.loss_weights is not None
+    data = (logprobs, prev, batch.advantages, batch.loss_weights)
+    match config.loss:
+        case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
+            return policy.clipped(*data, importance, clip_low=low, clip_high=high, dual_clip=dual)
+        case GSPOLoss(clip_low=low, clip_high=high, token_gradient=token_gradient):
+            return (policy.gspo_token if token_gradient else policy.gspo)(*data, batch.segment_ids, importance, clip_low=low, clip_high=high)
+        case CISPOLoss(clip_low=low, clip_high=high):
+            return policy.cispo(*data, importance, clip_low=low, clip_high=high)
+        case _:
+            return policy.reinforce(*data, importance)
+
+
+def updates_per_batch(config: GRPOConfig) -> int:
+    """Optimizer steps per rollout batch (of full size)."""
+    responses = config.num_prompts_per_step * config.num_generations_per_prompt
+    return config.num_updates_per_batch * -(-responses // (config.train_global_batch_size or responses))
+
+
+def needs_kl_reward(config: GRPOConfig) -> bool:
+    return isinstance(config.advantage, ReinforcePlusPlusAdvantage) and config.advantage.kl_coef > 0
+
+
+def rollout_metrics(rollouts: Rollouts, num_rows: int) -> dict[str, float]:
+    groups = len(rollouts.group_id.unique())
+    return {
+        **rollouts.metrics,
+        "reward": float(rollouts.rewards.mean()),
+        "accuracy": float((rollouts.rewards >= 1).float().mean()),
+        "reward_std": float(rollouts.rewards.std(correction=0)),
+        "response_length": float(rollouts.lengths.float().mean()),
+        "truncated_fraction": float(rollouts.truncated.float().mean()),
+        "groups_kept": groups / num_rows,
+        "informative_groups": float(informative_groups(rollouts.rewards, rollouts.group_id).float().mean()),
+    }
+
+
+def timing(start: float, generated: float, rollouts: Rollouts) -> dict[str, float]:
+    now = time.perf_counter()
+    tokens = sum(len(prompt) for prompt in rollouts.prompts) + int(rollouts.lengths.sum())
+    return {
+        "seconds": now - start,
+        "seconds_generate": generated - start,
+        "seconds_train": now - generated,
+        "tokens_per_second": tokens / (now - start),
+    }

@@ -1,0 +1,76 @@
+"""Supervised fine-tuning: raise the probability of the demonstrations."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from nemorl.data.batch import Example, TokenBatch, collate
+from nemorl.data.datasets import rows_at
+from nemorl.losses.masked import mean_of
+from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
+from nemorl.losses.supervised import nll
+from nemorl.losses.types import LossOutput, finalize, merge
+from nemorl.parallel.backend import ForwardOutput
+from nemorl.runtime.algorithms.common import begin_epochs, due, end_epochs
+from nemorl.runtime.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.config import SFTConfig
+from nemorl.runtime.state import Run
+
+
+def run(
+    run: Run, examples: Sequence[Example], *, validate: Callable[[Run], dict[str, float]] | None = None, callbacks: Sequence[Callback] = ()
+) -> Run:
+    """Train until `max_num_steps`, or for `num_epochs` passes over the examples; returns the run as it stands then."""
+    config: SFTConfig = run.config
+    last_step = num_steps(config, len(examples))
+    metrics: dict[str, float] = {}
+    notify(callbacks, "on_train_begin", run)
+    begin_epochs(callbacks, run, len(examples))
+    if validate and config.run.val_at_start and run.state.step == 0:
+        notify(callbacks, "on_validation_end", run, 0, validate(run))
+    while run.state.step < last_step:
+        step, start = run.state.step + 1, time.perf_counter()
+        notify(callbacks, "on_step_begin", run, step)
+        count = config.train_global_batch_size
+        rows = rows_at(len(examples), cursor=run.state.cursor, count=count, seed=run.state.seed, shuffle=config.data.shuffle)
+        batch = with_loss_weights(collate([examples[i] for i in rows]), config)
+        measured = finalize(run.trainer.train_step(batch, loss_fn))
+        before, run = run.state, replace(run, state=run.state.advance(rows=count))
+        seconds = time.perf_counter() - start
+        metrics = {**measured, "seconds": seconds, "tokens_per_second": batch.num_tokens / seconds}
+        if validate and due(step, config.run.val_period, last_step):
+            notify(callbacks, "on_validation_end", run, step, validate(run))
+        try:
+            notify(callbacks, "on_step_end", run, step, metrics)
+            end_epochs(callbacks, before, run, len(examples), metrics)
+        except StopTraining:
+            break
+    notify(callbacks, "on_train_end", run, metrics)
+    return run
+
+
+def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
+    assert batch.loss_weights is not None
+    result = nll(output.token_logprobs, batch.loss_weights)
+    return replace(result, metrics=merge(result.metrics, {"entropy": mean_of(output.entropy, batch.loss_weights != 0)}))
+
+
+def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:
+    build = token_mean_weights if config.reduction == "token_mean" else sequence_mean_weights
+    return replace(batch, loss_weights=build(batch.loss_mask))
+
+
+def num_steps(config: SFTConfig, num_examples: int) -> int:
+    """Optimizer steps of the whole run."""
+    return config.max_num_steps or max(1, config.num_epochs * num_examples // config.train_global_batch_size)
+
+
+def validation_loss(run: Run, examples: Sequence[Example], *, batch_size: int) -> float:
+    """Mean negative log-likelihood per trained token, in nats."""
+    total = count = 0.0
+    for first in range(0, len(examples), batch_size):
+        batch = collate(examples[first : first + batch_size])
+        logprobs = run.trainer.get_logprobs(batch).values
+        total -= float(logprobs[batch.loss_mask].double().sum())
+        count += int(batch.loss_mask.sum())
+    return total / max(1.0, count)

@@ -1,0 +1,95 @@
+"""Hooks into a running loop. Callbacks observe; whoever wants to end a run early raises `StopTraining`."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from nemorl.runtime.state import Run
+
+
+class StopTraining(Exception):
+    """Raised by a callback to end the run after the present step: in good order, with its last checkpoint and plots."""
+
+
+class Callback:
+    """Derive from this and override what you want to see; every hook does nothing by default.
+
+    Steps are counted from 1: step 5 is over when `run.state.step` is 5. What belongs to the start of a run has step 0.
+
+    >>> class PrintReward(Callback):
+    ...     def on_step_end(self, trainer, step, metrics):
+    ...         print(step, metrics["reward"])
+    >>> notify([PrintReward()], "on_step_end", None, 5, {"reward": 0.5})
+    5 0.5
+    """
+
+    def on_train_begin(self, trainer: Run) -> None:
+        """Once, before the first step (after a resume: before the first one that follows)."""
+
+    def on_epoch_begin(self, trainer: Run, epoch: int) -> None:
+        """Before the first step of a pass over the data, counted from 0."""
+
+    def on_step_begin(self, trainer: Run, step: int) -> None:
+        """Before step `step`."""
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        """After step `step`, with what was measured in it."""
+
+    def on_epoch_end(self, trainer: Run, epoch: int, metrics: dict[str, float]) -> None:
+        """After the last step of a pass over the data, with the metrics of that step."""
+
+    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        """After a validation of the weights as they are after step `step`."""
+
+    def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+        """A few responses of step `step`: dicts with at least prompt and response (text), where known also reward, tokens, logprobs, advantages."""
+
+    def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
+        """After the checkpoint of step `step` has been written to `path`."""
+
+    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        """Once, when the run has come to its end, with its final metrics. Not after an error: see `close`."""
+
+    def close(self) -> None:
+        """The last call, whether the run ended well or raised: give back files, threads, the terminal. May come more than once."""
+
+
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
+    """Call one hook of every callback, in order. An exception in a callback ends the run, as it should.
+
+    >>> notify([Callback()], "on_stop")
+    Traceback (most recent call last):
+    ValueError: hook must be one of on_train_begin, on_epoch_begin, on_step_begin, on_step_end, on_epoch_end, on_validation_end, on_samples, \
+on_checkpoint, on_train_end, but it is 'on_stop'
+    """
+    if hook not in HOOKS:
+        raise ValueError(f"hook must be one of {', '.join(HOOKS)}, but it is {hook!r}")
+    for callback in callbacks:
+        getattr(callback, hook)(*args)
+
+
+@contextmanager
+def closing(callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Close every callback at the end of the block, the last one first, also when the block (or the closing of another one) raises.
+
+    >>> class Goodbye(Callback):
+    ...     def close(self):
+    ...         print("closed")
+    >>> with closing([Goodbye()]):
+    ...     print("training")
+    training
+    closed
+    """
+    if not callbacks:
+        yield
+        return
+    first, *rest = callbacks
+    try:
+        with closing(rest):
+            yield
+    finally:
+        first.close()

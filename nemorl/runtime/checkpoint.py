@@ -1,0 +1,236 @@
+"""Checkpoints that are whole or not there: what a run needs to go on bit for bit, in `checkpoints/step_N/`.
+
+    trainer/             what the training backend writes: model, optimizer, schedule
+    state.json           the LoopState
+    rng.json             generators of Python's random and numpy
+    rng.safetensors      generators of torch, one for the CPU and one for every GPU
+    manifest.json        size and SHA-256 of all of these
+
+Everything is written to a temporary folder and flushed to the disk; then the folder is renamed to `step_N`, and last of all the file
+`checkpoints/latest` names it. A process that dies at any point of this leaves the previous checkpoint in force. No pickle is read or written.
+"""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemorl.runtime.run_directory import step_of, write_atomically
+from nemorl.runtime.state import LoopState, Run
+
+FORMAT = 1
+"""Of the layout above; a checkpoint of another one is refused."""
+TEMPORARY = ".tmp-"
+REPLACED = ".replaced-"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that can't be written or read; says which, why, and what is left."""
+
+
+def save(directory: Path, run: Run, *, keep: int = 2) -> Path:
+    """Write the checkpoint of `run.state.step` below `directory`, the run's, and remove all but the newest `keep`.
+
+    Raises CheckpointError if it can't be written (disk full, no permission, …). The previous checkpoint is then as it was.
+    """
+    checkpoints = Path(directory) / "checkpoints"
+    target = checkpoints / f"step_{run.state.step}"
+    temporary = checkpoints / f"{TEMPORARY}{target.name}-{os.getpid()}"
+    try:
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        _write(temporary, run)
+        _put_in_place(temporary, target)
+        write_atomically(checkpoints / "latest", target.name + "\n")
+        _flush(checkpoints)
+        _prune(checkpoints, run.state.step, keep)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        free = f"; {shutil.disk_usage(checkpoints).free / 1e9:.3g} GB are free there" if checkpoints.exists() else ""
+        raise CheckpointError(f"the checkpoint {target} could not be written ({error}){free}. The previous one, if any, is intact.") from error
+    return target
+
+
+def latest(directory: Path) -> Path | None:
+    """The checkpoint to go on from: the one that `checkpoints/latest` names, or else the newest that is whole; None if there is none.
+
+    One that is damaged is passed over with a warning that names the file and what is wrong with it.
+    """
+    checkpoints = Path(directory) / "checkpoints"
+    candidates = sorted((path for path in checkpoints.glob("step_*") if step_of(path) >= 0), key=step_of, reverse=True)
+    try:
+        pointed = checkpoints / (checkpoints / "latest").read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        pointed = None
+    for path in sorted(candidates, key=lambda path: path != pointed):
+        try:
+            verify(path)
+            return path
+        except CheckpointError as error:
+            warnings.warn(f"{error} Trying an older one.", stacklevel=2)
+    return None
+
+
+def load(path: Path, run: Run) -> LoopState:
+    """Give trainer and random generators the state that they had when `path` was written, and return the loop's.
+
+    Raises CheckpointError before anything has been changed if a file is missing or damaged.
+    """
+    path = Path(path)
+    verify(path)
+    try:
+        state = LoopState.from_dict(json.loads((path / "state.json").read_text(encoding="utf-8")))
+        generators = json.loads((path / "rng.json").read_text(encoding="utf-8"))
+        tensors = load_file(path / "rng.safetensors")
+    except Exception as error:
+        raise CheckpointError(f"the checkpoint {path} can't be read ({error}).") from error
+    run.trainer.load_checkpoint(path / "trainer")
+    _restore_generators(generators, tensors)  # last: loading may have drawn from them
+    return state
+
+
+def verify(path: Path) -> None:
+    """Compare a checkpoint with its manifest. Raises CheckpointError, naming file and difference."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+        files, version = manifest["files"], manifest["format"]
+        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {path} is not used: its manifest.json is missing or damaged ({error!r}).") from error
+    if version != FORMAT:
+        raise CheckpointError(f"the checkpoint {path} is not used: it has format {version}, and this version of nemorl reads format {FORMAT}.")
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        for name, found in zip(expected, pool.map(lambda name: _fingerprint(path / name), expected), strict=True):
+            size, digest = expected[name]
+            if found is None:
+                raise CheckpointError(f"the checkpoint {path} is not used: {name} can't be read.")
+            if found != (size, digest):
+                difference = f"has {found[0]} bytes instead of {size}" if found[0] != size else "is damaged (its SHA-256 differs from the manifest's)"
+                raise CheckpointError(f"the checkpoint {path} is not used: {name} {difference}.")
+
+
+def sweep(directory: Path) -> None:
+    """Clear up after killed processes, at a run's start: remove their unfinished folders and put back a checkpoint that was just being replaced."""
+    checkpoints = Path(directory) / "checkpoints"
+    for path in checkpoints.glob(f"{REPLACED}*"):
+        original = checkpoints / path.name.removeprefix(REPLACED)
+        if original.exists():
+            _discard(path)
+        else:
+            path.rename(original)
+    for path in checkpoints.glob(f"{TEMPORARY}*"):
+        if not _lives(path.name.rpartition("-")[2]):
+            shutil.rmtree(path)
+    for path in (*checkpoints.glob(".latest.*"), *checkpoints.parent.glob(".metrics.jsonl.*"), *checkpoints.parent.glob(".config.yaml.*")):
+        if not _lives(path.name.rpartition(".")[2]):
+            path.unlink()
+
+
+def _write(folder: Path, run: Run) -> None:
+    trainer = folder / "trainer"
+    trainer.mkdir(parents=True)
+    run.trainer.save_checkpoint(trainer)
+    generators, tensors = _generators()
+    save_file(tensors, folder / "rng.safetensors")
+    (folder / "rng.json").write_text(json.dumps(generators), encoding="utf-8")
+    (folder / "state.json").write_text(json.dumps(run.state.to_dict(), indent=2) + "\n", encoding="utf-8")
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {}
+    for path in files:
+        size, digest = _fingerprint(path) or (0, "")
+        entries[path.relative_to(folder).as_posix()] = {"size": size, "sha256": digest}
+    manifest = folder / "manifest.json"
+    manifest.write_text(json.dumps({"format": FORMAT, "files": entries}, indent=2) + "\n", encoding="utf-8")
+    for path in (*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
+        _flush(path)
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename; a checkpoint of the same step (damaged, or of an abandoned continuation) steps aside first."""
+    aside = target.with_name(REPLACED + target.name)
+    if target.exists():
+        if aside.exists():
+            _discard(aside)
+        target.rename(aside)
+    temporary.rename(target)
+    _flush(target.parent)
+    if aside.exists():
+        _discard(aside)
+
+
+def _prune(checkpoints: Path, step: int, keep: int) -> None:
+    """Keep the one of `step` and the `keep - 1` before it. Later ones were left behind by a run that went on from an earlier step."""
+    present = [path for path in checkpoints.glob("step_*") if step_of(path) >= 0]
+    kept = sorted((path for path in present if step_of(path) <= step), key=step_of)[-keep:]
+    for path in present:
+        if path not in kept:
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Remove a folder so that nobody ever finds half of it under its name."""
+    doomed = path.with_name(f"{TEMPORARY}{path.name.lstrip('.')}-{os.getpid()}")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _flush(path: Path) -> None:
+    """Have a file's contents, or a folder's list of names, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fingerprint(path: Path) -> tuple[int, str] | None:
+    try:
+        with path.open("rb") as file:
+            return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def _lives(pid: str) -> bool:
+    """Whether another process has this number. Our own counts as dead: at a start it is a number used again (containers count from 1)."""
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _generators() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The state of every global random generator, as JSON values and as tensors."""
+    version, internal, gauss_next = random.getstate()
+    kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()
+    values = {"python": [version, list(internal), gauss_next], "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached_gaussian]}
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # a run on the CPU should not wake the GPUs of its machine
+        tensors |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return values, tensors
+
+
+def _restore_generators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """The inverse; GPUs that this machine doesn't have are passed over."""
+    version, internal, gauss_next = values["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
+    torch.set_rng_state(tensors["cpu"])
+    for index in range(torch.cuda.device_count()):
+        if f"cuda:{index}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda:{index}"], index)

@@ -1,0 +1,169 @@
+"""The command line: `nemorl sft|grpo|eval|generate|export`.
+
+Settings come in layers: defaults < preset < --config file.yaml < flags. Nothing here imports torch before the settings are known to be good.
+"""
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from nemorl.checks import require
+from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig, print_evaluation, print_generations, write_answers
+from nemorl.runtime.config import GRPOConfig, SFTConfig
+from nemorl.runtime.config_io import closest, construct, dump_yaml, layer, yaml_layer
+
+COMMANDS: dict[str, type[Any]] = {"sft": SFTConfig, "grpo": GRPOConfig, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig}
+
+HELP = """\
+nemorl: reinforcement learning and fine-tuning of language models
+
+usage: nemorl COMMAND [OPTIONS]
+
+commands
+  sft        learn from demonstrations
+  grpo       learn from a reward: GRPO, DAPO, Dr. GRPO, RLOO, GSPO, CISPO, REINFORCE++ (--preset)
+  eval       how many prompts of a data set a model answers correctly
+  generate   ask a model
+  export     turn a run's checkpoint into a Hugging Face folder
+
+start here
+  nemorl sft  --model.path Qwen/Qwen3-0.6B --data.train demos.jsonl --run.dir runs/sft
+  nemorl grpo --model.path runs/sft/hf --data.train problems.jsonl --reward exact_match --run.dir runs/rl
+  nemorl grpo --preset dapo --config my.yaml --optimizer.lr 1e-6      flags win over the file, the file over the preset
+  nemorl grpo --preset dapo --print-config > my.yaml                  write a file to start from
+  nemorl grpo --config runs/rl/config.yaml --run.resume               go on with a run that was interrupted
+  nemorl eval --model runs/rl --data test.jsonl --output answers.jsonl
+  nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
+
+A row of data is one JSON object a line, such as {"prompt": "12+34=", "answer": "46"} (grpo, eval) or {"prompt": "12+34=", "response": "46"} (sft).
+nemorl COMMAND --help lists every setting. NEMORL_TRACEBACK=1 shows where an error came from.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code: 0 done, 1 failed, 2 a setting or input that can't be, 130 interrupted."""
+    command, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    if command in ("-V", "--version"):
+        from importlib.metadata import version
+
+        print(f"nemorl {version('nemorl')}")
+        return 0
+    if command not in COMMANDS:
+        return _fail("nemorl", f"unknown command {command!r}{closest(command, COMMANDS) or '.'} Commands: {', '.join(COMMANDS)}", 2)
+    config: Any = None
+    try:
+        config = parse(command, args)
+        if config is not None:
+            _EXECUTE[command](config)
+        return 0
+    except SystemExit as stop:  # --help, and flags that tyro has refused
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except KeyboardInterrupt:
+        return _fail(f"nemorl {command}", _interrupted(command, config), 130)
+    except (ValueError, OSError) as error:
+        if os.environ.get("NEMORL_TRACEBACK"):
+            raise
+        hint = "" if config is None else " (NEMORL_TRACEBACK=1 shows where this came from)"
+        return _fail(f"nemorl {command}", f"{error}{hint}", 2 if isinstance(error, ValueError) else 1)
+
+
+def parse(command: str, args: Sequence[str]) -> Any:
+    """The config of a command from all layers, checked; None where --print-config has printed it."""
+    from nemorl.runtime.flags import Extra, parse_flags, peek, unions
+    from nemorl.runtime.presets import DESCRIPTIONS, PRESETS, preset_overrides
+
+    cls = COMMANDS[command]
+    extra: list[Extra] = [("config", str | None, None, "A YAML file with settings; flags win over it. --print-config writes one to start from.")]
+    tree: dict[str, Any] = {}
+    if cls is GRPOConfig:
+        listed = "\n".join(f"{name}: {text}" for name, text in DESCRIPTIONS.items())
+        extra.append(("preset", cast(Any, Literal)[tuple(PRESETS)] | None, None, f"A named set of settings, below --config and flags.\n{listed}"))
+        if (name := peek(args, "--preset")) not in (None, "None"):
+            tree = preset_overrides(name)
+    extra.append(("print_config", bool, False, "Print the resolved settings as YAML and stop."))
+    tree = layer(cls, {}, tree)
+    if (path := peek(args, "--config")) not in (None, "None"):
+        tree = yaml_layer(cls, tree, path)
+    for section, members in unions(cls).items():
+        if (chosen := peek(args, f"--{section}")) is not None:
+            tree = layer(cls, tree, {section: {"name": chosen}})
+        _refuse_other_variants(section, members, tree[section]["name"], args)
+    tree, given = parse_flags(cls, tree, args, prog=f"nemorl {command}", extra=extra)
+    config = construct(cls, tree)
+    if given["print_config"]:
+        print(dump_yaml(config), end="")
+        return None
+    if isinstance(config, SFTConfig | GRPOConfig):
+        for key, value, what in (("model.path", config.model.path, "folder"), ("data.train", config.data.train, "file")):
+            require(bool(value), key, "must be given", value, f"add --{key} with a {what} or a name on the hub")
+    return config
+
+
+def _refuse_other_variants(section: str, members: dict[str, type[Any]], chosen: str, args: Sequence[str]) -> None:
+    """An error that explains, for a flag of a variant that was not chosen: --loss reinforce --loss.clip-low 0.1."""
+    keys = {name: [field.name for field in dataclasses.fields(member) if field.name != "name"] for name, member in members.items()}
+    for argument in args:
+        flag = argument.partition("=")[0]
+        key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
+        owners = [name for name in keys if key in keys[name]]
+        if flag.startswith(f"--{section}.") and owners and chosen not in owners:
+            own = ", ".join(keys[chosen]) or "it has none"
+            raise ValueError(f"{flag} is no setting of {section} {chosen} ({own}): it belongs to {', '.join(owners)}; add --{section} {owners[0]}")
+
+
+def _train(config: SFTConfig | GRPOConfig) -> None:
+    from nemorl.runtime import launch
+
+    launch.run(config)
+
+
+def _evaluate(config: EvalConfig) -> None:
+    from nemorl.runtime import launch
+
+    result = launch.evaluate(config)
+    if config.output is not None:
+        write_answers(config.output, result["answers"])
+    print_evaluation(config, result)
+    if config.output is not None:
+        print(f"answers written to {config.output}")
+
+
+def _generate(config: GenerateConfig) -> None:
+    from nemorl.runtime import launch
+
+    print_generations(config, launch.generate(config))
+
+
+def _export(config: ExportConfig) -> None:
+    from nemorl.runtime import launch
+
+    path = launch.export(config)
+    print(f'exported to {path}; try it: nemorl generate --model {path} --prompt "…"')
+
+
+_EXECUTE: dict[str, Callable[[Any], None]] = {"sft": _train, "grpo": _train, "eval": _evaluate, "generate": _generate, "export": _export}
+
+
+def _interrupted(command: str, config: Any) -> str:
+    if not isinstance(config, SFTConfig | GRPOConfig):
+        return "interrupted"
+    if not (Path(config.run.dir) / "checkpoints" / "latest").exists():
+        return f"interrupted before the first checkpoint in {config.run.dir}: nothing to resume (--run.save-period sets how often one is written)"
+    return f"interrupted; go on from the last checkpoint with: nemorl {command} --config {Path(config.run.dir) / 'config.yaml'} --run.resume"
+
+
+def _fail(prog: str, message: str, code: int) -> int:
+    colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    error = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
+    print(f"{prog}: {message}" if code == 130 else f"{prog}: {error} {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

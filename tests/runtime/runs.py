@@ -1,0 +1,108 @@
+"""Small complete runs, in this process or in one that is killed. Run as a script it takes a JSON of settings: see `main`."""
+
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import nemorl
+from nemorl.runtime.callbacks import Callback
+from tests.models import tiny_model, tiny_tokenizer
+
+TRAINER = nemorl.TrainerConfig(device="cpu")
+
+
+def addition_rows(count: int = 40) -> list[dict[str, Any]]:
+    return [{"prompt": f"{i % 7}+{i % 5}=", "answer": str(i % 7 + i % 5), "response": str(i % 7 + i % 5)} for i in range(count)]
+
+
+def run_config(folder: Path, **options: Any) -> nemorl.RunConfig:
+    return nemorl.RunConfig(**{"dir": str(folder), "display": "none", "plots": False, "tensorboard": False, "export": False, **options})
+
+
+def grpo_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any) -> nemorl.GRPOConfig:
+    base = nemorl.GRPOConfig(
+        data=nemorl.DataConfig(max_total_sequence_length=32),
+        trainer=TRAINER,
+        optimizer=nemorl.OptimizerConfig(lr=1e-2),
+        generation=nemorl.GenerationConfig(max_new_tokens=4),
+        run=run_config(folder, **(run or {})),
+        num_prompts_per_step=6,
+        num_generations_per_prompt=4,
+        max_num_steps=steps,
+    )
+    return replace(base, **options)
+
+
+def sft_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any) -> nemorl.SFTConfig:
+    base = nemorl.SFTConfig(
+        data=nemorl.DataConfig(max_total_sequence_length=32),
+        trainer=TRAINER,
+        optimizer=nemorl.OptimizerConfig(lr=1e-2),
+        generation=nemorl.GenerationConfig(max_new_tokens=4),
+        run=run_config(folder, **(run or {})),
+        train_global_batch_size=16,
+        max_num_steps=steps,
+    )
+    return replace(base, **options)
+
+
+def digits(prompt: str, response: str) -> float:
+    """A reward that a random model earns now and then: the share of digits in the response."""
+    return sum(c.isdigit() for c in response) / 4
+
+
+def start(config: Any, *, rows: Any = None, validation: Any = None, reward: Any = None, callbacks: Any = (), **model: Any) -> nemorl.RunResult:
+    """A run of a tiny model on additions."""
+    reward = digits if reward is None and isinstance(config, nemorl.GRPOConfig) else reward
+    return nemorl.run(
+        config,
+        model=tiny_model(**{"scale": 2.0, **model}),
+        tokenizer=tiny_tokenizer(),
+        train=rows or addition_rows(),
+        validation=validation,
+        reward=reward,
+        callbacks=callbacks,
+    )
+
+
+class Kill(Callback):
+    """SIGKILL to this process after step `step`, before its checkpoint is written."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, trainer, step, metrics) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillInCheckpoint(Callback):
+    """SIGKILL in the middle of writing the checkpoint of step `step`: the model is there, the optimizer is not."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, trainer, step) -> None:
+        if step == self.step:
+            import nemorl.parallel.dtensor.backend as backend
+
+            backend.save_optimizer = lambda optimizer, path: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+
+
+def main(settings: dict[str, Any]) -> None:
+    make = grpo_config if settings["algorithm"] == "grpo" else sft_config
+    options = settings.get("options", {})
+    if "kl" in options:
+        options["kl"] = nemorl.KLConfig(**options["kl"])
+    config = make(Path(settings["folder"]), steps=settings["steps"], run={"save_period": 2, "resume": settings["resume"], "val_period": 3}, **options)
+    kills = {"between": Kill, "checkpoint": KillInCheckpoint}
+    callbacks = [kills[settings["kill"]](settings["at"])] if settings.get("kill") else []
+    start(config, validation=addition_rows(8), callbacks=callbacks)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -1,0 +1,55 @@
+import inspect
+
+import pytest
+
+from nemorl.runtime.callbacks import HOOKS, Callback, closing, notify
+from tests.runtime.tiny import tiny_run
+
+
+class Recorder(Callback):
+    def __init__(self, name: str, log: list[str], *, fails: bool = False) -> None:
+        self.name, self.log, self.fails = name, log, fails
+
+    def on_step_end(self, trainer, step, metrics):
+        self.log.append(f"{self.name} {step} {metrics}")
+
+    def close(self):
+        self.log.append(f"{self.name} closed")
+        if self.fails:
+            raise RuntimeError(f"{self.name} failed")
+
+
+def test_hooks_of_the_contract():
+    names = "train_begin epoch_begin step_begin step_end epoch_end validation_end samples checkpoint train_end"
+    assert tuple(f"on_{name}" for name in names.split()) == HOOKS
+    for name in HOOKS:
+        assert next(iter(inspect.signature(getattr(Callback(), name)).parameters)) == "trainer"
+
+
+def test_callbacks_are_called_in_order():
+    log: list[str] = []
+    notify([Recorder("a", log), Recorder("b", log)], "on_step_end", tiny_run(), 1, {"loss": 0.5})
+    assert log == ["a 1 {'loss': 0.5}", "b 1 {'loss': 0.5}"]
+
+
+def test_what_is_not_overridden_does_nothing():
+    notify([Recorder("a", [])], "on_train_begin", tiny_run())
+
+
+def test_every_callback_is_closed_when_the_run_raises():
+    log: list[str] = []
+    with pytest.raises(ZeroDivisionError), closing([Recorder("a", log), Recorder("b", log)]):
+        raise ZeroDivisionError
+    assert log == ["b closed", "a closed"]
+
+
+def test_every_callback_is_closed_when_closing_one_raises():
+    log: list[str] = []
+    with pytest.raises(RuntimeError, match=r"b failed"), closing([Recorder("a", log), Recorder("b", log, fails=True)]):
+        pass
+    assert log == ["b closed", "a closed"]
+
+
+def test_unknown_hook_is_an_error():
+    with pytest.raises(ValueError, match=r"hook must be one of on_train_begin.*but it is 'close'"):
+        notify([], "close")

@@ -1,0 +1,78 @@
+"""2N steps == N steps + kill + resume + N steps, bit for bit on a CPU, for both loops."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+STEPS = 6
+ALGORITHMS = {
+    "sft": {"algorithm": "sft"},
+    "grpo": {"algorithm": "grpo"},
+    "grpo with minibatches, a reference and dynamic sampling": {
+        "algorithm": "grpo",
+        "options": {"train_global_batch_size": 8, "num_updates_per_batch": 2, "dynamic_sampling": True, "kl": {"coef": 0.1}},
+    },
+}
+TIMES = ("time", "seconds", "seconds_generate", "seconds_train", "tokens_per_second")
+
+
+def in_a_process(**settings) -> int:
+    """The exit code; negative: the signal that ended it."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.runs", json.dumps(settings)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode
+
+
+def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor], list[str]]:
+    """Every number that the run left behind: metrics but for times, the last checkpoint's tensors, the samples."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    trainer = folder / "checkpoints" / f"step_{STEPS}" / "trainer"
+    tensors = {f"{file}/{name}": value for file in ("model", "optimizer") for name, value in load_file(trainer / f"{file}.safetensors").items()}
+    return metrics, tensors, [path.read_text() for path in sorted(folder.glob("samples/*.jsonl"))]
+
+
+def assert_equal_outcomes(a: Path, b: Path) -> None:
+    (metrics, tensors, samples), (other_metrics, other_tensors, other_samples) = outcome(a), outcome(b)
+    assert metrics == other_metrics
+    assert samples == other_samples
+    assert tensors.keys() == other_tensors.keys()
+    for name in tensors:
+        assert torch.equal(tensors[name], other_tensors[name]), name
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_killed_between_two_steps_and_in_a_checkpoint(name: str, tmp_path: Path):
+    """Checkpoints come every second step. The first kill loses step 3; the second leaves half of step 4's checkpoint, so step 2's is used again."""
+    settings = ALGORITHMS[name]
+    assert in_a_process(**settings, folder=str(tmp_path / "straight"), steps=STEPS, resume=False) == 0
+    killed = {"folder": str(tmp_path / "killed"), "steps": STEPS}
+    assert in_a_process(**settings, **killed, resume=False, kill="between", at=3) == -signal.SIGKILL
+    assert [path.name for path in (tmp_path / "killed" / "checkpoints").glob("step_*")] == ["step_2"]
+    assert in_a_process(**settings, **killed, resume=True, kill="checkpoint", at=4) == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "checkpoints" / "step_4").exists()
+    assert in_a_process(**settings, **killed, resume=True) == 0
+    assert_equal_outcomes(tmp_path / "straight", tmp_path / "killed")
+
+
+def test_the_comparison_can_fail(tmp_path: Path):
+    """Two runs of different length differ, and so do a run that was resumed and one whose data order was not kept."""
+    assert in_a_process(algorithm="sft", folder=str(tmp_path / "a"), steps=STEPS, resume=False) == 0
+    assert in_a_process(algorithm="sft", folder=str(tmp_path / "b"), steps=STEPS, resume=False) == 0
+    state = tmp_path / "b" / "checkpoints" / f"step_{STEPS}" / "trainer" / "model.safetensors"
+    assert_equal_outcomes(tmp_path / "a", tmp_path / "b")
+    raw = bytearray(state.read_bytes())
+    raw[-1] ^= 1
+    state.write_bytes(raw)
+    with pytest.raises(AssertionError):
+        assert_equal_outcomes(tmp_path / "a", tmp_path / "b")

@@ -1,0 +1,160 @@
+"""A trainer of three numbers with everything that a real one has to save, and a loop around it. Run as a script, it dies on purpose: see `main`."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemorl.runtime import checkpoint
+from nemorl.runtime.callbacks import notify
+from nemorl.runtime.logging import CheckpointCallback, JsonlLogger, SampleLogger
+from nemorl.runtime.run_directory import RunDirectory
+from nemorl.runtime.state import LoopState, Run
+
+
+class TinyTrainer:
+    """A vector with momentum; its steps draw from all three random generators."""
+
+    def __init__(self) -> None:
+        self.tensors = {"weight": torch.zeros(3), "momentum": torch.zeros(3)}
+
+    def setup(self, config) -> None: ...
+
+    def train_step(self, batch=None, loss_fn=None) -> dict[str, float]:
+        noise = torch.randn(3) + random.gauss(0, 1) + float(np.random.standard_normal())
+        self.tensors["momentum"] = 0.9 * self.tensors["momentum"] + noise
+        self.tensors["weight"] = self.tensors["weight"] - 0.1 * self.tensors["momentum"]
+        return {"loss": float(self.tensors["weight"].square().sum()), "reward": float(noise.sum())}
+
+    def get_logprobs(self, batch): ...
+
+    def get_reference_logprobs(self, batch): ...
+
+    def export_weights(self): ...
+
+    def save_checkpoint(self, path: Path) -> None:
+        half_written = path / "optimizer.safetensors"
+        with half_written.open("wb") as file:
+            file.write(b"half of ")
+            os.fsync(file.fileno())  # one of the places where `die_at` strikes
+        save_file({"momentum": self.tensors["momentum"]}, half_written)
+        save_file({"weight": self.tensors["weight"]}, path / "model.safetensors")
+
+    def load_checkpoint(self, path: Path) -> None:
+        torch.rand(7)  # a loader that draws random numbers must do no harm
+        self.tensors = load_file(path / "model.safetensors") | load_file(path / "optimizer.safetensors")
+
+    def shutdown(self) -> None: ...
+
+
+def tiny_run(*, step: int = 0, value: float = 0.0, directory: Path | None = None) -> Run:
+    trainer = TinyTrainer()
+    trainer.tensors["weight"] += value
+    return Run(None, trainer, None, None, LoopState(seed=0, step=step, cursor=4 * step), directory)
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def train(path: Path, *, steps: int, period: int, resume: bool = False, die_in_step: int | None = None) -> Run:
+    """The shape of every loop of ours: start or resume, step, notify."""
+    directory = RunDirectory.create(path, "", resume=resume)
+    checkpoint.sweep(path)
+    run = tiny_run(directory=path)
+    seed_everything(run.state.seed)
+    found = checkpoint.latest(path)
+    if found is not None:
+        run = replace(run, state=checkpoint.load(found, run))
+    directory.truncate(run.state.step if found else -1)
+    callbacks = [JsonlLogger(directory), SampleLogger(directory), CheckpointCallback(directory, period=period)]
+    notify(callbacks, "on_train_begin", run)
+    while run.state.step < steps:
+        metrics = run.trainer.train_step()
+        run = replace(run, state=run.state.advance(rows=4))
+        if run.state.step == die_in_step:
+            with directory.metrics.open("a") as file:
+                file.write('{"step": 6, "time": 17')
+            os.kill(os.getpid(), signal.SIGKILL)
+        notify(callbacks, "on_samples", run, run.state.step, [{"prompt": "1+1=", "response": "2", "reward": 1.0}])
+        notify(callbacks, "on_step_end", run, run.state.step, metrics)
+    notify(callbacks, "on_train_end", run, metrics)
+    return run
+
+
+def die_at(place: int, report: Path) -> None:
+    """Kill this process with SIGKILL at the `place`-th of these: just before or after something is flushed to the disk, renamed or removed."""
+    places = itertools.count(1)
+
+    def watched(name, function):
+        def call(*arguments, **keywords):
+            for when in ("before", "after"):
+                if when == "after":
+                    result = function(*arguments, **keywords)
+                if next(places) == place:
+                    report.write_text(f"{when} {name} {arguments[0]}")
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return call
+
+    for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree")):
+        setattr(module, name, watched(name, getattr(module, name)))
+
+
+def in_a_process(work) -> bool:
+    """Do it in a process of its own; whether that was killed."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the process failed without being killed"
+    return os.WIFSIGNALED(status)
+
+
+def die_while_saving(root: Path, scenario: str) -> None:
+    """root/1, root/2, …: in each a process died a bit later while it wrote a checkpoint with value 2 after one with value 1."""
+    for place in itertools.count(1):
+        folder = root / str(place)
+        old_step, keep = (1, 2) if scenario == "next" else (2, 1)
+        checkpoint.save(folder, tiny_run(step=old_step, value=1.0), keep=keep)
+
+        def save(place=place, folder=folder, keep=keep):
+            die_at(place, folder / "died.txt")
+            checkpoint.save(folder, tiny_run(step=2, value=2.0), keep=keep)
+
+        if not in_a_process(save):
+            print(json.dumps(place))
+            return
+
+
+def main(task: str, root: Path) -> None:
+    if task == "resume":
+        assert not in_a_process(lambda: train(root / "straight", steps=8, period=4))
+        assert in_a_process(lambda: train(root / "killed", steps=8, period=4, die_in_step=6))
+        shutil.copytree(root / "killed", root / "killed_early")  # and one that dies again before it has a new checkpoint, then goes on
+        assert in_a_process(lambda: train(root / "killed_early", steps=8, period=4, resume=True, die_in_step=7))
+        for name in ("killed", "killed_early"):
+            assert not in_a_process(lambda name=name: train(root / name, steps=8, period=4, resume=True))
+    else:
+        die_while_saving(root, task)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

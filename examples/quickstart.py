@@ -1,0 +1,151 @@
+"""A language model learns to add by reinforcement learning, on a laptop CPU, in a few minutes.
+
+1. Build a small Qwen2 model (0.8 M parameters), a character tokenizer and the data, from nothing.
+2. SFT on demonstrations of which most are wrong: their author mostly forgets the carry. The model picks up the bad habit.
+3. GRPO with an exact-answer reward, through the same code that trains on a cluster. The model gets rid of it.
+
+Sums are written as one computes them on paper, the last digit first: the answer to 27+46= is 37.
+"""
+
+import json
+import random
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+from rich import print
+
+import nemorl
+
+ALPHABET = "0123456789+="
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quickstart:
+    """Teach a small language model two-digit addition."""
+
+    dir: Path = Path("runs/quickstart")
+    """Where model, data and the two runs are kept; a quickstart that is there already is replaced."""
+    seed: int = 0
+    """Of the model, the data and the sampling."""
+    sft_steps: int = 500
+    """Steps of supervised fine-tuning."""
+    grpo_steps: int = 180
+    """Steps of reinforcement learning."""
+    wrong_share: float = 0.6
+    """Share of the demonstrations whose answer is wrong."""
+    num_held_out: int = 1000
+    """Sums that are never trained on; accuracy is measured on them."""
+
+
+def save_tokenizer(folder: Path) -> int:
+    """One token per character. Returns the size of the vocabulary."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", *ALPHABET])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    return len(vocabulary)
+
+
+def save_model(folder: Path, vocab_size: int, seed: int) -> None:
+    """A Qwen2 with random weights."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
+        max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+
+
+def save_rows(folder: Path, settings: Quickstart) -> None:
+    """All sums of two numbers from 10 to 99: rows to train on, whose demonstration is mostly wrong, and rows held out."""
+    rng = random.Random(settings.seed)
+    sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
+    rng.shuffle(sums)
+    rows = []
+    for a, b in sums:
+        shown = a + b
+        if rng.random() < settings.wrong_share:
+            shown = (a + b) % 10 + 10 * ((a // 10 + b // 10) % 10)  # without any carry
+            if shown == a + b:  # there was none to forget
+                shown += rng.choice([-3, -2, -1, 1, 2, 3])
+        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1], "response": str(shown)[::-1]})
+    for name, part in (("held_out", rows[: settings.num_held_out]), ("train", rows[settings.num_held_out :])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+
+
+def show_answers(title: str, model: Path, count: int = 6) -> None:
+    """What the model answers to the first sums that were held out."""
+    limits = nemorl.GenerationConfig(temperature=0.0, max_new_tokens=5)
+    result = nemorl.evaluate(nemorl.EvalConfig(model=str(model), data=str(model.parent / "held_out.jsonl"), max_rows=count, generation=limits))
+    print(f"\n[bold]{title}[/]")
+    for answer in result["answers"]:
+        mark = "[green]right[/]" if answer["reward"] == 1 else f"[red]wrong[/], it is {answer['answer']}"
+        print(f"  {answer['prompt']}{answer['response']:<4} {mark}")
+    print()
+
+
+def main(settings: Quickstart) -> None:
+    folder, seed = settings.dir, settings.seed
+    for name in ("model", "sft", "grpo"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_model(folder / "model", save_tokenizer(folder / "model"), seed)
+    save_rows(folder, settings)
+    data = nemorl.DataConfig(train=str(folder / "train.jsonl"), validation=str(folder / "held_out.jsonl"), max_total_sequence_length=16)
+    generation = nemorl.GenerationConfig(max_new_tokens=5, max_batch_size=1024)
+
+    start = time.perf_counter()
+    print(f"[bold]Supervised fine-tuning[/] on demonstrations of which {settings.wrong_share:.0%} are wrong")
+    warm = nemorl.run(
+        nemorl.SFTConfig(
+            model=nemorl.ModelConfig(path=str(folder / "model")),
+            data=data,
+            optimizer=nemorl.OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20, min_lr_ratio=0.1),
+            generation=generation,
+            run=nemorl.RunConfig(dir=str(folder / "sft"), seed=seed, max_val_samples=settings.num_held_out),
+            train_global_batch_size=128,
+            max_num_steps=settings.sft_steps,
+        )
+    )
+    seconds = time.perf_counter() - start
+    show_answers("Answers after supervised fine-tuning", folder / "sft")
+
+    start = time.perf_counter()
+    print("[bold]Reinforcement learning[/] (GRPO), reward 1 for the exact answer")
+    trained = nemorl.run(
+        nemorl.GRPOConfig(
+            model=nemorl.ModelConfig(path=str(folder / "sft" / "hf")),
+            data=data,
+            optimizer=nemorl.OptimizerConfig(lr=3e-4, schedule="linear", min_lr_ratio=0.1),
+            generation=generation,
+            run=nemorl.RunConfig(dir=str(folder / "grpo"), seed=seed, val_period=30, save_period=60, max_val_samples=settings.num_held_out),
+            num_prompts_per_step=64,
+            num_generations_per_prompt=16,
+            max_num_steps=settings.grpo_steps,
+        )
+    )
+    seconds += time.perf_counter() - start
+    show_answers("Answers after reinforcement learning", folder / "grpo")
+
+    print(f"""The curves are in [bold]{folder / "grpo" / "plots" / "overview.png"}[/]. What to try next:
+  ask the trained model        nemorl generate --model {folder / "grpo"} --prompt "27+46=" --temperature 0
+  go on for another 60 steps   nemorl grpo --config {folder / "grpo" / "config.yaml"} --run.resume --max-num-steps {settings.grpo_steps + 60}
+  train on rows of your own    nemorl grpo --config {folder / "grpo" / "config.yaml"} --run.dir runs/mine --data.train FILE.jsonl
+  every setting, explained     nemorl grpo --help
+""")
+    before, after = warm.metrics["val_accuracy"], trained.metrics["val_accuracy"]
+    print(f"held-out greedy accuracy: {before:.2f} -> {after:.2f} (seed {seed}, {seconds:.0f} s of training)", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Quickstart))

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
-from rich import print
+from rich.console import Console
 
 import nemorl
+
+print = Console(highlight=False, soft_wrap=True).print
 
 ALPHABET = "0123456789+="
 
@@ -32,7 +34,7 @@ class Quickstart:
     """Of the model, the data and the sampling."""
     sft_steps: int = 500
     """Steps of supervised fine-tuning."""
-    grpo_steps: int = 180
+    grpo_steps: int = 240
     """Steps of reinforcement learning."""
     wrong_share: float = 0.6
     """Share of the demonstrations whose answer is wrong."""
@@ -57,7 +59,9 @@ def save_model(folder: Path, vocab_size: int, seed: int) -> None:
     """A Qwen2 with random weights."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # the model is there at once
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=vocab_size, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
@@ -128,7 +132,15 @@ def main(settings: Quickstart) -> None:
             data=data,
             optimizer=nemorl.OptimizerConfig(lr=3e-4, schedule="linear", min_lr_ratio=0.1),
             generation=generation,
-            run=nemorl.RunConfig(dir=str(folder / "grpo"), seed=seed, val_period=30, save_period=60, max_val_samples=settings.num_held_out),
+            kl=nemorl.KLConfig(coef=0.001),
+            run=nemorl.RunConfig(
+                dir=str(folder / "grpo"),
+                seed=seed,
+                val_at_start=True,
+                val_period=30,
+                save_period=60,
+                max_val_samples=settings.num_held_out,
+            ),
             num_prompts_per_step=64,
             num_generations_per_prompt=16,
             max_num_steps=settings.grpo_steps,
@@ -144,7 +156,7 @@ def main(settings: Quickstart) -> None:
   every setting, explained     nemorl grpo --help
 """)
     before, after = warm.metrics["val_accuracy"], trained.metrics["val_accuracy"]
-    print(f"held-out greedy accuracy: {before:.2f} -> {after:.2f} (seed {seed}, {seconds:.0f} s of training)", flush=True)
+    print(f"held-out greedy accuracy: {before:.2f} -> {after:.2f} (seed {seed}, {seconds:.0f} s of training)")
 
 
 if __name__ == "__main__":

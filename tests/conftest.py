@@ -9,6 +9,8 @@ from jaxtyping import install_import_hook
 
 import tests.shape_checks  # noqa: F401  (the hook looks it up by name)
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at once, on a machine with a network as on one without
+
 _early = sorted(name for name in sys.modules if name.split(".")[0] == "nemorl")
 if _early:
     raise RuntimeError(f"nemorl was imported before the tests turned on its shape checks ({_early[0]}): import it in test modules only")

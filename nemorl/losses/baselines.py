@@ -33,7 +33,12 @@ class Group(NamedTuple):
     high: Tensor
 
 
-def members(rewards: Tensor, group_id: Tensor) -> Group:
+def members(rewards: Float[Tensor, "batch"], group_id: Int[Tensor, "batch"]) -> Group:
+    """What baselines and scales are made of, at every reward about its group.
+
+    >>> members(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([0, 7, 0])).mean.tolist()
+    [2.0, 5.0, 2.0]
+    """
     labels = group_labels(group_id)
     size = group_sum(torch.ones_like(rewards), labels)
     low, high = group_extremes(rewards, labels)

@@ -1,5 +1,8 @@
 """The little that we ask of a Hugging Face causal language model, and the models that can't give it, refused by name."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +23,8 @@ def load_causal_lm(path: str, *, from_scratch: bool = False, seed: int = 0, devi
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
         else:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            with _progress_bar(path):
+                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     except OSError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
@@ -28,6 +32,22 @@ def load_causal_lm(path: str, *, from_scratch: bool = False, seed: int = 0, devi
         ) from error
     check_supported(model)
     return model.to(device)
+
+
+@contextmanager
+def _progress_bar(path: str) -> Iterator[None]:
+    """Without transformers' own progress bar where a local model loads in no time."""
+    from transformers.utils import logging
+
+    size = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+    quiet = 0 < size < 1e9 and logging.is_progress_bar_enabled()
+    if quiet:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if quiet:
+            logging.enable_progress_bar()
 
 
 def check_supported(model: nn.Module) -> None:

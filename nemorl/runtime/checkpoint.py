@@ -33,7 +33,7 @@ TEMPORARY = ".tmp-"
 REPLACED = ".replaced-"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(OSError):
     """A checkpoint that can't be written or read; says which, why, and what is left."""
 
 

@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return _fail(f"nemorl {command}", _interrupted(command, config), 130)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if os.environ.get("NEMORL_TRACEBACK"):
             raise
         hint = "" if config is None else " (NEMORL_TRACEBACK=1 shows where this came from)"

@@ -47,9 +47,10 @@ def evaluate(
 
 
 def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> list[dict[str, Any]]:
-    """The first `count` responses as rows of the sample log; with the batch, the advantage of each of their tokens as well."""
+    """`count` responses from all over the batch as rows of the sample log; with the batch, the advantage of each of their tokens as well."""
     samples = []
-    for i in range(min(count, len(rollouts))):
+    count = min(count, len(rollouts))
+    for i in (place * len(rollouts) // count for place in range(count)):
         completion = rollouts.completions[i]
         sample: dict[str, Any] = {
             "prompt": rollouts.texts[i],

@@ -33,7 +33,18 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "settings.yaml").write_text("num_prompts_per_step: 4\nnum_generations_per_prompt: 3\nmax_num_steps: 9\nreward: contains_answer\n")
     rows = ["--data.train", str(folder / "rows.jsonl"), "--data.validation", str(folder / "rows.jsonl"), "--data.prompt-column", "question"]
-    sft = ["--model.path", str(folder / "model"), "--run.dir", str(folder / "sft"), "--max-num-steps", "120", "--optimizer.lr", "1e-2"]
+    sft = [
+        "--model.path",
+        str(folder / "model"),
+        "--run.dir",
+        str(folder / "sft"),
+        "--max-num-steps",
+        "120",
+        "--optimizer.lr",
+        "1e-2",
+        "--train-global-batch-size",
+        "16",
+    ]
     assert main(["sft", *sft, *rows, *QUIET]) == 0
     grpo = [
         "--model.path",

@@ -1,7 +1,7 @@
 """Conversations and tensors: everything between a data set's rows and the `TokenBatch` that a training step takes. Pure but for `datasets`."""
 
 from nemorl.data.batch import Example, TokenBatch, collate, concatenate, resize, take, trim
-from nemorl.data.datasets import DataModule, load_rows, rows_at, split_rows, to_examples, to_prompts
+from nemorl.data.datasets import DataModule, load_rows, prompt_of, rows_at, split_rows, to_examples, to_prompts
 from nemorl.data.messages import LengthReport, limit_length, tokenize_messages, tokenize_prompt, tokenize_prompt_response
 from nemorl.data.packing import pack, pack_plan, unpack
 from nemorl.data.padding import pad, unpad
@@ -21,6 +21,7 @@ __all__ = [
     "pack",
     "pack_plan",
     "pad",
+    "prompt_of",
     "resize",
     "row_costs",
     "rows_at",

@@ -96,8 +96,24 @@ def split_rows(rows: Sequence[Row], *, validation: int | float, seed: int = 0) -
     return [row for i, row in enumerate(rows) if i not in held_out], [row for i, row in enumerate(rows) if i in held_out]
 
 
+def prompt_of(row: Mapping[str, Any]) -> str | list[Mapping[str, Any]]:
+    """A row's prompt: its `prompt` (text or messages), else its `messages` without the assistant's answer at their end. ValueError without either.
+
+    >>> prompt_of({"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]})
+    [{'role': 'user', 'content': '1+1'}]
+    """
+    if isinstance(row.get("prompt"), str):
+        return row["prompt"]
+    if row.get("prompt") is not None:
+        return _messages(row["prompt"], "prompt")
+    if row.get("messages") is None:
+        raise ValueError(f"a row needs a prompt (text or messages) or messages, got columns {', '.join(row)}; name its column with prompt_column")
+    messages = _messages(row["messages"], "messages")
+    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+
+
 def to_prompts(rows: Sequence[Row], tokenizer: Any, **template: Any) -> list[list[int]]:
-    """The token ids of each row's prompt: its `prompt` (text or messages), else its `messages` without the assistant's answer at their end.
+    """The token ids of each row's prompt, as `prompt_of` finds it.
 
     `template` takes `tokenize_prompt`'s arguments. Raises ValueError that names the row.
 
@@ -105,7 +121,7 @@ def to_prompts(rows: Sequence[Row], tokenizer: Any, **template: Any) -> list[lis
     >>> to_prompts([{"prompt": "ab"}], ByT5Tokenizer())
     [[100, 101]]
     """
-    return [_row(number, row, lambda row: tokenize_prompt(tokenizer, _prompt(row), **template)) for number, row in enumerate(rows)]
+    return [_row(number, row, lambda row: tokenize_prompt(tokenizer, prompt_of(row), **template)) for number, row in enumerate(rows)]
 
 
 def to_examples(rows: Sequence[Row], tokenizer: Any, *, add_eos: bool = True, **template: Any) -> list[Example]:
@@ -122,7 +138,7 @@ def to_examples(rows: Sequence[Row], tokenizer: Any, *, add_eos: bool = True, **
     def example(row: Row) -> Example:
         if row.get("messages") is not None:
             return tokenize_messages(tokenizer, _messages(row["messages"], "messages"), **template)
-        prompt, response = _prompt(row), row.get("response")
+        prompt, response = prompt_of(row), row.get("response")
         if not isinstance(response, str):
             raise ValueError(f"response must be text, got {response!r} (columns: {', '.join(row)}); name its column with response_column")
         if isinstance(prompt, str):
@@ -137,17 +153,6 @@ def _row(number: int, row: Row, build):
         return build(row)
     except ValueError as error:
         raise ValueError(f"row {number}: {error}") from error
-
-
-def _prompt(row: Row) -> str | list[Mapping[str, Any]]:
-    if isinstance(row.get("prompt"), str):
-        return row["prompt"]
-    if row.get("prompt") is not None:
-        return _messages(row["prompt"], "prompt")
-    if row.get("messages") is None:
-        raise ValueError(f"a row needs a prompt (text or messages) or messages, got columns {', '.join(row)}; name its column with prompt_column")
-    messages = _messages(row["messages"], "messages")
-    return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
 def _messages(value: Any, column: str) -> list[Mapping[str, Any]]:

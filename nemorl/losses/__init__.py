@@ -44,7 +44,7 @@ from nemorl.losses.rewards import informative_groups, overlong_filter, overlong_
 from nemorl.losses.supervised import nll
 from nemorl.losses.terms import entropy_bonus, kl_loss, positive_nll
 from nemorl.losses.types import LossOutput, Max, Mean, Metric, Metrics, Min, Sum, finalize, merge
-from nemorl.losses.value import value_loss
+from nemorl.losses.value import explained_variance, value_loss
 
 __all__ = [
     "LogprobKind",
@@ -70,6 +70,7 @@ __all__ = [
     "dr_grpo",
     "entropy",
     "entropy_bonus",
+    "explained_variance",
     "filter_logits",
     "finalize",
     "full_kl",

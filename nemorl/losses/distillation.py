@@ -8,16 +8,14 @@ Logits come as the model gives them (position t predicts token t + 1); the loss 
 not used, and the first token of each packed segment must have weight 0, as SPEC §1 has it.
 """
 
-import math
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nemorl.losses.kl import divergence
 from nemorl.losses.masked import masked, mean_of, require_one_of, share_of, weighted_sum
 from nemorl.losses.types import LossOutput
 
-DIRECTIONS = ("forward", "reverse", "mixed", "jensen_shannon")
 OUTSIDE = ("renormalize", "rest_mass", "zero")
 LOG_NOTHING = -100.0
 """What `outside="zero"` takes for the teacher's log-probability off its top-k, so that the reverse divergence stays finite (NeMo RL's number)."""
@@ -44,13 +42,13 @@ def distillation(
     >>> round(distillation(student, teacher, torch.tensor([[0.0, 1.0]])).loss.item(), 4)  # 0.75 log 1.5 + 0.25 log 0.5
     0.1308
     """
-    _require_options(direction, mix, temperature)
+    _require_temperature(temperature)
     weights = loss_weights[:, 1:]
     mask = (weights != 0).unsqueeze(-1)
     student = masked(mask.expand_as(student_logits[:, :-1]), student_logits[:, :-1])
     teacher = masked(mask.expand_as(teacher_logits[:, :-1]), teacher_logits[:, :-1].detach())
-    divergence = _divergence((teacher / temperature).log_softmax(-1), (student / temperature).log_softmax(-1), direction, mix)
-    return _output(divergence, student.argmax(-1) == teacher.argmax(-1), weights, temperature)
+    log_p, log_q = (teacher / temperature).log_softmax(-1), (student / temperature).log_softmax(-1)
+    return _output(divergence(log_q, log_p, direction=direction, mix=mix), student.argmax(-1) == teacher.argmax(-1), weights, temperature)
 
 
 def distillation_topk(
@@ -82,7 +80,7 @@ def distillation_topk(
     >>> round(distillation_topk(student, logprobs, ids, weights, outside="rest_mass").loss.item(), 4)  # 0.6 log 2.4 + 0.2 log 0.8 + 0.2 log 0.4
     0.2974
     """
-    _require_options(direction, mix, temperature)
+    _require_temperature(temperature)
     require_one_of("outside", outside, OUTSIDE)
     weights = loss_weights[:, 1:]
     mask = (weights != 0).unsqueeze(-1)
@@ -103,38 +101,14 @@ def distillation_topk(
             log_p = torch.cat([teacher, _log_rest(teacher, ~support)], -1)
             log_q = torch.cat([_gather(log_q, ids, present), _log_sum(log_q, ~support)], -1)
     top1 = ids.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1)
-    divergence = _divergence(log_p, log_q, direction, mix, floor=LOG_NOTHING if outside == "zero" else float("-inf"))
-    return _output(divergence, scaled.argmax(-1) == top1, weights, temperature)
+    floor = LOG_NOTHING if outside == "zero" else float("-inf")
+    return _output(divergence(log_q, log_p, direction=direction, mix=mix, floor=floor), scaled.argmax(-1) == top1, weights, temperature)
 
 
-def _output(divergence: Tensor, agree: Tensor, weights: Tensor, temperature: float) -> LossOutput:
+def _output(divergences: Tensor, agree: Tensor, weights: Tensor, temperature: float) -> LossOutput:
     mask = weights != 0
-    metrics = {"divergence": mean_of(divergence, mask), "top1_agreement": share_of(agree, mask)}
-    return LossOutput(temperature**2 * weighted_sum(weights, divergence), metrics)
-
-
-def _divergence(log_p: Tensor, log_q: Tensor, direction: str, mix: float, floor: float = float("-inf")) -> Tensor:
-    """D over the last axis of two arrays of log-probabilities; the ends of `mixed` are `forward` and `reverse` to the last bit.
-
-    `floor`: what the student's mass is measured against, at least, where the teacher has none.
-    """
-    if direction == "forward" or (direction == "mixed" and mix == 1):
-        return _kl(log_p, log_q)
-    if direction == "reverse" or (direction == "mixed" and mix == 0):
-        return _kl(log_q, log_p.clamp(min=floor))
-    if direction == "mixed":
-        return mix * _kl(log_p, log_q) + (1 - mix) * _kl(log_q, log_p.clamp(min=floor))
-    possible = (log_p > float("-inf")) | (log_q > float("-inf"))
-    safe_p, safe_q = torch.where(possible, log_p, 0.0), torch.where(possible, log_q, 0.0)
-    log_m = torch.logaddexp(safe_p + math.log(mix), safe_q + math.log(1 - mix))
-    return mix * _kl(log_p, log_m) + (1 - mix) * _kl(log_q, log_m)
-
-
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Σ p (log p − log q) with 0 · anything = 0. Both logs are cut off where p is 0, so that no gradient meets inf − inf."""
-    possible = log_p.exp() > 0
-    safe_p, safe_q = torch.where(possible, log_p, 0.0), torch.where(possible, log_q, 0.0)
-    return torch.where(possible, safe_p.exp() * (safe_p - safe_q), 0.0).sum(-1)
+    metrics = {"divergence": mean_of(divergences, mask), "top1_agreement": share_of(agree, mask)}
+    return LossOutput(temperature**2 * weighted_sum(weights, divergences), metrics)
 
 
 def _gather(values: Tensor, ids: Tensor, present: Tensor) -> Tensor:
@@ -154,10 +128,6 @@ def _log_sum(logprobs: Tensor, where: Tensor) -> Tensor:
     return torch.where(finite, logprobs, float("-inf")).logsumexp(-1, keepdim=True)
 
 
-def _require_options(direction: str, mix: float, temperature: float) -> None:
-    require_one_of("direction", direction, DIRECTIONS)
-    if not 0 <= mix <= 1 or (direction == "jensen_shannon" and mix in (0, 1)):
-        limits = "inside (0, 1)" if direction == "jensen_shannon" else "in [0, 1]"
-        raise ValueError(f"mix must be {limits} for {direction!r}, but it is {mix}. 0.5 is usual.")
+def _require_temperature(temperature: float) -> None:
     if temperature <= 0:
         raise ValueError(f"temperature must be > 0, but it is {temperature}. 1 leaves the distributions as they are.")

@@ -10,13 +10,10 @@ from torch.nn.functional import pad
 from nemorl.losses.masked import require_one_of
 from nemorl.losses.segments import at_least_float32, same_segment
 
-# Plain strings, so that a wrong name is a ValueError that lists the right ones, also where types are checked at run time.
-Estimator = str
-KLGradient = str
-Direction = str
+# Options are plain strings, so that a wrong one is a ValueError that lists the right ones, also where types are checked at run time.
 ESTIMATORS = ("k1", "k2", "k3")
 GRADIENTS = ("pathwise", "score", "importance")
-DIRECTIONS = ("forward", "reverse", "jensen_shannon")
+DIRECTIONS = ("forward", "reverse", "mixed", "jensen_shannon")
 
 
 def _clamp(values: Tensor, bound: float | None) -> Tensor:
@@ -28,8 +25,8 @@ def kl(
     reference_logprobs: Float[Tensor, "batch seq"],
     loss_mask: Bool[Tensor, "batch seq"],
     *,
-    estimator: Estimator = "k3",
-    gradient: KLGradient = "pathwise",
+    estimator: str = "k3",
+    gradient: str = "pathwise",
     generation_logprobs: Float[Tensor, "batch seq"] | None = None,
     input_clamp: float | None = 20.0,
     output_clamp: float | None = 10.0,
@@ -76,48 +73,56 @@ def kl(
     return value
 
 
-def _expected_difference(p: Tensor, q: Tensor) -> Tensor:
-    """Σ_v p (log p − log q), where a token that p excludes adds nothing."""
-    inside = p > -math.inf
-    return (p.exp() * torch.where(inside, p - torch.where(inside, q, 0.0), 0.0)).sum(-1)
-
-
 def divergence(
     student_logprobs: Float[Tensor, "*rows vocab"],
     reference_logprobs: Float[Tensor, "*rows vocab"],
     *,
-    direction: Direction = "reverse",
+    direction: str = "reverse",
     mix: float = 0.5,
+    floor: float = -math.inf,
 ) -> Float[Tensor, "*rows"]:
     """The divergence of two distributions given as log-probabilities over the last axis, in nats.
 
-    forward = KL(reference‖student) = Σ p_R (log p_R − log p_S), reverse = KL(student‖reference), and jensen_shannon = mix·KL(reference‖M) + (1 −
-    mix)·KL(student‖M) with M = mix·p_R + (1 − mix)·p_S; `mix` (above 0, below 1) is read by no other direction. A token outside the support of the
-    first argument of KL adds nothing; one outside the second's alone makes it infinite. Raises ValueError for an unknown direction or a `mix` out of
-    range. Source: generalised knowledge distillation (GKD); TRL `beta`.
+    forward = KL(reference‖student) = Σ p_R (log p_R − log p_S); reverse = KL(student‖reference); mixed = mix · forward + (1 − mix) · reverse, whose
+    ends are those two to the last bit; jensen_shannon = mix · KL(reference‖M) + (1 − mix) · KL(student‖M) with M = mix · p_R + (1 − mix) · p_S.
+
+    A token that the first argument of KL excludes (-inf) adds nothing, neither to the value nor to the gradient; one that the second alone excludes
+    makes it infinite. `floor` is the least log p_R that the student is measured against in reverse, which keeps that finite.
+
+    Raises ValueError for an unknown direction, and unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix < 1). Source: generalised knowledge distillation (GKD).
 
     >>> p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
     >>> divergence(p, q, direction="reverse"), divergence(q, p, direction="forward")
     (tensor(0.1438), tensor(0.1438))
     """
     require_one_of("direction", direction, DIRECTIONS)
-    if direction == "forward":
-        return _expected_difference(reference_logprobs, student_logprobs)
-    if direction == "reverse":
-        return _expected_difference(student_logprobs, reference_logprobs)
-    if not 0 < mix < 1:
-        raise ValueError(
-            f"divergence: mix must be above 0 and below 1 (got {mix}); its ends are the directions 'reverse' and 'forward' up to a factor"
-        )
-    middle = torch.logaddexp(reference_logprobs + math.log(mix), student_logprobs + math.log(1 - mix))
-    return mix * _expected_difference(reference_logprobs, middle) + (1 - mix) * _expected_difference(student_logprobs, middle)
+    if not 0 <= mix <= 1 or (direction == "jensen_shannon" and mix in (0, 1)):
+        limits = "inside (0, 1)" if direction == "jensen_shannon" else "in [0, 1]"
+        raise ValueError(f"mix must be {limits} for {direction!r}, but it is {mix}. 0.5 is usual.")
+    if direction == "forward" or (direction == "mixed" and mix == 1):
+        return _kl(reference_logprobs, student_logprobs)
+    if direction == "reverse" or (direction == "mixed" and mix == 0):
+        return _kl(student_logprobs, reference_logprobs.clamp(min=floor))
+    if direction == "mixed":
+        return mix * _kl(reference_logprobs, student_logprobs) + (1 - mix) * _kl(student_logprobs, reference_logprobs.clamp(min=floor))
+    possible = (reference_logprobs > -math.inf) | (student_logprobs > -math.inf)  # logaddexp of nothing and nothing has no gradient
+    student, reference = torch.where(possible, student_logprobs, 0.0), torch.where(possible, reference_logprobs, 0.0)
+    middle = torch.logaddexp(reference + math.log(mix), student + math.log(1 - mix))
+    return mix * _kl(reference_logprobs, middle) + (1 - mix) * _kl(student_logprobs, middle)
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Σ p (log p − log q) with 0 · anything = 0. Both logs are cut off where p is 0, so that no gradient meets inf − inf."""
+    possible = log_p.exp() > 0
+    safe_p, safe_q = torch.where(possible, log_p, 0.0), torch.where(possible, log_q, 0.0)
+    return torch.where(possible, safe_p.exp() * (safe_p - safe_q), 0.0).sum(-1)
 
 
 def full_kl(
     student_logits: Float[Tensor, "batch seq vocab"],
     reference_logits: Float[Tensor, "batch seq vocab"],
     *,
-    direction: Direction = "reverse",
+    direction: str = "reverse",
     mix: float = 0.5,
     segment_ids: Int[Tensor, "batch seq"] | None = None,
     temperature: float = 1.0,

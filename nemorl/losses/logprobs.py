@@ -110,8 +110,13 @@ def _describe(values: Tensor, segment_ids: Tensor | None) -> Tensor:
     return pad(values if segment_ids is None else torch.where(same_segment(segment_ids)[:, 1:], values, 0.0), (1, 0))
 
 
+def _finite(logprobs: Tensor) -> Tensor:
+    """-inf as the lowest finite number, which times its probability 0 is 0."""
+    return logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+
+
 def _entropy(logprobs: Tensor) -> Tensor:
-    return -(logprobs.exp() * torch.where(logprobs > -math.inf, logprobs, 0.0)).sum(-1)
+    return -(logprobs.exp() * _finite(logprobs)).sum(-1)
 
 
 def token_logprobs_and_entropy(
@@ -170,7 +175,8 @@ def entropy(
 class _LinearLogprobs(torch.autograd.Function):
     """log p(ids) and entropy of softmax(hidden @ weightᵀ / temperature), a chunk of tokens at a time; backward computes each chunk's logits again.
 
-    Everything is written without in-place changes to inputs or outputs, so that `vmap` and a second derivative follow from the code as it stands.
+    An output that nobody differentiates costs nothing backward (its gradient is None). In place is changed only what no second derivative and no
+    `vmap` has to remember, so that both follow from the code as it stands.
     """
 
     generate_vmap_rule = True
@@ -181,30 +187,39 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
             for h, y in zip(hidden.split(chunk), ids.split(chunk), strict=True):
-                all_logprobs = _chunk_logprobs(h.to(dtype), head, y, kind)
-                logprobs.append(all_logprobs.gather(-1, y[:, None])[:, 0])
-                entropies.append(_entropy(all_logprobs) if with_entropy else torch.zeros_like(logprobs[-1]))
-        return torch.cat(logprobs), torch.cat(entropies)
+                every = _chunk_logprobs(h.to(dtype), head, y, kind)
+                logprobs.append(every.gather(-1, y[:, None])[:, 0])
+                if with_entropy:
+                    entropies.append(-every.exp().mul_(_finite(every) if kind.filtered else every).sum(-1))
+        logprobs = torch.cat(logprobs)
+        return logprobs, torch.cat(entropies) if with_entropy else torch.zeros_like(logprobs)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         hidden, weight, ids, *ctx.options = inputs
-        ctx.save_for_backward(hidden, weight, ids)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, ids, output[1])
 
     @staticmethod
     def backward(ctx, grad_logprobs, grad_entropies):
-        hidden, weight, ids = ctx.saved_tensors
-        kind, chunk, dtype, with_entropy = ctx.options
+        hidden, weight, ids, entropies = ctx.saved_tensors
+        kind, chunk, dtype, _ = ctx.options
+        # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
+        ge = None if grad_entropies is None else (grad_entropies / kind.temperature)[:, None]
+        g = torch.zeros_like(entropies)[:, None] if grad_logprobs is None else (grad_logprobs / kind.temperature)[:, None]
+        offset = -g if ge is None else -g - ge * entropies[:, None]
         grad_hidden, grad_weight = [], None
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
-            for h, y, g, ge in zip(*(x.split(chunk) for x in (hidden, ids, grad_logprobs, grad_entropies)), strict=True):
-                h, y, g, ge = h.to(dtype), y[:, None], g[:, None], ge[:, None]
-                logprobs = _chunk_logprobs(h, head, y[:, 0], kind)
-                grad = -g * logprobs.exp()
-                if with_entropy:  # dH/dz = −p (log p + H)
-                    grad = grad - ge * logprobs.exp() * (torch.where(logprobs > -math.inf, logprobs, 0.0) + _entropy(logprobs)[:, None])
-                grad = (grad.scatter_add(1, y, g) / kind.temperature).to(dtype)
+            for start in range(0, len(hidden), chunk):
+                rows = slice(start, start + chunk)
+                h, y = hidden[rows].to(dtype), ids[rows]
+                every = _chunk_logprobs(h, head, y, kind)
+                if ge is None:
+                    grad = every.exp() * offset[rows]
+                else:
+                    grad = every.exp() * torch.addcmul(offset[rows], -ge[rows], _finite(every) if kind.filtered else every)
+                grad = grad.scatter_add_(1, y[:, None], g[rows]).to(dtype)
                 if ctx.needs_input_grad[0]:
                     grad_hidden.append(grad @ head)
                 if ctx.needs_input_grad[1]:  # partial products in the model's type, their sum over chunks in float32

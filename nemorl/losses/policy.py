@@ -2,7 +2,7 @@
 `importance_weights`.
 
 Notation: A = advantage, ℓr = log π − log π_prev, r = exp ℓr, sg = stop-gradient. π_prev, A and v are constants: no gradient goes into them.
-ℓr is not clamped; a system that clamps it (verl, to ±20) differs only where the ratio is beyond e²⁰.
+r is bounded at e⁸⁰, so that float32 holds it and a clipped or dropped token has gradient 0 and not NaN however far π has moved; verl bounds ℓr to ±20.
 
 All of them report over the trained tokens (`loss_weights` ≠ 0): `ratio_mean`, `ratio_min`, `ratio_max`; `approx_kl_k1` = mean −ℓr and `approx_kl_k3`
 = mean (r − 1 − ℓr), two estimates of KL(π_prev‖π) in nats; and with importance weights `importance_weight_mean`, `importance_weight_max`,
@@ -16,6 +16,8 @@ from torch import Tensor
 from nemorl.losses.masked import masked, max_of, mean_of, min_of, share_of
 from nemorl.losses.segments import at_least_float32, segment_mean
 from nemorl.losses.types import LossOutput, Metrics
+
+MAX_LOG_RATIO = 80.0
 
 
 def on_policy(token_logprobs: Float[Tensor, "batch seq"]) -> Float[Tensor, "batch seq"]:
@@ -56,11 +58,8 @@ def clipped(
     >>> round(output.loss.item(), 4)  # -1.2 + 0.8 - 2.2
     -2.6
     """
-    mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, loss_weights)
-    advantages = masked(mask, advantages.detach())
-    losses, clipping = _clipped_surrogate(log_ratio, advantages, loss_weights, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return _output(losses, loss_weights, importance_weights, {**_ratio_metrics(log_ratio, log_ratio, loss_weights), **clipping})
+    return _clipped(log_ratio, log_ratio, advantages, loss_weights, importance_weights, clip_low, clip_high, dual_clip)
 
 
 def gspo(
@@ -93,9 +92,7 @@ def gspo(
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, loss_weights)
     sequence_log_ratio = masked(mask, segment_mean(log_ratio, mask, segment_ids))
-    advantages = masked(mask, advantages.detach())
-    losses, clipping = _clipped_surrogate(sequence_log_ratio, advantages, loss_weights, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return _output(losses, loss_weights, importance_weights, {**_ratio_metrics(sequence_log_ratio, log_ratio, loss_weights), **clipping})
+    return _clipped(sequence_log_ratio, log_ratio, advantages, loss_weights, importance_weights, clip_low, clip_high, dual_clip)
 
 
 def gspo_token(
@@ -124,10 +121,8 @@ def gspo_token(
     """
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, loss_weights)
-    sequence_log_ratio = masked(mask, segment_mean(log_ratio.detach(), mask, segment_ids)) + (log_ratio - log_ratio.detach())
-    advantages = masked(mask, advantages.detach())
-    losses, clipping = _clipped_surrogate(sequence_log_ratio, advantages, loss_weights, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-    return _output(losses, loss_weights, importance_weights, {**_ratio_metrics(sequence_log_ratio, log_ratio, loss_weights), **clipping})
+    sequence_log_ratio = masked(mask, segment_mean(log_ratio.detach(), mask, segment_ids)) + _gradient_carrier(token_logprobs, loss_weights)
+    return _clipped(sequence_log_ratio, log_ratio, advantages, loss_weights, importance_weights, clip_low, clip_high, dual_clip)
 
 
 def cispo(
@@ -155,7 +150,7 @@ def cispo(
     _require_clip(clip_low or 0.0, clip_high, None)
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, loss_weights)
-    ratio = log_ratio.detach().exp()
+    ratio = _exp(log_ratio.detach())
     low, high = 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high
     losses = -masked(mask, advantages.detach()) * ratio.clamp(low, high) * masked(mask, token_logprobs)
     metrics = {
@@ -184,8 +179,7 @@ def reinforce(
     """
     mask = loss_weights != 0
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, loss_weights)
-    gradient_carrier = log_ratio - log_ratio.detach()  # exactly 0, with the gradient of log π
-    losses = -masked(mask, advantages.detach()) * (log_ratio.detach().exp() + gradient_carrier)
+    losses = -masked(mask, advantages.detach()) * (_exp(log_ratio.detach()) + _gradient_carrier(token_logprobs, loss_weights))
     return _output(losses, loss_weights, importance_weights, _ratio_metrics(log_ratio, log_ratio, loss_weights))
 
 
@@ -194,20 +188,42 @@ def _log_ratio(token_logprobs: Tensor, prev_logprobs: Tensor, loss_weights: Tens
     return masked(mask, token_logprobs) - masked(mask, prev_logprobs.detach())
 
 
-def _clipped_surrogate(
-    log_ratio: Tensor, advantages: Tensor, loss_weights: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
-) -> tuple[Tensor, Metrics]:
+def _gradient_carrier(token_logprobs: Tensor, loss_weights: Tensor) -> Tensor:
+    """Exactly 0, with the gradient of log π."""
+    logprobs = masked(loss_weights != 0, token_logprobs)
+    return logprobs - logprobs.detach()
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    """The ratio, held below float32's infinity: 0 · inf, in a loss (A = 0) or in the gradient of a clipped or dropped token, would be NaN."""
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def _clipped(
+    log_ratio: Tensor,
+    token_log_ratio: Tensor,
+    advantages: Tensor,
+    loss_weights: Tensor,
+    importance_weights: Tensor | None,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None,
+) -> LossOutput:
+    """The clipped surrogate of exp(log_ratio); the KL metrics are of the tokens' own ratios."""
     _require_clip(clip_low, clip_high, dual_clip)
-    mask, ratio, negative = loss_weights != 0, log_ratio.exp(), advantages < 0
+    mask = loss_weights != 0
+    advantages, ratio = masked(mask, advantages.detach()), _exp(log_ratio)
+    negative = advantages < 0
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - clip_low, 1 + clip_high))
     metrics = {
+        **_ratio_metrics(log_ratio, token_log_ratio, loss_weights),
         "clip_fraction_low": share_of(negative & (ratio < 1 - clip_low), mask),
         "clip_fraction_high": share_of((advantages > 0) & (ratio > 1 + clip_high), mask),
     }
     if dual_clip is not None:
         losses = torch.where(negative, torch.minimum(losses, -advantages * dual_clip), losses)
         metrics["clip_fraction_dual"] = share_of(negative & (ratio > dual_clip), mask)
-    return losses, metrics
+    return _output(losses, loss_weights, importance_weights, metrics)
 
 
 def _require_clip(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
@@ -222,7 +238,7 @@ def _require_clip(clip_low: float, clip_high: float, dual_clip: float | None) ->
 
 def _ratio_metrics(log_ratio: Tensor, token_log_ratio: Tensor, loss_weights: Tensor) -> Metrics:
     mask, token_log_ratio = loss_weights != 0, token_log_ratio.detach()
-    ratio = log_ratio.detach().exp()
+    ratio = _exp(log_ratio.detach())
     return {
         "ratio_mean": mean_of(ratio, mask),
         "ratio_min": min_of(ratio, mask),

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemorl.data.batch import Example, TokenBatch, collate
+from nemorl.data.datasets import prompt_of
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
@@ -21,7 +22,6 @@ class Prompts:
 
     rows: Sequence[Mapping[str, Any]]
     token_ids: Sequence[Sequence[int]]
-    prompt_column: str = "prompt"
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -29,9 +29,9 @@ class Prompts:
     def take(self, indices: Sequence[int]) -> "Prompts":
         return replace(self, rows=[self.rows[i] for i in indices], token_ids=[self.token_ids[i] for i in indices])
 
-    def messages(self, index: int) -> list[dict[str, Any]]:
+    def messages(self, index: int) -> list[Mapping[str, Any]]:
         """A row's prompt as a conversation."""
-        prompt = self.rows[index][self.prompt_column]
+        prompt = prompt_of(self.rows[index])
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 

@@ -76,8 +76,10 @@ def run(
     prepared = _prepare(config, train_rows or [], validation_rows, tokenizer, template)
 
     trainer = trainer_class() if model is None else trainer_class(model)  # type: ignore[call-arg]
-    steps, updates = prepared.num_steps, grpo.updates_per_batch(config) if isinstance(config, GRPOConfig) else 1
-    keep_reference = isinstance(config, GRPOConfig) and config.needs_reference
+    steps, updates, keep_reference = prepared.num_steps, 1, False
+    if isinstance(config, GRPOConfig):
+        updates = grpo.updates_per_batch(config, config.num_prompts_per_step * config.num_generations_per_prompt)
+        keep_reference = config.needs_reference
     trainer.setup(
         BackendConfig(
             model=config.model,

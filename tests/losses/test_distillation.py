@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemorl.losses.distillation import DIRECTIONS, OUTSIDE, distillation, distillation_topk
+from nemorl.losses.distillation import OUTSIDE, distillation, distillation_topk
+from nemorl.losses.kl import DIRECTIONS
 from nemorl.losses.types import finalize
 
 NAN, INF = float("nan"), float("inf")

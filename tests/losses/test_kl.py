@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.losses.kl import divergence, full_kl, kl
+from nemorl.losses.kl import DIRECTIONS, divergence, full_kl, kl
 from nemorl.losses.logprobs import token_logprobs
 
 VOCAB = 5
@@ -116,6 +116,30 @@ def test_tokens_outside_the_support():
     assert divergence(inside, half, direction="jensen_shannon").isfinite()
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_both_exclude_changes_neither_value_nor_gradient(direction):
+    values = [torch.tensor([[[0.3, -1.0, 0.2]] * 2], dtype=torch.float64), torch.tensor([[[1.0, 0.5, -0.7]] * 2], dtype=torch.float64)]
+    excluded = torch.full((1, 2, 1), -math.inf, dtype=torch.float64)
+    plain, wider = ([x.clone().requires_grad_() for x in xs] for xs in (values, [torch.cat([x, excluded], -1) for x in values]))
+    expected, result = (full_kl(*xs, direction=direction)[0, 1] for xs in (plain, wider))
+    assert torch.equal(result, expected) and result > 0
+    for gradient, same in zip(torch.autograd.grad(result, wider), torch.autograd.grad(expected, plain), strict=True):
+        assert torch.equal(gradient[..., :3], same) and (gradient[..., 3] == 0).all()
+
+
+def test_a_probability_that_underflows_adds_nothing_whatever_the_other_excludes():
+    p, q = torch.tensor([0.0, -800.0]).requires_grad_(), torch.tensor([0.0, -math.inf])
+    for direction in ("reverse", "mixed", "jensen_shannon"):
+        value = divergence(p, q, direction=direction)
+        assert value == 0 and torch.autograd.grad(value, p)[0].isfinite().all()
+
+
+def test_the_floor_keeps_reverse_finite_and_leaves_forward_alone():
+    half, inside = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
+    assert divergence(half, inside, direction="reverse", floor=-100.0).item() == pytest.approx(50 - math.log(2))
+    assert divergence(half, inside, direction="forward", floor=-100.0).item() == pytest.approx(math.log(2))
+
+
 def test_full_kl_is_shifted_like_the_tokens_and_zero_where_nothing_is_predicted():
     generator = torch.Generator().manual_seed(0)
     student, reference = torch.randn(2, 2, 5, VOCAB, generator=generator, dtype=torch.float64)
@@ -132,7 +156,7 @@ def test_full_kl_is_shifted_like_the_tokens_and_zero_where_nothing_is_predicted(
     torch.testing.assert_close(result, torch.where(result != 0, (p.exp() * (p - q)).sum(0), 0.0))
 
 
-@pytest.mark.parametrize("direction", ["forward", "reverse", "jensen_shannon"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
 def test_law_8_gradcheck_of_the_full_divergence(direction):
     generator = torch.Generator().manual_seed(1)
     student, reference = (torch.randn(1, 3, VOCAB, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -142,7 +166,7 @@ def test_law_8_gradcheck_of_the_full_divergence(direction):
 @given(SEEDS, st.floats(0.05, 0.95))
 def test_divergences_are_positive_and_the_jensen_shannon_is_bounded(seed, mix):
     p, q = two_policies(seed, spread=3.0)
-    for direction in ("forward", "reverse", "jensen_shannon"):
+    for direction in DIRECTIONS:
         assert divergence(p, q, direction=direction, mix=mix).item() > -1e-12
         assert abs(divergence(p, p, direction=direction, mix=mix).item()) < 1e-12
     assert divergence(p, q, direction="jensen_shannon", mix=mix).item() <= -mix * math.log(mix) - (1 - mix) * math.log(1 - mix) + 1e-12

@@ -231,17 +231,52 @@ def test_torch_func_through_the_chunked_head():
             torch.testing.assert_close(got[i], expected, **EXACT)
 
 
-class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made."""
+@pytest.mark.parametrize("used", [0, 1])
+@pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3)])
+def test_either_output_may_go_without_a_gradient(kind, used):
+    hidden, weight, ids = randn(2, 4, 3).requires_grad_(), randn(5, 3, seed=1).requires_grad_(), torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]])
+    cotangent = randn(2, 4, seed=2)
 
-    numel = 0
+    def loss(h, w, head=None):
+        both = (
+            linear_token_logprobs(h, w, ids, kind=kind, chunk=2, with_entropy=True) if head else token_logprobs_and_entropy(h @ w.T, ids, kind=kind)
+        )
+        return (both[used] * cotangent).sum()
+
+    expected = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
+    together = torch.func.vmap(torch.func.grad(lambda h, w: loss(h, w, head=True), argnums=(0, 1)), in_dims=(0, None))
+    for results in (
+        torch.autograd.grad(loss(hidden, weight, head=True), (hidden, weight)),
+        torch.func.grad(lambda h, w: loss(h, w, head=True), argnums=(0, 1))(hidden, weight),
+        [x[1] for x in together(torch.stack([2 * hidden, hidden]), weight)],
+    ):
+        for got, value in zip(results, expected, strict=True):
+            torch.testing.assert_close(got, value, **EXACT)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation made, and how many had that many."""
+
+    numel = count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         for tensor in pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
+            if isinstance(tensor, torch.Tensor) and tensor.numel() >= self.numel:
+                self.count = self.count + 1 if tensor.numel() == self.numel else 1
+                self.numel = tensor.numel()
         return result
+
+
+def test_an_entropy_that_is_only_reported_costs_nothing_backward():
+    hidden, weight, ids = randn(1, 33, 4).requires_grad_(), randn(512, 4).requires_grad_(), torch.randint(0, 512, (1, 33))
+    operations = []
+    for with_entropy in (False, True):
+        logprobs, _ = linear_token_logprobs(hidden, weight, ids, chunk=16, with_entropy=with_entropy)
+        with LargestTensor() as made:
+            logprobs.sum().backward()
+        operations.append((made.numel, made.count))
+    assert operations[0] == operations[1]
 
 
 @pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.9, min_p=0.02)])

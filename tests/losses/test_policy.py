@@ -91,11 +91,32 @@ def test_importance_weights_multiply_each_token_and_zero_drops_it(loss):
     assert finalize(output.metrics)["masked_fraction"] == pytest.approx(1 / 3)
 
 
-def test_a_dropped_token_may_have_an_infinite_loss():
-    now, prev = ratios(1.0, 1.0)
-    far = prev - row(0.0, 200.0)  # a ratio of e²⁰⁰, infinite in float32
-    output = policy.clipped(now, far, row(-1.0, -1.0), row(0.5, 0.5), row(1.0, 0.0))
-    assert output.loss.item() == pytest.approx(0.5)
+FAR = (torch.full((1, 2), -1.0), torch.tensor([[-1.0, -201.0]]))
+"""A token with ratio 1, and one whose ratio e²⁰⁰ float32 cannot hold."""
+
+
+@pytest.mark.parametrize(("advantage", "options"), [(1.0, {}), (0.0, {}), (-1.0, {"dual_clip": 3.0})])
+@pytest.mark.parametrize("loss", [policy.clipped, policy.gspo, policy.gspo_token])
+def test_a_clipped_token_has_gradient_zero_however_far_the_policy_has_moved(loss, advantage, options):
+    now, segments = FAR[0].clone().requires_grad_(), {} if loss is policy.clipped else {"segment_ids": torch.tensor([[1, 2]])}
+    output = loss(now, FAR[1], row(advantage, advantage), row(0.5, 0.5), **segments, **options)
+    assert output.loss.isfinite()
+    assert gradient(output, now) == [-0.5 * advantage, 0.0]
+
+
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+def test_a_dropped_token_has_neither_loss_nor_gradient_however_far_it_is(loss):
+    now, segments = FAR[0].clone().requires_grad_(), {"segment_ids": torch.tensor([[1, 2]])} if loss in (policy.gspo, policy.gspo_token) else {}
+    output = loss(now, FAR[1], row(-1.0, -1.0), row(0.5, 0.5), importance_weights=row(1.0, 0.0), **segments)
+    assert output.loss.item() == pytest.approx(-0.5 if loss is policy.cispo else 0.5)
+    assert gradient(output, now) == pytest.approx([0.5, 0.0])
+
+
+@pytest.mark.parametrize("advantage", [2.0, 0.0, -1.0])
+def test_reinforce_has_its_gradient_however_far_the_policy_has_moved(advantage):
+    now = FAR[0].clone().requires_grad_()
+    output = policy.reinforce(now, torch.tensor([[-1.0, -INF]]), row(advantage, advantage), row(0.5, 0.5))
+    assert gradient(output, now) == [-0.5 * advantage] * 2
 
 
 def test_gspo_by_hand():

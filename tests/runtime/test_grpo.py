@@ -134,7 +134,9 @@ def test_minibatches_cover_the_batch_once_a_pass_with_weights_of_their_own():
     lengths = [sorted(int(n) for part in passed for n in part.loss_mask.sum(-1)) for passed in (parts[:3], parts[3:])]
     assert lengths == [list(range(1, 9))] * 2
     assert not torch.equal(parts[0].loss_mask, parts[3].loss_mask)  # another order in the second pass
-    assert grpo.updates_per_batch(replace(config, num_prompts_per_step=2, num_generations_per_prompt=4)) == 6
+    assert grpo.updates_per_batch(config, 8) == 6
+    assert grpo.updates_per_batch(config, 3) == 2
+    assert grpo.updates_per_batch(nemorl.GRPOConfig(), 3) == 1
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,10 @@ def test_rows_with_messages(tmp_path: Path):
     template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     rows = [{"messages": [{"role": "user", "content": f"{i}+1="}, {"role": "assistant", "content": str(i + 1)}]} for i in range(8)]
     config = sft_config(tmp_path, model=nemorl.ModelConfig(chat_template=template), steps=2)
-    assert start(config, rows=rows).metrics["num_tokens"] == 16 * 6  # 4 tokens, 1 digit, the end token
+    result = start(config, rows=rows, validation=[{**row, "answer": row["messages"][1]["content"]} for row in rows])
+    assert result.metrics["num_tokens"] == 16 * 6  # 4 tokens, 1 digit, the end token
+    assert result.metrics["val_loss"] > 0
+    assert result.metrics["val_response_length"] > 0
 
 
 def test_too_long_rows_are_dropped_and_counted(tmp_path: Path):

@@ -96,7 +96,7 @@ def prepare(run: Run, rollouts: Rollouts) -> TokenBatch:
     batch = to_token_batch(rollouts)
     if config.needs_reference:
         batch = replace(batch, reference_logprobs=run.trainer.get_reference_logprobs(batch).values)
-    if updates_per_batch(config) > 1 or needs_kl_reward(config):
+    if updates_per_batch(config, len(batch)) > 1 or needs_kl_reward(config):
         batch = replace(batch, prev_logprobs=run.trainer.get_logprobs(batch).values)
     if config.overlong.filter:
         batch = replace(batch, loss_mask=overlong_filter(batch.loss_mask, rollouts.truncated))
@@ -188,10 +188,9 @@ def policy_term(config: GRPOConfig, logprobs: Tensor, prev: Tensor, batch: Token
             return policy.reinforce(*data, importance)
 
 
-def updates_per_batch(config: GRPOConfig) -> int:
-    """Optimizer steps per rollout batch (of full size)."""
-    responses = config.num_prompts_per_step * config.num_generations_per_prompt
-    return config.num_updates_per_batch * -(-responses // (config.train_global_batch_size or responses))
+def updates_per_batch(config: GRPOConfig, num_responses: int) -> int:
+    """Optimizer steps that a rollout batch gives."""
+    return config.num_updates_per_batch * -(-num_responses // (config.train_global_batch_size or num_responses))
 
 
 def needs_kl_reward(config: GRPOConfig) -> bool:

@@ -242,14 +242,13 @@ def _leaf(hint: Any, value: Any, key: str) -> Any:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
-        return any(value == choice and type(value) is type(choice) for choice in arguments)
-    if typing.get_origin(hint) is tuple:
-        return isinstance(value, list | tuple) and all(_fits(arguments[0], item) for item in value)
-    if arguments:
-        return any(_fits(member, value) for member in arguments)
-    return type(value) in ((int, float) if hint is float else (hint,))
+    from pydantic import TypeAdapter, ValidationError  # not needed where nothing is given
+
+    try:
+        TypeAdapter(hint).validate_python(tuple(value) if isinstance(value, list) else value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def _describe(hint: Any) -> str:

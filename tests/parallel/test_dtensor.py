@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from nemorl.data.packing import pack, pack_plan
+from nemorl.losses.types import finalize
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
@@ -151,3 +152,24 @@ def test_use_before_and_after():
     backend.shutdown()
     with pytest.raises(RuntimeError, match=r"nothing after shutdown"):
         backend.get_logprobs(random_batch([4]))
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_numbers_of_the_cpu():
+    """Logprobs, one optimizer step and greedy answers, with packed rows. Its CPU counterparts are the conformance suites."""
+    outcomes = []
+    for device in ("cpu", "cuda"):
+        trainer = DTensorBackend(tiny_model(scale=2.0))
+        trainer.setup(BackendConfig(trainer=TrainerConfig(device=device, sequence_packing=True), optimizer=OptimizerConfig(lr=1e-3)))
+        batch = random_batch([9, 2, 30, 17, 1, 30, 5, 12])
+        before = trainer.get_logprobs(batch).values
+        loss = finalize(trainer.train_step(batch, nll_loss))["loss"]
+        generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
+        generator.setup(GenerationConfig(max_batch_size=3))
+        completions = generator.generate(random_prompts(6), SamplingParams(temperature=0.0, max_new_tokens=12, n=2))
+        outcomes.append((before, loss, trainer.get_logprobs(batch).values, [c.token_ids for c in completions]))
+    (before, loss, after, answers), (gpu_before, gpu_loss, gpu_after, gpu_answers) = outcomes
+    torch.testing.assert_close(gpu_before, before, atol=1e-4, rtol=0)
+    torch.testing.assert_close(gpu_after, after, atol=1e-3, rtol=0)
+    assert gpu_loss == pytest.approx(loss, abs=1e-4)
+    assert gpu_answers == answers

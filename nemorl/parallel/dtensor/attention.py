@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -57,16 +58,17 @@ def segment_attention(
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if attention_mask is not None or segment_buckets is None:
         output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, **options)
-        return output.transpose(1, 2).contiguous(), None
-    batch, _heads, seq, _dim = query.shape
-    flat = [torch.cat([x.transpose(1, 2).flatten(0, 1), x.new_zeros(1, x.shape[1], x.shape[3])]) for x in (query, key, value)]
+        return rearrange(output, "batch heads seq dim -> batch seq heads dim").contiguous(), None
+    flat = [rearrange(x, "batch heads seq dim -> (batch seq) heads dim") for x in (query, key, value)]
+    flat = [torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in flat]  # the last one is what buckets are filled up with
     outputs = []
     for index in segment_buckets:
-        q, k, v = (x[index].transpose(1, 2) for x in flat)
-        outputs.append(scaled_dot_product_attention(q, k, v, is_causal=True, **options).transpose(1, 2).flatten(0, 1))
+        q, k, v = (rearrange(x[index], "segments length heads dim -> segments heads length dim") for x in flat)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
+        outputs.append(rearrange(attended, "segments heads length dim -> (segments length) heads dim"))
     places = torch.cat([index.flatten() for index in segment_buckets])
     output = torch.zeros_like(flat[0]).index_copy(0, places, torch.cat(outputs))
-    return output[:-1].unflatten(0, (batch, seq)), None
+    return rearrange(output[:-1], "(batch seq) heads dim -> batch seq heads dim", batch=query.shape[0]), None
 
 
 def register_attention() -> None:

@@ -151,7 +151,7 @@ def main(settings: Quickstart) -> None:
 
     print(f"""The curves are in [bold]{folder / "grpo" / "plots" / "overview.png"}[/]. What to try next:
   ask the trained model        nemorl generate --model {folder / "grpo"} --prompt "27+46=" --temperature 0
-  go on for another 60 steps   nemorl grpo --config {folder / "grpo" / "config.yaml"} --run.resume --max-num-steps {settings.grpo_steps + 60}
+  go on for another 60 steps   nemorl grpo --run.dir {folder / "grpo"} --run.resume --max-num-steps {settings.grpo_steps + 60}
   train on rows of your own    nemorl grpo --config {folder / "grpo" / "config.yaml"} --run.dir runs/mine --data.train FILE.jsonl
   every setting, explained     nemorl grpo --help
 """)

@@ -24,20 +24,11 @@ if TYPE_CHECKING:
     from nemorl.runtime.commands import EvalConfig as EvalConfig
     from nemorl.runtime.commands import ExportConfig as ExportConfig
     from nemorl.runtime.commands import GenerateConfig as GenerateConfig
-    from nemorl.runtime.config import CISPOLoss as CISPOLoss
-    from nemorl.runtime.config import ClippedLoss as ClippedLoss
     from nemorl.runtime.config import DataConfig as DataConfig
     from nemorl.runtime.config import GenerationConfig as GenerationConfig
-    from nemorl.runtime.config import GroupAdvantage as GroupAdvantage
     from nemorl.runtime.config import GRPOConfig as GRPOConfig
-    from nemorl.runtime.config import GSPOLoss as GSPOLoss
-    from nemorl.runtime.config import KLConfig as KLConfig
     from nemorl.runtime.config import ModelConfig as ModelConfig
-    from nemorl.runtime.config import OffPolicyConfig as OffPolicyConfig
     from nemorl.runtime.config import OptimizerConfig as OptimizerConfig
-    from nemorl.runtime.config import OverlongConfig as OverlongConfig
-    from nemorl.runtime.config import ReinforceLoss as ReinforceLoss
-    from nemorl.runtime.config import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from nemorl.runtime.config import RunConfig as RunConfig
     from nemorl.runtime.config import SFTConfig as SFTConfig
     from nemorl.runtime.config import TrainerConfig as TrainerConfig
@@ -47,6 +38,15 @@ if TYPE_CHECKING:
     from nemorl.runtime.launch import export as export
     from nemorl.runtime.launch import generate as generate
     from nemorl.runtime.launch import run as run
+    from nemorl.runtime.policy_config import CISPOLoss as CISPOLoss
+    from nemorl.runtime.policy_config import ClippedLoss as ClippedLoss
+    from nemorl.runtime.policy_config import GroupAdvantage as GroupAdvantage
+    from nemorl.runtime.policy_config import GSPOLoss as GSPOLoss
+    from nemorl.runtime.policy_config import KLConfig as KLConfig
+    from nemorl.runtime.policy_config import OffPolicyConfig as OffPolicyConfig
+    from nemorl.runtime.policy_config import OverlongConfig as OverlongConfig
+    from nemorl.runtime.policy_config import ReinforceLoss as ReinforceLoss
+    from nemorl.runtime.policy_config import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from nemorl.runtime.presets import preset as preset
 
     __version__: str
@@ -59,26 +59,28 @@ _NAMES = {
     "nemorl.runtime.callbacks": ["Callback"],
     "nemorl.runtime.commands": ["EvalConfig", "ExportConfig", "GenerateConfig"],
     "nemorl.runtime.config": [
-        "CISPOLoss",
-        "ClippedLoss",
         "DataConfig",
         "GenerationConfig",
-        "GroupAdvantage",
         "GRPOConfig",
-        "GSPOLoss",
-        "KLConfig",
         "ModelConfig",
-        "OffPolicyConfig",
         "OptimizerConfig",
-        "OverlongConfig",
-        "ReinforceLoss",
-        "ReinforcePlusPlusAdvantage",
         "RunConfig",
         "SFTConfig",
         "TrainerConfig",
     ],
     "nemorl.runtime.config_io": ["load_config"],
     "nemorl.runtime.launch": ["RunResult", "evaluate", "export", "generate", "run"],
+    "nemorl.runtime.policy_config": [
+        "CISPOLoss",
+        "ClippedLoss",
+        "GroupAdvantage",
+        "GSPOLoss",
+        "KLConfig",
+        "OffPolicyConfig",
+        "OverlongConfig",
+        "ReinforceLoss",
+        "ReinforcePlusPlusAdvantage",
+    ],
     "nemorl.runtime.presets": ["preset"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

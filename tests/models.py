@@ -3,10 +3,25 @@
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 ALPHABET = "0123456789+=abcdefghijklmnopqrstuvwxyz é"
-KINDS = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -34,6 +49,7 @@ def tiny_model(kind: str = "qwen2", *, seed: int = 0, tied: bool = True, scale: 
         "bos_token_id": None,
         "eos_token_id": 1,
         "pad_token_id": 0,
+        **({"sliding_window": None} if kind == "mistral" else {}),
     }
     model = model_class(config_class(**{**options, **overrides}))
     with torch.no_grad():

@@ -35,7 +35,7 @@ __all__ = [
 
 
 def grpo(rewards: Float[Tensor, "batch"], group_id: Int[Tensor, "batch"]) -> Float[Tensor, "batch"]:
-    """group_mean + group_std. Source: GRPO (DeepSeekMath); TRL `scale_rewards="group"`, verl `adv_estimator=grpo`.
+    """group_mean + group_std. Source: GRPO (DeepSeekMath); verl `adv_estimator=grpo`, TRL `scale_rewards="group"` (which adds 1e-4, not 1e-6).
 
     >>> grpo(torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.tensor([1, 1, 2, 2]))
     tensor([ 0.7071, -0.7071, -0.7071,  0.7071])
@@ -53,7 +53,8 @@ def rloo(rewards: Float[Tensor, "batch"], group_id: Int[Tensor, "batch"]) -> Flo
 
 
 def dr_grpo(rewards: Float[Tensor, "batch"], group_id: Int[Tensor, "batch"]) -> Float[Tensor, "batch"]:
-    """group_mean + none, meant for `constant_weights`. Source: "Understanding R1-Zero-Like Training" (Dr. GRPO); TRL `scale_rewards="none"`.
+    """group_mean + none, meant for `constant_weights`. Source: "Understanding R1-Zero-Like Training" (Dr. GRPO); TRL `scale_rewards="none"`,
+    verl `norm_adv_by_std_in_grpo=False`.
 
     >>> dr_grpo(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([1, 1, 1])).tolist()
     [0.0, -1.0, 1.0]
@@ -83,7 +84,8 @@ def gdpo(
     """Several rewards, each made an advantage in its group first: Σ_k w_k (R_k − b_k)/(σ_k + 1e-6), then (A − mean)/(σ + 1e-6) over the batch.
 
     So no component drowns another because its numbers are larger. Raises ValueError unless there is one weight per component.
-    Source: GDPO; NeMo RL `adv_estimator.name=gdpo` (leave-one-out there: `baseline="leave_one_out", scale="leave_one_out_std"`).
+    Source: GDPO; TRL `multi_objective_aggregation="normalize_then_sum"`, NeMo RL `adv_estimator.name=gdpo` (leave-one-out there:
+    `baseline="leave_one_out", scale="leave_one_out_std"`).
 
     >>> gdpo(torch.tensor([[1.0, 0.0], [0.0, 100.0]]), torch.tensor([1, 1]), weights=(2.0, 1.0))
     tensor([ 0.7071, -0.7071])
@@ -132,7 +134,7 @@ def max_rl(rewards: Float[Tensor, "batch"], group_id: Int[Tensor, "batch"]) -> F
 
     Its gradient averages ∇ log π over the right answers only (less the mean over all, as a baseline), which estimates the gradient of
     −Σ_{k < n} (1 − p)^k / k, the log-likelihood log p of a right answer truncated by the group's size n. Right answers to hard prompts count most.
-    Source: Tajwar et al., "Maximum Likelihood Reinforcement Learning" (2026).
+    Source: Tajwar et al., "Maximum Likelihood Reinforcement Learning" (2026); TRL `scale_rewards="mean"`.
 
     >>> max_rl(torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0]), torch.tensor([1, 1, 1, 1, 2, 2])).tolist()
     [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]
@@ -164,7 +166,8 @@ def at_last_token(rewards: Float[Tensor, "batch"], mask: Bool[Tensor, "batch seq
 def whiten(values: Float[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], *, ddof: int = 1) -> Float[Tensor, "batch seq"]:
     """(V − mean) / (σ + 1e-6) over all masked tokens of the batch, 0 elsewhere; values that are all exactly equal give exactly 0.
 
-    σ divides by the count − `ddof`. Whiten the whole step, never a shard of it. Source: verl `masked_whiten`; NeMo RL's REINFORCE++ is `ddof=0`.
+    σ divides by the count − `ddof`. Whiten the whole step, never a shard of it. Source: verl `masked_whiten` (there 1e-8, under
+    the root); NeMo RL's REINFORCE++ is `ddof=0`.
 
     >>> whiten(torch.tensor([[1.0, 3.0, float("nan")]]), torch.tensor([[True, True, False]]))
     tensor([[-0.7071,  0.7071,  0.0000]])
@@ -190,8 +193,8 @@ def reinforce_plus_plus(
     a critic.
 
     b = 0, or with `group_id` the mean of the prompt's group ("REINFORCE++-baseline"). `kl` is usually `kl(..., estimator="k1")` of π_prev, or k2 with
-    a baseline. `kl_to_go=False` charges a token with its own kl only, as NeMo RL's `reinforce_plus_plus` does. Source: REINFORCE++; OpenRLHF
-    `reinforce` and `reinforce_baseline`.
+    a baseline. `kl_to_go=False` charges a token with its own kl only, as NeMo RL does. Source: REINFORCE++; OpenRLHF `--advantage_estimator
+    reinforce` and `reinforce_baseline`, NeMo RL `adv_estimator.name=reinforce_plus_plus` with `minus_baseline`.
 
     Returns 1 − 0.5·(2, 1) = (0, 0.5) and −1 − 0 = −1, whitened:
 
@@ -231,7 +234,8 @@ def gae(
     δ_t = r_t + γ V_next − V_t and A_t = δ_t + γλ A_next, where "next" is the sequence's next *masked* token: tool output and observations are stepped
     over, as if they were not there, and neither their rewards nor their values are read. After the last one both are 0. values[:, t] is the value
     before token t; put the reward of the whole on the last token (`at_last_token`). returns = A + V, with A of `value_lam` where that is given (VAPO:
-    policy 0.95 or `length_adaptive_lambda`, value 1). λ may be one number per row. Source: Schulman et al. (2016); verl `adv_estimator=gae`.
+    policy 0.95 or `length_adaptive_lambda`, value 1). λ may be one number per row. Source: Schulman et al. (2016); verl `adv_estimator=gae`,
+    NeMo RL `gae_lambda`, `gae_lambda_policy`, `gae_lambda_value`.
 
     γ = λ = ½ and the middle token is an observation: δ_2 = 1 − 0.5, so A_2 = 0.5; δ_0 = 0 + ½·0.5 − 0.25 = 0, so A_0 = 0 + ¼·0.5.
 
@@ -255,7 +259,8 @@ def length_adaptive_lambda(lengths: Int[Tensor, "batch"], *, alpha: float = 0.05
     """λ = 1 − 1/(alpha · length), at least 0: a `lam` for `gae` under which reward reaches back over a share of the answer that does not shrink with
     its length.
 
-    `lengths` in response tokens. Raises ValueError unless alpha is above 0. Source: VAPO, alpha = 0.05.
+    `lengths` in response tokens. Raises ValueError unless alpha is above 0. Source: VAPO, alpha = 0.05; NeMo RL
+    `length_adaptive_alpha`.
 
     >>> length_adaptive_lambda(torch.tensor([10, 40, 200])).tolist()
     [0.0, 0.5, 0.8999999761581421]
@@ -270,7 +275,7 @@ def opd(
 ) -> Float[Tensor, "batch seq"]:
     """On-policy distillation: A_t = sg(log π_teacher − log π_prev) at the masked tokens, 0 elsewhere; its policy gradient lowers KL(π‖π_teacher).
 
-    Source: "On-Policy Distillation" (Thinking Machines, 2025).
+    Source: "On-Policy Distillation" (Thinking Machines, 2025); NeMo RL `adv_estimator.name=opd`.
 
     >>> opd(torch.tensor([[0.0, -1.0]]), torch.tensor([[0.0, -3.0]]), torch.tensor([[False, True]])).tolist()
     [[0.0, 2.0]]

@@ -38,8 +38,9 @@ def importance_weights(
     Metrics: `importance_ratio_mean/min/max` (before `mode`), `importance_outside_fraction` (of the trained tokens: clamped or dropped for their
     ratio), `generation_nonfinite_fraction`.
     Raises: ValueError for an unknown level or mode, or unless 0 ≤ min ≤ max.
-    Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl `rollout_is=token|sequence`, `rollout_is_threshold` = max. IcePop (Ling team 2025) =
-    token + mask, 0.5 and 5. OpenRLHF and NeMo RL `seq-mask-tis` = token + sequence_mask.
+    Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl `rollout_correction.rollout_is=token|sequence`, `rollout_is_threshold` = max. IcePop
+    (Ling team 2025) = token + mask, 0.5 and 5. NeMo RL `truncated_importance_sampling_type` and OpenRLHF `vllm_is_correction_type`: tis, icepop, and
+    seq-mask-tis = token + sequence_mask. TRL `vllm_importance_sampling_mode="sequence_mask"` is another thing: level sequence, mode mask, min 0.
 
     >>> prev, generation = torch.tensor([[0.5, 0.3, 0.4]]).log(), torch.tensor([[0.5, 0.1, 0.8]]).log()
     >>> mask = torch.tensor([[True, True, True]])

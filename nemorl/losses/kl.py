@@ -41,8 +41,8 @@ def kl(
     - "importance": the estimate · π/π_gen, for tokens drawn from `generation_logprobs`' policy (log ratio clamped to ±`input_clamp` as well).
 
     Raises ValueError for an unknown estimator or gradient, or if `generation_logprobs` and gradient="importance" don't come together.
-    Source: Schulman, "Approximating KL divergence" (2020); NeMo RL `reference_policy_kl_type`, `kl_input_clamp_value`, `kl_output_clamp_value`, and
-    for "importance" `use_on_policy_kl_approximation`.
+    Source: Schulman, "Approximating KL divergence" (2020); NeMo RL `reference_policy_kl_type`, `kl_input_clamp_value`, `kl_output_clamp_value`: newer
+    versions are "score", and "importance" with `use_on_policy_kl_approximation`; older ones "pathwise", with a weight that is not differentiated.
 
     >>> mask = torch.tensor([[False, True]])
     >>> kl(torch.tensor([[0.0, -1.0]]), torch.tensor([[9.0, -1.5]]), mask)
@@ -89,7 +89,7 @@ def divergence(
     A token that the first argument of KL excludes (-inf) adds nothing, neither to the value nor to the gradient; one that the second alone excludes
     makes it infinite. `floor` is the least log p_R that the student is measured against in reverse, which keeps that finite.
 
-    Raises ValueError for an unknown direction, and unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix < 1). Source: generalised knowledge distillation (GKD).
+    Raises ValueError for an unknown direction, and unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix < 1). Source: GKD.
 
     >>> p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
     >>> divergence(p, q, direction="reverse"), divergence(q, p, direction="forward")

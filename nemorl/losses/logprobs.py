@@ -111,8 +111,8 @@ def _describe(values: Tensor, segment_ids: Tensor | None) -> Tensor:
 
 
 def _finite(logprobs: Tensor) -> Tensor:
-    """-inf as the lowest finite number, which times its probability 0 is 0."""
-    return logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+    """Log-probabilities that times their probability are a number: exp(-1e4) is 0 in every type, so that nothing else is changed."""
+    return logprobs.clamp(min=-1e4)
 
 
 def _entropy(logprobs: Tensor) -> Tensor:
@@ -191,8 +191,9 @@ class _LinearLogprobs(torch.autograd.Function):
                 logprobs.append(every.gather(-1, y[:, None])[:, 0])
                 if with_entropy:
                     entropies.append(-every.exp().mul_(_finite(every) if kind.filtered else every).sum(-1))
-        logprobs = torch.cat(logprobs)
-        return logprobs, torch.cat(entropies) if with_entropy else torch.zeros_like(logprobs)
+                del every  # not kept while the next chunk is made: a [chunk, vocab] array less at the peak
+        result = torch.cat(logprobs)
+        return result, torch.cat(entropies) if with_entropy else torch.zeros_like(result)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -205,13 +206,12 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, ids, entropies = ctx.saved_tensors
         kind, chunk, dtype, _ = ctx.options
         # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
-        ge = None if grad_entropies is None else (grad_entropies / kind.temperature)[:, None]
-        g = torch.zeros_like(entropies)[:, None] if grad_logprobs is None else (grad_logprobs / kind.temperature)[:, None]
-        offset = -g if ge is None else -g - ge * entropies[:, None]
+        g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in (grad_logprobs, grad_entropies))
+        offset = torch.zeros_like(entropies)[:, None] - (0.0 if g is None else g) - (0.0 if ge is None else ge * entropies[:, None])
         grad_hidden, grad_weight = [], None
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
-            for start in range(0, len(hidden), chunk):
+            for start in range(0, max(len(hidden), 1), chunk):  # no tokens: one empty chunk, and gradients of zeros
                 rows = slice(start, start + chunk)
                 h, y = hidden[rows].to(dtype), ids[rows]
                 every = _chunk_logprobs(h, head, y, kind)
@@ -219,12 +219,15 @@ class _LinearLogprobs(torch.autograd.Function):
                     grad = every.exp() * offset[rows]
                 else:
                     grad = every.exp() * torch.addcmul(offset[rows], -ge[rows], _finite(every) if kind.filtered else every)
-                grad = grad.scatter_add_(1, y[:, None], g[rows]).to(dtype)
+                if g is not None:
+                    grad = grad.scatter_add_(1, y[:, None], g[rows])
+                grad = grad.to(dtype)
                 if ctx.needs_input_grad[0]:
                     grad_hidden.append(grad @ head)
                 if ctx.needs_input_grad[1]:  # partial products in the model's type, their sum over chunks in float32
                     part = at_least_float32(grad.t() @ h)
                     grad_weight = part if grad_weight is None else grad_weight.add_(part)
+                del every, grad
         return (
             torch.cat(grad_hidden).to(hidden.dtype) if grad_hidden else None,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,

@@ -2,7 +2,7 @@
 `importance_weights`.
 
 Notation: A = advantage, ℓr = log π − log π_prev, r = exp ℓr, sg = stop-gradient. π_prev, A and v are constants: no gradient goes into them.
-r is bounded at e⁸⁰, so that float32 holds it and a clipped or dropped token has gradient 0 and not NaN however far π has moved; verl bounds ℓr to ±20.
+r is bounded at e⁸⁰, which float32 holds, so that a clipped or dropped token has gradient 0 and not NaN however far π has moved (verl: ℓr in ±20).
 
 All of them report over the trained tokens (`loss_weights` ≠ 0): `ratio_mean`, `ratio_min`, `ratio_max`; `approx_kl_k1` = mean −ℓr and `approx_kl_k3`
 = mean (r − 1 − ℓr), two estimates of KL(π_prev‖π) in nats; and with importance weights `importance_weight_mean`, `importance_weight_max`,
@@ -22,6 +22,8 @@ MAX_LOG_RATIO = 80.0
 
 def on_policy(token_logprobs: Float[Tensor, "batch seq"]) -> Float[Tensor, "batch seq"]:
     """π_prev := sg π, to pass as `prev_logprobs`: the ratio is 1 and has the right gradient. Right for one update per rollout batch, not for more.
+
+    Source: NeMo RL `force_on_policy_ratio`.
 
     >>> logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     >>> weights = torch.tensor([[0.5, 0.5]])
@@ -140,7 +142,8 @@ def cispo(
     `clip_low=None`: no lower bound. Metrics besides the module's: `clip_fraction_low`, `clip_fraction_high` (r outside, whatever the advantage).
     Raises: ValueError unless clip_low ≥ 0 (or None) and clip_high ≥ 0.
     Source: MiniMax-M1 (2025), which bounds from above only; ScaleRL's truncation at 5 = TRL `loss_type="cispo", epsilon_high=5` = our clip_high=4
-    (the default; their bound is absolute, ours is over 1). verl `loss_mode="cispo"`: clip_low, clip_high = `clip_ratio_low`, `clip_ratio_high`.
+    (the default; their bound is absolute, ours is over 1). verl `loss_mode="cispo"` (`clip_ratio_low`, `clip_ratio_high`) and
+    NeMo RL `use_cispo` (`ratio_clip_min`, `ratio_clip_max`) are clip_low, clip_high.
 
     >>> prev, now = torch.tensor([[0.1, 0.5]]).log(), torch.tensor([[0.8, 0.25]]).log().requires_grad_()  # ratios 8, 0.5
     >>> output = cispo(now, prev, torch.tensor([[1.0, -1.0]]), torch.ones(1, 2))
@@ -244,7 +247,7 @@ def _ratio_metrics(log_ratio: Tensor, token_log_ratio: Tensor, loss_weights: Ten
         "ratio_min": min_of(ratio, mask),
         "ratio_max": max_of(ratio, mask),
         "approx_kl_k1": mean_of(-token_log_ratio, mask),
-        "approx_kl_k3": mean_of(token_log_ratio.expm1() - token_log_ratio, mask),
+        "approx_kl_k3": mean_of(token_log_ratio.clamp(max=MAX_LOG_RATIO).expm1() - token_log_ratio, mask),
     }
 
 

@@ -194,8 +194,7 @@ def kto(
     elsewhere.
 
     `kl` is the baseline KL(π‖π_ref) in nats per sequence, a constant: the mean of log π − log π_ref over mismatched prompt-completion pairs of the
-    *whole* step, so that shards still add; None: 0 (TRL `loss_type="apo_zero_unpaired"` is near that). λ_D, λ_U = `desirable_coef`,
-    `undesirable_coef`.
+    *whole* step, so that shards still add; None: 0, which is TRL `loss_type="apo_zero_unpaired"`. λ_D, λ_U = `desirable_coef`, `undesirable_coef`.
     Metrics: `desirable_reward`, `undesirable_reward` (means of β(log π − log π_ref)), `desirable_fraction`. Source: Ethayarajh et al. 2024; TRL
     `KTOConfig(desirable_weight, undesirable_weight)`.
 
@@ -225,7 +224,7 @@ def bradley_terry(
     """A reward model's loss: ℓ = −log σ(score_c − score_r − margin). Units: the model's own; only differences count.
 
     `margin`: how much better the chosen one is said to be, None = 0. Source: Bradley & Terry 1952; Llama 2's margin; TRL RewardTrainer, NeMo RL
-    `PreferenceLoss`.
+    `PreferenceLossFn`.
 
     >>> round(bradley_terry(torch.tensor([3.0]), torch.tensor([1.0]), torch.ones(1), torch.tensor([1.0])).loss.item(), 4)  # -log σ(1)
     0.3133

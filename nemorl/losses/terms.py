@@ -67,7 +67,8 @@ def positive_nll(
 
     `positive` is True on the tokens of rewarded sequences. The weights are the step's, like everybody's: VAPO's mean over the positive tokens is
     `loss_weights=token_mean_weights(loss_mask & positive)`; with the policy loss's own weights the term shrinks with the share of positive tokens.
-    Metrics: `positive_nll` (mean over the positive tokens), `positive_fraction`. Source: VAPO (2025), coefficient 0.1.
+    Metrics: `positive_nll` (mean over the positive tokens), `positive_fraction`. Source: VAPO (2025), coefficient 0.1; NeMo RL
+    `positive_example_nll_weight` (a mean over each microbatch's own positive tokens there).
 
     >>> output = positive_nll(torch.tensor([[-2.0, -3.0]]), torch.tensor([[True, False]]), torch.tensor([[0.5, 0.5]]), coef=0.1)
     >>> output.loss

@@ -79,6 +79,7 @@ class OptimizerConfig:
         require(self.lr > 0, "optimizer.lr", "must be positive", self.lr, "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT")
         at_least(0, optimizer__warmup_steps=self.warmup_steps, optimizer__weight_decay=self.weight_decay)
         require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", "must lie in 0 … 1", self.min_lr_ratio, "0.1 ends at a tenth of lr")
+        require(self.eps > 0, "optimizer.eps", "must be positive", self.eps, "1e-8 is usual")
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
             "optimizer.max_grad_norm",

@@ -50,25 +50,38 @@ def _progress_bar(path: str) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
+
+
 def check_supported(model: nn.Module) -> None:
-    """Raise a ValueError that names the feature if full causal attention over restarted positions would not give this model's own numbers."""
+    """Raise a ValueError that names the reason for a model whose numbers would not, or might not, be its own here."""
     config: Any = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    layer_types = set(getattr(text, "layer_types", None) or ["full_attention"])
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     reasons = [
-        ("layers of the kinds " + ", ".join(sorted(layer_types)), bool(layer_types - {"full_attention"})),
-        ("a sliding attention window", bool(getattr(text, "sliding_window", None)) and getattr(text, "use_sliding_window", True)),
-        ("soft-capped logits", bool(getattr(text, "final_logit_softcapping", None) or getattr(text, "attn_logit_softcapping", None))),
-        ("scaled logits", getattr(text, "logits_scaling", 1.0) not in (None, 1, 1.0) or getattr(text, "logit_scale", 1.0) not in (None, 1, 1.0)),
-        ("an encoder", bool(getattr(config, "is_encoder_decoder", False))),
-        ("a bias in the output layer", getattr(model.get_output_embeddings(), "bias", None) is not None),  # type: ignore[operator]
+        ("it is none of those", config.model_type not in SUPPORTED),
+        (f"it has a sliding attention window of {window} tokens", bool(window) or layer_types != {"full_attention"}),
+        ("its output layer has a bias", getattr(model.get_output_embeddings(), "bias", None) is not None),  # type: ignore[operator]
     ]
     for reason, applies in reasons:
         if applies:
-            raise ValueError(
-                f"model type {config.model_type!r} is not supported yet: it has {reason}. "
-                "Llama, Qwen2, Qwen3 and Mistral (without a sliding window) are"
-            )
+            raise ValueError(f"the model must be one of {', '.join(SUPPORTED)} with full attention, but it is {config.model_type!r} and {reason}")
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of this name; None: the first GPU if there is one. Raises ValueError where there is no such device.
+
+    >>> usable_device("cpu")
+    device(type='cpu')
+    """
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device must be one that torch can use here, but it is {name!r} ({reason}): leave it out for the best there is") from error
+    return device
 
 
 def decoder_of(model: nn.Module) -> nn.Module:

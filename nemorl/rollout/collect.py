@@ -112,7 +112,7 @@ def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
-    """Several rollouts as one. Raises ValueError if they were sampled from unlike distributions."""
+    """Several rollouts as one; the environment's metrics are averaged by size. Raises ValueError if they were sampled from unlike distributions."""
     first = parts[0]
     unlike = [part.kind for part in parts if part.kind != first.kind]
     if unlike:
@@ -122,7 +122,9 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     columns: dict[str, Any] = {
         name: [item for part in parts for item in getattr(part, name)] for name in ("rows", "prompts", "texts", "completions", "answers")
     }
-    return replace(first, rewards=torch.cat([p.rewards for p in parts]), group_id=torch.cat([p.group_id for p in parts]), **columns)
+    shares = [len(part) / sum(map(len, parts)) for part in parts]
+    metrics = {name: sum(share * part.metrics[name] for share, part in zip(shares, parts, strict=True)) for name in first.metrics}
+    return replace(first, metrics=metrics, rewards=torch.cat([p.rewards for p in parts]), group_id=torch.cat([p.group_id for p in parts]), **columns)
 
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:

@@ -14,8 +14,8 @@ FinishReason = Literal["stop", "length"]
 class SamplingParams:
     """How one request is sampled. Temperature 0 is greedy.
 
-    The seed belongs to the request: the same prompt, parameters and weights give the same tokens whatever else is being generated. Sample j of a
-    request draws from (seed, j). Without a seed each call draws a new one.
+    The seed belongs to the request: in float32 the same prompt, parameters and weights give the same tokens whatever else is being generated (with
+    bfloat16, rounding may differ with the size of a batch). Sample j of a request draws from (seed, j). Without a seed each call draws a new one.
 
     >>> SamplingParams(temperature=-1.0)
     Traceback (most recent call last):

@@ -18,6 +18,9 @@ from nemorl.rollout.generation import Completion, FinishReason, SamplingParams
 from nemorl.rollout.kv_cache import SlotCache
 from nemorl.rollout.random import uniform
 
+PREFILL_TOKENS = 8192
+"""Prompt tokens that are computed at a time, padding included."""
+
 
 @dataclass
 class Slot:
@@ -76,6 +79,7 @@ class TorchGenerationBackend:
     def __init__(self, *, model: nn.Module | None = None, tokenizer: Any = None, model_path: str = "", precision: str = "float32") -> None:
         self.model, self.tokenizer, self.model_path, self.precision = model, tokenizer, model_path, precision
         self.policy_version = 0
+        self.end_tokens: set[Any] = set()
         self.max_batch_size = 256
         self.cache: SlotCache | None = None
         self.asleep = False
@@ -86,10 +90,12 @@ class TorchGenerationBackend:
         if self.model is None:
             self.model = load_causal_lm(self.model_path)
         check_supported(self.model)
+        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        self.end_tokens = {getattr(self.tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])} - {None}
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy what is not already the same memory; with the trainer's own model that is nothing."""
-        own = dict(self._model.named_parameters(remove_duplicate=False))
+        own = self._model.state_dict(keep_vars=True)
         with torch.no_grad():
             for name, tensor in weights:
                 if name not in own or own[name].shape != tensor.shape:
@@ -129,17 +135,20 @@ class TorchGenerationBackend:
             with torch.no_grad(), self._autocast():
                 self._make_cache(waiting)
                 while waiting or active:
-                    active += self._admit(prompts, waiting, len(active))
-                    active = self._retire(active, finished)
+                    while self._room_for(waiting, len(active)):
+                        active = self._retire(active + self._admit(prompts, waiting, len(active)), finished)
                     if active:
                         self._decode(active)
                         active = self._retire(active, finished)
+        except BaseException:
+            self.cache = None  # whatever it holds now must not get into later answers
+            raise
         finally:
             model.train(was_training)
         return [self._completion(s) for s in sorted(finished, key=lambda s: (s.request, s.sample))]
 
     def _requests(self, prompts: Sequence[Sequence[int]], params: list[SamplingParams]) -> deque[list[Slot]]:
-        """The samples of each prompt, kept together up to the batch size, so that they share a prefill."""
+        """The samples of each prompt, together up to the batch size, so that they share a prefill. Short prompts first: they pad each other least."""
         if len(params) != len(prompts):
             raise ValueError(f"sampling_params must be one for all or one per prompt, but there are {len(params)} for {len(prompts)} prompts")
         positions = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
@@ -157,7 +166,7 @@ class TorchGenerationBackend:
             limit = min(p.max_new_tokens, positions - len(prompt))
             samples = [Slot(index, j, p, seed, len(prompt), limit) for j in range(p.n)]
             waiting.extend(samples[i : i + self.max_batch_size] for i in range(0, p.n, self.max_batch_size))
-        return waiting
+        return deque(sorted(waiting, key=lambda group: group[0].prompt_length))
 
     def _make_cache(self, waiting: deque[list[Slot]]) -> None:
         slots = min(self.max_batch_size, sum(len(group) for group in waiting))
@@ -165,17 +174,18 @@ class TorchGenerationBackend:
         if self.cache is None or self.cache.num_slots < slots or self.cache.length < length:
             self.cache = SlotCache(slots, length)
 
-    def _admit(self, prompts: Sequence[Sequence[int]], waiting: deque[list[Slot]], num_active: int) -> list[Slot]:
-        """Fill free slots with waiting groups: compute their prompts in one pass and sample their first tokens.
-
-        As long as others are decoding, it waits until an eighth of the slots is free: one prefill of several prompts costs less than several of one.
-        """
+    def _room_for(self, waiting: deque[list[Slot]], num_active: int) -> bool:
+        """Whether to admit a group now. While others decode it waits until an eighth of the slots is free: one prefill of several costs less."""
         assert self.cache is not None
         free = self.cache.num_slots - num_active
-        if not waiting or (num_active and free < max(len(waiting[0]), self.cache.num_slots // 8)):
-            return []
+        return bool(waiting) and free >= (max(len(waiting[0]), self.cache.num_slots // 8) if num_active else 1)
+
+    def _admit(self, prompts: Sequence[Sequence[int]], waiting: deque[list[Slot]], num_active: int) -> list[Slot]:
+        """Fill free slots with waiting groups: compute their prompts in one pass of up to PREFILL_TOKENS and sample their first tokens."""
+        assert self.cache is not None
+        free = self.cache.num_slots - num_active
         groups: list[list[Slot]] = []
-        while waiting and len(waiting[0]) <= free:
+        while waiting and len(waiting[0]) <= free and (not groups or (len(groups) + 1) * waiting[0][0].prompt_length <= PREFILL_TOKENS):
             free -= len(waiting[0])
             groups.append(waiting.popleft())
         device = head_weight(self._model).device
@@ -210,13 +220,15 @@ class TorchGenerationBackend:
 
     def _sample(self, logits: Tensor, sequences: list[Slot]) -> None:
         tokens, logprobs = sample_tokens(logits, sequences)
+        if not bool(logprobs.isfinite().all()):
+            raise FloatingPointError("the model's logits are not finite, so that no token can be sampled: its weights hold NaN or infinity")
         for s, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             s.token_ids.append(token)
             s.logprobs.append(logprob)
             s.finish_reason = self._finish_reason(s, token)
 
     def _finish_reason(self, s: Slot, token: int) -> FinishReason | None:
-        if token in s.params.stop_token_ids or token == getattr(self.tokenizer, "eos_token_id", None):
+        if token in s.params.stop_token_ids or token in self.end_tokens:
             return "stop"
         if s.params.stop_strings:
             # The newest token may complete a stop string that began at most its length in bytes earlier.

@@ -68,8 +68,14 @@ on_checkpoint, on_train_end, but it is 'on_stop'
     """
     if hook not in HOOKS:
         raise ValueError(f"hook must be one of {', '.join(HOOKS)}, but it is {hook!r}")
+    stop: StopTraining | None = None
     for callback in callbacks:
-        getattr(callback, hook)(*args)
+        try:
+            getattr(callback, hook)(*args)
+        except StopTraining as error:
+            stop = error  # the others are told all the same
+    if stop is not None:
+        raise stop
 
 
 @contextmanager

@@ -83,19 +83,31 @@ def latest(directory: Path) -> Path | None:
 def load(path: Path, run: Run) -> LoopState:
     """Give trainer and random generators the state that they had when `path` was written, and return the loop's.
 
-    Raises CheckpointError before anything has been changed if a file is missing or damaged.
+    Before anything has been changed it raises CheckpointError if a file is missing or damaged, and ValueError if the checkpoint is of a run with
+    another algorithm or seed.
     """
     path = Path(path)
     verify(path)
     try:
-        state = LoopState.from_dict(json.loads((path / "state.json").read_text(encoding="utf-8")))
+        values = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        algorithm = values.pop("algorithm")
+        state = LoopState.from_dict(values)
         generators = json.loads((path / "rng.json").read_text(encoding="utf-8"))
         tensors = load_file(path / "rng.safetensors")
     except Exception as error:
         raise CheckpointError(f"the checkpoint {path} can't be read ({error}).") from error
+    if algorithm != algorithm_of(run):
+        raise ValueError(f"a run must be resumed by its own algorithm, but {path} is of {algorithm}, not {algorithm_of(run)}: name another run.dir")
+    if state.seed != run.state.seed:
+        raise ValueError(f"run.seed must stay as it was when a run is resumed ({state.seed}), but it is {run.state.seed}: leave it out")
     run.trainer.load_checkpoint(path / "trainer")
     _restore_generators(generators, tensors)  # last: loading may have drawn from them
     return state
+
+
+def algorithm_of(run: Run) -> str:
+    """The name that a checkpoint remembers, so that no other algorithm goes on with it."""
+    return type(run.config).__name__.removesuffix("Config").lower()
 
 
 def verify(path: Path) -> None:
@@ -142,7 +154,7 @@ def _write(folder: Path, run: Run) -> None:
     generators, tensors = _generators()
     save_file(tensors, folder / "rng.safetensors")
     (folder / "rng.json").write_text(json.dumps(generators), encoding="utf-8")
-    (folder / "state.json").write_text(json.dumps(run.state.to_dict(), indent=2) + "\n", encoding="utf-8")
+    (folder / "state.json").write_text(json.dumps({"algorithm": algorithm_of(run), **run.state.to_dict()}, indent=2) + "\n", encoding="utf-8")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {}
     for path in files:

@@ -34,7 +34,7 @@ start here
   nemorl grpo --model.path runs/sft/hf --data.train problems.jsonl --reward exact_match --run.dir runs/rl
   nemorl grpo --preset dapo --config my.yaml --optimizer.lr 1e-6      flags win over the file, the file over the preset
   nemorl grpo --preset dapo --print-config > my.yaml                  write a file to start from
-  nemorl grpo --config runs/rl/config.yaml --run.resume               go on with a run that was interrupted
+  nemorl grpo --run.dir runs/rl --run.resume                          go on with a run that was interrupted, by its own settings
   nemorl eval --model runs/rl --data test.jsonl --output answers.jsonl
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
 
@@ -88,7 +88,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
             tree = preset_overrides(name)
     extra.append(("print_config", bool, False, "Print the resolved settings as YAML and stop."))
     tree = layer(cls, {}, tree)
-    if (path := peek(args, "--config")) not in (None, "None"):
+    if (path := peek(args, "--config") or _config_of_resumed_run(args)) not in (None, "None"):
         tree = yaml_layer(cls, tree, path)
     for section, members in unions(cls).items():
         if (chosen := peek(args, f"--{section}")) is not None:
@@ -103,6 +103,15 @@ def parse(command: str, args: Sequence[str]) -> Any:
         for key, value, what in (("model.path", config.model.path, "folder"), ("data.train", config.data.train, "file")):
             require(bool(value), key, "must be given", value, f"add --{key} with a {what} or a name on the hub")
     return config
+
+
+def _config_of_resumed_run(args: Sequence[str]) -> str | None:
+    """A run that is resumed without --config brings its own: `nemorl grpo --run.dir runs/rl --run.resume`."""
+    from nemorl.runtime.flags import peek
+
+    resumed = any(argument in ("--run.resume", "--run.resume=True", "--run.resume=true") for argument in args)
+    config = Path(peek(args, "--run.dir") or "") / "config.yaml"
+    return str(config) if resumed and config.exists() else None
 
 
 def _refuse_other_variants(section: str, members: dict[str, type[Any]], chosen: str, args: Sequence[str]) -> None:
@@ -155,7 +164,7 @@ def _interrupted(command: str, config: Any) -> str:
         return "interrupted"
     if not (Path(config.run.dir) / "checkpoints" / "latest").exists():
         return f"interrupted before the first checkpoint in {config.run.dir}: nothing to resume (--run.save-period sets how often one is written)"
-    return f"interrupted; go on from the last checkpoint with: nemorl {command} --config {Path(config.run.dir) / 'config.yaml'} --run.resume"
+    return f"interrupted; go on from the last checkpoint with: nemorl {command} --run.dir {config.run.dir} --run.resume"
 
 
 def _fail(prog: str, message: str, code: int) -> int:

@@ -30,8 +30,8 @@ class EvalConfig:
     """Answers per prompt; more than one wants a temperature above 0."""
     max_rows: int | None = None
     """Only the first this many rows."""
-    split: str = "test"
-    """The split that is taken of a hub data set."""
+    split: str | None = None
+    """The split that is taken of a hub data set; "test" unless given."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
     answer_column: str = "answer"
@@ -81,6 +81,9 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         at_least(1, n=self.n)
         at_least(0, seed=self.seed)
+        require(
+            self.chat or self.chat_template is None, "chat_template", "is for --chat", self.chat_template, "add --chat, or leave the template out"
+        )
         require(bool(self.prompt or self.file), "prompt", "must be given", self.prompt, 'add --prompt "…" or --file prompts.txt')
         _check_samples(self.n, self.generation)
 

@@ -10,6 +10,16 @@ from typing import Any, Literal
 from nemorl.checks import at_least, require
 from nemorl.parallel.config import ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.policy_config import (
+    AdvantageConfig,
+    ClippedLoss,
+    GroupAdvantage,
+    KLConfig,
+    OffPolicyConfig,
+    OverlongConfig,
+    PolicyLossConfig,
+    ReinforcePlusPlusAdvantage,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +32,8 @@ class DataConfig:
     """Rows to validate on, named in the same way."""
     split: str = "train"
     """The split that is taken of a hub data set for training."""
-    validation_split: str = "validation"
-    """The split that is taken of a hub data set for validation."""
+    validation_split: str | None = None
+    """The split that is taken of a hub data set for validation; "validation" unless given."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
     response_column: str = "response"
@@ -83,130 +93,6 @@ class GenerationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClippedLoss:
-    """PPO's clipped surrogate, token by token (GRPO, DAPO, Dr. GRPO)."""
-
-    name: Literal["clipped"] = "clipped"
-    clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 0.2
-    """The ratio is clipped above at 1 + clip_high (DAPO's clip-higher: 0.28)."""
-    dual_clip: float | None = None
-    """Where the advantage is negative, bound the loss at this multiple of it (3 is usual)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GSPOLoss:
-    """The clipped surrogate of the whole sequence's ratio (GSPO)."""
-
-    name: Literal["gspo"] = "gspo"
-    clip_low: float = 3e-4
-    """The sequence ratio is clipped below at 1 - clip_low."""
-    clip_high: float = 4e-4
-    """The sequence ratio is clipped above at 1 + clip_high."""
-    token_gradient: bool = False
-    """GSPO-token: the same value, with a gradient per token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CISPOLoss:
-    """REINFORCE weighted by the clipped, stopped ratio (MiniMax-M1)."""
-
-    name: Literal["cispo"] = "cispo"
-    clip_low: float | None = None
-    """Lower clip of the ratio at 1 - clip_low; None: no lower bound, as in MiniMax-M1."""
-    clip_high: float = 0.28
-    """Upper clip of the ratio at 1 + clip_high."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReinforceLoss:
-    """Plain REINFORCE: -A · log π (RLOO)."""
-
-    name: Literal["reinforce"] = "reinforce"
-
-
-PolicyLossConfig = ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupAdvantage:
-    """(reward - baseline) / scale within the responses to one prompt."""
-
-    name: Literal["group"] = "group"
-    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none", "length_weighted"] = "group_mean"
-    """What is subtracted from a reward."""
-    scale: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
-    """What the difference is divided by."""
-    ddof: int = 1
-    """1: standard deviation with n - 1; 0: with n."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReinforcePlusPlusAdvantage:
-    """REINFORCE++: reward minus a per-token KL penalty, whitened over the batch."""
-
-    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
-    kl_coef: float = 0.0
-    """Weight of the per-token penalty log π_prev - log π_ref inside the reward; above 0 a reference model is kept."""
-    group_baseline: bool = False
-    """REINFORCE++-baseline: subtract the group's mean reward first."""
-
-
-AdvantageConfig = GroupAdvantage | ReinforcePlusPlusAdvantage
-
-
-@dataclass(frozen=True, kw_only=True)
-class KLConfig:
-    """A penalty on leaving the reference model, added to the loss."""
-
-    coef: float = 0.0
-    """Weight of the penalty; above 0 a frozen copy of the initial model is kept."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimator of KL(π‖π_ref)."""
-    gradient: Literal["pathwise", "score", "importance"] = "pathwise"
-    """What is differentiated: the estimate alone, with the score-function term, or weighted by π/π_gen."""
-
-    def __post_init__(self) -> None:
-        at_least(0, kl__coef=self.coef)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffPolicyConfig:
-    """Correction for the gap between the sampler's probabilities and the trainer's, w = π_prev/π_gen."""
-
-    mode: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
-    """truncate: clamp w (TIS); mask: drop tokens with w outside the bounds (IcePop); sequence_mask: drop whole sequences."""
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """w of each token, of the sequence (product), or its geometric mean."""
-    min: float = 0.0
-    """Lower bound of w."""
-    max: float = 2.0
-    """Upper bound of w."""
-
-    def __post_init__(self) -> None:
-        require(0 <= self.min < self.max, "off_policy.min", "must be at least 0 and below off_policy.max", self.min, f"off_policy.max is {self.max}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OverlongConfig:
-    """What becomes of responses that reach generation.max_new_tokens (DAPO)."""
-
-    buffer: float = 0.0
-    """The last share of the limit over which the reward falls linearly by up to `penalty` (DAPO: 0.2); 0: no shaping."""
-    penalty: float = 1.0
-    """What a response at the limit loses."""
-    filter: bool = False
-    """Leave responses that were cut off at the limit out of the loss."""
-
-    def __post_init__(self) -> None:
-        at_least(0, overlong__penalty=self.penalty)
-        require(
-            0 <= self.buffer <= 1, "overlong.buffer", "must lie in 0 … 1", self.buffer, "it is a share of generation.max_new_tokens; DAPO's is 0.2"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run is kept, how often it validates and saves, and its seed."""
 
@@ -222,7 +108,7 @@ class RunConfig:
     """Validate before the first step, too."""
     max_val_samples: int = 256
     """Validation rows that are used, from the top."""
-    save_period: int = 0
+    save_period: int = 50
     """Write a checkpoint every this many steps (and at the end); 0: only at the end."""
     keep_checkpoints: int = 2
     """Older checkpoints than the newest this many are removed."""
@@ -245,6 +131,16 @@ class RunConfig:
 
 
 Reduction = Literal["token_mean", "sequence_mean", "constant", "group_mean"]
+
+
+def check_lengths(config: "SFTConfig | GRPOConfig") -> None:
+    """A sequence of the greatest length that the data may have must fit where it is put, so that no step fails on the first long one."""
+    longest = config.data.max_total_sequence_length
+    for name in ("micro_batch_tokens", "packed_row_tokens"):
+        size = getattr(config.trainer, name)
+        require(
+            size is None or size >= longest, f"trainer.{name}", "must hold the longest sequence", size, f"data.max_total_sequence_length is {longest}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +167,7 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         at_least(1, train_global_batch_size=self.train_global_batch_size, max_num_steps=self.max_num_steps, num_epochs=self.num_epochs)
+        check_lengths(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,14 +216,25 @@ class GRPOConfig:
             num_updates_per_batch=self.num_updates_per_batch,
             max_sampling_rounds=self.max_sampling_rounds,
         )
-        ungrouped = isinstance(self.advantage, ReinforcePlusPlusAdvantage) or self.advantage.baseline in ("batch_mean", "none")
+        alone = isinstance(self.advantage, ReinforcePlusPlusAdvantage) and not self.advantage.group_baseline
+        if isinstance(self.advantage, GroupAdvantage):
+            alone = self.advantage.baseline in ("batch_mean", "none") and self.advantage.scale in ("batch_std", "none")
         require(
-            ungrouped or self.num_generations_per_prompt > 1,
+            alone or self.num_generations_per_prompt > 1,
             "num_generations_per_prompt",
-            "must be at least 2 with a group baseline",
+            "must be at least 2 where responses are compared within their group",
             self.num_generations_per_prompt,
-            "a group of one is its own baseline and teaches nothing; use 2 or more, or --advantage.baseline batch_mean",
+            "a group of one teaches nothing; use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
         )
+        responses, per_step = self.num_prompts_per_step * self.num_generations_per_prompt, self.train_global_batch_size
+        require(
+            per_step is None or responses % min(per_step, responses) == 0,
+            "train_global_batch_size",
+            f"must divide the {responses} responses of a rollout batch",
+            per_step,
+            "so that every optimizer step has as many",
+        )
+        check_lengths(self)
         require(
             self.generation.temperature > 0,
             "generation.temperature",

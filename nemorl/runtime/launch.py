@@ -8,14 +8,17 @@ from typing import Any
 
 from torch import nn
 
+from nemorl.checks import require
 from nemorl.data.datasets import READERS, load_rows, to_examples, to_prompts
 from nemorl.data.messages import limit_length
 from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.dtensor.checkpoint import unique_tensors
 from nemorl.rollout.collect import Prompts, Rollouts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime import checkpoint
 from nemorl.runtime.algorithms import grpo, sft
+from nemorl.runtime.algorithms.common import Samples, Validate, samples_of
 from nemorl.runtime.algorithms.common import evaluate as evaluate_prompts
 from nemorl.runtime.backends import get_generation_backend, get_training_backend
 from nemorl.runtime.callbacks import Callback, closing
@@ -24,7 +27,7 @@ from nemorl.runtime.config import DataConfig, GRPOConfig, SFTConfig
 from nemorl.runtime.config_io import dump_yaml
 from nemorl.runtime.display import make_display
 from nemorl.runtime.logging import CheckpointCallback, JsonlLogger, PlotCallback, SampleLogger, tensorboard_logger
-from nemorl.runtime.pretrained import ExportCallback, load_model, load_tokenizer, model_folder, read_template, write_pretrained
+from nemorl.runtime.pretrained import ExportCallback, load_model, load_tokenizer, model_folder, require_replaceable, with_template, write_pretrained
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.state import LoopState, Run
 
@@ -70,10 +73,10 @@ def run(
     validation_rows = _rows(config.data, "validation", validation)
     directory = RunDirectory.create(config.run.dir, dump_yaml(config), resume=config.run.resume)
     checkpoint.sweep(directory.path)
-    tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or config.model.path)
+    folder = model_folder(config.model.path)
+    tokenizer = with_template(tokenizer or load_tokenizer(config.model.tokenizer or folder), config.model.chat_template)
     tokenizer.save_pretrained(directory.path / "tokenizer")
-    template = read_template(config.model.chat_template)
-    prepared = _prepare(config, train_rows or [], validation_rows, tokenizer, template)
+    prepared = _prepare(config, train_rows or [], validation_rows, tokenizer)
 
     trainer = trainer_class() if model is None else trainer_class(model)  # type: ignore[call-arg]
     steps, updates, keep_reference = prepared.num_steps, 1, False
@@ -82,7 +85,7 @@ def run(
         keep_reference = config.needs_reference
     trainer.setup(
         BackendConfig(
-            model=config.model,
+            model=replace(config.model, path=folder),
             trainer=config.trainer,
             optimizer=config.optimizer,
             seed=config.run.seed,
@@ -99,6 +102,9 @@ def run(
     found = checkpoint.latest(directory.path) if config.run.resume else None
     if found is not None:
         current = replace(current, state=checkpoint.load(found, current))
+    elif config.run.resume:
+        warnings.warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew", stacklevel=2)
+    directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
     directory.truncate(current.state.step if found is not None else -1)
     if generator is not None:
         generator.update_weights(trainer.export_weights(), version=current.state.policy_version)
@@ -113,14 +119,19 @@ def run(
     savers: list[Callback] = [
         CheckpointCallback(directory, period=config.run.save_period, keep=config.run.keep_checkpoints, observers=tuple(observers))
     ]
-    savers += [ExportCallback(directory, live_model.config)] if config.run.export else []
+    savers += [ExportCallback(directory, live_model)] if config.run.export else []
     savers += [PlotCallback(directory)] if config.run.plots else []
     everyone = [*observers, *savers]
-    with closing(everyone):
-        if isinstance(config, GRPOConfig):
-            grpo.run(current, environment, prepared.prompts, validate=prepared.validator(environment), callbacks=everyone)
-        else:
-            sft.run(current, prepared.examples, validate=prepared.validator(environment), callbacks=everyone)
+    try:
+        with closing(everyone):
+            if isinstance(config, GRPOConfig):
+                grpo.run(current, environment, prepared.prompts, validate=prepared.validator(environment), callbacks=everyone)
+            else:
+                sft.run(current, prepared.examples, validate=prepared.validator(environment), callbacks=everyone)
+    finally:
+        trainer.shutdown()
+        if generator is not None:
+            generator.shutdown()
     history = directory.read_metrics()
     return RunResult(final_metrics(history), history, directory.path, live_model, tokenizer)
 
@@ -139,58 +150,64 @@ class Prepared:
     def num_steps(self) -> int:
         return self.config.max_num_steps if isinstance(self.config, GRPOConfig) else sft.num_steps(self.config, len(self.examples))
 
-    def validator(self, environment: EnvironmentInterface) -> Callable[[Run], dict[str, float]] | None:
+    def validator(self, environment: EnvironmentInterface) -> Validate | None:
         """Validation on what the rows allow: the loss on demonstrations, and greedy answers where there is something to judge them by."""
         if not self.validation_examples and not len(self.validation_prompts):
             return None
 
-        def validate(run: Run) -> dict[str, float]:
+        def validate(run: Run) -> tuple[dict[str, float], Samples]:
             metrics: dict[str, float] = {}
+            answers: Samples = []
             if self.validation_examples:
                 metrics["loss"] = sft.validation_loss(run, self.validation_examples, batch_size=256)
             if len(self.validation_prompts):
                 assert run.generator is not None
                 sampling = self.config.generation.sampling_params(greedy=True)
-                metrics |= evaluate_prompts(run.generator, environment, self.validation_prompts, sampling, seed=self.config.run.seed)[0]
-            return metrics
+                found, rollouts = evaluate_prompts(run.generator, environment, self.validation_prompts, sampling, seed=self.config.run.seed)
+                metrics, answers = metrics | found, samples_of(rollouts, None, self.config.run.samples_per_step)
+            return metrics, answers
 
         return validate
 
 
-def _prepare(config: SFTConfig | GRPOConfig, train: list[dict], validation: list[dict] | None, tokenizer: Any, template: str | None) -> Prepared:
+def _prepare(config: SFTConfig | GRPOConfig, train: list[dict], validation: list[dict] | None, tokenizer: Any) -> Prepared:
     if not train:
         raise ValueError("data.train must name rows to train on, but it is empty: give --data.train FILE, or run(config, train=rows)")
     held_out = (validation or [])[: config.run.max_val_samples]
     if isinstance(config, GRPOConfig):
-        return Prepared(config, [], _prompts(config, train, tokenizer, template), [], _prompts(config, held_out, tokenizer, template))
-    examples = _examples(config, train, tokenizer, template)
+        return Prepared(config, [], _prompts(config, train, tokenizer), [], _prompts(config, held_out, tokenizer))
+    examples = _examples(config, train, tokenizer)
     demonstrations = [row for row in held_out if row.get("messages") is not None or isinstance(row.get("response"), str)]
     questions = [row for row in held_out if row.get("answer") is not None]
-    return Prepared(
-        config, examples, Prompts([], []), _examples(config, demonstrations, tokenizer, template), _prompts(config, questions, tokenizer, template)
-    )
+    return Prepared(config, examples, Prompts([], []), _examples(config, demonstrations, tokenizer), _prompts(config, questions, tokenizer))
 
 
 def _rows(data: DataConfig, which: str, given: Rows) -> list[dict] | None:
     source = given if given is not None else getattr(data, which)
     if source is None:
         return None
-    named = isinstance(source, str | Path) and Path(source).suffix not in READERS
-    split = (data.split if which == "train" else data.validation_split) if named else "train"
+    split = data.split
+    if which == "validation":
+        in_hub = isinstance(source, str | Path) and Path(source).suffix not in READERS
+        split = data.validation_split or ("validation" if in_hub else "train")
     columns = {name: getattr(data, name) for name in ("prompt_column", "response_column", "answer_column", "messages_column")}
     return load_rows(source, split=split, **columns)
 
 
-def _prompts(config: SFTConfig | GRPOConfig, rows: list[dict], tokenizer: Any, template: str | None) -> Prompts:
-    limit = config.data.max_total_sequence_length - config.generation.max_new_tokens
-    token_ids, report = limit_length(to_prompts(rows, tokenizer, chat_template=template), max_length=max(1, limit), policy=config.data.too_long)
+def _prompts(config: SFTConfig | GRPOConfig, rows: list[dict], tokenizer: Any) -> Prompts:
+    if not rows:
+        return Prompts([], [])
+    longest, answer = config.data.max_total_sequence_length, config.generation.max_new_tokens
+    remedy = f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions that SFT validates on"
+    require(answer < longest, "generation.max_new_tokens", "must be below data.max_total_sequence_length", answer, remedy)
+    token_ids, report = limit_length(to_prompts(rows, tokenizer), max_length=longest - answer, policy=config.data.too_long)
     if report.num_truncated or report.num_dropped:
         warnings.warn(f"prompts: {report}", stacklevel=2)
     return Prompts([rows[i] for i in report.kept], token_ids)
 
 
-def _examples(config: SFTConfig, rows: list[dict], tokenizer: Any, template: str | None) -> Sequence[Any]:
-    tokenised = to_examples(rows, tokenizer, chat_template=template)
+def _examples(config: SFTConfig, rows: list[dict], tokenizer: Any) -> Sequence[Any]:
+    tokenised = to_examples(rows, tokenizer)
     examples, report = limit_length(tokenised, max_length=config.data.max_total_sequence_length, policy=config.data.too_long)
     if report.num_truncated or report.num_dropped:
         warnings.warn(f"examples: {report}", stacklevel=2)
@@ -213,7 +230,13 @@ def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """Answer the prompts of a data set: accuracy (share of answers with a reward of at least 1), mean reward and length, and every answer."""
     environment = make_environment(config.reward)
-    data = DataConfig(validation=config.data, validation_split=config.split, prompt_column=config.prompt_column, answer_column=config.answer_column)
+    named = Path(config.data).suffix not in READERS
+    data = DataConfig(
+        validation=config.data,
+        validation_split=config.split or ("test" if named else None),
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+    )
     rows = (_rows(data, "validation", None) or [])[: config.max_rows]
     prompts, generator = _loaded(config, rows)
     sampling = replace(config.generation.sampling_params(), n=config.n)
@@ -268,15 +291,15 @@ def export(config: ExportConfig) -> Path:
             f"there are {', '.join(there) or 'none at all'}"
         )
     checkpoint.verify(found)
+    require_replaceable(Path(config.output).resolve())
     model = load_model(str(found / "trainer"))
-    weights = ((name, tensor) for name, tensor in model.state_dict().items())
-    return write_pretrained(Path(config.output), weights, model.config, load_tokenizer(str(directory.path / "tokenizer")))
+    return write_pretrained(Path(config.output), unique_tensors(model).items(), model, load_tokenizer(str(directory.path / "tokenizer")))
 
 
 def _loaded(config: EvalConfig | GenerateConfig, rows: list[dict]) -> tuple[Prompts, Any]:
     folder = model_folder(config.model)
-    tokenizer = load_tokenizer(config.tokenizer or folder)
-    token_ids = to_prompts(rows, tokenizer, chat_template=read_template(config.chat_template))
+    tokenizer = with_template(load_tokenizer(config.tokenizer or folder), config.chat_template)
+    token_ids = to_prompts(rows, tokenizer)
     generator = get_generation_backend(config.generation.backend)(model=load_model(folder, device=config.device), tokenizer=tokenizer)  # type: ignore[call-arg]
     generator.setup(config.generation)
     return Prompts(rows, token_ids), generator

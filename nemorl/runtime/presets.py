@@ -8,7 +8,7 @@
 | nemo_grpo | (R - mean) / std of the others | clipped, token mean | KL penalty 0.01 | NeMo RL's defaults |
 | dapo | as grpo | clipped higher (0.28), token mean | overlong shaping and filter, dynamic sampling | DAPO |
 | gspo | as grpo | sequence ratio, clipped at 3e-4/4e-4, sequence mean | | Qwen's GSPO |
-| cispo | as grpo | REINFORCE with a clipped weight, token mean | | MiniMax-M1 |
+| cispo | as grpo | REINFORCE with its weight bounded at 5, token mean | | MiniMax-M1, ScaleRL |
 | reinforce_plus_plus | reward minus KL, whitened over the batch | clipped, token mean | per-token KL 0.01 in the reward | REINFORCE++ |
 """
 
@@ -23,15 +23,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"kl": {"coef": 0.04}},
     # Understanding R1-Zero-Like Training (arXiv 2503.20783) §3.2: neither the group's deviation nor the response's own length divides
     "dr_grpo": {"advantage": {"name": "group", "baseline": "group_mean", "scale": "none"}, "reduction": "constant"},
-    # Back to Basics (arXiv 2402.14740) §3.2
+    # Back to Basics (arXiv 2402.14740)
     "rloo": {"advantage": {"name": "group", "baseline": "leave_one_out", "scale": "none"}, "loss": {"name": "reinforce"}, "reduction": "constant"},
-    # NeMo RL: use_leave_one_out_baseline, normalize_rewards, token_level_loss, reference_policy_kl_penalty 0.01
+    # NeMo RL's examples/configs/grpo_math_1B.yaml: use_leave_one_out_baseline, normalize_rewards, token_level_loss, reference_policy_kl_penalty 0.01
+    # (its newest versions differentiate the penalty as kl.gradient "score" does)
     "nemo_grpo": {
         "advantage": {"name": "group", "baseline": "leave_one_out", "scale": "leave_one_out_std"},
         "reduction": "token_mean",
         "kl": {"coef": 0.01},
     },
-    # DAPO (arXiv 2503.14476) §3: its buffer is a fifth of the longest response
+    # DAPO (arXiv 2503.14476) §3; its buffer of 4,096 tokens is a fifth of the longest response, 20,480
     "dapo": {
         "loss": {"name": "clipped", "clip_low": 0.2, "clip_high": 0.28},
         "reduction": "token_mean",
@@ -41,8 +42,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # Group Sequence Policy Optimization (arXiv 2507.18071) §5.1
     "gspo": {"loss": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}, "reduction": "sequence_mean"},
-    # MiniMax-M1 (arXiv 2506.13585) §3.1
-    "cispo": {"loss": {"name": "cispo"}, "reduction": "token_mean"},
+    # MiniMax-M1 (arXiv 2506.13585), which gives no number; the bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786), TRL's epsilon_high=5.0
+    "cispo": {"loss": {"name": "cispo", "clip_high": 4.0}, "reduction": "token_mean"},
     # REINFORCE++ (arXiv 2501.03262); the coefficient is OpenRLHF's default
     "reinforce_plus_plus": {"advantage": {"name": "reinforce_plus_plus", "kl_coef": 0.01}, "reduction": "token_mean"},
 }

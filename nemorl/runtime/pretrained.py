@@ -1,14 +1,14 @@
 """Models and tokenizers as Hugging Face folders: found, loaded, written."""
 
+import copy
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from nemorl.rollout.causal_lm import load_causal_lm
+from nemorl.rollout.causal_lm import load_causal_lm, usable_device
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.state import Run
@@ -29,7 +29,7 @@ def model_folder(name: str) -> str:
 
 def load_model(name: str, *, device: str | None = None) -> nn.Module:
     """For generating: on the given device, or on the first GPU if there is one."""
-    return load_causal_lm(name, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return load_causal_lm(name, device=usable_device(device))
 
 
 def load_tokenizer(name: str) -> Any:
@@ -47,44 +47,62 @@ def load_tokenizer(name: str) -> Any:
         ) from error
 
 
-def read_template(template: str | None) -> str | None:
-    """A chat template as it stands, or from the file that is named (a template has braces, a path hasn't)."""
-    if template is None or "{" in template:
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(
-            f"model.chat_template must be a Jinja template or a file with one, but {template!r} can't be read ({error.strerror})"
-        ) from error
+def with_template(tokenizer: Any, template: str | None) -> Any:
+    """The tokenizer with this chat template, or with the one in the file of this name (a template has braces, a path hasn't). None: its own."""
+    if template is None:
+        return tokenizer
+    if "{" not in template:
+        try:
+            template = Path(template).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ValueError(
+                f"model.chat_template must be a Jinja template or a file with one, but {template!r} can't be read ({error.strerror})"
+            ) from error
+    tokenizer = copy.copy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
 
 
-def write_pretrained(directory: Path, weights: Iterable[tuple[str, Tensor]], model_config: Any, tokenizer: Any) -> Path:
+def write_pretrained(directory: Path, weights: Iterable[tuple[str, Tensor]], model: nn.Module, tokenizer: Any) -> Path:
     """A folder that `transformers`, vLLM and others load: safetensors shards of at most 5 GB, configuration, tokenizer.
 
-    It is written aside and renamed, so that nobody finds half of it.
+    It is written aside and renamed, so that nobody finds half of it. Raises ValueError if something else than an earlier export is in its place.
     """
     from huggingface_hub import save_torch_state_dict
-    from transformers import GenerationConfig
 
-    aside = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(aside, ignore_errors=True)
+    directory = directory.resolve()
+    require_replaceable(directory)
+    aside, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("new", "old"))
+    for leftover in (aside, old):
+        shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
     save_torch_state_dict(dict(weights), aside)
-    model_config.save_pretrained(aside)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(aside)
-        GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(aside)
-    shutil.rmtree(directory, ignore_errors=True)
+    model.config.save_pretrained(aside)  # type: ignore[union-attr, operator]
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(aside)  # type: ignore[union-attr, operator]
+    tokenizer.save_pretrained(aside)
+    if directory.exists():
+        directory.rename(old)
     aside.rename(directory)
+    shutil.rmtree(old, ignore_errors=True)
     return directory
+
+
+def require_replaceable(directory: Path) -> None:
+    """Raise a ValueError unless there is nothing at this place, or an empty folder, or a model folder that is no run."""
+    if not directory.exists():
+        return
+    names = {path.name for path in directory.iterdir()} if directory.is_dir() else {directory.name}
+    if names and ("config.json" not in names or names & {"checkpoints", "metrics.jsonl", "config.yaml"}):
+        found = ", ".join(sorted(names)[:3])
+        raise ValueError(f"output must be a new folder or an earlier export, but {directory} holds other things ({found}): name another")
 
 
 class ExportCallback(Callback):
     """The trained model in the run's hf/ folder when the run ends."""
 
-    def __init__(self, directory: RunDirectory, model_config: Any) -> None:
-        self.directory, self.model_config = directory, model_config
+    def __init__(self, directory: RunDirectory, model: nn.Module) -> None:
+        self.directory, self.model = directory, model
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        write_pretrained(self.directory.hf, trainer.trainer.export_weights(), self.model_config, trainer.tokenizer)
+        write_pretrained(self.directory.hf, trainer.trainer.export_weights(), self.model, trainer.tokenizer)

@@ -71,26 +71,32 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path | str, config_yaml: str, *, resume: bool = False) -> "RunDirectory":
-        """Make the folder and write config.yaml: `config_yaml` below a section `environment` (versions, commit, host system).
+        """Make the folder and write config.yaml.
 
         Raises ValueError if the folder already holds results of a run and `resume` is False, or if it can't be written to. With `resume` a folder
-        without any is a fresh start, so that the same command both starts a job and goes on with it.
+        without any is a fresh start, so that the same command both starts a job and goes on with it; the config.yaml of a run with results stays as
+        it is until it is clear that the run can go on (`write_config`).
         """
         directory = cls(Path(path))
         if directory.holds_results() and not resume:
             raise ValueError(
                 f"run.dir must be a folder without a run, but {directory.path} already holds one: "
-                "go on with it (--run.resume True) or name another folder (--run.dir)"
+                "go on with it (--run.resume) or name another folder (--run.dir)"
             )
-        text = yaml.safe_dump({"environment": environment()}, sort_keys=False, allow_unicode=True) + "\n" + config_yaml
         try:
             directory.path.mkdir(parents=True, exist_ok=True)
-            write_atomically(directory.config, text)
+            if not directory.holds_results():
+                directory.write_config(config_yaml)
         except OSError as error:
             raise ValueError(
                 f"run.dir must be a folder that can be written to, but {directory.path} can't ({error}): name another one (--run.dir)"
             ) from error
         return directory
+
+    def write_config(self, config_yaml: str) -> None:
+        """config.yaml: the settings below a section `environment` (versions, commit, host system)."""
+        header = yaml.safe_dump({"environment": environment()}, sort_keys=False, allow_unicode=True)
+        write_atomically(self.config, f"{header}\n{config_yaml}")
 
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":

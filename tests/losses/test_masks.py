@@ -1,5 +1,7 @@
 """Reductions by hand: what each builder makes of small masks. (Laws 1 to 6 are in test_laws.py.)"""
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -95,3 +97,10 @@ def test_groups_are_told_apart_by_any_labels(ids):
     assert torch.equal(group_sum(values, labels), torch.where(same, values, 0.0).sum(1))
     low, high = group_extremes(values, labels)
     assert torch.equal(low, torch.where(same, values, torch.inf).amin(1)) and torch.equal(high, torch.where(same, values, -torch.inf).amax(1))
+
+
+def test_labels_may_be_a_column_of_something_and_nobody_is_warned():
+    column = torch.tensor([[7, 0], [3, 0], [7, 0]])[:, 0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert group_labels(column).tolist() == [1, 0, 1]

@@ -100,7 +100,7 @@ FAR = (torch.full((1, 2), -1.0), torch.tensor([[-1.0, -201.0]]))
 def test_a_clipped_token_has_gradient_zero_however_far_the_policy_has_moved(loss, advantage, options):
     now, segments = FAR[0].clone().requires_grad_(), {} if loss is policy.clipped else {"segment_ids": torch.tensor([[1, 2]])}
     output = loss(now, FAR[1], row(advantage, advantage), row(0.5, 0.5), **segments, **options)
-    assert output.loss.isfinite()
+    assert output.loss.isfinite() and all(math.isfinite(value) for value in finalize(output.metrics).values())
     assert gradient(output, now) == [-0.5 * advantage, 0.0]
 
 

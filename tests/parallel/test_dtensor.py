@@ -124,12 +124,14 @@ def test_schedules_by_hand(schedule, expected):
 
 
 def test_a_model_that_would_give_wrong_numbers_is_refused_by_name():
-    from transformers import MistralConfig, MistralForCausalLM
+    from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
     options = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    with pytest.raises(ValueError, match=r"'mistral' is not supported yet: it has .*sliding"):
+    with pytest.raises(ValueError, match=r"but it is 'mistral' and it has a sliding attention window of 4 tokens"):
         check_supported(MistralForCausalLM(MistralConfig(sliding_window=4, **options)))
     check_supported(MistralForCausalLM(MistralConfig(sliding_window=None, **options)))
+    with pytest.raises(ValueError, match=r"one of llama, mistral, qwen2, qwen3 with full attention, but it is 'gpt2'"):
+        check_supported(GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)))
 
 
 def test_loading(tmp_path):
@@ -142,6 +144,34 @@ def test_loading(tmp_path):
         load_causal_lm("")
     with pytest.raises(ValueError, match=r"'no/such/model' could not be loaded"):
         load_causal_lm("no/such/model")
+
+
+def test_the_model_is_handed_back_as_it_came():
+    """With its own attention and mode: transformers' generate, which knows nothing of ours, gives what a fresh copy gives."""
+    model, fresh = tiny_model(scale=3.0), tiny_model(scale=3.0)
+    backend = DTensorBackend(model)
+    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu", gradient_checkpointing=True)))
+    backend.get_logprobs(random_batch([4]))
+    backend.shutdown()
+    assert not model.training
+    assert model.config._attn_implementation == fresh.config._attn_implementation
+    ids = torch.tensor([[0, 0, 5, 6, 7], [3, 4, 5, 6, 7]])
+    options = {"attention_mask": (ids > 0).long(), "do_sample": False, "max_new_tokens": 8}
+    assert torch.equal(model.generate(ids, **options), fresh.generate(ids, **options))
+
+
+def test_several_tokens_after_cached_ones_need_a_mask():
+    q, k = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 5, 4)
+    with pytest.raises(ValueError, match="need an attention mask"):
+        segment_attention(None, q, k, k, None)
+    one = segment_attention(None, q[:, :, :1], k, k, None)[0]
+    torch.testing.assert_close(one, scaled_dot_product_attention(q[:, :, :1], k, k).transpose(1, 2))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu", "foo"])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(ValueError, match=f"device must be one that torch can use here, but it is '{device}'"):
+        DTensorBackend(tiny_model()).setup(BackendConfig(trainer=TrainerConfig(device=device)))
 
 
 def test_use_before_and_after():

@@ -13,7 +13,7 @@ from nemorl.losses.types import LossOutput, finalize
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from tests.models import tiny_model
+from tests.models import KINDS, tiny_model
 from tests.parallel.batches import nll_loss, random_batch
 
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
@@ -64,7 +64,7 @@ def test_it_keeps_the_protocol(make):
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_logprobs_are_those_of_each_sequence_alone(make, kind, layout):
     batch = random_batch(LENGTHS)
     logprobs = make(tiny_model(kind, scale=2.0), **LAYOUTS[layout]).get_logprobs(batch).values

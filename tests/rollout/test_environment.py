@@ -57,13 +57,23 @@ def test_a_missing_column_is_named():
     [
         (lambda response: 1.0, r"must take at least \(prompt, response\)"),
         ("exact_macth", "did you mean 'exact_match'"),
-        ("no_such_module:f", "must be importable as module:function"),
-        ("math:no_such_function", "must be importable as module:function"),
+        ("no_such_module:f", "there is no module 'no_such_module'"),
+        ("json:no_such_function", "has no 'no_such_function'"),
     ],
 )
 def test_rewards_that_cannot_work_are_refused(reward, message):
     with pytest.raises(ValueError, match=message):
         make_environment(reward)
+
+
+def test_a_module_in_the_working_directory(tmp_path, monkeypatch):
+    """An installed command has no working directory on its path. What goes wrong inside the module is shown as it is."""
+    (tmp_path / "my_rewards_here.py").write_text("def half(prompt, response):\n    return 0.5\n")
+    (tmp_path / "my_broken_rewards.py").write_text("import no_such_dependency\n")
+    monkeypatch.chdir(tmp_path)
+    assert make_environment("my_rewards_here:half").step([LOG], [{}]).rewards == [0.5]
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        make_environment("my_broken_rewards:half")
 
 
 def test_by_name_by_import_and_as_it_is():

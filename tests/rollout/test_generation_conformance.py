@@ -10,7 +10,7 @@ from torch import nn
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config import GenerationConfig
-from tests.models import random_prompts, tiny_model, tiny_tokenizer
+from tests.models import KINDS, random_prompts, tiny_model, tiny_tokenizer
 
 
 def torch_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
@@ -37,7 +37,7 @@ def test_it_keeps_the_protocol(make):
     assert isinstance(make(), GenerationBackend)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", sorted(KINDS))
 def test_greedy_tokens_equal_transformers_generate(make, kind):
     model = tiny_model(kind, scale=3.0)
     prompts = random_prompts(12, seed=1)
@@ -185,6 +185,39 @@ def test_weights_of_another_model_are_refused(make):
     other = tiny_model(hidden_size=16)
     with pytest.raises(ValueError, match=r"embed_tokens.weight' does not fit"):
         make().update_weights(((name, p.detach()) for name, p in other.named_parameters()), version=1)
+
+
+def test_every_end_token_of_the_model_stops(make):
+    """Also those that only its generation configuration names, as instruction models do."""
+    model = tiny_model(scale=3.0)
+    prompt = random_prompts(1, seed=9)[0]
+    free = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
+    model.generation_config.eos_token_id = [1, free.token_ids[4]]
+    ours = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
+    theirs = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=12, pad_token_id=0)
+    assert list(ours.token_ids) == theirs[0, len(prompt) :].tolist()
+    assert len(ours.token_ids) < 12
+    assert ours.finish_reason == "stop"
+
+
+def test_weights_that_are_not_finite_are_an_error_that_leaves_no_trace(make):
+    model = tiny_model(scale=3.0)
+    backend, prompts, params = make(model), random_prompts(3), SamplingParams(temperature=0.0, max_new_tokens=6)
+    before = backend.generate(prompts, params)
+    sound = {name: p.detach().clone() for name, p in model.named_parameters()}
+    backend.update_weights(((name, torch.full_like(p, float("nan"))) for name, p in sound.items()), version=1)
+    with pytest.raises(FloatingPointError, match="weights hold NaN"):
+        backend.generate(prompts, params)
+    backend.update_weights(sound.items(), version=0)
+    assert backend.generate(prompts, params) == before
+
+
+def test_long_and_short_prompts_together(make):
+    model = tiny_model(scale=3.0)
+    prompts = [[2] * 200, [3], *random_prompts(30), [4] * 150]
+    params = SamplingParams(temperature=0.0, max_new_tokens=5)
+    together = [c.token_ids for c in make(model, 8).generate(prompts, params)]
+    assert together == [make(model).generate([prompt], params)[0].token_ids for prompt in prompts]
 
 
 def test_sleeping(make):

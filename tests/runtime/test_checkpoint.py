@@ -277,7 +277,7 @@ def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
 
 def test_load_checks_the_state_before_it_changes_the_trainer(tmp_path):
     (path,) = saved(tmp_path, 1)
-    (path / "state.json").write_text('{"step": 1}')
+    (path / "state.json").write_text('{"algorithm": "nonetype", "step": 1}')
     manifest = json.loads((path / "manifest.json").read_text())
     size, digest = checkpoint._fingerprint(path / "state.json")
     manifest["files"]["state.json"] = {"size": size, "sha256": digest}

@@ -16,18 +16,10 @@ import pytest
 import nemorl
 from nemorl.runtime import cli
 from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig
-from nemorl.runtime.config import (
-    ClippedLoss,
-    GenerationConfig,
-    GroupAdvantage,
-    GRPOConfig,
-    GSPOLoss,
-    ReinforceLoss,
-    ReinforcePlusPlusAdvantage,
-    SFTConfig,
-)
+from nemorl.runtime.config import GenerationConfig, GRPOConfig, SFTConfig
 from nemorl.runtime.config_io import dump_yaml, fields_of, from_dict, load_config, variants
 from nemorl.runtime.flags import field_docs, peek, unions
+from nemorl.runtime.policy_config import ClippedLoss, GroupAdvantage, GSPOLoss, ReinforceLoss, ReinforcePlusPlusAdvantage
 
 NEEDED = {
     "sft": ["--model.path", "m", "--data.train", "d"],
@@ -259,7 +251,7 @@ BAD = [
     (["grpo", "--num-prompts-per-step", "many"], "Error parsing --num-prompts-per-step"),
     (["grpo", "--advantage.baseline", "mean"], "invalid choice 'mean'"),
     (["grpo", "--kl.coef", "-1"], "nemorl grpo: error: kl.coef must be at least 0, but it is -1.0: use 0 or more"),
-    (["grpo", "--num-generations-per-prompt", "1"], "num_generations_per_prompt must be at least 2 with a group baseline"),
+    (["grpo", "--num-generations-per-prompt", "1"], "num_generations_per_prompt must be at least 2 where responses are compared within their group"),
     (["grpo", "--config", "nope.yaml"], "can't read the config file nope.yaml"),
     (["grpo", "--data.train", "d"], "model.path must be given"),
     (["sft", "--model.path", "m"], "data.train must be given"),
@@ -384,7 +376,7 @@ def test_interrupt(launched: types.SimpleNamespace, tmp_path: Path, capsys: pyte
     (run / "checkpoints" / "latest").write_text("step_3")
     assert cli.main(["grpo", *NEEDED["grpo"], "--run.dir", str(run)]) == 130
     assert capsys.readouterr().err.splitlines() == [
-        f"nemorl grpo: interrupted; go on from the last checkpoint with: nemorl grpo --config {run / 'config.yaml'} --run.resume"
+        f"nemorl grpo: interrupted; go on from the last checkpoint with: nemorl grpo --run.dir {run} --run.resume"
     ]
     assert cli.main(["eval", *NEEDED["eval"]]) == 130 and capsys.readouterr().err == "nemorl eval: interrupted\n"
 

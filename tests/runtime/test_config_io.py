@@ -8,21 +8,9 @@ import pytest
 import yaml
 
 from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig
-from nemorl.runtime.config import (
-    CISPOLoss,
-    ClippedLoss,
-    GenerationConfig,
-    GroupAdvantage,
-    GRPOConfig,
-    GSPOLoss,
-    OptimizerConfig,
-    ReinforceLoss,
-    ReinforcePlusPlusAdvantage,
-    RunConfig,
-    SFTConfig,
-    TrainerConfig,
-)
+from nemorl.runtime.config import GenerationConfig, GRPOConfig, OptimizerConfig, RunConfig, SFTConfig, TrainerConfig
 from nemorl.runtime.config_io import ALIASES, dump_yaml, from_dict, load_config, load_yaml, merge, to_dict
+from nemorl.runtime.policy_config import CISPOLoss, ClippedLoss, GroupAdvantage, GSPOLoss, ReinforceLoss, ReinforcePlusPlusAdvantage
 
 CONFIGS: list[Any] = [
     SFTConfig(),
@@ -30,7 +18,7 @@ CONFIGS: list[Any] = [
     GRPOConfig(loss=GSPOLoss(token_gradient=True), advantage=ReinforcePlusPlusAdvantage(kl_coef=1e-5)),
     GRPOConfig(loss=CISPOLoss(clip_low=None), generation=GenerationConfig(stop_strings=("\n", "1e-5", "null", "ü: #"), stop_token_ids=(3, 4))),
     GRPOConfig(loss=ReinforceLoss(), run=RunConfig(dir="1e-5", tensorboard=False), optimizer=OptimizerConfig(max_grad_norm=None, eps=1e-12)),
-    SFTConfig(max_num_steps=3, trainer=TrainerConfig(sequence_packing=True, packed_row_tokens=64)),
+    SFTConfig(max_num_steps=3, trainer=TrainerConfig(sequence_packing=True, packed_row_tokens=4096)),
     EvalConfig(model="m", data="d", n=3, generation=GenerationConfig(temperature=0.5)),
     GenerateConfig(model="m", prompt=("1+1=", "yes", "12:30")),
     ExportConfig(run="runs/a", output="out", step=0),
@@ -119,7 +107,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"generation": {"stop_strings": "a"}}, r"generation\.stop_strings must be a list, of which each is a string, but it is 'a': write \[a\]"),
     ({"generation": {"stop_token_ids": ["a"]}}, r"generation\.stop_token_ids must be a list, of which each is an integer"),
     ({"kl": {"coef": -1.0}}, r"kl\.coef must be at least 0, but it is -1\.0"),
-    ({"num_generations_per_prompt": 1}, r"num_generations_per_prompt must be at least 2 with a group baseline"),
+    ({"num_generations_per_prompt": 1}, r"num_generations_per_prompt must be at least 2 where responses are compared within their group"),
     ({"ratio_clip_min": 0.1, "loss": {"clip_low": 0.1}}, r"ratio_clip_min and loss\.clip_low are the same setting"),
     ({"ratio_clip_min": 0.1, "loss": {"ratio_clip_min": 0.1}}, r"are the same setting"),
     ({"val_period": 5, "run": {"val_period": 5}}, r"val_period and run\.val_period are the same setting"),

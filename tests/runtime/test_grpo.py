@@ -8,10 +8,11 @@ import torch
 
 import nemorl
 from nemorl.losses import policy
-from nemorl.losses.logprobs import LogprobKind
+from nemorl.losses.logprobs import LogprobKind, Logprobs
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.rollout.collect import Rollouts, to_token_batch
+from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.algorithms import grpo
 from nemorl.runtime.callbacks import Callback, StopTraining
@@ -125,16 +126,16 @@ def test_one_update_needs_no_second_forward_pass_and_gives_the_same(tmp_path: Pa
 
 
 def test_minibatches_cover_the_batch_once_a_pass_with_weights_of_their_own():
-    config = nemorl.GRPOConfig(train_global_batch_size=3, num_updates_per_batch=2, reduction="token_mean")
-    rolled = rollouts([1.0, 0.0] * 4, lengths=[1, 2, 3, 4, 5, 6, 7, 8])
+    config = nemorl.GRPOConfig(train_global_batch_size=4, num_updates_per_batch=2, reduction="token_mean")
+    rolled = rollouts([1.0, 0.0] * 5, lengths=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
     parts = list(grpo.minibatches(to_token_batch(rolled), rolled, config, seed=1))
-    assert [len(part) for part in parts] == [3, 3, 2] * 2
+    assert [len(part) for part in parts] == [4, 3, 3] * 2  # as even as can be where dynamic sampling found too few
     for part in parts:
         assert part.loss_weights.sum().item() == pytest.approx(1)
     lengths = [sorted(int(n) for part in passed for n in part.loss_mask.sum(-1)) for passed in (parts[:3], parts[3:])]
-    assert lengths == [list(range(1, 9))] * 2
+    assert lengths == [list(range(1, 11))] * 2
     assert not torch.equal(parts[0].loss_mask, parts[3].loss_mask)  # another order in the second pass
-    assert grpo.updates_per_batch(config, 8) == 6
+    assert grpo.updates_per_batch(config, 10) == 6
     assert grpo.updates_per_batch(config, 3) == 2
     assert grpo.updates_per_batch(nemorl.GRPOConfig(), 3) == 1
 
@@ -182,13 +183,18 @@ def test_dynamic_sampling_replaces_whole_groups(tmp_path: Path):
 
     class Groups(Callback):
         def on_step_end(self, trainer, step, metrics) -> None:
-            assert metrics["informative_groups"] == 1.0
-            assert metrics["groups_kept"] < 1.0
+            assert metrics["groups_kept"] == pytest.approx(metrics["informative_groups"])  # measured on all that were sampled
+            assert metrics["groups_kept"] < 1
+            assert metrics["calls"] == pytest.approx(1)
+
+    class Counted(FunctionalRewardWrapper):
+        def global_post_process_and_metrics(self, batch):
+            return batch, {"calls": 1.0}
 
     recorder = Recorder()
     slow = nemorl.OptimizerConfig(lr=1e-6)
     config = grpo_config(tmp_path, dynamic_sampling=True, max_sampling_rounds=8, optimizer=slow, run={"samples_per_step": 100})
-    start(config, reward=reward, callbacks=[recorder, Groups()])
+    start(config, reward=Counted(reward), callbacks=[recorder, Groups()])
     for samples in recorder.samples:
         groups: dict[int, list[float]] = {}
         for sample in samples:
@@ -224,6 +230,31 @@ def test_epochs_and_stopping(tmp_path: Path):
     assert (tmp_path / "checkpoints" / "step_8").exists()
 
 
+@pytest.mark.parametrize("hook", ["on_step_begin", "on_samples", "on_validation_end", "on_epoch_end"])
+def test_any_hook_can_stop_a_run_after_the_present_step(hook: str, tmp_path: Path):
+    class Stop(Callback):
+        pass
+
+    def stop(self, trainer, step, *rest) -> None:
+        if step in (2, 0):
+            raise StopTraining
+
+    setattr(Stop, hook, stop)
+    result = start(grpo_config(tmp_path, steps=9, run={"val_period": 1}), validation=addition_rows(3), callbacks=[Stop()])
+    last = 7 if hook == "on_epoch_end" else 2
+    assert max(line["step"] for line in result.history) == last
+    assert [line["phase"] for line in result.history if line["step"] == last] == ["validation", "train"]
+    assert (tmp_path / "checkpoints" / f"step_{last}").exists()
+
+
+def test_a_group_of_one_learns_from_the_batch(tmp_path: Path):
+    """As the error for a group of one advises."""
+    with pytest.raises(ValueError, match=r"--advantage\.baseline batch_mean --advantage\.scale batch_std"):
+        replace(grpo_config(tmp_path), num_generations_per_prompt=1, advantage=nemorl.GroupAdvantage(baseline="batch_mean"))
+    advantage = nemorl.GroupAdvantage(baseline="batch_mean", scale="batch_std")
+    assert start(grpo_config(tmp_path, steps=1, num_generations_per_prompt=1, advantage=advantage)).metrics["grad_norm"] > 0
+
+
 def test_same_seed_same_run_other_seed_other_run(tmp_path: Path):
     def numbers(folder: str, seed: int) -> list[float]:
         history = start(grpo_config(tmp_path / folder, steps=2, run={"seed": seed})).history
@@ -252,6 +283,14 @@ def test_the_loss_is_the_one_that_was_chosen():
     assert policy.on_policy(logprobs).requires_grad is False
 
 
+def test_logprobs_of_another_distribution_are_refused():
+    batch = to_token_batch(rollouts([1.0], group=1))
+    values = torch.zeros_like(batch.generation_logprobs)
+    assert grpo.of_this_batch(Logprobs(values, LogprobKind(policy_version=3)), batch, "prev_logprobs") is values
+    with pytest.raises(ValueError, match=r"prev_logprobs and the batch's .*temperature: 0\.5 and 1\.0"):
+        grpo.of_this_batch(Logprobs(values, LogprobKind(temperature=0.5)), batch, "prev_logprobs")
+
+
 def test_entropy_bonus_and_its_metric():
     batch = to_token_batch(rollouts([1.0], group=1))
     ones = batch.loss_mask.float()
@@ -272,7 +311,9 @@ def test_a_reward_that_fails_names_the_prompt(tmp_path: Path):
 
 
 def test_config_checks():
-    with pytest.raises(ValueError, match="num_generations_per_prompt must be at least 2 with a group baseline, but it is 1"):
+    with pytest.raises(
+        ValueError, match="num_generations_per_prompt must be at least 2 where responses are compared within their group, but it is 1"
+    ):
         nemorl.GRPOConfig(num_generations_per_prompt=1)
     with pytest.raises(ValueError, match=r"generation\.temperature must be above 0 for training"):
         nemorl.GRPOConfig(generation=nemorl.GenerationConfig(temperature=0.0))

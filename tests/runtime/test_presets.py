@@ -5,18 +5,9 @@ from pathlib import Path
 import pytest
 
 from nemorl.runtime import presets
-from nemorl.runtime.config import (
-    CISPOLoss,
-    ClippedLoss,
-    GroupAdvantage,
-    GRPOConfig,
-    GSPOLoss,
-    OverlongConfig,
-    ReinforceLoss,
-    ReinforcePlusPlusAdvantage,
-    SFTConfig,
-)
+from nemorl.runtime.config import GRPOConfig, SFTConfig
 from nemorl.runtime.config_io import load_config
+from nemorl.runtime.policy_config import CISPOLoss, ClippedLoss, GroupAdvantage, GSPOLoss, OverlongConfig, ReinforceLoss, ReinforcePlusPlusAdvantage
 from nemorl.runtime.presets import DESCRIPTIONS, PRESETS, preset
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -46,7 +37,7 @@ def test_what_they_hold() -> None:
     assert (dapo.loss, dapo.reduction, dapo.dynamic_sampling, dapo.kl.coef) == (ClippedLoss(clip_high=0.28), "token_mean", True, 0.0)
     assert dapo.overlong == OverlongConfig(buffer=0.2, filter=True)
     assert (preset("gspo").loss, preset("gspo").reduction) == (GSPOLoss(clip_low=3e-4, clip_high=4e-4), "sequence_mean")
-    assert (preset("cispo").loss, preset("cispo").reduction) == (CISPOLoss(), "token_mean")
+    assert (preset("cispo").loss, preset("cispo").reduction) == (CISPOLoss(clip_high=4.0), "token_mean")
     assert preset("reinforce_plus_plus").advantage == ReinforcePlusPlusAdvantage(kl_coef=0.01)
     assert preset("reinforce_plus_plus").needs_reference
 

@@ -43,10 +43,12 @@ def test_commit_is_named_and_changes_are_marked(tmp_path, monkeypatch):
 def test_a_run_is_not_overwritten(directory):
     RunDirectory.create(directory.path, "max_num_steps: 8\n")  # a run that failed before it had any result may be started again
     directory.append_metrics(1, {"loss": 1.0})
-    with pytest.raises(ValueError, match=r"already holds one: go on with it \(--run.resume True\) or name another folder \(--run.dir\)"):
+    with pytest.raises(ValueError, match=r"already holds one: go on with it \(--run.resume\) or name another folder \(--run.dir\)"):
         RunDirectory.create(directory.path, "")
     assert yaml.safe_load(directory.config.read_text())["max_num_steps"] == 8
-    RunDirectory.create(directory.path, "max_num_steps: 9\n", resume=True)
+    resumed = RunDirectory.create(directory.path, "max_num_steps: 9\n", resume=True)
+    assert yaml.safe_load(directory.config.read_text())["max_num_steps"] == 8  # until it is clear that the run can go on
+    resumed.write_config("max_num_steps: 9\n")
     assert yaml.safe_load(directory.config.read_text())["max_num_steps"] == 9
     assert len(directory.read_metrics()) == 1
 

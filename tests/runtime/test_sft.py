@@ -36,7 +36,7 @@ def rows_file(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("options", [{"sequence_packing": True}, {"train_micro_batch_size": 3}, {"sequence_packing": True, "micro_batch_tokens": 30}])
+@pytest.mark.parametrize("options", [{"sequence_packing": True}, {"train_micro_batch_size": 3}, {"sequence_packing": True, "micro_batch_tokens": 32}])
 def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, options):
     def losses(name: str, **trainer) -> list[float]:
         return [line["loss"] for line in start(sft_config(tmp_path / name, trainer=nemorl.TrainerConfig(device="cpu", **trainer))).history]

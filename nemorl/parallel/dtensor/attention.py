@@ -57,7 +57,10 @@ def segment_attention(
     """`[batch, heads, seq, head_dim]` to `[batch, seq, heads, head_dim]`: masked if there is a mask (decoding), else causal by segment."""
     options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
     if attention_mask is not None or segment_buckets is None:
-        output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, is_causal=attention_mask is None, **options)
+        causal = attention_mask is None and query.shape[2] > 1
+        if causal and query.shape[2] != key.shape[2]:
+            raise ValueError("several new tokens after cached ones need an attention mask: set the model's attention implementation back to sdpa")
+        output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, is_causal=causal, **options)
         return rearrange(output, "batch heads seq dim -> batch seq heads dim").contiguous(), None
     flat = [rearrange(x, "batch heads seq dim -> (batch seq) heads dim") for x in (query, key, value)]
     flat = [torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in flat]  # the last one is what buckets are filled up with

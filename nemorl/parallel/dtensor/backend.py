@@ -22,11 +22,14 @@ from nemorl.parallel.dtensor.attention import ATTENTION_NAME, register_attention
 from nemorl.parallel.dtensor.checkpoint import load_model, load_optimizer, save_model, save_optimizer, unique_tensors
 from nemorl.parallel.dtensor.optimizer import clip_gradients, learning_rate, make_optimizer
 from nemorl.parallel.layout import cut
-from nemorl.rollout.causal_lm import check_supported, decoder_of, head_weight, load_causal_lm
+from nemorl.rollout.causal_lm import check_supported, decoder_of, head_weight, load_causal_lm, usable_device
 
 
 class DTensorBackend:
-    """Give it a loaded model, or let `setup` load the one that the configuration names. Parameters and optimizer state are float32."""
+    """Give it a loaded model, or let `setup` load the one that the configuration names. Parameters and optimizer state are float32.
+
+    Dropout, where a model has any, is on in `train_step` and off in `get_logprobs`.
+    """
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._given = model
@@ -36,12 +39,13 @@ class DTensorBackend:
 
     def setup(self, config: BackendConfig) -> None:
         self.config = config
-        device = torch.device(config.trainer.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = usable_device(config.trainer.device)
         model = self._given
         if model is None:
             model = load_causal_lm(config.model.path, from_scratch=config.model.from_scratch, seed=config.seed, device=device)
         check_supported(model)
         self._model = model = model.to(device=device, dtype=torch.float32)
+        self._found = (model.config._attn_implementation, model.training)  # type: ignore[union-attr]
         register_attention()
         model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         if config.trainer.gradient_checkpointing:
@@ -117,6 +121,14 @@ class DTensorBackend:
         self.step = step
 
     def shutdown(self) -> None:
+        """The model is handed back as it came, but for its weights: in float32, with its own attention and mode."""
+        if self._model is not None:
+            attention, training = self._found
+            self._model.set_attn_implementation(attention)  # type: ignore[operator]
+            if self.config.trainer.gradient_checkpointing:
+                self._model.gradient_checkpointing_disable()  # type: ignore[operator]
+            self._model.train(training)
+            self.optimizer.zero_grad(set_to_none=True)
         self._model = self._reference = self._given = None
 
     def _logprobs(self, model: nn.Module, batch: TokenBatch) -> Logprobs:

@@ -1,8 +1,10 @@
 """Rewards by name. A reward is a function `fn(prompt, response, **columns)`; see `nemorl.rollout.environment`."""
 
 import difflib
-import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
@@ -42,12 +44,14 @@ def make_environment(reward: "str | Callable[..., float] | EnvironmentInterface"
         return FunctionalRewardWrapper(reward)
     if ":" in reward:
         module_name, _, attribute = reward.partition(":")
-        try:
-            return make_environment(getattr(importlib.import_module(module_name), attribute))
-        except (ImportError, AttributeError) as error:
-            raise ValueError(
-                f"reward must be importable as module:function, but {reward!r} is not ({error}): run from the folder that holds the module"
-            ) from error
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))  # an installed command does not look where it is run
+        if importlib.util.find_spec(module_name.partition(".")[0]) is None:
+            raise ValueError(f"reward must be importable as module:function, but there is no module {module_name!r} in {Path.cwd()} or installed")
+        module = importlib.import_module(module_name)
+        if not hasattr(module, attribute):
+            raise ValueError(f"reward must be importable as module:function, but {module.__file__} has no {attribute!r}")
+        return make_environment(getattr(module, attribute))
     if reward not in REWARDS:
         close = difflib.get_close_matches(reward, REWARDS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "give your own as module:function"

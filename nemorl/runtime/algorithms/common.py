@@ -1,14 +1,14 @@
 """What the loops share: when something is due, validation by answering, and the sample log."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemorl.data.batch import TokenBatch
 from nemorl.rollout.collect import Prompts, Rollouts, collect
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
-from nemorl.runtime.callbacks import Callback, notify
-from nemorl.runtime.state import LoopState, Run
+from nemorl.runtime.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.state import Run
 
 
 def due(step: int, period: int, last_step: int) -> bool:
@@ -20,16 +20,49 @@ def due(step: int, period: int, last_step: int) -> bool:
     return step == last_step or (period > 0 and step % period == 0)
 
 
-def begin_epochs(callbacks: Sequence[Callback], run: Run, num_rows: int) -> None:
-    """Tell the callbacks of the epoch that a run starts or goes on in."""
-    notify(callbacks, "on_epoch_begin", run, run.state.epoch(num_rows))
+Samples = list[dict[str, Any]]
+Step = Callable[[Run], tuple[Run, dict[str, float], Samples]]
+"""One step of an algorithm: the run after it, what was measured, and responses for the sample log."""
+Validate = Callable[[Run], tuple[dict[str, float], Samples]]
 
 
-def end_epochs(callbacks: Sequence[Callback], before: LoopState, run: Run, num_rows: int, metrics: dict[str, float]) -> None:
-    """Tell the callbacks if the step since `before` came to the end of an epoch."""
-    if run.state.epoch(num_rows) > before.epoch(num_rows):
-        notify(callbacks, "on_epoch_end", run, before.epoch(num_rows), metrics)
-        begin_epochs(callbacks, run, num_rows)
+def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Validate | None, callbacks: Sequence[Callback]) -> Run:
+    """Take steps until `last_step`, validate when it is due, and tell the callbacks; `StopTraining` from one ends it after the present step."""
+    metrics: dict[str, float] = {}
+    stop = False
+
+    def tell(hook: str, *args: Any) -> None:
+        nonlocal stop
+        try:
+            notify(callbacks, hook, *args)
+        except StopTraining:
+            stop = True
+
+    def report_validation() -> Samples:
+        assert validate is not None
+        found, answers = validate(run)
+        tell("on_validation_end", run, run.state.step, found)
+        return answers
+
+    tell("on_train_begin", run)
+    tell("on_epoch_begin", run, run.state.epoch(num_rows))
+    if validate and run.config.run.val_at_start and run.state.step == 0:
+        report_validation()
+    while run.state.step < last_step and not stop:
+        epoch = run.state.epoch(num_rows)
+        tell("on_step_begin", run, run.state.step + 1)
+        run, metrics, samples = step(run)
+        if validate and due(run.state.step, run.config.run.val_period, last_step):
+            answers = report_validation()
+            samples = samples or answers
+        if samples:
+            tell("on_samples", run, run.state.step, samples)
+        tell("on_step_end", run, run.state.step, metrics)  # last, so that a checkpoint vouches for all that was written before
+        if run.state.epoch(num_rows) > epoch:
+            tell("on_epoch_end", run, epoch, metrics)
+            tell("on_epoch_begin", run, run.state.epoch(num_rows))
+    tell("on_train_end", run, metrics)
+    return run
 
 
 def evaluate(
@@ -46,9 +79,9 @@ def evaluate(
     }, rollouts
 
 
-def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> list[dict[str, Any]]:
+def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
     """`count` responses from all over the batch as rows of the sample log; with the batch, the advantage of each of their tokens as well."""
-    samples = []
+    samples: Samples = []
     count = min(count, len(rollouts))
     for i in (place * len(rollouts) // count for place in range(count)):
         completion = rollouts.completions[i]

@@ -1,8 +1,9 @@
 """GRPO and its relatives: sample a group of responses per prompt, compare them with each other, move the policy towards the better ones."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from nemorl.data.datasets import rows_at
 from nemorl.losses import advantages as adv
 from nemorl.losses import masks, policy
 from nemorl.losses.importance import importance_weights, sampler_gap
+from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.losses.masked import mean_of
 from nemorl.losses.rewards import informative_groups, overlong_filter, overlong_penalty
 from nemorl.losses.terms import entropy_bonus, kl_loss
@@ -22,64 +24,51 @@ from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Prompts, Rollouts, collect, join, select, to_token_batch
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.algorithms.common import begin_epochs, due, end_epochs, samples_of
-from nemorl.runtime.callbacks import Callback, StopTraining, notify
-from nemorl.runtime.config import CISPOLoss, ClippedLoss, GRPOConfig, GSPOLoss, ReinforcePlusPlusAdvantage
+from nemorl.runtime.algorithms.common import Samples, Validate, loop, samples_of
+from nemorl.runtime.callbacks import Callback
+from nemorl.runtime.config import GRPOConfig
+from nemorl.runtime.policy_config import CISPOLoss, ClippedLoss, GSPOLoss, ReinforcePlusPlusAdvantage
 from nemorl.runtime.state import Run
 
 
 def run(
-    run: Run,
-    environment: EnvironmentInterface,
-    prompts: Prompts,
-    *,
-    validate: Callable[[Run], dict[str, float]] | None = None,
-    callbacks: Sequence[Callback] = (),
+    run: Run, environment: EnvironmentInterface, prompts: Prompts, *, validate: Validate | None = None, callbacks: Sequence[Callback] = ()
 ) -> Run:
     """Train until `max_num_steps`; returns the run as it stands then."""
-    config: GRPOConfig = run.config
-    assert run.generator is not None
-    loss_fn = make_loss(config)
-    metrics: dict[str, float] = {}
-    notify(callbacks, "on_train_begin", run)
-    begin_epochs(callbacks, run, len(prompts))
-    if validate and config.run.val_at_start and run.state.step == 0:
-        notify(callbacks, "on_validation_end", run, 0, validate(run))
-    while run.state.step < config.max_num_steps:
-        step, start = run.state.step + 1, time.perf_counter()
-        notify(callbacks, "on_step_begin", run, step)
-        rollouts, num_rows = roll_out(run, environment, prompts)
-        generated = time.perf_counter()
-        batch = prepare(run, rollouts)
-        measured: Metrics = {}
-        for minibatch in minibatches(batch, rollouts, config, seed=derive_seed(run.state.seed, run.state.step)):
-            measured = merge(measured, run.trainer.train_step(minibatch, loss_fn))
-        before, run = run.state, replace(run, state=run.state.advance(rows=num_rows))
-        assert run.generator is not None
-        run.generator.update_weights(run.trainer.export_weights(), version=run.state.policy_version)
-        metrics = {**rollout_metrics(rollouts, num_rows), **finalize(measured), **timing(start, generated, rollouts)}
-        if validate and due(step, config.run.val_period, config.max_num_steps):
-            notify(callbacks, "on_validation_end", run, step, validate(run))
-        notify(callbacks, "on_samples", run, step, samples_of(rollouts, batch, config.run.samples_per_step))
-        try:
-            notify(callbacks, "on_step_end", run, step, metrics)
-            end_epochs(callbacks, before, run, len(prompts), metrics)
-        except StopTraining:
-            break
-    notify(callbacks, "on_train_end", run, metrics)
-    return run
+    step = partial(train_step, environment=environment, prompts=prompts, loss_fn=make_loss(run.config))
+    return loop(run, step, last_step=run.config.max_num_steps, num_rows=len(prompts), validate=validate, callbacks=callbacks)
 
 
-def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts) -> tuple[Rollouts, int]:
-    """The step's groups, and how many prompts they took. Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds."""
+def train_step(run: Run, *, environment: EnvironmentInterface, prompts: Prompts, loss_fn: LossFn) -> tuple[Run, dict[str, float], Samples]:
+    """Sample groups of responses, judge them, compare them within their groups, and update the policy on the batch."""
+    config, generator, trainer, start = run.config, run.generator, run.trainer, time.perf_counter()
+    assert generator is not None
+    rollouts, everything = roll_out(run, environment, prompts)
+    generated = time.perf_counter()
+    generator.sleep()  # the cache's memory is the trainer's for now
+    batch = prepare(run, rollouts)
+    measured: Metrics = {}
+    for minibatch in minibatches(batch, rollouts, config, seed=derive_seed(run.state.seed, run.state.step)):
+        measured = merge(measured, trainer.train_step(minibatch, loss_fn))
+    run = replace(run, state=run.state.advance(rows=num_groups(everything)))
+    generator.wake()
+    generator.update_weights(trainer.export_weights(), version=run.state.policy_version)
+    metrics = {**rollout_metrics(everything), "groups_kept": num_groups(rollouts) / num_groups(everything), **finalize(measured)}
+    return run, metrics | timing(start, generated, everything), samples_of(rollouts, batch, config.run.samples_per_step)
+
+
+def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts) -> tuple[Rollouts, Rollouts]:
+    """The groups to train on, and all that were sampled. Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds."""
     config, state = run.config, run.state
     assert run.generator is not None
     sampling = replace(config.generation.sampling_params(), n=config.num_generations_per_prompt)
     kept: list[Rollouts] = []
+    sampled: list[Rollouts] = []
     wanted, taken = config.num_prompts_per_step, 0
     for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
         rows = rows_at(len(prompts), cursor=state.cursor + taken, count=wanted, seed=state.seed, shuffle=config.data.shuffle)
         fresh = collect(run.generator, environment, prompts.take(rows), sampling, seed=derive_seed(state.seed, state.step), first_group=taken)
+        sampled.append(fresh)
         taken += wanted
         informative = informative_groups(fresh.rewards, fresh.group_id) if config.dynamic_sampling else torch.ones(len(fresh), dtype=torch.bool)
         if informative.any():
@@ -87,7 +76,7 @@ def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts) -> t
             wanted -= len(kept[-1]) // sampling.n
         if not wanted:
             break
-    return join(kept or [fresh]), taken
+    return join(kept or [fresh]), join(sampled)
 
 
 def prepare(run: Run, rollouts: Rollouts) -> TokenBatch:
@@ -95,12 +84,18 @@ def prepare(run: Run, rollouts: Rollouts) -> TokenBatch:
     config: GRPOConfig = run.config
     batch = to_token_batch(rollouts)
     if config.needs_reference:
-        batch = replace(batch, reference_logprobs=run.trainer.get_reference_logprobs(batch).values)
+        batch = replace(batch, reference_logprobs=of_this_batch(run.trainer.get_reference_logprobs(batch), batch, "reference_logprobs"))
     if updates_per_batch(config, len(batch)) > 1 or needs_kl_reward(config):
-        batch = replace(batch, prev_logprobs=run.trainer.get_logprobs(batch).values)
+        batch = replace(batch, prev_logprobs=of_this_batch(run.trainer.get_logprobs(batch), batch, "prev_logprobs"))
     if config.overlong.filter:
         batch = replace(batch, loss_mask=overlong_filter(batch.loss_mask, rollouts.truncated))
     return replace(batch, advantages=advantages(config, rollouts, batch))
+
+
+def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Tensor, "batch seq"]:
+    """The values of log-probabilities that can be compared with the batch's; LogprobKindError if they are of another temperature or filter."""
+    require_same_support(logprobs.kind, batch.logprob_kind, what_a=name, what_b="the batch's")
+    return logprobs.values
 
 
 def advantages(config: GRPOConfig, rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
@@ -130,7 +125,7 @@ def minibatches(batch: TokenBatch, rollouts: Rollouts, config: GRPOConfig, *, se
         rows = torch.arange(len(batch))
         if size < len(batch):
             rows = torch.randperm(len(batch), generator=torch.Generator().manual_seed(derive_seed(seed, epoch)))
-        for part in rows.split(size):
+        for part in rows.tensor_split(-(-len(batch) // size)):
             minibatch = take(batch, part)
             yield replace(minibatch, loss_weights=loss_weights(minibatch.loss_mask, rollouts.group_id[part], config))
 
@@ -197,8 +192,12 @@ def needs_kl_reward(config: GRPOConfig) -> bool:
     return isinstance(config.advantage, ReinforcePlusPlusAdvantage) and config.advantage.kl_coef > 0
 
 
-def rollout_metrics(rollouts: Rollouts, num_rows: int) -> dict[str, float]:
-    groups = len(rollouts.group_id.unique())
+def num_groups(rollouts: Rollouts) -> int:
+    """How many prompts the responses answer."""
+    return len(rollouts.group_id.unique())
+
+
+def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     return {
         **rollouts.metrics,
         "reward": float(rollouts.rewards.mean()),
@@ -206,7 +205,6 @@ def rollout_metrics(rollouts: Rollouts, num_rows: int) -> dict[str, float]:
         "reward_std": float(rollouts.rewards.std(correction=0)),
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
-        "groups_kept": groups / num_rows,
         "informative_groups": float(informative_groups(rollouts.rewards, rollouts.group_id).float().mean()),
     }
 

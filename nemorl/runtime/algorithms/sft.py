@@ -1,8 +1,9 @@
 """Supervised fine-tuning: raise the probability of the demonstrations."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import rows_at
@@ -11,42 +12,28 @@ from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, finalize, merge
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import begin_epochs, due, end_epochs
-from nemorl.runtime.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.algorithms.common import Samples, Validate, loop
+from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.config import SFTConfig
 from nemorl.runtime.state import Run
 
 
-def run(
-    run: Run, examples: Sequence[Example], *, validate: Callable[[Run], dict[str, float]] | None = None, callbacks: Sequence[Callback] = ()
-) -> Run:
+def run(run: Run, examples: Sequence[Example], *, validate: Validate | None = None, callbacks: Sequence[Callback] = ()) -> Run:
     """Train until `max_num_steps`, or for `num_epochs` passes over the examples; returns the run as it stands then."""
-    config: SFTConfig = run.config
-    last_step = num_steps(config, len(examples))
-    metrics: dict[str, float] = {}
-    notify(callbacks, "on_train_begin", run)
-    begin_epochs(callbacks, run, len(examples))
-    if validate and config.run.val_at_start and run.state.step == 0:
-        notify(callbacks, "on_validation_end", run, 0, validate(run))
-    while run.state.step < last_step:
-        step, start = run.state.step + 1, time.perf_counter()
-        notify(callbacks, "on_step_begin", run, step)
-        count = config.train_global_batch_size
-        rows = rows_at(len(examples), cursor=run.state.cursor, count=count, seed=run.state.seed, shuffle=config.data.shuffle)
-        batch = with_loss_weights(collate([examples[i] for i in rows]), config)
-        measured = finalize(run.trainer.train_step(batch, loss_fn))
-        before, run = run.state, replace(run, state=run.state.advance(rows=count))
-        seconds = time.perf_counter() - start
-        metrics = {**measured, "seconds": seconds, "tokens_per_second": batch.num_tokens / seconds}
-        if validate and due(step, config.run.val_period, last_step):
-            notify(callbacks, "on_validation_end", run, step, validate(run))
-        try:
-            notify(callbacks, "on_step_end", run, step, metrics)
-            end_epochs(callbacks, before, run, len(examples), metrics)
-        except StopTraining:
-            break
-    notify(callbacks, "on_train_end", run, metrics)
-    return run
+    last_step = num_steps(run.config, len(examples))
+    return loop(run, partial(train_step, examples=examples), last_step=last_step, num_rows=len(examples), validate=validate, callbacks=callbacks)
+
+
+def train_step(run: Run, *, examples: Sequence[Example]) -> tuple[Run, dict[str, float], Samples]:
+    """The next rows of the seeded order, as one optimizer step."""
+    config, state, start = run.config, run.state, time.perf_counter()
+    count = config.train_global_batch_size
+    rows = rows_at(len(examples), cursor=state.cursor, count=count, seed=state.seed, shuffle=config.data.shuffle)
+    batch = with_loss_weights(collate([examples[i] for i in rows]), config)
+    metrics = finalize(run.trainer.train_step(batch, loss_fn))
+    run = replace(run, state=state.advance(rows=count))
+    seconds = time.perf_counter() - start
+    return run, {**metrics, "seconds": seconds, "tokens_per_second": batch.num_tokens / seconds}, []
 
 
 def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:

@@ -73,9 +73,12 @@ def test_flags_beat_the_file_which_beats_the_preset(workplace: Path):
     assert steps(workplace / "grpo") == [1, 2]
 
 
-def test_resume_from_the_runs_own_config(workplace: Path):
-    assert main(["grpo", "--config", str(workplace / "grpo" / "config.yaml"), "--run.resume", "--max-num-steps", "3"]) == 0
-    assert steps(workplace / "grpo") == [1, 2, 3]
+def test_resume_by_naming_the_directory(workplace: Path):
+    """With its own settings; also after it was moved."""
+    moved = (workplace / "grpo").rename(workplace / "moved")
+    assert main(["grpo", "--run.dir", str(moved), "--run.resume", "--max-num-steps", "3"]) == 0
+    assert steps(moved) == [1, 2, 3]
+    assert not (workplace / "grpo").exists()
 
 
 def test_eval(workplace: Path, capsys):

@@ -53,6 +53,91 @@ def test_export_of_a_checkpoint(saved, tmp_path: Path):
         nemorl.generate(nemorl.GenerateConfig(model=str(tmp_path / "run"), prompt=("1",)))
 
 
+def test_export_replaces_nothing_but_an_export(saved, tmp_path: Path):
+    nemorl.run(by_name(grpo_config(tmp_path / "run", steps=1), saved))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    for output in (mine, tmp_path / "run", mine / "thesis.txt"):
+        with pytest.raises(ValueError, match="output must be a new folder or an earlier export"):
+            nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(output)))
+    assert (mine / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "run" / "checkpoints" / "step_1").exists()
+    for _ in range(2):  # an earlier export may be replaced
+        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "out")))
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+def test_an_export_keeps_what_the_model_knew(tmp_path: Path):
+    """Its generation settings, and the chat template that it was trained with."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    model = tiny_model()
+    model.generation_config = GenerationConfig(eos_token_id=[1, 5], temperature=0.6, do_sample=True)
+    rows = [{"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in addition_rows()]
+    config = grpo_config(tmp_path / "run", steps=1, run={"export": True}, model=nemorl.ModelConfig(chat_template=template), reward="contains_answer")
+    nemorl.run(config, model=model, tokenizer=tiny_tokenizer(), train=rows)
+    found = GenerationConfig.from_pretrained(tmp_path / "run" / "hf")
+    assert (found.eos_token_id, found.temperature) == ([1, 5], 0.6)
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "hf").chat_template == template
+
+
+def test_a_run_directory_is_a_model_too(saved, tmp_path: Path):
+    nemorl.run(by_name(sft_config(tmp_path / "first", steps=1, run={"export": True}), saved))
+    again = by_name(grpo_config(tmp_path / "second", steps=1), {**saved, "model": str(tmp_path / "first")})
+    assert nemorl.run(again).metrics["num_tokens"] > 0
+
+
+def test_the_given_model_is_handed_back(tmp_path: Path):
+    result = start(grpo_config(tmp_path, steps=1))
+    ids = torch.tensor([[3, 4, 5]])
+    fresh = tiny_model()
+    fresh.load_state_dict(result.model.state_dict())
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(result.model.generate(ids, **options), fresh.generate(ids, **options))
+
+
+def test_a_resume_that_cannot_be_right_changes_nothing(saved, tmp_path: Path):
+    config = by_name(sft_config(tmp_path / "run", steps=1), saved)
+    nemorl.run(config)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    resumed = replace(config, run=replace(config.run, resume=True), max_num_steps=2)
+    small = tmp_path / "small"
+    tiny_model(hidden_size=16).save_pretrained(small)
+    tiny_tokenizer().save_pretrained(small)
+    for wrong, message in (
+        (replace(resumed, run=replace(resumed.run, seed=5)), r"run\.seed must stay as it was when a run is resumed \(0\), but it is 5"),
+        (replace(by_name(grpo_config(tmp_path / "run"), saved), run=resumed.run), "must be resumed by its own algorithm, but .* is of sft, not grpo"),
+        (replace(resumed, model=nemorl.ModelConfig(path=str(small))), "must be of the model in use"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nemorl.run(wrong)
+        assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    nemorl.run(resumed)
+    assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "run" / "config.yaml") == replace(config, max_num_steps=2)
+
+
+def test_nothing_to_resume_is_said(tmp_path: Path):
+    with pytest.warns(UserWarning, match="no checkpoint in .* so the run starts anew"):
+        start(grpo_config(tmp_path, steps=1, run={"resume": True}))
+
+
+def test_questions_that_leave_no_room_for_an_answer(tmp_path: Path):
+    config = replace(sft_config(tmp_path), generation=nemorl.GenerationConfig())
+    with pytest.raises(ValueError, match=r"generation\.max_new_tokens must be below data\.max_total_sequence_length, but it is 256"):
+        start(config, validation=addition_rows(3))
+    assert start(replace(config, max_num_steps=1), validation=[{"prompt": "1", "response": "2"}]).metrics["val_loss"] > 0
+
+
+def test_a_split_of_a_file_is_refused(saved, tmp_path: Path):
+    config = by_name(grpo_config(tmp_path / "run"), saved)
+    with pytest.raises(ValueError, match="split"):
+        nemorl.run(replace(config, data=replace(config.data, validation_split="test")))
+    with pytest.raises(ValueError, match="split"):
+        nemorl.evaluate(nemorl.EvalConfig(model=saved["model"], data=saved["rows"], split="nonsense"))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -51,7 +51,7 @@ def save_tokenizer(folder: Path) -> int:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<pad>", eos_token="<eos>").save_pretrained(folder)
     return len(vocabulary)
 
 
@@ -88,10 +88,10 @@ def save_rows(folder: Path, settings: Quickstart) -> None:
 
 
 def show_answers(title: str, model: Path, count: int = 6) -> None:
-    """What the model answers to the first sums that were held out."""
+    """What the model answers to the first sums that were held out; the last digit comes first, as in the demonstrations."""
     limits = nemorl.GenerationConfig(temperature=0.0, max_new_tokens=5)
     result = nemorl.evaluate(nemorl.EvalConfig(model=str(model), data=str(model.parent / "held_out.jsonl"), max_rows=count, generation=limits))
-    print(f"\n[bold]{title}[/]")
+    print(f"\n[bold]{title}[/] (the last digit comes first)")
     for answer in result["answers"]:
         mark = "[green]right[/]" if answer["reward"] == 1 else f"[red]wrong[/], it is {answer['answer']}"
         print(f"  {answer['prompt']}{answer['response']:<4} {mark}")
@@ -160,4 +160,7 @@ def main(settings: Quickstart) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Quickstart))
+    try:
+        main(tyro.cli(Quickstart))
+    except KeyboardInterrupt:
+        raise SystemExit("interrupted; make quickstart begins anew") from None

@@ -71,7 +71,12 @@ def test_a_short_quickstart(tmp_path: Path):
     output, last = quickstart(tmp_path, *short)
     assert last[3] == "3"
     assert (tmp_path / "grpo" / "plots" / "overview.png").exists()
-    for expected in ("Answers after supervised fine-tuning", "Answers after reinforcement learning", "nemorl generate --model", "--run.resume"):
+    for expected in (
+        "Answers after supervised fine-tuning (the last digit comes first)",
+        "Answers after reinforcement learning",
+        "nemorl generate --model",
+        "--run.resume",
+    ):
         assert expected in output
     assert output.count("right") + output.count("wrong, it is") == 12
     again = quickstart(tmp_path, *short)[1]

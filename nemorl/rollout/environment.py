@@ -1,6 +1,7 @@
 """Where rewards come from: environments, and plain functions made into one."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
@@ -87,23 +88,30 @@ class FunctionalRewardWrapper:
     def global_post_process_and_metrics(self, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, float]]:
         return batch, {}
 
+    def check(self, rows: Sequence[Metadata]) -> None:
+        """Raise a ValueError that names the first row without a column that the function wants."""
+        wanted = [name for name, required in self._columns.items() if required]
+        for number, row in enumerate(rows, start=1):
+            missing = [name for name in wanted if row.get(name) is None]
+            if missing:
+                raise ValueError(
+                    f"reward {self.name!r} wants the column {missing[0]!r}, but row {number} has only {sorted(row)}: add it or leave the row out"
+                )
+
     def _reward(self, log: MessageLog, row: Metadata) -> float:
-        missing = [name for name, required in self._columns.items() if required and name not in row]
-        if missing:
-            raise ValueError(
-                f"reward {self.name!r} wants the column {missing[0]!r}, but the rows have {sorted(row)}: add the column or rename the parameter"
-            )
+        self.check([row])
         columns = dict(row) if self._all_columns else {name: row[name] for name in self._columns if name in row}
         prompt, response = text_of(log[:-1]), str(log[-1]["content"])
         for taken in ("prompt", "response"):
             columns.pop(taken, None)
         try:
-            reward = float(self.fn(prompt, response, **columns))
+            result = self.fn(prompt, response, **columns)
         except Exception as error:
             error.add_note(f"This was reward {self.name!r} for prompt {prompt!r} and response {response!r}.")
             raise
-        if reward != reward or reward in (float("inf"), float("-inf")):
-            raise ValueError(f"reward {self.name!r} must be a finite number, but it is {reward} for prompt {prompt!r} and response {response!r}")
+        reward = float(result) if hasattr(result, "__float__") else math.nan
+        if not math.isfinite(reward):
+            raise ValueError(f"reward {self.name!r} must be a finite number, but it is {result!r} for prompt {prompt!r} and response {response!r}")
         return reward
 
 

@@ -152,11 +152,16 @@ class TorchGenerationBackend:
         if len(params) != len(prompts):
             raise ValueError(f"sampling_params must be one for all or one per prompt, but there are {len(params)} for {len(prompts)} prompts")
         positions = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
+        vocabulary = head_weight(self._model).shape[0]
         waiting: deque[list[Slot]] = deque()
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             if not len(prompt):
                 raise ValueError(
                     f"prompts must have at least one token, but prompt {index} is empty: begin it with the tokenizer's bos token, for example"
+                )
+            if not 0 <= min(prompt) <= max(prompt) < vocabulary:
+                raise ValueError(
+                    f"prompts must be of the model's {vocabulary} tokens, but prompt {index} has {max(prompt)}: use the model's own tokenizer"
                 )
             if len(prompt) >= positions:
                 raise ValueError(

@@ -45,6 +45,7 @@ nemorl COMMAND --help lists every setting. NEMORL_TRACEBACK=1 shows where an err
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 a setting or input that can't be, 130 interrupted."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is there: spinning OpenMP threads stall each other on a busy machine
     command, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -70,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("NEMORL_TRACEBACK"):
             raise
         hint = "" if config is None else " (NEMORL_TRACEBACK=1 shows where this came from)"
-        return _fail(f"nemorl {command}", f"{error}{hint}", 2 if isinstance(error, ValueError) else 1)
+        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        return _fail(f"nemorl {command}", f"{error}{notes}{hint}", 2 if isinstance(error, ValueError) else 1)
 
 
 def parse(command: str, args: Sequence[str]) -> Any:

@@ -194,7 +194,7 @@ class GRPOConfig:
     num_generations_per_prompt: int = 8
     """Responses per prompt: the group size."""
     max_num_steps: int = 100
-    """Rollout batches."""
+    """How many rollout batches are sampled and trained on."""
     train_global_batch_size: int | None = None
     """Sequences per optimizer step; a smaller number than the rollout batch gives several updates per batch. None: one update."""
     num_updates_per_batch: int = 1

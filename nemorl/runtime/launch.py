@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from nemorl.data.messages import limit_length
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.checkpoint import unique_tensors
 from nemorl.rollout.collect import Prompts, Rollouts
-from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime import checkpoint
 from nemorl.runtime.algorithms import grpo, sft
@@ -24,9 +24,9 @@ from nemorl.runtime.backends import get_generation_backend, get_training_backend
 from nemorl.runtime.callbacks import Callback, closing
 from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config import DataConfig, GRPOConfig, SFTConfig
-from nemorl.runtime.config_io import dump_yaml
+from nemorl.runtime.config_io import dump_yaml, load_config, to_dict
 from nemorl.runtime.display import make_display
-from nemorl.runtime.logging import CheckpointCallback, JsonlLogger, PlotCallback, SampleLogger, tensorboard_logger
+from nemorl.runtime.logging import CheckpointCallback, JsonlLogger, PlotCallback, SampleLogger, SignalWatch, tensorboard_logger
 from nemorl.runtime.pretrained import ExportCallback, load_model, load_tokenizer, model_folder, require_replaceable, with_template, write_pretrained
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.state import LoopState, Run
@@ -42,12 +42,12 @@ class RunResult:
 
     metrics: dict[str, float]
     """Of the last step, and of the last validation as val_…"""
-    history: list[dict[str, Any]]
+    history: list[dict[str, Any]] = field(repr=False)
     """The lines of metrics.jsonl: a dict per step and per validation, told apart by `phase`."""
     directory: Path
-    model: nn.Module
-    """The trained model, live."""
-    tokenizer: Any
+    model: nn.Module = field(repr=False)
+    """The trained model, live, with its own attention and mode."""
+    tokenizer: Any = field(repr=False)
 
 
 def run(
@@ -71,6 +71,8 @@ def run(
     environment = make_environment(reward or config.reward)
     train_rows = _rows(config.data, "train", train)
     validation_rows = _rows(config.data, "validation", validation)
+    if isinstance(environment, FunctionalRewardWrapper) and isinstance(config, GRPOConfig):
+        environment.check([*(train_rows or []), *(validation_rows or [])])
     directory = RunDirectory.create(config.run.dir, dump_yaml(config), resume=config.run.resume)
     checkpoint.sweep(directory.path)
     folder = model_folder(config.model.path)
@@ -98,30 +100,10 @@ def run(
     if isinstance(config, GRPOConfig) or len(prepared.validation_prompts):
         generator = generator_class(model=live_model, tokenizer=tokenizer, precision=config.trainer.precision)  # type: ignore[call-arg]
         generator.setup(config.generation)
-    current = Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path)
-    found = checkpoint.latest(directory.path) if config.run.resume else None
-    if found is not None:
-        current = replace(current, state=checkpoint.load(found, current))
-    elif config.run.resume:
-        warnings.warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew", stacklevel=2)
-    directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
-    directory.truncate(current.state.step if found is not None else -1)
+    current = resumed(Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path), directory, last_step=steps)
     if generator is not None:
         generator.update_weights(trainer.export_weights(), version=current.state.policy_version)
-
-    observers = [
-        make_display(config.run.display, total_steps=steps),
-        JsonlLogger(directory),
-        SampleLogger(directory, limit=config.run.samples_per_step),
-        *tensorboard_logger(directory, config.run.tensorboard),
-        *callbacks,
-    ]
-    savers: list[Callback] = [
-        CheckpointCallback(directory, period=config.run.save_period, keep=config.run.keep_checkpoints, observers=tuple(observers))
-    ]
-    savers += [ExportCallback(directory, live_model)] if config.run.export else []
-    savers += [PlotCallback(directory)] if config.run.plots else []
-    everyone = [*observers, *savers]
+    everyone = all_callbacks(config, directory, live_model, callbacks, last_step=steps)
     try:
         with closing(everyone):
             if isinstance(config, GRPOConfig):
@@ -134,6 +116,44 @@ def run(
             generator.shutdown()
     history = directory.read_metrics()
     return RunResult(final_metrics(history), history, directory.path, live_model, tokenizer)
+
+
+def resumed(run: Run, directory: RunDirectory, *, last_step: int) -> Run:
+    """The run where its last checkpoint left it, if it is to be resumed; with a directory that shows this state and these settings."""
+    config = run.config
+    found = checkpoint.latest(directory.path) if config.run.resume else None
+    if found is not None:
+        run = replace(run, state=checkpoint.load(found, run))
+        for change in changes(directory.config, config):
+            warnings.warn(f"the run goes on with other settings than before: {change}", stacklevel=3)
+        if run.state.step >= last_step:
+            done = f"the run has {run.state.step} steps already, so there is nothing to do up to step {last_step}"
+            warnings.warn(f"{done}: raise max_num_steps", stacklevel=3)
+    elif config.run.resume:
+        warnings.warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew", stacklevel=3)
+    directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
+    directory.truncate(run.state.step if found is not None else -1)
+    return run
+
+
+def all_callbacks(
+    config: SFTConfig | GRPOConfig, directory: RunDirectory, model: nn.Module, given: Sequence[Callback], *, last_step: int
+) -> list[Callback]:
+    """Those that show and record, then the caller's, then those that save: a checkpoint vouches for what was written before it."""
+    observers = [
+        make_display(config.run.display, total_steps=last_step),
+        JsonlLogger(directory),
+        SampleLogger(directory, limit=config.run.samples_per_step),
+        *tensorboard_logger(directory, config.run.tensorboard),
+        SignalWatch(),
+        *given,
+    ]
+    savers: list[Callback] = [
+        CheckpointCallback(directory, period=config.run.save_period, keep=config.run.keep_checkpoints, observers=tuple(observers))
+    ]
+    savers += [ExportCallback(directory, model)] if config.run.export else []
+    savers += [PlotCallback(directory)] if config.run.plots else []
+    return [*observers, *savers]
 
 
 @dataclass(frozen=True)
@@ -212,6 +232,18 @@ def _examples(config: SFTConfig, rows: list[dict], tokenizer: Any) -> Sequence[A
     if report.num_truncated or report.num_dropped:
         warnings.warn(f"examples: {report}", stacklevel=2)
     return examples
+
+
+def changes(path: str | Path, config: Any) -> list[str]:
+    """In which settings a config differs from the one in a file, but for `run` and how long it goes on."""
+    before, now = _flat(to_dict(load_config(type(config), path))), _flat(to_dict(config))
+    keys = [key for key in now | before if not key.startswith("run.") and key not in ("max_num_steps", "num_epochs")]
+    return [f"{key} is {now.get(key)!r}, was {before.get(key)!r}" for key in keys if now.get(key) != before.get(key)]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    parts = [_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value} for key, value in tree.items()]
+    return {key: value for part in parts for key, value in part.items()}
 
 
 def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:

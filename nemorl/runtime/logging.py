@@ -77,6 +77,22 @@ def tensorboard_logger(directory: RunDirectory, wanted: bool | None) -> list[Cal
     return [TensorBoardLogger(directory)] if installed and wanted is not False else []
 
 
+class SignalWatch(Callback):
+    """A warning when nothing has been learned from for `patience` steps, because in no group did the rewards differ."""
+
+    def __init__(self, patience: int = 10) -> None:
+        self.patience, self.silent = patience, 0
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self.silent = self.silent + 1 if metrics.get("informative_groups") == 0 else 0
+        if self.silent == self.patience:
+            warnings.warn(
+                f"step {step}: for {self.patience} steps all responses to each prompt had the same reward, so nothing is learned: "
+                "look at samples/ and at the reward; easier prompts, more responses per prompt or some SFT first may help",
+                stacklevel=2,
+            )
+
+
 class CheckpointCallback(Callback):
     """A checkpoint after every `period` steps and at the end (0: only at the end). `observers` are told of each through `on_checkpoint`."""
 

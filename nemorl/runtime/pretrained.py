@@ -20,6 +20,8 @@ def model_folder(name: str) -> str:
     Raises ValueError for a run that has not been exported.
     """
     path = Path(name)
+    if not path.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):  # a hub name is OWNER/NAME
+        raise ValueError(f"the model must be a folder or a hub name (OWNER/NAME), but there is no folder {name}: check the path")
     if not (path / "checkpoints").is_dir() and not (path / "metrics.jsonl").exists():
         return name
     if not (path / "hf" / "config.json").exists():

@@ -41,14 +41,14 @@ def test_rewards_by_hand():
     assert text_of([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]) == "system: Add.\nuser: 1+1="
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "x", None])
 def test_a_reward_must_be_finite(value):
-    with pytest.raises(ValueError, match=r"must be a finite number, but it is (nan|inf) for prompt '1\+1=' and response '2'"):
+    with pytest.raises(ValueError, match=r"must be a finite number, but it is (nan|inf|'x'|None) for prompt '1\+1=' and response '2'"):
         FunctionalRewardWrapper(lambda prompt, response: value).step([LOG], [{}])
 
 
 def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match=r"reward 'exact_match' wants the column 'answer', but the rows have \['solution'\]"):
+    with pytest.raises(ValueError, match=r"reward 'exact_match' wants the column 'answer', but row 1 has only \['solution'\]"):
         FunctionalRewardWrapper(exact_match).step([LOG], [{"solution": 2}])
 
 

@@ -242,6 +242,7 @@ def test_nothing_to_do(make):
 @pytest.mark.parametrize(
     ("prompts", "params", "message"),
     [
+        ([[2, 42]], SamplingParams(), "of the model's 42 tokens, but prompt 0 has 42"),
         ([[2], []], SamplingParams(max_new_tokens=4), "prompt 1 is empty"),
         ([[2], [2] * 256], SamplingParams(), "256 positions, but prompt 1 has 256 tokens"),
         ([[2], [3]], [SamplingParams()], "there are 1 for 2 prompts"),

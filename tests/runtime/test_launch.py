@@ -12,6 +12,10 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
 
 
+def wants_level(prompt: str, response: str, level: int) -> float:
+    return 1.0
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> dict[str, str]:
     """A model folder and a file of rows."""
@@ -118,6 +122,27 @@ def test_a_resume_that_cannot_be_right_changes_nothing(saved, tmp_path: Path):
     assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "run" / "config.yaml") == replace(config, max_num_steps=2)
 
 
+def test_settings_that_changed_over_a_resume_are_said(saved, tmp_path: Path):
+    config = by_name(grpo_config(tmp_path / "run", steps=1), saved)
+    nemorl.run(config)
+    changed = replace(config, run=replace(config.run, resume=True), max_num_steps=2, reward="contains_answer", kl=nemorl.KLConfig(coef=0.5))
+    with pytest.warns(UserWarning) as caught:
+        nemorl.run(changed)
+    told = [str(w.message) for w in caught if "other settings than before" in str(w.message)]
+    assert sorted(text.split(": ")[1] for text in told) == ["kl.coef is 0.5, was 0.0", "reward is 'contains_answer', was 'exact_match'"]
+    with pytest.warns(UserWarning, match="the run has 2 steps already, so there is nothing to do up to step 1: raise max_num_steps"):
+        nemorl.run(replace(changed, max_num_steps=1))
+
+
+def test_a_run_that_cannot_learn_says_so(tmp_path: Path):
+    with pytest.warns(UserWarning, match="step 10: for 10 steps all responses to each prompt had the same reward"):
+        start(grpo_config(tmp_path, steps=11), reward=lambda prompt, response: 0.0)
+
+
+def test_a_result_is_shown_in_short(tmp_path: Path):
+    assert len(repr(start(grpo_config(tmp_path, steps=1)))) < 1500
+
+
 def test_nothing_to_resume_is_said(tmp_path: Path):
     with pytest.warns(UserWarning, match="no checkpoint in .* so the run starts anew"):
         start(grpo_config(tmp_path, steps=1, run={"resume": True}))
@@ -149,6 +174,9 @@ def test_a_split_of_a_file_is_refused(saved, tmp_path: Path):
         (lambda c: replace(c, data=replace(c.data, prompt_column="question")), "prompt_column is 'question', but row 0"),
         (lambda c: replace(c, data=replace(c.data, max_total_sequence_length=7)), "max_length is 3"),
         (lambda c: replace(c, model=nemorl.ModelConfig(path="no/model")), "none could be loaded from 'no/model'"),
+        (lambda c: replace(c, model=nemorl.ModelConfig(path="runs/no/model")), "there is no folder runs/no/model: check the path"),
+        (lambda c: replace(c, data=replace(c.data, answer_column="prompt_")), "answer_column is 'prompt_'"),
+        (lambda c: replace(c, reward="tests.runtime.test_launch:wants_level"), "wants the column 'level', but row 1 has only"),
         (lambda c: replace(c, model=nemorl.ModelConfig()), "model.path must name a model folder"),
         (lambda c: replace(c, model=replace(c.model, chat_template="no/template.jinja")), "model.chat_template must be a Jinja template or a file"),
     ],

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.backends import get_generation_backend as get_generation_backend
     from nemorl.runtime.backends import get_training_backend as get_training_backend
     from nemorl.runtime.callbacks import Callback as Callback
+    from nemorl.runtime.callbacks import StopTraining as StopTraining
     from nemorl.runtime.commands import EvalConfig as EvalConfig
     from nemorl.runtime.commands import ExportConfig as ExportConfig
     from nemorl.runtime.commands import GenerateConfig as GenerateConfig
@@ -56,7 +57,7 @@ _NAMES = {
     "nemorl.parallel.backend": ["TrainingBackend"],
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
     "nemorl.runtime.backends": ["get_generation_backend", "get_training_backend"],
-    "nemorl.runtime.callbacks": ["Callback"],
+    "nemorl.runtime.callbacks": ["Callback", "StopTraining"],
     "nemorl.runtime.commands": ["EvalConfig", "ExportConfig", "GenerateConfig"],
     "nemorl.runtime.config": [
         "DataConfig",

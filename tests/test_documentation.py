@@ -51,7 +51,7 @@ def test_the_readmes_python_runs(tmp_path: Path):
     folder = tmp_path / "runs" / "quickstart-0" / "model"
     save_model(folder, save_tokenizer(folder), seed=0)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "runs/mine" in done.stdout
@@ -91,6 +91,15 @@ def test_the_quickstart_learns(tmp_path: Path, seed: int):
     before, after = float(last[1]), float(last[2])
     assert before < 0.5
     assert after >= 0.95
+
+
+@pytest.mark.parametrize("document", [path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]])
+def test_documents_are_finished(document: str):
+    """No placeholder is left, and what they link to is there."""
+    text = (ROOT / document).read_text()
+    assert "@@" not in text
+    for link in re.findall(r"\]\(([^)#]+)\)", text):
+        assert link.startswith("http") or (ROOT / document).parent.joinpath(link).exists(), link
 
 
 def test_the_public_names_are_there():

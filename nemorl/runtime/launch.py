@@ -95,16 +95,15 @@ def run(
             keep_reference=keep_reference,
         )
     )
-    live_model = trainer.model  # type: ignore[attr-defined]
-    generator = None
-    if isinstance(config, GRPOConfig) or len(prepared.validation_prompts):
-        generator = generator_class(model=live_model, tokenizer=tokenizer, precision=config.trainer.precision)  # type: ignore[call-arg]
-        generator.setup(config.generation)
-    current = resumed(Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path), directory, last_step=steps)
-    if generator is not None:
-        generator.update_weights(trainer.export_weights(), version=current.state.policy_version)
-    everyone = all_callbacks(config, directory, live_model, callbacks, last_step=steps)
+    live_model, generator = trainer.model, None  # type: ignore[attr-defined]
     try:
+        if isinstance(config, GRPOConfig) or len(prepared.validation_prompts):
+            generator = generator_class(model=live_model, tokenizer=tokenizer, precision=config.trainer.precision)  # type: ignore[call-arg]
+            generator.setup(config.generation)
+        current = resumed(Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path), directory, last_step=steps)
+        if generator is not None:
+            generator.update_weights(trainer.export_weights(), version=current.state.policy_version)
+        everyone = all_callbacks(config, directory, live_model, callbacks, last_step=steps)
         with closing(everyone):
             if isinstance(config, GRPOConfig):
                 grpo.run(current, environment, prepared.prompts, validate=prepared.validator(environment), callbacks=everyone)

@@ -87,32 +87,25 @@ def test_modified_first_fit_decreasing_wins_where_johnson_and_garey_say():
 
 
 MEASURE = """
-import math, time
+import math
 import numpy as np
 from nemorl.data.packing import pack_plan
 for algorithm in ("best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing"):
     for mean, sigma, capacity in ((6.0, 1.0, 8192), (6.0, 1.0, 2048), (3.7, 0.8, 1024)):
         lengths = np.minimum(np.random.default_rng(0).lognormal(mean, sigma, 100_000).astype(int) + 1, capacity)
-        seconds = []
-        for _ in range(2):
-            start = time.process_time()
-            plan = pack_plan(lengths, capacity, algorithm=algorithm)
-            seconds.append(time.process_time() - start)
-        print(algorithm, capacity, len(plan) / math.ceil(lengths.sum() / capacity), min(seconds))
-    start = time.process_time()
-    assert len(pack_plan([3] * 100_000, 5, algorithm=algorithm)) == 100_000  # equal lengths are no worse
-    print(algorithm, 5, 1.0, time.process_time() - start)
+        plan = pack_plan(lengths, capacity, algorithm=algorithm)
+        print(algorithm, capacity, len(plan) / math.ceil(lengths.sum() / capacity))
+    assert len(pack_plan([3] * 100_000, 5, algorithm=algorithm)) == 100_000
 """
 
 
-def test_log_normal_lengths_pack_tight_and_fast():
-    """100,000 lengths: at most 1 % above the lower bound, in less than half a second of processor time (without this run's checks of each call)."""
+def test_log_normal_lengths_pack_tight():
+    """100,000 lengths: at most 1 % above the lower bound (without this run's checks of each call; benchmarks/packing.py takes the time)."""
     done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
     measured = [line.split() for line in done.stdout.splitlines()]
-    assert len(measured) == 12
-    for algorithm, capacity, ratio, seconds in measured:
+    assert len(measured) == 9
+    for algorithm, capacity, ratio in measured:
         assert float(ratio) <= 1.01, (algorithm, capacity, ratio)
-        assert float(seconds) < (1.5 if capacity == "5" else 0.5), (algorithm, capacity, seconds)
 
 
 @given(SPECS, st.integers(0, 20), ALGORITHM, st.integers(1, 4), st.integers(1, 8))

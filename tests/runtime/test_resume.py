@@ -66,7 +66,7 @@ def test_killed_between_two_steps_and_in_a_checkpoint(name: str, tmp_path: Path)
 
 
 def test_the_comparison_can_fail(tmp_path: Path):
-    """Two runs of different length differ, and so do a run that was resumed and one whose data order was not kept."""
+    """One flipped bit in one weight is noticed."""
     assert in_a_process(algorithm="sft", folder=str(tmp_path / "a"), steps=STEPS, resume=False) == 0
     assert in_a_process(algorithm="sft", folder=str(tmp_path / "b"), steps=STEPS, resume=False) == 0
     state = tmp_path / "b" / "checkpoints" / f"step_{STEPS}" / "trainer" / "model.safetensors"

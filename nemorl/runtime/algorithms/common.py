@@ -1,4 +1,4 @@
-"""What the loops share: when something is due, validation by answering, and the sample log."""
+"""What the loops share: the way from step to step with validation and callbacks, validation by answering, and the sample log."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

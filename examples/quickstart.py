@@ -8,8 +8,10 @@ Sums are written as one computes them on paper, the last digit first: the answer
 """
 
 import json
+import os
 import random
 import shutil
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,11 +151,12 @@ def main(settings: Quickstart) -> None:
     seconds += time.perf_counter() - start
     show_answers("Answers after reinforcement learning", folder / "grpo")
 
+    nemorl_command = "nemorl" if shutil.which("nemorl") else os.path.relpath(Path(sys.executable).with_name("nemorl"))
     print(f"""The curves are in [bold]{folder / "grpo" / "plots" / "overview.png"}[/]. What to try next:
-  ask the trained model        nemorl generate --model {folder / "grpo"} --prompt "27+46=" --temperature 0
-  go on for another 60 steps   nemorl grpo --run.dir {folder / "grpo"} --run.resume --max-num-steps {settings.grpo_steps + 60}
-  train on rows of your own    nemorl grpo --config {folder / "grpo" / "config.yaml"} --run.dir runs/mine --data.train FILE.jsonl
-  every setting, explained     nemorl grpo --help
+  ask the trained model        {nemorl_command} generate --model {folder / "grpo"} --prompt "27+46=" --temperature 0
+  go on for another 60 steps   {nemorl_command} grpo --run.dir {folder / "grpo"} --run.resume --max-num-steps {settings.grpo_steps + 60}
+  train on rows of your own    {nemorl_command} grpo --config {folder / "grpo" / "config.yaml"} --run.dir runs/mine --data.train FILE.jsonl
+  every setting, explained     {nemorl_command} grpo --help
 """)
     before, after = warm.metrics["val_accuracy"], trained.metrics["val_accuracy"]
     print(f"held-out greedy accuracy: {before:.2f} -> {after:.2f} (seed {seed}, {seconds:.0f} s of training)")

@@ -68,11 +68,6 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
-def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file, as it is written there. The section `environment`, which a run writes into its config.yaml, is left out."""
-    return _read(path)[0]
-
-
 def load_config(cls: type[Config], path: str | Path, *, base: Config | None = None) -> Config:
     """The config that a YAML file describes; errors name the file and line."""
     return construct(cls, yaml_layer(cls, to_dict(base) if base is not None else {}, path))

@@ -125,9 +125,6 @@ class RunDirectory:
         self.samples.mkdir(exist_ok=True)
         append_lines(self.samples / f"step_{step}.jsonl", samples)
 
-    def read_samples(self, step: int) -> list[dict[str, Any]]:
-        return read_lines(self.samples / f"step_{step}.jsonl")
-
     def truncate(self, step: int) -> None:
         """Forget what was written after `step`, because a resumed run writes it again: metrics lines (a torn one, too) and sample files.
 

@@ -9,7 +9,7 @@ import yaml
 
 from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config import GenerationConfig, GRPOConfig, OptimizerConfig, RunConfig, SFTConfig, TrainerConfig
-from nemorl.runtime.config_io import ALIASES, dump_yaml, from_dict, load_config, load_yaml, merge, to_dict
+from nemorl.runtime.config_io import ALIASES, dump_yaml, from_dict, load_config, merge, to_dict
 from nemorl.runtime.policy_config import CISPOLoss, ClippedLoss, GroupAdvantage, GSPOLoss, ReinforceLoss, ReinforcePlusPlusAdvantage
 
 CONFIGS: list[Any] = [
@@ -39,7 +39,7 @@ def test_empty_is_the_default(tmp_path: Path) -> None:
     path.write_text("# nothing\noptimizer:\n  # nothing here either\n")
     assert load_config(GRPOConfig, path) == GRPOConfig() == from_dict(GRPOConfig, {})
     path.write_text("")
-    assert load_yaml(path) == {}
+    assert load_config(SFTConfig, path) == SFTConfig()
 
 
 def test_base_is_kept_where_the_mapping_says_nothing() -> None:
@@ -209,12 +209,12 @@ def test_errors_name_file_and_line(text: str, message: str, tmp_path: Path) -> N
 
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"can't read the config file .*nope\.yaml: No such file"):
-        load_yaml(tmp_path / "nope.yaml")
+        load_config(GRPOConfig, tmp_path / "nope.yaml")
     with pytest.raises(ValueError, match="can't read the config file"):
-        load_yaml(tmp_path)
+        load_config(GRPOConfig, tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"run: {dir: \xff}")
     with pytest.raises(ValueError, match="can't read the config file"):
-        load_yaml(tmp_path / "latin.yaml")
+        load_config(GRPOConfig, tmp_path / "latin.yaml")
 
 
 def test_environment_of_a_run_is_left_out(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import pytest
 from nemorl.runtime import checkpoint, plots
 from nemorl.runtime.callbacks import Callback, closing, notify
 from nemorl.runtime.logging import CheckpointCallback, JsonlLogger, PlotCallback, SampleLogger, TensorBoardLogger, tensorboard_logger
-from nemorl.runtime.run_directory import RunDirectory
+from nemorl.runtime.run_directory import RunDirectory, read_lines
 from tests.runtime.tiny import tiny_run
 
 
@@ -33,8 +33,8 @@ def test_metrics_and_samples_are_written(directory):
     notify(callbacks, "on_samples", tiny_run(step=2), 2, [{"prompt": str(index)} for index in range(5)])
     notify(callbacks, "on_samples", tiny_run(step=2), 3, [])
     assert [(line["step"], line["phase"]) for line in directory.read_metrics()] == [(1, "train"), (2, "train"), (2, "validation")]
-    assert directory.read_samples(2) == [{"prompt": "0"}, {"prompt": "1"}]
-    assert directory.read_samples(3) == []
+    assert read_lines(directory.samples / "step_2.jsonl") == [{"prompt": "0"}, {"prompt": "1"}]
+    assert read_lines(directory.samples / "step_3.jsonl") == []
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.runtime import run_directory
-from nemorl.runtime.run_directory import RunDirectory, git_commit, to_json, write_atomically
+from nemorl.runtime.run_directory import RunDirectory, git_commit, read_lines, to_json, write_atomically
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_samples_take_tensors_and_go_with_the_steps_after(directory):
         directory.append_samples(
             step, [{"prompt": "1+1=", "tokens": torch.tensor([1, 2]), "logprobs": np.array([-0.5]), "advantages": (1.0, math.nan)}]
         )
-    assert directory.read_samples(2) == [{"prompt": "1+1=", "tokens": [1, 2], "logprobs": [-0.5], "advantages": [1.0, None]}]
+    assert read_lines(directory.samples / "step_2.jsonl") == [{"prompt": "1+1=", "tokens": [1, 2], "logprobs": [-0.5], "advantages": [1.0, None]}]
     directory.truncate(2)
     assert sorted(path.name for path in directory.samples.iterdir()) == ["step_1.jsonl", "step_2.jsonl"]
     directory.truncate(-1)

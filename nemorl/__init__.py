@@ -18,26 +18,33 @@ if TYPE_CHECKING:
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
-    from nemorl.runtime.backends import get_generation_backend as get_generation_backend
-    from nemorl.runtime.backends import get_training_backend as get_training_backend
+    from nemorl.runtime.api import DPOTrainer as DPOTrainer
+    from nemorl.runtime.api import GRPOTrainer as GRPOTrainer
+    from nemorl.runtime.api import SFTTrainer as SFTTrainer
+    from nemorl.runtime.api import train as train
     from nemorl.runtime.callbacks import Callback as Callback
     from nemorl.runtime.callbacks import StopTraining as StopTraining
+    from nemorl.runtime.cli import main as main
     from nemorl.runtime.commands import EvalConfig as EvalConfig
     from nemorl.runtime.commands import ExportConfig as ExportConfig
     from nemorl.runtime.commands import GenerateConfig as GenerateConfig
+    from nemorl.runtime.config import BaseConfig as BaseConfig
     from nemorl.runtime.config import DataConfig as DataConfig
     from nemorl.runtime.config import GenerationConfig as GenerationConfig
     from nemorl.runtime.config import GRPOConfig as GRPOConfig
+    from nemorl.runtime.config import LoRAConfig as LoRAConfig
     from nemorl.runtime.config import ModelConfig as ModelConfig
     from nemorl.runtime.config import OptimizerConfig as OptimizerConfig
     from nemorl.runtime.config import RunConfig as RunConfig
     from nemorl.runtime.config import SFTConfig as SFTConfig
     from nemorl.runtime.config import TrainerConfig as TrainerConfig
     from nemorl.runtime.config_io import load_config as load_config
-    from nemorl.runtime.launch import RunResult as RunResult
-    from nemorl.runtime.launch import evaluate as evaluate
-    from nemorl.runtime.launch import export as export
-    from nemorl.runtime.launch import generate as generate
+    from nemorl.runtime.inference import evaluate as evaluate
+    from nemorl.runtime.inference import export as export
+    from nemorl.runtime.inference import generate as generate
+    from nemorl.runtime.job import Inputs as Inputs
+    from nemorl.runtime.job import Job as Job
+    from nemorl.runtime.launch import TrainResult as TrainResult
     from nemorl.runtime.launch import run as run
     from nemorl.runtime.policy_config import CISPOLoss as CISPOLoss
     from nemorl.runtime.policy_config import ClippedLoss as ClippedLoss
@@ -49,6 +56,12 @@ if TYPE_CHECKING:
     from nemorl.runtime.policy_config import ReinforceLoss as ReinforceLoss
     from nemorl.runtime.policy_config import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from nemorl.runtime.presets import preset as preset
+    from nemorl.runtime.registry import get_algorithm as get_algorithm
+    from nemorl.runtime.registry import get_generation_backend as get_generation_backend
+    from nemorl.runtime.registry import get_training_backend as get_training_backend
+    from nemorl.runtime.registry import register_algorithm as register_algorithm
+    from nemorl.runtime.registry import register_generation_backend as register_generation_backend
+    from nemorl.runtime.registry import register_training_backend as register_training_backend
 
     __version__: str
 
@@ -56,13 +69,16 @@ _NAMES = {
     "nemorl.data.batch": ["TokenBatch"],
     "nemorl.parallel.backend": ["TrainingBackend"],
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
-    "nemorl.runtime.backends": ["get_generation_backend", "get_training_backend"],
+    "nemorl.runtime.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
     "nemorl.runtime.callbacks": ["Callback", "StopTraining"],
+    "nemorl.runtime.cli": ["main"],
     "nemorl.runtime.commands": ["EvalConfig", "ExportConfig", "GenerateConfig"],
     "nemorl.runtime.config": [
+        "BaseConfig",
         "DataConfig",
         "GenerationConfig",
         "GRPOConfig",
+        "LoRAConfig",
         "ModelConfig",
         "OptimizerConfig",
         "RunConfig",
@@ -70,7 +86,9 @@ _NAMES = {
         "TrainerConfig",
     ],
     "nemorl.runtime.config_io": ["load_config"],
-    "nemorl.runtime.launch": ["RunResult", "evaluate", "export", "generate", "run"],
+    "nemorl.runtime.inference": ["evaluate", "export", "generate"],
+    "nemorl.runtime.job": ["Inputs", "Job"],
+    "nemorl.runtime.launch": ["TrainResult", "run"],
     "nemorl.runtime.policy_config": [
         "CISPOLoss",
         "ClippedLoss",
@@ -83,6 +101,14 @@ _NAMES = {
         "ReinforcePlusPlusAdvantage",
     ],
     "nemorl.runtime.presets": ["preset"],
+    "nemorl.runtime.registry": [
+        "get_algorithm",
+        "get_generation_backend",
+        "get_training_backend",
+        "register_algorithm",
+        "register_generation_backend",
+        "register_training_backend",
+    ],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 _SUBPACKAGES = ("data", "losses")

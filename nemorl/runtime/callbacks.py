@@ -51,6 +51,9 @@ class Callback:
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         """Once, when the run has come to its end, with its final metrics. Not after an error: see `close`."""
 
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
+        """When a step, a validation or a callback has raised, before the error goes on its way; `trainer` stands after the last whole step."""
+
     def close(self) -> None:
         """The last call, whether the run ended well or raised: give back files, threads, the terminal. May come more than once."""
 
@@ -64,7 +67,7 @@ def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
     >>> notify([Callback()], "on_stop")
     Traceback (most recent call last):
     ValueError: hook must be one of on_train_begin, on_epoch_begin, on_step_begin, on_step_end, on_epoch_end, on_validation_end, on_samples, \
-on_checkpoint, on_train_end, but it is 'on_stop'
+on_checkpoint, on_train_end, on_exception, but it is 'on_stop'
     """
     if hook not in HOOKS:
         raise ValueError(f"hook must be one of {', '.join(HOOKS)}, but it is {hook!r}")

@@ -1,4 +1,4 @@
-"""The command line: `nemorl sft|grpo|eval|generate|export`.
+"""The command line: an algorithm by its name (`nemorl grpo`), and the commands of `COMMANDS`.
 
 Settings come in layers: defaults < preset < --config file.yaml < flags. Nothing here imports torch before the settings are known to be good.
 """
@@ -8,14 +8,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from nemorl.checks import require
 from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig, print_evaluation, print_generations, write_answers
-from nemorl.runtime.config import GRPOConfig, SFTConfig
+from nemorl.runtime.config import BaseConfig, GRPOConfig
 from nemorl.runtime.config_io import closest, construct, dump_yaml, layer, yaml_layer
-
-COMMANDS: dict[str, type[Any]] = {"sft": SFTConfig, "grpo": GRPOConfig, "eval": EvalConfig, "generate": GenerateConfig, "export": ExportConfig}
+from nemorl.runtime.registry import ALGORITHMS
+from nemorl.runtime.run_directory import free_directory
 
 HELP = """\
 nemorl: reinforcement learning and fine-tuning of language models
@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code: 0 done, 1 failed, 2 a setting or input that can't be, 130 interrupted."""
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is there: spinning OpenMP threads stall each other on a busy machine
     command, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if args and f"{command} {args[0]}" in COMMANDS:
+        command = f"{command} {args.pop(0)}"
     if command in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -55,13 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         print(f"nemorl {version('nemorl')}")
         return 0
-    if command not in COMMANDS:
-        return _fail("nemorl", f"unknown command {command!r}{closest(command, COMMANDS) or '.'} Commands: {', '.join(COMMANDS)}", 2)
+    known = [*ALGORITHMS, *COMMANDS]
+    if command not in known:
+        return _fail("nemorl", f"unknown command {command!r}{closest(command, known) or '.'} Commands: {', '.join(known)}", 2)
     config: Any = None
     try:
         config = parse(command, args)
+        if isinstance(config, BaseConfig) and config.run.dir is None:
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=free_directory(command)))
         if config is not None:
-            _EXECUTE[command](config)
+            (_train if command in ALGORITHMS else COMMANDS[command].execute)(config)
         return 0
     except SystemExit as stop:  # --help, and flags that tyro has refused
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -80,7 +85,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
     from nemorl.runtime.flags import Extra, parse_flags, peek, unions
     from nemorl.runtime.presets import DESCRIPTIONS, PRESETS, preset_overrides
 
-    cls = COMMANDS[command]
+    cls = ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
     extra: list[Extra] = [("config", str | None, None, "A YAML file with settings; flags win over it. --print-config writes one to start from.")]
     tree: dict[str, Any] = {}
     if cls is GRPOConfig:
@@ -101,7 +106,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
     if given["print_config"]:
         print(dump_yaml(config), end="")
         return None
-    if isinstance(config, SFTConfig | GRPOConfig):
+    if isinstance(config, BaseConfig):
         for key, value, what in (("model.path", config.model.path, "folder"), ("data.train", config.data.train, "file")):
             require(bool(value), key, "must be given", value, f"add --{key} with a {what} or a name on the hub")
     return config
@@ -128,16 +133,16 @@ def _refuse_other_variants(section: str, members: dict[str, type[Any]], chosen: 
             raise ValueError(f"{flag} is no setting of {section} {chosen} ({own}): it belongs to {', '.join(owners)}; add --{section} {owners[0]}")
 
 
-def _train(config: SFTConfig | GRPOConfig) -> None:
+def _train(config: BaseConfig) -> None:
     from nemorl.runtime import launch
 
     launch.run(config)
 
 
 def _evaluate(config: EvalConfig) -> None:
-    from nemorl.runtime import launch
+    from nemorl.runtime import inference
 
-    result = launch.evaluate(config)
+    result = inference.evaluate(config)
     if config.output is not None:
         write_answers(config.output, result["answers"])
     print_evaluation(config, result)
@@ -146,23 +151,34 @@ def _evaluate(config: EvalConfig) -> None:
 
 
 def _generate(config: GenerateConfig) -> None:
-    from nemorl.runtime import launch
+    from nemorl.runtime import inference
 
-    print_generations(config, launch.generate(config))
+    print_generations(config, inference.generate(config))
 
 
 def _export(config: ExportConfig) -> None:
-    from nemorl.runtime import launch
+    from nemorl.runtime import inference
 
-    path = launch.export(config)
+    path = inference.export(config)
     print(f'exported to {path}; try it: nemorl generate --model {path} --prompt "…"')
 
 
-_EXECUTE: dict[str, Callable[[Any], None]] = {"sft": _train, "grpo": _train, "eval": _evaluate, "generate": _generate, "export": _export}
+class Command(NamedTuple):
+    """A command besides the algorithms: what it is asked for, and what it does."""
+
+    config: type[Any]
+    execute: Callable[[Any], None]
+
+
+COMMANDS = {
+    "eval": Command(EvalConfig, _evaluate),
+    "generate": Command(GenerateConfig, _generate),
+    "export": Command(ExportConfig, _export),
+}
 
 
 def _interrupted(command: str, config: Any) -> str:
-    if not isinstance(config, SFTConfig | GRPOConfig):
+    if not isinstance(config, BaseConfig):
         return "interrupted"
     if not (Path(config.run.dir) / "checkpoints" / "latest").exists():
         return f"interrupted before the first checkpoint in {config.run.dir}: nothing to resume (--run.save-period sets how often one is written)"

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nemorl.checks import at_least, require
 from nemorl.runtime.config import GenerationConfig
@@ -24,8 +24,10 @@ class EvalConfig:
     """Rows to answer: a local .jsonl, .json, .parquet or .csv file, or the name of a data set on the hub."""
     output: str | None = None
     """Write every answer to this .jsonl file."""
-    reward: str = "exact_match"
-    """A reward by name, or module:function of your own, as in training."""
+    reward: str | tuple[str, ...] = "exact_match"
+    """Rewards by name, or module:function of your own, as in training."""
+    reward_weights: tuple[float, ...] = ()
+    """One for each of several rewards; all 1 unless given."""
     n: int = field(default=1, metadata={"alias": "-n"})
     """Answers per prompt; more than one wants a temperature above 0."""
     max_rows: int | None = None
@@ -110,6 +112,10 @@ class ExportConfig:
     """The folder to write."""
     step: int | None = None
     """The step whose checkpoint is taken; the newest one unless given."""
+    lora: Literal["merged", "adapter"] = "merged"
+    """Of a run with LoRA: the base model with the adapters merged into it, or a PEFT folder of the adapters alone."""
+    base_model: str | None = None
+    """Of a run with LoRA: folder or hub name of the base model, where the run doesn't know it or it has moved."""
 
     def __post_init__(self) -> None:
         at_least(0, step=self.step)
@@ -138,9 +144,12 @@ def print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int =
             table.add_row(*cells, Text(f"{row['reward']:g}", style="green" if row["reward"] > 0 else "red"))
         console.print(table)
     scores = Table(title=f"{config.model} on {config.data} ({sampling})", title_justify="left")
-    for name in ("accuracy", "reward", "response length", "rows"):
+    parts = {name: f"{value:.4f}" for name, value in result.items() if name.startswith("reward/")}
+    shown_scores = {"accuracy": f"{result['accuracy']:.1%}", "reward": f"{result['reward']:.4f}", **parts}
+    shown_scores |= {"response length": f"{result['response_length']:.1f}", "rows": str(result["num_rows"])}
+    for name in shown_scores:
         scores.add_column(name, justify="right")
-    scores.add_row(f"{result['accuracy']:.1%}", f"{result['reward']:.4f}", f"{result['response_length']:.1f}", str(result["num_rows"]))
+    scores.add_row(*shown_scores.values())
     console.print(scores)
 
 

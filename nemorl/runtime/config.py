@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
-from nemorl.parallel.config import ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig, check_lora
 from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.metric_rules import Condition, Ranking
 from nemorl.runtime.policy_config import (
     AdvantageConfig,
     ClippedLoss,
@@ -96,8 +97,8 @@ class GenerationConfig:
 class RunConfig:
     """Where the run is kept, how often it validates and saves, and its seed."""
 
-    dir: str = "runs/run"
-    """The run's directory (metrics, samples, plots, checkpoints, export)."""
+    dir: str | None = None
+    """The run's directory (metrics, samples, plots, checkpoints, export); unless given, the first of runs/grpo, runs/grpo-2, … that is free."""
     resume: bool = False
     """Go on with the run in `dir` from its last checkpoint. Without it a directory that holds a run is an error."""
     seed: int = 0
@@ -111,7 +112,13 @@ class RunConfig:
     save_period: int = 50
     """Write a checkpoint every this many steps (and at the end); 0: only at the end."""
     keep_checkpoints: int = 2
-    """Older checkpoints than the newest this many are removed."""
+    """How many checkpoints are kept: the newest ones, or with `metric` the best ones besides the newest."""
+    metric: str | None = None
+    """A metric that says which checkpoints are best, such as val_accuracy; validations that are among the best then get a checkpoint, too."""
+    higher_is_better: bool | None = None
+    """Which way `metric` is better. Unless given: lower for a loss, higher for all else."""
+    stop_when: str | None = None
+    """End the run when a metric has come so far: "val_accuracy >= 0.95", "loss < 0.1"."""
     samples_per_step: int = 8
     """Responses per step that are written to samples/."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
@@ -124,36 +131,54 @@ class RunConfig:
     """Write the trained model to hf/ when the run ends."""
 
     def __post_init__(self) -> None:
+        require(not self.resume or self.dir is not None, "run.dir", "must be given to resume a run", self.dir, "name the run's folder (--run.dir)")
         at_least(
             0, run__val_period=self.val_period, run__save_period=self.save_period, run__samples_per_step=self.samples_per_step, run__seed=self.seed
         )
         at_least(1, run__keep_checkpoints=self.keep_checkpoints, run__max_val_samples=self.max_val_samples)
+        require(self.metric is not None or self.higher_is_better is None, "run.higher_is_better", "needs run.metric", self.higher_is_better,
+                "name the metric that it is about (--run.metric)")  # fmt: skip
+        self.stop_condition()
+
+    def ranking(self) -> Ranking | None:
+        """The order of the checkpoints, if there is a metric for it."""
+        return None if self.metric is None else Ranking(metric=self.metric, higher_is_better=self.higher_is_better)
+
+    def stop_condition(self) -> Condition | None:
+        """`stop_when` as it is understood. Raises ValueError for what can't be."""
+        return None if self.stop_when is None else Condition.parse(self.stop_when)
 
 
 Reduction = Literal["token_mean", "sequence_mean", "constant", "group_mean"]
 
 
-def check_lengths(config: "SFTConfig | GRPOConfig") -> None:
-    """A sequence of the greatest length that the data may have must fit where it is put, so that no step fails on the first long one."""
-    longest = config.data.max_total_sequence_length
-    for name in ("micro_batch_tokens", "packed_row_tokens"):
-        size = getattr(config.trainer, name)
-        require(
-            size is None or size >= longest, f"trainer.{name}", "must hold the longest sequence", size, f"data.max_total_sequence_length is {longest}"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig:
-    """Supervised fine-tuning on demonstrations."""
+class BaseConfig:
+    """The sections that every algorithm has. A config of your own derives from this one and adds its settings (see `register_algorithm`)."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def __post_init__(self) -> None:
+        """A sequence of the greatest length that the data may have must fit where it is put, so that no step fails on the first long one."""
+        longest = self.data.max_total_sequence_length
+        for name in ("micro_batch_tokens", "packed_row_tokens"):
+            size, remedy = getattr(self.trainer, name), f"data.max_total_sequence_length is {longest}"
+            require(size is None or size >= longest, f"trainer.{name}", "must hold the longest sequence", size, remedy)
+        check_lora(self.lora, self.model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(BaseConfig):
+    """Supervised fine-tuning on demonstrations."""
+
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     """Used for validation by answering, where the validation rows have an answer."""
-    run: RunConfig = field(default_factory=RunConfig)
     train_global_batch_size: int = 32
     """Sequences per optimizer step."""
     max_num_steps: int | None = None
@@ -162,31 +187,29 @@ class SFTConfig:
     """Passes over the data, where max_num_steps is not given."""
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
     """Every token counts the same, or every sequence."""
-    reward: str = "exact_match"
+    reward: str | tuple[str, ...] = "exact_match"
     """How validation answers are judged; as in GRPO."""
+    reward_weights: tuple[float, ...] = ()
+    """One for each of several rewards; all 1 unless given."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(1, train_global_batch_size=self.train_global_batch_size, max_num_steps=self.max_num_steps, num_epochs=self.num_epochs)
-        check_lengths(self)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOConfig:
+class GRPOConfig(BaseConfig):
     """Reinforcement learning from groups of responses per prompt: GRPO and its relatives (see --preset)."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    generation: GenerationConfig = field(default_factory=GenerationConfig)
-    run: RunConfig = field(default_factory=RunConfig)
     loss: PolicyLossConfig = field(default_factory=ClippedLoss)
     advantage: AdvantageConfig = field(default_factory=GroupAdvantage)
     kl: KLConfig = field(default_factory=KLConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
-    reward: str = "exact_match"
-    """A reward by name, or module:function of your own, called as fn(prompt, response) with any data columns that it names as parameters."""
+    reward: str | tuple[str, ...] = "exact_match"
+    """Rewards by name, or module:function of your own, called as fn(prompt, response) with any data columns that it names as parameters."""
+    reward_weights: tuple[float, ...] = ()
+    """One for each of several rewards, whose weighted sum counts; all 1 unless given."""
     reduction: Reduction = "sequence_mean"
     """How tokens are weighted in the loss (constant: divided by generation.max_new_tokens, as in Dr. GRPO)."""
     num_prompts_per_step: int = 32
@@ -207,6 +230,7 @@ class GRPOConfig:
     """Weight of the entropy bonus."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         at_least(
             1,
             num_prompts_per_step=self.num_prompts_per_step,
@@ -234,7 +258,6 @@ class GRPOConfig:
             per_step,
             "so that every optimizer step has as many",
         )
-        check_lengths(self)
         require(
             self.generation.temperature > 0,
             "generation.temperature",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import yaml
+from nemorl.runtime.yaml_io import ConfigError, dump, read
 
 Config = TypeVar("Config")
 
@@ -36,16 +36,9 @@ ALIASES = {
     "max_val_samples": "run.max_val_samples",
     "save_period": "run.save_period",
     "seed": "run.seed",
+    "output_dir": "run.dir",
 }
 """Spellings of NeMo RL and other libraries that are accepted in YAML, where they mean the same as ours."""
-
-
-class ConfigError(ValueError):
-    """A key or value that a config can't take; `key` is its full dotted name."""
-
-    def __init__(self, message: str, key: str = ""):
-        super().__init__(message)
-        self.key = key
 
 
 def from_dict(cls: type[Config], mapping: Mapping[str, Any], *, base: Config | None = None) -> Config:
@@ -58,7 +51,7 @@ def from_dict(cls: type[Config], mapping: Mapping[str, Any], *, base: Config | N
     GSPOLoss(name='gspo', clip_low=0.0003, clip_high=0.0004, token_gradient=False)
     >>> from_dict(GRPOConfig, {"kl": {"coeff": 0.1}})
     Traceback (most recent call last):
-    nemorl.runtime.config_io.ConfigError: unknown key kl.coeff; did you mean kl.coef? keys of kl: coef, estimator, gradient
+    nemorl.runtime.yaml_io.ConfigError: unknown key kl.coeff; did you mean kl.coef? keys of kl: coef, estimator, gradient
     """
     return construct(cls, layer(cls, to_dict(base) if base is not None else {}, mapping))
 
@@ -75,7 +68,7 @@ def load_config(cls: type[Config], path: str | Path, *, base: Config | None = No
 
 def dump_yaml(config: Any) -> str:
     """The config as YAML that `load_config` reads back as an equal one."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
+    return dump(to_dict(config))
 
 
 def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +110,8 @@ def layer(
 
 def yaml_layer(cls: type, tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     """`layer` of a YAML file."""
-    mapping, lines = _read(path)
+    mapping, lines = read(path)
+    mapping.pop("environment", None)
     return layer(cls, tree, mapping, lines=lines, path=path)
 
 
@@ -227,6 +221,17 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
             yield prefix + field.name
 
 
+def dotted_keys(cls: type) -> dict[str, bool]:
+    """Every key of a config by its full name, and the other spellings of `ALIASES`; True where it is our own spelling.
+
+    >>> from nemorl.runtime.config import SFTConfig
+    >>> dotted_keys(SFTConfig)["optimizer.lr"], dotted_keys(SFTConfig)["learning_rate"]
+    (True, False)
+    """
+    own = dict.fromkeys(_keys(cls), True)
+    return own | {alias: False for alias, target in ALIASES.items() if target in own and alias not in own}
+
+
 def _leaf(hint: Any, value: Any, key: str) -> Any:
     """The value if it is of its type. Nothing is coerced but an int to a float, and a tuple to a list (which a tree holds in its place)."""
     if not _fits(hint, value):
@@ -290,55 +295,3 @@ def _without_aliases(cls: type, mapping: Mapping[str, Any], spelled: dict[str, s
         place[ours] = source.pop(name)
         spelled[target] = alias
     return result
-
-
-# YAML as people write it: 1e-5 is a number, a key given twice is an error, and every key knows its line.
-
-
-class _Loader(yaml.SafeLoader):
-    pass
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
-
-
-def _read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in a YAML file and the line of every dotted key."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can't read the config file {path}: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        lines = dict(_lines(node, path)) if node is not None else {}
-        mapping = loader.construct_document(node) if node is not None else {}
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{path}{f', line {error.problem_mark.line + 1}' if error.problem_mark else ''}: not valid YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(mapping, dict):
-        raise ConfigError(f"{path} must hold keys and sections (`key: value`), but it holds {mapping!r:.40}")
-    mapping.pop("environment", None)
-    return mapping, lines
-
-
-def _lines(node: yaml.Node, path: str | Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
-        if key.tag != "tag:yaml.org,2002:merge":
-            key.tag = "tag:yaml.org,2002:str"  # `3:` and `off:` are names, too
-        if name in seen and name != "<<":
-            raise ConfigError(f"{path}, line {line}: {prefix}{name} is given twice, first in line {seen[name]}: keep one of the two", prefix + name)
-        seen[name] = line
-        yield prefix + name, line
-        yield from _lines(value, path, f"{prefix}{name}.")

@@ -50,14 +50,18 @@ def unions(cls: type[Any]) -> dict[str, dict[str, type]]:
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass that stands at the top of its module."""
-    return _module_docs(cls.__module__).get(cls.__name__, {})
+    """The docstring below each field of a dataclass (or of one that it derives from) that stands at the top of its module."""
+    return {name: text for base in reversed(cls.__mro__[:-1]) for name, text in _module_docs(base.__module__).get(base.__name__, {}).items()}
 
 
 @functools.cache
 def _module_docs(module: str) -> dict[str, dict[str, str]]:
     docs: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):  # typed in, as in a notebook
+        return docs
+    for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             fields = docs.setdefault(node.name, {})
             for statement, following in itertools.pairwise(node.body):

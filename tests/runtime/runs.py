@@ -55,7 +55,7 @@ def digits(prompt: str, response: str) -> float:
     return sum(c.isdigit() for c in response) / 4
 
 
-def start(config: Any, *, rows: Any = None, validation: Any = None, reward: Any = None, callbacks: Any = (), **model: Any) -> nemorl.RunResult:
+def start(config: Any, *, rows: Any = None, validation: Any = None, reward: Any = None, callbacks: Any = (), **model: Any) -> nemorl.TrainResult:
     """A run of a tiny model on additions."""
     reward = digits if reward is None and isinstance(config, nemorl.GRPOConfig) else reward
     return nemorl.run(

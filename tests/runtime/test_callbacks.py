@@ -20,7 +20,7 @@ class Recorder(Callback):
 
 
 def test_hooks_of_the_contract():
-    names = "train_begin epoch_begin step_begin step_end epoch_end validation_end samples checkpoint train_end"
+    names = "train_begin epoch_begin step_begin step_end epoch_end validation_end samples checkpoint train_end exception"
     assert tuple(f"on_{name}" for name in names.split()) == HOOKS
     for name in HOOKS:
         assert next(iter(inspect.signature(getattr(Callback(), name)).parameters)) == "trainer"

@@ -20,6 +20,7 @@ from nemorl.runtime.config import GenerationConfig, GRPOConfig, SFTConfig
 from nemorl.runtime.config_io import dump_yaml, fields_of, from_dict, load_config, variants
 from nemorl.runtime.flags import field_docs, peek, unions
 from nemorl.runtime.policy_config import ClippedLoss, GroupAdvantage, GSPOLoss, ReinforceLoss, ReinforcePlusPlusAdvantage
+from nemorl.runtime.registry import ALGORITHMS
 
 NEEDED = {
     "sft": ["--model.path", "m", "--data.train", "d"],
@@ -28,6 +29,8 @@ NEEDED = {
     "generate": ["--model", "m", "--prompt", "p"],
     "export": ["--run", "r", "--output", "o"],
 }
+
+DIR = ("--run.dir", "runs/mine")
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +65,9 @@ def flags(cls: type, prefix: str = "") -> Iterator[tuple[type, dataclasses.Field
 # Help
 
 
-@pytest.mark.parametrize("command", cli.COMMANDS)
+@pytest.mark.parametrize("command", [*ALGORITHMS, *cli.COMMANDS])
 def test_every_key_is_a_flag_with_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    cls = cli.COMMANDS[command]
+    cls = (ALGORITHMS.get(command) or cli.COMMANDS[command]).config
     choices = [[f"--{section}", name] for section, members in unions(cls).items() for name in members] or [[]]
     texts = []
     for choice in choices:
@@ -102,7 +105,7 @@ def test_top_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     for args in ([], ["--help"], ["-h"], ["help"]):
         assert cli.main(args) == 0
         text = capsys.readouterr().out
-        assert all(f"  {command} " in text for command in cli.COMMANDS)
+        assert all(f"  {command} " in text for command in [*ALGORITHMS, *cli.COMMANDS])
     assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("nemorl ")
 
 
@@ -159,10 +162,9 @@ def test_a_flag_can_repair_what_the_file_alone_would_break(tmp_path: Path) -> No
 
 
 def test_spellings_of_flags() -> None:
-    config = grpo("--num-prompts-per-step", "8", "--generation.max_new_tokens=16", "--run.resume", "--data.no-shuffle", "--run.tensorboard", "False")
+    config = grpo("--num-prompts-per-step", "8", "--generation.max_new_tokens=16", "--run.resume", "--data.no-shuffle", *DIR)
     assert (config.num_prompts_per_step, config.generation.max_new_tokens, config.run.resume, config.data.shuffle) == (8, 16, True, False)
-    assert config.run.tensorboard is False
-    assert grpo("--run.resume", "True", "--data.shuffle", "false").run.resume and not grpo("--data.shuffle=False").data.shuffle
+    assert grpo("--run.resume", "True", "--data.shuffle", "false", *DIR).run.resume and not grpo("--data.shuffle=False").data.shuffle
     assert grpo("--run.no_resume", "--optimizer.max-grad-norm", "None").optimizer.max_grad_norm is None
     assert grpo("--generation.stop-strings", "\n", "END", "--generation.stop-token-ids", "1", "2").generation == GenerationConfig(
         stop_strings=("\n", "END"), stop_token_ids=(1, 2)
@@ -232,7 +234,7 @@ def test_peek() -> None:
 # Errors
 
 BAD = [
-    (["grp"], "unknown command 'grp'; did you mean grpo? Commands: sft, grpo, eval, generate, export"),
+    (["grp"], "unknown command 'grp'; did you mean grpo? Commands: sft, grpo, dpo, eval, generate, export"),
     (["grpo", "--optimizer.lrr", "3"], "Perhaps you meant: --optimizer.lr FLOAT"),
     (["grpo", "--lr", "3"], "Perhaps you meant: --optimizer.lr FLOAT"),
     (["grpo", "--loss", "gpso"], "loss.name must be one of clipped, gspo, cispo, reinforce, but it is 'gpso'; did you mean gspo?"),
@@ -288,7 +290,7 @@ def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Stands for nemorl.runtime.launch: remembers the config, returns `result`, or raises it."""
+    """Stands for nemorl.runtime.launch and nemorl.runtime.inference: remembers the config, returns `result`, or raises it."""
     seen = types.SimpleNamespace(config=None, result=None)
 
     def answer(config: Any) -> Any:
@@ -297,16 +299,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
             raise seen.result
         return seen.result
 
-    module: Any = types.ModuleType("nemorl.runtime.launch")
-    module.run = module.evaluate = module.generate = module.export = answer
-    monkeypatch.setitem(sys.modules, "nemorl.runtime.launch", module)
-    monkeypatch.setattr(sys.modules["nemorl.runtime"], "launch", module, raising=False)
+    for name, functions in {"launch": ["run"], "inference": ["evaluate", "generate", "export"]}.items():
+        module: Any = types.ModuleType(f"nemorl.runtime.{name}")
+        vars(module).update(dict.fromkeys(functions, answer))
+        monkeypatch.setitem(sys.modules, f"nemorl.runtime.{name}", module)
+        monkeypatch.setattr(sys.modules["nemorl.runtime"], name, module, raising=False)
     return seen
 
 
 def test_train(launched: types.SimpleNamespace) -> None:
     assert cli.main(["grpo", *NEEDED["grpo"], "--max-num-steps", "3"]) == 0
-    assert launched.config == from_dict(GRPOConfig, {"model": {"path": "m"}, "data": {"train": "d"}, "max_num_steps": 3})
+    given = {"model": {"path": "m"}, "data": {"train": "d"}, "max_num_steps": 3, "run": {"dir": "runs/grpo"}}
+    assert launched.config == from_dict(GRPOConfig, given)
     assert cli.main(["sft", *NEEDED["sft"]]) == 0 and isinstance(launched.config, SFTConfig)
 
 

@@ -103,7 +103,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ),
     ({"dynamic_sampling": "yes please"}, r"dynamic_sampling must be true or false"),
     ({"dynamic_sampling": 1}, r"dynamic_sampling must be true or false, but it is 1$"),
-    ({"run": {"dir": 3}}, r'run\.dir must be a string, but it is 3: write "3", with quotes'),
+    ({"run": {"dir": 3}}, r'run\.dir must be a string or null, but it is 3: write "3", with quotes'),
     ({"generation": {"stop_strings": "a"}}, r"generation\.stop_strings must be a list, of which each is a string, but it is 'a': write \[a\]"),
     ({"generation": {"stop_token_ids": ["a"]}}, r"generation\.stop_token_ids must be a list, of which each is an integer"),
     ({"kl": {"coef": -1.0}}, r"kl\.coef must be at least 0, but it is -1\.0"),

@@ -1,9 +1,13 @@
-"""What the loops share: the way from step to step with validation and callbacks, validation by answering, and the sample log."""
+"""What the loops share: the way from step to step with validation and callbacks, rows as tokens, validation by answering, and the sample log."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemorl.data.batch import TokenBatch
+from nemorl.checks import require
+from nemorl.data.batch import Example, TokenBatch
+from nemorl.data.datasets import to_examples, to_prompts
+from nemorl.data.lengths import LengthReport, limit_length
 from nemorl.rollout.collect import Prompts, Rollouts, collect
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
@@ -27,7 +31,10 @@ Validate = Callable[[Run], tuple[dict[str, float], Samples]]
 
 
 def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Validate | None, callbacks: Sequence[Callback]) -> Run:
-    """Take steps until `last_step`, validate when it is due, and tell the callbacks; `StopTraining` from one ends it after the present step."""
+    """Take steps until `last_step`, validate when it is due, and tell the callbacks; `StopTraining` from one ends it after the present step.
+
+    An error anywhere in it is told to the callbacks' `on_exception`, with the run as it stands after its last whole step, and goes on its way.
+    """
     metrics: dict[str, float] = {}
     stop = False
 
@@ -44,36 +51,79 @@ def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Valid
         tell("on_validation_end", run, run.state.step, found)
         return answers
 
-    tell("on_train_begin", run)
-    tell("on_epoch_begin", run, run.state.epoch(num_rows))
-    if validate and run.config.run.val_at_start and run.state.step == 0:
-        report_validation()
-    while run.state.step < last_step and not stop:
-        epoch = run.state.epoch(num_rows)
-        tell("on_step_begin", run, run.state.step + 1)
-        run, metrics, samples = step(run)
-        if validate and due(run.state.step, run.config.run.val_period, last_step):
-            answers = report_validation()
-            samples = samples or answers
-        if samples:
-            tell("on_samples", run, run.state.step, samples)
-        tell("on_step_end", run, run.state.step, metrics)  # last, so that a checkpoint vouches for all that was written before
-        if run.state.epoch(num_rows) > epoch:
-            tell("on_epoch_end", run, epoch, metrics)
-            tell("on_epoch_begin", run, run.state.epoch(num_rows))
-    tell("on_train_end", run, metrics)
+    try:
+        tell("on_train_begin", run)
+        tell("on_epoch_begin", run, run.state.epoch(num_rows))
+        if validate and run.config.run.val_at_start and run.state.step == 0:
+            report_validation()
+        while run.state.step < last_step and not stop:
+            epoch = run.state.epoch(num_rows)
+            tell("on_step_begin", run, run.state.step + 1)
+            run, metrics, samples = step(run)
+            if validate and due(run.state.step, run.config.run.val_period, last_step):
+                answers = report_validation()
+                samples = samples or answers
+            if samples:
+                tell("on_samples", run, run.state.step, samples)
+            tell("on_step_end", run, run.state.step, metrics)  # last, so that a checkpoint vouches for all that was written before
+            if run.state.epoch(num_rows) > epoch:
+                tell("on_epoch_end", run, epoch, metrics)
+                tell("on_epoch_begin", run, run.state.epoch(num_rows))
+        tell("on_train_end", run, metrics)
+    except BaseException as error:
+        notify(callbacks, "on_exception", run, error)
+        raise
     return run
+
+
+def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> Prompts:
+    """The rows' prompts as token ids that leave room for a response of `generation.max_new_tokens`; `data.too_long` says what happens to others."""
+    if not rows:
+        return Prompts([], [])
+    longest, answer = config.data.max_total_sequence_length, config.generation.max_new_tokens
+    remedy = f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions that SFT validates on"
+    require(answer < longest, "generation.max_new_tokens", "must be below data.max_total_sequence_length", answer, remedy)
+    token_ids, report = limit_length(to_prompts(rows, tokenizer), max_length=longest - answer, policy=config.data.too_long)
+    warn_of_cuts("prompts", report)
+    return Prompts([rows[i] for i in report.kept], token_ids)
+
+
+def tokenised_examples(config: Any, rows: Sequence[Any], tokenizer: Any) -> list[Example]:
+    """The rows as demonstrations of at most `data.max_total_sequence_length` tokens; `data.too_long` says what happens to longer ones."""
+    examples, report = limit_length(to_examples(rows, tokenizer), max_length=config.data.max_total_sequence_length, policy=config.data.too_long)
+    warn_of_cuts("examples", report)
+    return examples
+
+
+def warn_of_cuts(what: str, report: LengthReport) -> None:
+    """Nothing is cut or left out without a word."""
+    if report.num_truncated or report.num_dropped:
+        warnings.warn(f"{what}: {report}", stacklevel=2)
+
+
+def answering(config: Any, environment: EnvironmentInterface | None, prompts: Prompts) -> Validate | None:
+    """Validation by greedy answers to the prompts; None where there are none."""
+    if not len(prompts):
+        return None
+    assert environment is not None
+
+    def validate(run: Run) -> tuple[dict[str, float], Samples]:
+        assert run.generator is not None
+        sampling = config.generation.sampling_params(greedy=True)
+        metrics, rollouts = evaluate(run.generator, environment, prompts, sampling, seed=config.run.seed)
+        return metrics, samples_of(rollouts, None, config.run.samples_per_step)
+
+    return validate
 
 
 def evaluate(
     generator: GenerationBackend, environment: EnvironmentInterface, prompts: Prompts, sampling: SamplingParams, *, seed: int, first_group: int = 0
 ) -> tuple[dict[str, float], Rollouts]:
-    """Mean reward, accuracy (share of responses with a reward of at least 1) and response length over all prompts, and the responses themselves."""
+    """Mean rewards, accuracy (see `Rollouts.correct`) and response length over all prompts, and the responses themselves."""
     rollouts = collect(generator, environment, prompts, sampling, seed=seed, first_group=first_group)
     return {
         **rollouts.metrics,
-        "accuracy": float((rollouts.rewards >= 1).float().mean()),
-        "reward": float(rollouts.rewards.mean()),
+        **rollouts.reward_metrics(),
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
     }, rollouts
@@ -89,6 +139,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samp
             "prompt": rollouts.texts[i],
             "response": completion.text,
             "reward": float(rollouts.rewards[i]),
+            **rollouts.rewards_of(i),
             "group_id": int(rollouts.group_id[i]),
             "finish_reason": completion.finish_reason,
             "token_ids": list(completion.token_ids),

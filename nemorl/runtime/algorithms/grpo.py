@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take
-from nemorl.data.datasets import rows_at
+from nemorl.data.order import rows_at
 from nemorl.losses import advantages as adv
 from nemorl.losses import masks, policy
 from nemorl.losses.importance import importance_weights, sampler_gap
@@ -22,13 +22,31 @@ from nemorl.losses.terms import entropy_bonus, kl_loss
 from nemorl.losses.types import LossOutput, Metrics, finalize, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Prompts, Rollouts, collect, join, select, to_token_batch
-from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.algorithms.common import Samples, Validate, loop, samples_of
+from nemorl.runtime.algorithms.common import Samples, Validate, answering, loop, samples_of, tokenised_prompts
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.config import GRPOConfig
+from nemorl.runtime.job import Inputs, Job
 from nemorl.runtime.policy_config import CISPOLoss, ClippedLoss, GSPOLoss, ReinforcePlusPlusAdvantage
 from nemorl.runtime.state import Run
+
+
+def prepare(config: GRPOConfig, inputs: Inputs) -> Job:
+    """The prompts as tokens, and what the loop needs besides."""
+    environment, rows = inputs.environment, [*inputs.train, *inputs.validation]
+    assert environment is not None
+    check_rows(environment, rows)
+    prompts = tokenised_prompts(config, inputs.train, inputs.tokenizer)
+    held_out = tokenised_prompts(config, inputs.validation, inputs.tokenizer)
+    return Job(
+        run=partial(run, environment=environment, prompts=prompts, validate=answering(config, environment, held_out)),
+        num_steps=config.max_num_steps,
+        num_updates=config.max_num_steps * updates_per_batch(config, config.num_prompts_per_step * config.num_generations_per_prompt),
+        keep_reference=config.needs_reference,
+        generates=True,
+        lengths={"train": [len(ids) for ids in prompts.token_ids], "validation": [len(ids) for ids in held_out.token_ids]},
+    )
 
 
 def run(
@@ -46,7 +64,7 @@ def train_step(run: Run, *, environment: EnvironmentInterface, prompts: Prompts,
     rollouts, everything = roll_out(run, environment, prompts)
     generated = time.perf_counter()
     generator.sleep()  # the cache's memory is the trainer's for now
-    batch = prepare(run, rollouts)
+    batch = batch_of(run, rollouts)
     measured: Metrics = {}
     for minibatch in minibatches(batch, rollouts, config, seed=derive_seed(run.state.seed, run.state.step)):
         measured = merge(measured, trainer.train_step(minibatch, loss_fn))
@@ -79,7 +97,7 @@ def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts) -> t
     return join(kept or [fresh]), join(sampled)
 
 
-def prepare(run: Run, rollouts: Rollouts) -> TokenBatch:
+def batch_of(run: Run, rollouts: Rollouts) -> TokenBatch:
     """The rollouts as a batch with advantages, and with the logprobs of the policies that the loss compares."""
     config: GRPOConfig = run.config
     batch = to_token_batch(rollouts)
@@ -200,8 +218,7 @@ def num_groups(rollouts: Rollouts) -> int:
 def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     return {
         **rollouts.metrics,
-        "reward": float(rollouts.rewards.mean()),
-        "accuracy": float((rollouts.rewards >= 1).float().mean()),
+        **rollouts.reward_metrics(),
         "reward_std": float(rollouts.rewards.std(correction=0)),
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),

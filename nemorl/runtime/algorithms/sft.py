@@ -6,16 +6,38 @@ from dataclasses import replace
 from functools import partial
 
 from nemorl.data.batch import Example, TokenBatch, collate
-from nemorl.data.datasets import rows_at
+from nemorl.data.order import rows_at
 from nemorl.losses.masked import mean_of
 from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, finalize, merge
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import Samples, Validate, loop
+from nemorl.runtime.algorithms.common import Samples, Validate, answering, loop, tokenised_examples, tokenised_prompts
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.config import SFTConfig
+from nemorl.runtime.job import Inputs, Job
 from nemorl.runtime.state import Run
+
+
+def prepare(config: SFTConfig, inputs: Inputs) -> Job:
+    """The demonstrations as tokens. Validated is what the rows allow: the loss on demonstrations, and greedy answers where there is an answer."""
+    examples = tokenised_examples(config, inputs.train, inputs.tokenizer)
+    demonstrations = [row for row in inputs.validation if row.get("messages") is not None or isinstance(row.get("response"), str)]
+    held_out = tokenised_examples(config, demonstrations, inputs.tokenizer)
+    questions = tokenised_prompts(config, [row for row in inputs.validation if row.get("answer") is not None], inputs.tokenizer)
+    answer = answering(config, inputs.environment, questions)
+
+    def validate(run: Run) -> tuple[dict[str, float], Samples]:
+        metrics = {"loss": validation_loss(run, held_out, batch_size=256)} if held_out else {}
+        answered, samples = answer(run) if answer else ({}, [])
+        return metrics | answered, samples
+
+    return Job(
+        run=partial(run, examples=examples, validate=validate if held_out or answer else None),
+        num_steps=num_steps(config, len(examples)),
+        generates=answer is not None,
+        lengths={"train": [example.num_tokens for example in examples], "validation": [example.num_tokens for example in held_out]},
+    )
 
 
 def run(run: Run, examples: Sequence[Example], *, validate: Validate | None = None, callbacks: Sequence[Callback] = ()) -> Run:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nemorl.runtime.backends import GENERATION_BACKENDS, TRAINING_BACKENDS, get_generation_backend, get_training_backend
+from nemorl.runtime.registry import GENERATION_BACKENDS, TRAINING_BACKENDS, get_generation_backend, get_training_backend
 
 
 def test_unknown_names_list_the_valid_ones() -> None:

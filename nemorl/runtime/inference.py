@@ -1,0 +1,109 @@
+"""Using a model rather than training it: answers to a data set (`evaluate`), to prompts (`generate`), and a folder for others (`export`)."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemorl.data.datasets import to_prompts
+from nemorl.data.sources import READERS
+from nemorl.rollout.collect import Prompts, Rollouts, join
+from nemorl.rollout.environments import make_environment
+from nemorl.rollout.random import derive_seed
+from nemorl.runtime import checkpoint
+from nemorl.runtime.algorithms.common import evaluate as evaluate_prompts
+from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig
+from nemorl.runtime.config import DataConfig
+from nemorl.runtime.job import read_rows
+from nemorl.runtime.pretrained import load_model, load_tokenizer, model_folder, require_replaceable, with_template, write_checkpoint
+from nemorl.runtime.registry import get_generation_backend
+from nemorl.runtime.run_directory import RunDirectory
+
+
+def evaluate(config: EvalConfig) -> dict[str, Any]:
+    """Answer the prompts of a data set: accuracy (see `Rollouts.correct`), mean rewards and length, and every answer."""
+    environment = make_environment(config.reward, config.reward_weights)
+    named = Path(config.data).suffix not in READERS
+    data = DataConfig(
+        validation=config.data,
+        validation_split=config.split or ("test" if named else None),
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+    )
+    rows = (read_rows(data, "validation") or [])[: config.max_rows]
+    prompts, generator = _loaded(config, rows)
+    sampling = replace(config.generation.sampling_params(), n=config.n)
+    parts: list[Rollouts] = []
+    for part, first in _with_progress(prompts, max(1, config.generation.max_batch_size // config.n)):
+        parts.append(evaluate_prompts(generator, environment, part, sampling, seed=config.seed, first_group=first)[1])
+    rollouts = join(parts)
+    answers: list[dict[str, Any]] = [
+        {
+            "prompt": rollouts.texts[i],
+            "response": completion.text,
+            "answer": rollouts.rows[i].get("answer"),
+            "reward": float(rollouts.rewards[i]),
+            **rollouts.rewards_of(i),
+            "num_tokens": len(completion.token_ids),
+        }
+        for i, completion in enumerate(rollouts.completions)
+    ]
+    return {
+        **rollouts.reward_metrics(),
+        "response_length": float(rollouts.lengths.float().mean()),
+        "num_rows": len(rows),
+        "answers": answers,
+    }
+
+
+def generate(config: GenerateConfig) -> list[dict[str, Any]]:
+    """Answers to prompts, with the log-probability of each as it was sampled, in nats."""
+    texts = config.prompts()
+    rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": text}] if config.chat else text} for text in texts]
+    prompts, generator = _loaded(config, rows)
+    sampling = replace(config.generation.sampling_params(), n=config.n)
+    requests = [sampling if config.seed is None else replace(sampling, seed=derive_seed(config.seed, i)) for i in range(len(rows))]
+    completions = generator.generate(prompts.token_ids, requests)
+    return [
+        {
+            "prompt": texts[i // config.n],
+            "response": c.text,
+            "logprob": sum(c.logprobs),
+            "finish_reason": c.finish_reason,
+            "num_tokens": len(c.token_ids),
+        }
+        for i, c in enumerate(completions)
+    ]
+
+
+def export(config: ExportConfig) -> Path:
+    """A checkpoint of a run as a Hugging Face folder."""
+    directory = RunDirectory.open(config.run)
+    found = checkpoint.latest(directory.path) if config.step is None else directory.checkpoints / f"step_{config.step}"
+    if found is None or not found.exists():
+        there = sorted(path.name for path in directory.checkpoints.glob("step_*"))
+        raise ValueError(
+            f"step must be that of a checkpoint in {directory.checkpoints}, but there is none for {config.step}: "
+            f"there are {', '.join(there) or 'none at all'}"
+        )
+    checkpoint.verify(found)
+    require_replaceable(Path(config.output).resolve())
+    tokenizer = load_tokenizer(str(directory.path / "tokenizer"))
+    return write_checkpoint(Path(config.output), found / "trainer", tokenizer, lora=config.lora, base=config.base_model)
+
+
+def _loaded(config: EvalConfig | GenerateConfig, rows: list[dict]) -> tuple[Prompts, Any]:
+    folder = model_folder(config.model)
+    tokenizer = with_template(load_tokenizer(config.tokenizer or folder), config.chat_template)
+    token_ids = to_prompts(rows, tokenizer)
+    generator = get_generation_backend(config.generation.backend)(model=load_model(folder, device=config.device), tokenizer=tokenizer)  # type: ignore[call-arg]
+    generator.setup(config.generation)
+    return Prompts(rows, token_ids), generator
+
+
+def _with_progress(prompts: Prompts, size: int) -> Any:
+    """Slices of the prompts with the number of each one's first, under a progress bar."""
+    from rich.progress import track
+
+    starts = range(0, len(prompts), size)
+    for first in track(starts, description="answering", transient=True):
+        yield prompts.take(range(first, min(first + size, len(prompts)))), first

@@ -1,26 +1,42 @@
 """Conversations and tensors: everything between a data set's rows and the `TokenBatch` that a training step takes. Pure but for `datasets`."""
 
 from nemorl.data.batch import Example, TokenBatch, collate, concatenate, resize, take, trim
-from nemorl.data.datasets import DataModule, load_rows, prompt_of, rows_at, split_rows, to_examples, to_prompts
-from nemorl.data.messages import LengthReport, limit_length, tokenize_messages, tokenize_prompt, tokenize_prompt_response
+from nemorl.data.datasets import load_rows, prompt_of, to_examples, to_prompts
+from nemorl.data.lengths import LengthReport, limit_length
+from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
+from nemorl.data.order import RowOrder, rows_at, split_rows
 from nemorl.data.packing import pack, pack_plan, unpack
 from nemorl.data.padding import pad, unpad
+from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
+from nemorl.data.rows import Row, origin_of
 from nemorl.data.sharding import balance, merge, row_costs, shard_by_rank, split, split_microbatches, unshard
+from nemorl.data.sources import DataModule
+from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
+from nemorl.data.templates import with_chat_template
 
 __all__ = [
     "DataModule",
     "Example",
     "LengthReport",
+    "LengthStatistics",
+    "Lengths",
+    "Pair",
+    "Row",
+    "RowOrder",
     "TokenBatch",
     "balance",
     "collate",
     "concatenate",
+    "labelled_rows",
+    "length_statistics",
     "limit_length",
     "load_rows",
     "merge",
+    "origin_of",
     "pack",
     "pack_plan",
     "pad",
+    "pair_rows",
     "prompt_of",
     "resize",
     "row_costs",
@@ -31,6 +47,8 @@ __all__ = [
     "split_rows",
     "take",
     "to_examples",
+    "to_labelled",
+    "to_pairs",
     "to_prompts",
     "tokenize_messages",
     "tokenize_prompt",
@@ -39,4 +57,5 @@ __all__ = [
     "unpack",
     "unpad",
     "unshard",
+    "with_chat_template",
 ]

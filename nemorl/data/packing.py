@@ -53,10 +53,11 @@ def pack_plan(lengths: Lengths, capacity: int, *, algorithm: Algorithm = "best_f
 
 
 def pack(batch: TokenBatch, plan: Plan, *, capacity: int | None = None, multiple_of: int = 1) -> TokenBatch:
-    """The sequences of a batch (one per row) in the rows of a plan: all arrays move along, positions restart, segments count 1, 2, ... in each row.
+    """The rows of a batch in the rows of a plan: all arrays move along, and in each row the segments count on, 1, 2, ...
 
+    What a plan's indices name is a row of the batch with all its segments: those (say, the two answers of a preference pair) stay together, in order.
     A row has `capacity` columns (a multiple of `multiple_of`), or as many as the fullest row needs, rounded up to `multiple_of`. Free places hold 0.
-    Raises ValueError where a row of the batch holds several segments already, the plan doesn't hold each row once, or a row exceeds the capacity.
+    Raises ValueError where the plan doesn't hold each row of the batch once, or a row exceeds the capacity.
 
     >>> from nemorl.data.batch import collate
     >>> ids = [5, 6, 7], [8], [9, 9]
@@ -64,24 +65,28 @@ def pack(batch: TokenBatch, plan: Plan, *, capacity: int | None = None, multiple
     >>> packed = pack(batch, ((0, 1), (2,)))
     >>> packed.input_ids.tolist(), packed.segment_ids.tolist(), packed.position_ids.tolist()
     ([[5, 6, 7, 8], [9, 9, 0, 0]], [[1, 1, 1, 2], [1, 1, 0, 0]], [[0, 1, 2, 0], [0, 1, 0, 0]])
+    >>> pack(packed, ((1, 0),)).segment_ids.tolist()
+    [[1, 1, 2, 2, 2, 3]]
     """
     require_multiple(multiple_of)
-    several = (batch.segment_ids > 1).any(-1).nonzero().flatten().tolist()
-    if several:
-        found = int(batch.segment_ids[several[0]].max())
-        raise ValueError(f"each row of the batch must hold one sequence, row {several[0]} holds {found}: unpack the batch first")
     lengths = batch.lengths.cpu().numpy()
     layout = _layout(plan, lengths)
     width = _width(layout.used, capacity, multiple_of)
     real = batch.segment_ids > 0
     source = real.flatten().nonzero().flatten()
     target = layout.targets(lengths, width).to(source.device)
-    numbered = replace(
-        batch,
-        segment_ids=torch.where(real, torch.as_tensor(layout.segments, device=real.device)[:, None], 0),
-        position_ids=torch.where(real, real.cumsum(-1) - 1, 0),
-    )
+    before = torch.from_numpy(layout.before(num_segments(batch.segment_ids).cpu().numpy())).to(real.device)
+    numbered = replace(batch, segment_ids=torch.where(real, batch.segment_ids + before[:, None], 0))
     return pytree.tree_map_only(Tensor, lambda values: _move(values, source, target, (len(plan), width)), numbered)
+
+
+def num_segments(segment_ids: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch"]:
+    """How many segments each row has: the greatest number in it.
+
+    >>> num_segments(torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0]])).tolist()
+    [2, 0]
+    """
+    return segment_ids.amax(-1) if segment_ids.shape[1] else segment_ids.sum(-1)
 
 
 @overload
@@ -95,8 +100,9 @@ def unpack(values: Tensor, plan: Plan, lengths: Lengths, *, length: int | None =
 def unpack(
     values: TokenBatch | Shaped[Tensor, "rows cap *rest"], plan: Plan, lengths: Lengths, *, length: int | None = None
 ) -> TokenBatch | Shaped[Tensor, "batch seq *rest"]:
-    """The inverse of `pack`, for a whole batch or for one array (say, logprobs that were computed on the packed rows): one sequence per row, in the
-    original order, padded on the right to `length` columns (default: the longest sequence). `lengths` are those that the plan was made of.
+    """The inverse of `pack`, for a whole batch or for one array (say, logprobs that were computed on the packed rows): the rows that were packed, in
+    their order, padded on the right to `length` columns (default: the longest row). `lengths` are those that the plan was made of. In a batch each
+    row's segments count from 1 again; an array is moved as it is.
 
     >>> unpack(torch.tensor([[5, 6, 7, 8], [9, 9, 0, 0]]), ((0, 1), (2,)), [3, 1, 2]).tolist()
     [[5, 6, 7], [8, 0, 0], [9, 9, 0]]
@@ -104,16 +110,16 @@ def unpack(
     sizes = np.asarray(_plain(lengths), dtype=np.int64)
     layout = _layout(plan, sizes)
     if isinstance(values, TokenBatch):
-        split = unpack(values.segment_ids, plan, lengths, length=length)
-        positions = torch.arange(split.shape[1], device=split.device)
         moved = pytree.tree_map_only(Tensor, lambda array: unpack(array, plan, lengths, length=length), values)
-        return replace(moved, segment_ids=(split > 0).long(), position_ids=torch.where(split > 0, positions, 0))
+        real = moved.segment_ids > 0
+        first = moved.segment_ids.masked_fill(~real, torch.iinfo(torch.int64).max).amin(-1, keepdim=True) if real.shape[1] else moved.segment_ids
+        return replace(moved, segment_ids=torch.where(real, moved.segment_ids - first + 1, 0))
     rows, width = values.shape[:2]
     if rows != len(plan) or width < layout.used.max(initial=0):
         raise ValueError(f"values must have the plan's {len(plan)} rows of at least {layout.used.max(initial=0)} columns, got {rows} rows of {width}")
     longest = int(sizes.max(initial=0))
     if length is not None and length < longest:
-        raise ValueError(f"length must hold the longest sequence ({longest} tokens), got {length}")
+        raise ValueError(f"length must hold the longest row ({longest} tokens), got {length}")
     length = longest if length is None else length
     source = layout.targets(sizes, width).to(values.device)
     target = _within(sizes, np.arange(len(sizes)) * length).to(values.device)
@@ -121,16 +127,22 @@ def unpack(
 
 
 class _Layout(NamedTuple):
-    """Where the sequences of a plan stand: per sequence its row, its first column and its segment number, and per row the tokens in it."""
+    """Where the sequences of a plan stand: their indices in the plan's order with the row of each, and per index its row and its first column."""
 
+    order: np.ndarray
+    row_of: np.ndarray
     rows: np.ndarray
     starts: np.ndarray
-    segments: np.ndarray
     used: np.ndarray
+    """Per row, the tokens in it."""
 
     def targets(self, lengths: np.ndarray, width: int) -> Tensor:
         """Per token, sequence by sequence, its place in the flattened rows of `width` columns."""
         return _within(lengths, self.rows * width + self.starts)
+
+    def before(self, sizes: np.ndarray) -> np.ndarray:
+        """Per index, the total size of those that stand before it in its row."""
+        return _before(self.order, self.row_of, sizes)
 
 
 def _layout(plan: Plan, lengths: np.ndarray) -> _Layout:
@@ -145,14 +157,18 @@ def _layout(plan: Plan, lengths: np.ndarray) -> _Layout:
         )
         raise ValueError(f"the plan must hold each of the {len(lengths)} sequences once, {wrong}: make it from this batch's lengths")
     row_of = np.repeat(np.arange(len(plan)), counts)
-    sizes = lengths[order]
-    used = np.bincount(row_of, weights=sizes, minlength=len(plan)).astype(np.int64)
-    filled = np.bincount(row_of, weights=sizes > 0, minlength=len(plan)).astype(np.int64)
-    layout = _Layout(np.empty_like(lengths), np.empty_like(lengths), np.empty_like(lengths), used)
-    layout.rows[order] = row_of
-    layout.starts[order] = np.cumsum(sizes) - sizes - (np.cumsum(used) - used)[row_of]
-    layout.segments[order] = np.cumsum(sizes > 0) - (np.cumsum(filled) - filled)[row_of]
-    return layout
+    rows = np.empty_like(lengths)
+    rows[order] = row_of
+    used = np.bincount(row_of, weights=lengths[order], minlength=len(plan)).astype(np.int64)
+    return _Layout(order, row_of, rows, _before(order, row_of, lengths), used)
+
+
+def _before(order: np.ndarray, row_of: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    in_order = sizes[order]
+    totals = np.bincount(row_of, weights=in_order).astype(np.int64)
+    before = np.empty_like(sizes)
+    before[order] = np.cumsum(in_order) - in_order - (np.cumsum(totals) - totals)[row_of]
+    return before
 
 
 def _within(lengths: np.ndarray, starts: np.ndarray) -> Tensor:

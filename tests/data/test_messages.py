@@ -8,7 +8,8 @@ from hypothesis import given
 from transformers import ByT5Tokenizer
 
 from nemorl.data.batch import Example
-from nemorl.data.messages import limit_length, tokenize_messages, tokenize_prompt, tokenize_prompt_response
+from nemorl.data.lengths import limit_length
+from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
 from tests.data.tokenizers_small import CHATML, FORGETFUL, MARKED, PLAIN, STRIPPING, WITH_SYSTEM, character_tokenizer, trained_text, word_tokenizer
 
 CHARACTERS = character_tokenizer()

@@ -1,0 +1,93 @@
+"""A limit to the length of sequences, with a count of what it took."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from nemorl.data.batch import Example
+from nemorl.data.preferences import Pair
+from nemorl.data.rows import origin_of
+
+LengthPolicy = Literal["error", "truncate", "drop"]
+Item = TypeVar("Item", Example, list[int], Pair, tuple[Example, bool])
+
+
+@dataclass(frozen=True)
+class LengthReport:
+    """What `limit_length` did. `kept` are the indices of what it returned, so that other columns can follow."""
+
+    kept: tuple[int, ...]
+    num_truncated: int
+    num_dropped: int
+    num_tokens_cut: int
+    longest: int
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self.kept)} sequences kept, of which {self.num_truncated} truncated ({self.num_tokens_cut} tokens cut); "
+            f"{self.num_dropped} dropped; the longest had {self.longest} tokens"
+        )
+
+
+def limit_length(
+    items: Sequence[Item], *, max_length: int, policy: LengthPolicy = "error", rows: Sequence[Mapping[str, Any]] | None = None
+) -> tuple[list[Item], LengthReport]:
+    """Examples, prompts as lists of ids, preference pairs or judged examples of at most `max_length` tokens; nothing is cut silently.
+
+    `error`: a longer one is an error that names it (by its row, where `rows` has one for each). `drop`: it goes. `truncate`: an example keeps its
+    first tokens, and goes if none is left to train on; a prompt keeps its last tokens. A pair is as long as its longer side, and stays or goes whole.
+
+    >>> kept, report = limit_length([[1, 2, 3], [4]], max_length=2, policy="truncate")
+    >>> kept, str(report)
+    ([[2, 3], [4]], '2 sequences kept, of which 1 truncated (1 tokens cut); 0 dropped; the longest had 3 tokens')
+    """
+    if max_length < 1:
+        raise ValueError(f"max_length must be at least 1, got {max_length}")
+    if policy not in ("error", "truncate", "drop"):
+        raise ValueError(f"policy must be error, truncate or drop, got {policy!r}")
+    result: list[Item] = []
+    kept: list[int] = []
+    num_truncated = num_tokens_cut = longest = 0
+    for index, item in enumerate(items):
+        length = num_tokens(item)
+        longest = max(longest, length)
+        if length > max_length:
+            if policy == "error":
+                which = f"sequence {index}" if rows is None else f"{origin_of(rows[index], index)}: the sequence"
+                raise ValueError(
+                    f"{which} has {length} tokens, max_length is {max_length}: raise it (data.max_total_sequence_length), or choose "
+                    'policy="truncate" or "drop" (data.too_long)'
+                )
+            shorter = _truncated(item, max_length) if policy == "truncate" else None
+            if shorter is None:
+                continue
+            num_truncated += 1
+            num_tokens_cut += _all_tokens(item) - _all_tokens(shorter)
+            item = shorter
+        result.append(item)
+        kept.append(index)
+    return result, LengthReport(tuple(kept), num_truncated, len(items) - len(kept), num_tokens_cut, longest)
+
+
+def num_tokens(item: Any) -> int:
+    """Tokens of an example, a prompt, the longer side of a pair, or a judged example."""
+    if isinstance(item, tuple):
+        item = item[0]
+    return item.num_tokens if isinstance(item, Example | Pair) else len(item)
+
+
+def _all_tokens(item: Any) -> int:
+    return item.chosen.num_tokens + item.rejected.num_tokens if isinstance(item, Pair) else num_tokens(item)
+
+
+def _truncated(item: Any, max_length: int) -> Any:
+    if isinstance(item, Pair):
+        chosen, rejected = _truncated(item.chosen, max_length), _truncated(item.rejected, max_length)
+        return None if chosen is None or rejected is None else Pair(chosen=chosen, rejected=rejected)
+    if isinstance(item, tuple):
+        shorter = _truncated(item[0], max_length)
+        return None if shorter is None else (shorter, item[1])
+    if not isinstance(item, Example):
+        return item[-max_length:]
+    shorter = Example(**{name: values[:max_length] for name, values in item.arrays().items()})
+    return shorter if any(shorter.loss_mask) else None

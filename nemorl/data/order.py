@@ -1,0 +1,164 @@
+"""The order in which training visits the rows: seeded, and a pure function of how many were visited, so that a run goes on where it stopped."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+
+RowLike = TypeVar("RowLike", bound=Mapping[str, Any])
+
+BLOCK = 1000
+"""Places after which the shares of a mixture are met exactly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowOrder:
+    """An endless run through one or several data sets, whose rows are numbered as in their concatenation.
+
+    Without weights, an epoch visits each row once, in an order of its own (or the rows' own, without `shuffle`). With weights, each set has its share
+    of every 1,000 places, exactly (rounded by largest remainder), and goes through its own rows epoch by epoch: it repeats none before it has visited
+    all. A cursor counts the places visited so far; what comes after it depends on nothing else, so that a resumed run neither repeats nor drops a
+    row. Raises ValueError for weights that can't be met.
+
+    >>> RowOrder(sizes=(4,), seed=0, shuffle=False).take(2, 4)
+    [2, 3, 0, 1]
+    >>> order = RowOrder(sizes=(100, 10), weights=(1, 3), seed=0)
+    >>> sum(row >= 100 for row in order.take(0, 1000))
+    750
+    """
+
+    sizes: tuple[int, ...]
+    """Rows of each set."""
+    weights: tuple[float, ...] = ()
+    """Shares of the sets, relative to each other; none: by their sizes, each row once an epoch."""
+    seed: int = 0
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.sizes or min(self.sizes) < 0 or not self.num_rows or self.seed < 0:
+            raise ValueError(f"sizes must hold at least one row, and seed be at least 0, got sizes {self.sizes} and seed {self.seed}")
+        if not self.weights:
+            return
+        if len(self.weights) != len(self.sizes):
+            raise ValueError(
+                f"weights (data.weights) must be as many as data sets, {len(self.sizes)}, got {self.weights}: one for each of data.train"
+            )
+        for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True), start=1):
+            if not 0 < weight < float("inf"):
+                raise ValueError(f"weights (data.weights) must be positive, got {self.weights}: leave set {number} out of data.train")
+            if not size:
+                raise ValueError(f"set {number} has no rows left, but its weight is {weight}: leave it out, or see data.too_long")
+        if 0 in self.quotas:
+            least = sum(self.weights) / BLOCK
+            raise ValueError(f"weights (data.weights) must be at least {least:g} here, a {BLOCK}th of their sum, got {self.weights}: raise the least")
+
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]], *, weights: Sequence[float] = (), seed: int = 0, shuffle: bool = True) -> "RowOrder":
+        """The order of rows that know which set they belong to (`Row.source`), set after set; plain dicts are one set.
+
+        >>> RowOrder.of([{"prompt": "a"}, {"prompt": "b"}]).sizes
+        (2,)
+        """
+        sources = [getattr(row, "source", 0) for row in rows]
+        if any(before > after for before, after in pairwise(sources)):
+            raise ValueError("the rows of several sets must stand set after set: keep them in the order of load_rows")
+        count = max(len(weights), max(sources, default=-1) + 1)
+        return cls(sizes=tuple(sources.count(number) for number in range(count)), weights=tuple(weights), seed=seed, shuffle=shuffle)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all sets together; as many places are an epoch."""
+        return sum(self.sizes)
+
+    @property
+    def quotas(self) -> tuple[int, ...]:
+        """How many places of each block the sets get, where there are weights."""
+        exact = [weight / sum(self.weights) * BLOCK for weight in self.weights]
+        quotas = [int(share) for share in exact]
+        by_remainder = sorted(range(len(exact)), key=lambda i: (quotas[i] - exact[i], i))
+        for i in by_remainder[: BLOCK - sum(quotas)]:
+            quotas[i] += 1
+        return tuple(quotas)
+
+    def epoch(self, cursor: int) -> int:
+        """How often as many rows as there are have been visited."""
+        return cursor // self.num_rows
+
+    def take(self, cursor: int, count: int) -> list[int]:
+        """The rows at places cursor, cursor + 1, ..., cursor + count - 1."""
+        if not self.weights:
+            return rows_at(self.num_rows, cursor, count, self.seed, self.shuffle)
+        if cursor < 0 or count < 0:
+            raise ValueError(f"cursor and count must be at least 0, got {cursor} and {count}")
+        rows: list[int] = []
+        while len(rows) < count:
+            block, place = divmod(cursor + len(rows), BLOCK)
+            rows += self._in_block(block, place, min(BLOCK, place + count - len(rows)))
+        return rows
+
+    def _in_block(self, block: int, begin: int, end: int) -> list[int]:
+        sets = _mixture(self.quotas, self.seed if self.shuffle else None, block)
+        rows = np.empty(end - begin, dtype=np.int64)
+        for number, (first, size, quota) in enumerate(zip(accumulate((0, *self.sizes)), self.sizes, self.quotas, strict=False)):
+            mine = sets[begin:end] == number
+            cursor = block * quota + int((sets[:begin] == number).sum())
+            rows[mine] = [first + row for row in _visits(size, cursor, int(mine.sum()), self.seed, self.shuffle, number + 1)]
+        return rows.tolist()
+
+
+def rows_at(num_rows: int, cursor: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
+    """The rows at places cursor, cursor + 1, ... of an endless run through the data; each epoch visits each row once, in an order of its own.
+
+    A pure function of its arguments: a run that knows its cursor goes on just where it stopped, also in the middle of an epoch or at its end.
+
+    >>> rows_at(3, 0, 7, 0, shuffle=False)
+    [0, 1, 2, 0, 1, 2, 0]
+    >>> rows_at(3, 0, 2, seed=5) + rows_at(3, 2, 4, seed=5) == rows_at(3, 0, 6, seed=5)
+    True
+    """
+    if num_rows < 1 or cursor < 0 or count < 0 or seed < 0:
+        raise ValueError(f"num_rows must be at least 1, and cursor, count and seed at least 0, got {num_rows}, {cursor}, {count} and {seed}")
+    return _visits(num_rows, cursor, count, seed, shuffle, 0)
+
+
+def split_rows(rows: Sequence[RowLike], *, validation: int | float, seed: int = 0) -> tuple[list[RowLike], list[RowLike]]:
+    """Training and validation rows without overlap, both in their first order. `validation` is a number of rows, or a share if it is a float below 1.
+
+    >>> train, held_out = split_rows([{"n": n} for n in range(5)], validation=0.4)
+    >>> len(train), len(held_out)
+    (3, 2)
+    """
+    count = round(validation * len(rows)) if isinstance(validation, float) and validation < 1 else validation
+    if count != int(count) or not 0 < count < len(rows):
+        raise ValueError(
+            f"validation (data.held_out) must leave at least one of the {len(rows)} rows on each side, got {validation} ({count} rows): "
+            "give a number of rows, or a share below 1"
+        )
+    held_out = set(rows_at(len(rows), 0, int(count), seed))
+    return [row for i, row in enumerate(rows) if i not in held_out], [row for i, row in enumerate(rows) if i in held_out]
+
+
+def _visits(num_rows: int, cursor: int, count: int, seed: int, shuffle: bool, stream: int) -> list[int]:
+    places = range(cursor, cursor + count)
+    if not shuffle:
+        return [place % num_rows for place in places]
+    return [int(_permutation(num_rows, seed, place // num_rows, stream)[place % num_rows]) for place in places]
+
+
+@lru_cache(maxsize=64)
+def _permutation(num_rows: int, seed: int, epoch: int, stream: int) -> np.ndarray:
+    """An order of its own for every epoch of every stream (0: all rows as one set; n: set n of a mixture)."""
+    return np.random.default_rng((seed, epoch, stream) if stream else (seed, epoch)).permutation(num_rows)
+
+
+@lru_cache(maxsize=8)
+def _mixture(quotas: tuple[int, ...], seed: int | None, block: int) -> np.ndarray:
+    """The set at each place of a block; without a seed as evenly spread as the quotas allow, always alike."""
+    sets = np.repeat(np.arange(len(quotas)), quotas)
+    if seed is not None:
+        return sets[_permutation(len(sets), seed, block, len(quotas) + 1)]
+    due = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in quotas])
+    return sets[np.argsort(due, kind="stable")]

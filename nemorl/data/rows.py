@@ -1,0 +1,49 @@
+"""A row of a data set that knows where it came from, so that every later error about it can say so."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+Built = TypeVar("Built")
+
+COLUMNS = ("prompt", "response", "answer", "messages", "chosen", "rejected", "label")
+"""What the library reads, under names that a source may spell otherwise (`prompt_column` and so on)."""
+
+
+class Row(dict[str, Any]):
+    """The columns of a row: a dict, with the place that it came from.
+
+    >>> row = Row({"prompt": "1+1="}, origin="sums.jsonl, line 3")
+    >>> row["prompt"], row.origin, row.source
+    ('1+1=', 'sums.jsonl, line 3', 0)
+    """
+
+    origin: str
+    """File and line, or the number of the row counted from 1."""
+    source: int
+    """Which of several data sets it belongs to, counted from 0."""
+
+    def __init__(self, columns: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), *, origin: str = "", source: int = 0) -> None:
+        super().__init__(columns)
+        self.origin = origin
+        self.source = source
+
+    def but(self, **columns: Any) -> "Row":
+        """The same row with other values in some columns."""
+        return Row({**self, **columns}, origin=self.origin, source=self.source)
+
+
+def origin_of(row: Mapping[str, Any], index: int) -> str:
+    """Where a row came from; for a plain dict its place among the others, counted from 1.
+
+    >>> origin_of({"prompt": "a"}, 0), origin_of(Row({"prompt": "a"}, origin="a.csv, line 2"), 0)
+    ('row 1', 'a.csv, line 2')
+    """
+    return getattr(row, "origin", "") or f"row {index + 1}"
+
+
+def in_row(row: Mapping[str, Any], index: int, build: Callable[[Mapping[str, Any]], Built]) -> Built:
+    """`build(row)`; a ValueError that it raises names the row."""
+    try:
+        return build(row)
+    except ValueError as error:
+        raise ValueError(f"{origin_of(row, index)}: {error}") from error

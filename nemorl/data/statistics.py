@@ -1,0 +1,94 @@
+"""How long the sequences of a data set are, and what a limit did to them: what a person wants to know before a run."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from nemorl.data.packing import pack_plan
+
+SAMPLE = 20_000
+"""Sequences of which the fill of packed rows is worked out; of more it is estimated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Token counts of a data set as a run uses it, after the limit was applied."""
+
+    tokens: Sequence[int]
+    """Of each sequence (of a pair: of its longer side)."""
+    limit: int
+    """The greatest length allowed."""
+    num_truncated: int = 0
+    """How many were longer and were cut."""
+    num_dropped: int = 0
+    """How many were longer and were left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthStatistics:
+    """A data set's lengths in tokens, in a few numbers."""
+
+    count: int
+    """Sequences that are used."""
+    total_tokens: int
+    mean: float
+    median: float
+    p95: float
+    """95 of 100 sequences are no longer."""
+    max: int
+    limit: int
+    num_truncated: int
+    num_dropped: int
+    padded_fill: float
+    """Share of a batch that is not padding, where every row is as long as the longest sequence."""
+    packed_fill: float
+    """The same with sequence packing into rows of that length."""
+    num_over_limit: int
+    """All that are or were longer than the limit."""
+    histogram: tuple[tuple[int, int], ...]
+    """Greatest length and number of sequences of each of up to ten classes of equal width."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def length_statistics(lengths: Lengths | Sequence[int], limit: int | None = None) -> LengthStatistics:
+    """The numbers of a data set's lengths. Plain counts want a `limit` besides. No sequence at all gives zeros.
+
+    >>> found = length_statistics([2, 4, 4, 10], limit=16)
+    >>> found.mean, found.max, found.padded_fill, found.packed_fill
+    (5.0, 10, 0.5, 1.0)
+    """
+    if not isinstance(lengths, Lengths):
+        lengths = Lengths(tokens=lengths, limit=max(lengths, default=1) if limit is None else limit)
+    tokens = np.asarray(lengths.tokens, dtype=np.int64)
+    total, longest = int(tokens.sum()), int(tokens.max(initial=0))
+    return LengthStatistics(
+        count=len(tokens),
+        total_tokens=total,
+        mean=total / max(1, len(tokens)),
+        median=float(np.median(tokens)) if len(tokens) else 0.0,
+        p95=float(np.quantile(tokens, 0.95, method="inverted_cdf")) if len(tokens) else 0.0,
+        max=longest,
+        limit=lengths.limit,
+        num_truncated=lengths.num_truncated,
+        num_dropped=lengths.num_dropped,
+        padded_fill=total / (len(tokens) * longest) if total else 0.0,
+        packed_fill=_packed_fill(tokens, longest),
+        num_over_limit=int((tokens > lengths.limit).sum()) + lengths.num_truncated + lengths.num_dropped,
+        histogram=_histogram(tokens, longest),
+    )
+
+
+def _packed_fill(tokens: np.ndarray, capacity: int) -> float:
+    sample = tokens[:: -(-len(tokens) // SAMPLE)] if len(tokens) else tokens
+    rows = len(pack_plan(sample.tolist(), capacity)) if len(sample) else 0
+    return int(sample.sum()) / (rows * capacity) if rows else 0.0
+
+
+def _histogram(tokens: np.ndarray, longest: int) -> tuple[tuple[int, int], ...]:
+    width = max(1, -(-longest // 10))
+    counts = np.bincount((tokens - 1).clip(0) // width, minlength=-(-longest // width))
+    return tuple(((number + 1) * width, int(count)) for number, count in enumerate(counts)) if len(tokens) else ()

@@ -1,0 +1,191 @@
+"""Chat templates: a tokenizer's own, a Jinja template, a file with one, or none at all (passthrough); rendered with the places of every turn."""
+
+import copy
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Message = Mapping[str, Any]
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+PASSTHROUGH = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""What the name `passthrough` stands for: the messages' contents as they are, one behind the other."""
+
+
+def with_chat_template(tokenizer: Any, template: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
+    """A copy of the tokenizer with this chat template: a Jinja template, the path of a file with one, or `passthrough`. None: its own.
+
+    `kwargs` become the template's defaults (`{"enable_thinking": False}`), so that whoever uses the tokenizer later, also from a model folder that it
+    was saved in, renders as training did. Raises ValueError for a file that can't be read, a template that is no Jinja, and a name that the template
+    doesn't ask for.
+
+    >>> from transformers import ByT5Tokenizer
+    >>> tokenizer = with_chat_template(ByT5Tokenizer(), "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}", {"end": "!"})
+    >>> tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    'hi!'
+    """
+    if template is None and not kwargs:
+        return tokenizer
+    tokenizer = copy.copy(tokenizer)
+    if template is not None:
+        tokenizer.chat_template = _checked(_text_of(template))
+    if kwargs:
+        own = tokenizer.chat_template
+        if not own:
+            raise ValueError(f"chat_template_kwargs are for a chat template, but the tokenizer has none, got {dict(kwargs)}: add model.chat_template")
+        tokenizer.chat_template = (
+            {name: _with_defaults(text, kwargs) for name, text in own.items()} if isinstance(own, Mapping) else _with_defaults(own, kwargs)
+        )
+    return tokenizer
+
+
+def _text_of(template: str) -> str:
+    if template == "passthrough":
+        return PASSTHROUGH
+    if "{" in template:  # a template has braces, a path hasn't
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"model.chat_template must be a Jinja template, a file with one, or passthrough, but {template!r} can't be read ({reason})"
+        ) from error
+
+
+def _checked(template: str) -> str:
+    _variables(template)
+    return template
+
+
+def _with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
+    known = _variables(template)
+    for name in kwargs:
+        if name not in known:
+            offered = ", ".join(sorted(known - {"messages", "tools", "add_generation_prompt"})) or "no names of its own"
+            raise ValueError(f"model.chat_template_kwargs has {name!r}, but the chat template doesn't ask for it; it asks for {offered}")
+    defaults = "".join(f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}" for name, value in kwargs.items())
+    return defaults + template
+
+
+def _variables(template: str) -> set[str]:
+    """The names that a template asks for."""
+    from jinja2 import TemplateSyntaxError, meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        environment = _compile_jinja_template(template).environment
+    except TemplateSyntaxError as error:
+        raise ValueError(f"model.chat_template must be a Jinja template, but its line {error.lineno} isn't ({error.message}): correct it") from error
+    return meta.find_undeclared_variables(environment.parse(template))
+
+
+def _literal(value: Any) -> str:
+    """A plain value in Jinja's words."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A tokenizer's chat template with its arguments; renders to text."""
+
+    tokenizer: Any
+    chat_template: str | None
+    tools: Sequence[dict | Callable] | None
+    kwargs: Mapping[str, Any]
+
+    def source(self) -> str:
+        try:
+            return self.tokenizer.get_chat_template(PASSTHROUGH if self.chat_template == "passthrough" else self.chat_template, self.tools)
+        except (AttributeError, ValueError) as error:
+            raise ValueError(
+                "messages need a chat template, and the tokenizer has none to use: pass chat_template (--model.chat-template), or give prompt and "
+                f"response as plain text ({error})"
+            ) from error
+
+    @property
+    def is_passthrough(self) -> bool:
+        return self.source() == PASSTHROUGH
+
+    @property
+    def has_marks(self) -> bool:
+        return GENERATION.search(self.source()) is not None
+
+    def render(self, messages: Sequence[Message], **options: bool) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, chat_template=self.source(), tools=self._tools(), **options, **self.kwargs
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses messages with the roles {roles(messages)}: {error}") from error
+
+    def turns(self, messages: Sequence[Message], *, given: int = 0) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character ranges of what the assistant says in the messages behind the first `given`."""
+        if not self.has_marks:
+            return self._rendered(messages, given)
+        text, spans = self._marked(messages)
+        if any(message.get("role") == "assistant" for message in messages[:given]):
+            spans = spans[len(self._marked(messages[:given])[1]) :]
+        return text, [(begin, end) for begin, end in spans if begin < end]
+
+    def _marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character ranges between the template's {% generation %} marks."""
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        kwargs = {**self.tokenizer.special_tokens_map, **self.kwargs}
+        try:
+            texts, spans = render_jinja_template(  # type: ignore[str-unpack]  # it returns a pair, whatever its annotation says
+                conversations=[list(map(dict, messages))],
+                tools=self._tools(),
+                chat_template=self.source(),
+                return_assistant_tokens_mask=True,
+                **kwargs,
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"the chat template refuses messages with the roles {roles(messages)}: {error}") from error
+        found: Any = spans[0]
+        return texts[0], [(begin, end) for begin, end in found]
+
+    def _rendered(self, messages: Sequence[Message], given: int) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character ranges that each assistant message adds to the conversation before it with its generation prompt."""
+        text = self.render(messages)
+        turns = []
+        for number, message in enumerate(messages):
+            if message.get("role") == "assistant" and number >= given:
+                if not number:
+                    raise ValueError(
+                        "message 0 is the assistant's, and the chat template doesn't say where it begins: put a message before it, or mark what the "
+                        "assistant says in the template with {% generation %} and {% endgeneration %}"
+                    )
+                before = self.render(messages[:number], add_generation_prompt=True)
+                through = self.render(messages[: number + 1])
+                if not text.startswith(before) or not text.startswith(through) or len(before) > len(through):
+                    raise ValueError(
+                        f"message {number}: the chat template renders the conversation up to here differently than within the whole, so the "
+                        "assistant's tokens can't be told apart; mark them in the template with {% generation %} and {% endgeneration %}, or "
+                        "change template_kwargs"
+                    )
+                turns.append((len(before), self._end_of_turn(text, len(before), len(through))))
+        return text, turns
+
+    def _end_of_turn(self, text: str, begin: int, end: int) -> int:
+        """Without the white space that a template puts behind the token that ends a turn: a sampler stops at that token."""
+        turn = text[begin:end].rstrip()
+        return begin + len(turn) if turn.endswith(tuple(self.tokenizer.all_special_tokens)) else end
+
+    def _tools(self) -> list | None:
+        return None if self.tools is None else list(self.tools)
+
+
+def roles(messages: Sequence[Message]) -> str:
+    return ", ".join(str(message.get("role")) for message in messages) or "(none)"

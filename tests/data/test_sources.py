@@ -1,0 +1,211 @@
+"""Rows from everywhere, each with its place, and errors that name file and line."""
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from nemorl.data.datasets import load_rows
+from nemorl.data.rows import Row, origin_of
+from nemorl.data.sources import has_splits, sources_of
+
+ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """What `datasets` converts stays in the test's folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+class Module:
+    def train_rows(self):
+        return ROWS
+
+    def validation_rows(self):
+        return ROWS[:1]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def sources(folder: Path) -> dict:
+    table = datasets.Dataset.from_list(ROWS)
+    table.to_parquet(folder / "rows.parquet")
+    table.save_to_disk(folder / "saved")
+    (folder / "plain").mkdir()
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS)
+    write(folder / "plain" / "train.jsonl", lines)
+    return {
+        "jsonl": write(folder / "rows.jsonl", lines + "\n"),
+        "json": str(write(folder / "rows.json", json.dumps(ROWS))),
+        "csv": write(folder / "rows.csv", "prompt,answer\n1+1,2\n2+2,4\n"),
+        "parquet": folder / "rows.parquet",
+        "saved": folder / "saved",
+        "folder": folder / "plain",
+        "list": ROWS,
+        "dataset": table,
+        "dict": datasets.DatasetDict(train=table),
+        "module": Module(),
+    }
+
+
+def test_every_source_gives_the_same_rows(tmp_path):
+    for name, source in sources(tmp_path).items():
+        assert load_rows(source) == ROWS, name
+    assert load_rows([tmp_path / "rows.jsonl", str(tmp_path / "rows.csv")]) == ROWS + ROWS
+    assert load_rows("json", data_files=str(tmp_path / "plain" / "train.jsonl")) == ROWS, "a loader of `datasets`"
+
+
+def test_splits():
+    assert load_rows(Module(), split="validation") == ROWS[:1]
+    assert load_rows(datasets.DatasetDict(dev=datasets.Dataset.from_list(ROWS)), split="dev") == ROWS
+
+
+def test_a_name_goes_to_the_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append((args, kwargs))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_rows("openai/gsm8k", split="test[:2]", data_files="main.parquet") == ROWS
+    assert asked == [(("openai/gsm8k",), {"data_files": "main.parquet", "split": "test[:2]"})]
+
+
+def test_an_unreachable_hub_is_an_error_that_names_the_set(monkeypatch):
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(ValueError, match=r"can't load 'openai/gsm8k'.*offline"):
+        load_rows("openai/gsm8k")
+
+
+def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
+    rows = [{"prompt": "a\nb", "answer": "\u2028x"}]
+    path = write(tmp_path / "rows.jsonl", json.dumps(rows[0], ensure_ascii=False) + "\n")
+    assert load_rows(path) == rows
+    assert load_rows(write(tmp_path / "rows.csv", 'prompt,answer\n"a\nb",\u2028x\n')) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("bad.jsonl", '{"a": 1}\n\n{"a": \n', r"bad\.jsonl, line 3: not JSON"),
+        ("bad.jsonl", '{"a": 1}\n[1]\n', r"bad\.jsonl, line 2: a row must be a JSON object"),
+        ("bad.jsonl", '{"a": 1}\n{}\n', r"bad\.jsonl, line 2: .*at least one key"),
+        ("bad.jsonl", "", r"bad\.jsonl' holds no rows"),
+        ("bad.json", '[{"a": 1},\n{"a"}]', r"bad\.json, line 2: not JSON"),
+        ("bad.json", '{"a": 1}\n{"a": 2}', r"bad\.json, line 2: .* name it \.jsonl"),
+        ("bad.json", '{"a": 1}', r"bad\.json, line 1: a \.json file must hold a list"),
+        ("bad.json", "[1]", r"bad\.json, row 1: a row must be a dict"),
+        ("bad.csv", "a,b\n1,2\n3\n", r"bad\.csv, line 3: the header has 2 columns, this row has 1"),
+        ("bad.csv", "a,b\n1,2,3,4\n", r"bad\.csv, line 2: the header has 2 columns, this row has 4"),
+        ("bad.csv", 'a,b\n1,"2\n', r"bad\.csv, line 2: not CSV"),
+        ("bad.csv", "a,b\n", "holds no rows"),
+        ("bad.parquet", "PAR0", r"bad\.parquet: not a Parquet file"),
+    ],
+)
+def test_malformed_files_are_named_with_their_line(tmp_path, name, text, message):
+    with pytest.raises(ValueError, match=message):
+        load_rows(write(tmp_path / name, text))
+
+
+def test_text_that_is_not_utf8_is_named(tmp_path):
+    for name in ("bad.jsonl", "bad.json", "bad.csv"):
+        (tmp_path / name).write_bytes(b'{"a": "\xff"}\n')
+        with pytest.raises(ValueError, match=name):
+            load_rows(tmp_path / name)
+
+
+def test_errors_say_what_is_wrong(tmp_path):
+    jsonl = write(tmp_path / "rows.jsonl", '{"question": 1}\n')
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    cases = [
+        (lambda: load_rows(tmp_path / "missing.jsonl"), "no file .*missing.jsonl"),
+        (lambda: load_rows(jsonl, prompt_column="qestion"), "has the columns question; did you mean 'question'"),
+        (lambda: load_rows(jsonl, split="test"), "has no splits.*got 'test'"),
+        (lambda: load_rows(ROWS, split="test"), "has no splits"),
+        (lambda: load_rows(Module(), split="test"), "split of a DataModule"),
+        (lambda: load_rows(datasets.DatasetDict(dev=datasets.Dataset.from_list(ROWS))), "split 'train' is not in a DatasetDict, which has dev"),
+        (lambda: load_rows(ROWS, data_files="x"), "data_files chooses files"),
+        (lambda: load_rows(jsonl, data_files="x"), "data_files chooses files"),
+        (lambda: load_rows([]), "a list holds no rows"),
+        (lambda: load_rows([{"a": 1}, 5]), "^row 2: a row must be a dict"),
+        (lambda: load_rows(5), "a source of rows must be"),
+        (lambda: load_rows(empty), "can't load"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_a_row_knows_its_file_and_line(tmp_path):
+    (tmp_path / "gaps.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    found = {name: [row.origin for row in load_rows(source)] for name, source in {**sources(tmp_path), "gaps": tmp_path / "gaps.jsonl"}.items()}
+    path = {name: str(tmp_path / name) for name in ("rows.jsonl", "rows.csv", "rows.json", "rows.parquet", "saved", "gaps.jsonl")}
+    assert found["gaps"] == [f"{path['gaps.jsonl']}, line 2", f"{path['gaps.jsonl']}, line 4"]
+    assert found["jsonl"] == [f"{path['rows.jsonl']}, line 1", f"{path['rows.jsonl']}, line 2"]
+    assert found["csv"] == [f"{path['rows.csv']}, line 2", f"{path['rows.csv']}, line 3"]
+    assert found["json"] == [f"{path['rows.json']}, row 1", f"{path['rows.json']}, row 2"]
+    assert found["parquet"] == [f"{path['rows.parquet']}, row 1", f"{path['rows.parquet']}, row 2"]
+    assert found["saved"] == [f"{path['saved']}, row 1", f"{path['saved']}, row 2"]
+    for name in ("list", "dataset", "dict", "module"):
+        assert found[name] == ["row 1", "row 2"], name
+
+
+def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
+    for name, text in (("rows.jsonl", json.dumps(ROWS[0])), ("rows.json", json.dumps(ROWS[:1])), ("rows.csv", "prompt,answer\n1+1,2\n")):
+        (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
+        assert load_rows(tmp_path / name) == ROWS[:1], name
+
+
+def test_several_sources_stand_one_behind_the_other_and_are_told_apart(tmp_path):
+    path = write(tmp_path / "rows.jsonl", json.dumps(ROWS[0]) + "\n")
+    for several in ([path, ROWS, datasets.Dataset.from_list(ROWS[1:])], (str(path), ROWS, ROWS[1:])):
+        rows = load_rows(several)
+        assert rows == [ROWS[0], *ROWS, ROWS[1]]
+        assert [row.source for row in rows] == [0, 1, 1, 2]
+        assert [row.origin for row in rows] == [f"{path}, line 1", "row 1 of data set 2", "row 2 of data set 2", "row 1 of data set 3"]
+    assert [row.source for row in load_rows([ROWS])] == [0, 0], "one of one"
+    assert sources_of(ROWS) == [ROWS]
+    with pytest.raises(ValueError, match=r"empty\.jsonl' holds no rows"):
+        load_rows([path, write(tmp_path / "empty.jsonl", "")])
+
+
+def test_a_data_set_with_several_configurations_is_named_with_a_colon(monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(*args, **kwargs):
+        asked.append(args)
+        if len(args) == 1:
+            raise ValueError("Config name is missing. Please pick one among the available configs: ['main', 'socratic']")
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_rows("openai/gsm8k:main") == ROWS
+    assert asked == [("openai/gsm8k", "main")]
+    with pytest.raises(ValueError, match=r"pick one among .*main.* \(as openai/gsm8k:NAME\)"):
+        load_rows("openai/gsm8k")
+
+
+def test_what_has_a_validation_split_by_custom(tmp_path):
+    assert [has_splits(source) for source in ("owner/name", tmp_path, Module(), datasets.DatasetDict())] == [True] * 4
+    assert [has_splits(source) for source in ("a.jsonl", tmp_path / "a.parquet", ROWS, datasets.Dataset.from_list(ROWS))] == [False] * 4
+
+
+def test_rows_survive_pickling_and_keep_their_place():
+    import pickle
+
+    row = Row({"prompt": "a"}, origin="a.jsonl, line 3", source=1)
+    for same in (pickle.loads(pickle.dumps(row)), row.but(prompt="a")):
+        assert (same, same.origin, same.source) == ({"prompt": "a"}, "a.jsonl, line 3", 1)
+    assert row.but(prompt="b") == {"prompt": "b"} and row == {"prompt": "a"}
+    assert origin_of(row, 7) == "a.jsonl, line 3"
+    assert origin_of(Row({"prompt": "a"}), 7) == origin_of({}, 7) == "row 8"

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
@@ -27,7 +27,16 @@ LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]
 
 @runtime_checkable
 class TrainingBackend(Protocol):
-    """One model in training. tests/parallel/test_training_conformance.py is the contract that each one passes."""
+    """One model in training. tests/parallel/test_training_conformance.py is the contract that each one passes.
+
+    From `setup` until `shutdown` its `model` is the live model, which an embedded generator shares.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """With a loaded model to train, or without one: then `setup` loads the one that the configuration names."""
+
+    step: int
+    """Optimizer steps begun so far: while it stands still the weights are as they were. Part of a checkpoint."""
 
     def setup(self, config: Any) -> None:
         """Load the model and make the optimizer. Called once, first."""

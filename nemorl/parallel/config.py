@@ -1,7 +1,7 @@
 """What a training backend is set up with: frozen, free of torch, checked when made."""
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
 from nemorl.checks import at_least, require
 
@@ -15,7 +15,9 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; the model's own unless given."""
     chat_template: str | None = None
-    """A Jinja chat template, or the path of a file with one; the tokenizer's own unless given."""
+    """A Jinja chat template, the path of a file with one, or passthrough (contents as they are); the tokenizer's own unless given."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values that the chat template asks for by name, such as enable_thinking: false; kept in the tokenizer that a run exports."""
     from_scratch: bool = False
     """Initialise the weights at random from the model's configuration instead of loading them."""
 
@@ -94,15 +96,51 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoRAConfig:
+    """Train small adapters beside the model's weights, which stay as they are (LoRA, through PEFT)."""
+
+    rank: int = 0
+    """Rank of the adapters: 8 to 64 are usual, with about ten times the optimizer.lr of full training. 0: train the whole model, without adapters."""
+    alpha: float = 32.0
+    """What an adapter adds is scaled by alpha / rank."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs that is dropped in training. Leave it at 0 in RL: what is trained should be what sampled."""
+    target_modules: tuple[str, ...] = ()
+    """Names of the linear layers that get an adapter, such as q_proj and v_proj; all but the output layer unless given."""
+    export: Literal["merged", "adapter"] = "merged"
+    """What hf/ holds: the whole model, with the adapters merged into its weights; or a PEFT folder of the adapters alone, for use with their base."""
+
+    def __post_init__(self) -> None:
+        at_least(0, lora__rank=self.rank)
+        require(self.alpha > 0, "lora.alpha", "must be positive", self.alpha, "32 is usual; an adapter's share is scaled by alpha / rank")
+        require(0 <= self.dropout < 1, "lora.dropout", "must lie in 0 … 1 (1 excluded)", self.dropout, "0.05 is usual in SFT, 0 in RL")
+        if not self.rank:
+            for item in fields(self):
+                value = getattr(self, item.name)
+                require(value == item.default, f"lora.{item.name}", "needs lora.rank", value, "add --lora.rank 16, or leave it out")
+
+
+def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
+    """Adapters beside weights that are random and stay so would teach the model nothing, and nobody could find those weights again."""
+    require(
+        not (lora.rank and model.from_scratch), "lora.rank", "must be 0 with model.from_scratch", lora.rank, "adapt a trained model, or leave it out"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendConfig:
     """All that `TrainingBackend.setup` is told."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     seed: int = 0
-    """Of random weights and dropout."""
+    """Of random weights, adapters and dropout."""
     total_steps: int = 1
     """Optimizer steps of the whole run, which the learning-rate schedule is stretched over."""
     keep_reference: bool = False
-    """Keep a frozen copy of the initial model for `get_reference_logprobs`."""
+    """Keep a frozen copy of the initial model for `get_reference_logprobs`; with LoRA none is needed, as that is the model without its adapters."""
+
+    def __post_init__(self) -> None:
+        check_lora(self.lora, self.model)

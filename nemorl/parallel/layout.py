@@ -32,9 +32,10 @@ class Layout:
 
 
 def cut(batch: TokenBatch, config: TrainerConfig) -> Layout:
-    """Cut a batch (one sequence a row) as the configuration says. No number of a training step depends on how (SPEC §2).
+    """Cut a batch as the configuration says, but never a row of it: several sequences in a row (a preference pair) stay together.
 
-    Raises ValueError that names a sequence longer than `packed_row_tokens` or `micro_batch_tokens`.
+    No number of a training step depends on how it is cut (SPEC §2). Raises ValueError that names a row longer than `packed_row_tokens` or
+    `micro_batch_tokens`.
     """
     lengths = tuple(batch.lengths.tolist())
     packing, rows = None, batch

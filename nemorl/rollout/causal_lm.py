@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
+
+from nemorl.rollout.adapters import CONFIG, base_of, has_adapters, merge_adapters, merge_folder
 
 
 def load_causal_lm(path: str, *, from_scratch: bool = False, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
     """A causal language model in float32 from a folder or the hub, or with fresh weights from its configuration.
+
+    A PEFT folder gives the base model that it names with its adapters merged.
 
     Raises ValueError where there is no such model or it is of a kind that is not supported (`check_supported`).
     """
@@ -18,20 +23,32 @@ def load_causal_lm(path: str, *, from_scratch: bool = False, seed: int = 0, devi
 
     if not path:
         raise ValueError("model.path must name a model folder or a hub model, but it is empty: give --model.path PATH")
+    if (Path(path) / CONFIG).is_file():
+        base = base_of(Path(path))
+        if not base:
+            raise ValueError(f"the adapters in {path} must name their base model, but they don't: nemorl export --lora merged --base-model …")
+        try:
+            model = load_causal_lm(base)
+        except ValueError as error:
+            raise ValueError(f"the adapters in {path} need their base model, but it can't be loaded ({error}): put it in its place") from error
+        return merge_folder(model, Path(path)).to(device)
     try:
         if from_scratch:
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=torch.float32)
         else:
             with _progress_bar(path):
-                model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    except OSError as error:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+                model, report = loaded
+                if missing := sorted(report["missing_keys"]):  # else they would be random numbers, with a warning that nobody reads
+                    raise ValueError(f"its weights lack {', '.join(missing[:3])}, {len(missing)} in all")
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"model.path must be a folder with a Hugging Face model or a hub name, but {path!r} could not be loaded ({reason})"
+            f"model.path must be a folder with a Hugging Face model or a hub name, but {path!r} could not be loaded ({reason}): check it"
         ) from error
     check_supported(model)
-    return model.to(device)
+    return (merge_adapters(model) if has_adapters(model) else model).to(device)
 
 
 @contextmanager

@@ -1,13 +1,17 @@
 """Models and tokenizers as Hugging Face folders: found, loaded, written."""
 
-import copy
+import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from nemorl.checks import require
+from nemorl.parallel.dtensor.lora import check_base, fingerprint, save_adapter
+from nemorl.rollout.adapters import CONFIG, WEIGHTS, base_of, merge_folder, merged_tensors
 from nemorl.rollout.causal_lm import load_causal_lm, usable_device
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.run_directory import RunDirectory
@@ -24,7 +28,7 @@ def model_folder(name: str) -> str:
         raise ValueError(f"the model must be a folder or a hub name (OWNER/NAME), but there is no folder {name}: check the path")
     if not (path / "checkpoints").is_dir() and not (path / "metrics.jsonl").exists():
         return name
-    if not (path / "hf" / "config.json").exists():
+    if not any((path / "hf" / file).exists() for file in ("config.json", CONFIG)):
         raise ValueError(f"model must have been exported, but the run {name} has no hf/ yet: nemorl export --run {name} --output {path / 'hf'}")
     return str(path / "hf")
 
@@ -49,45 +53,85 @@ def load_tokenizer(name: str) -> Any:
         ) from error
 
 
-def with_template(tokenizer: Any, template: str | None) -> Any:
-    """The tokenizer with this chat template, or with the one in the file of this name (a template has braces, a path hasn't). None: its own."""
-    if template is None:
-        return tokenizer
-    if "{" not in template:
-        try:
-            template = Path(template).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ValueError(
-                f"model.chat_template must be a Jinja template or a file with one, but {template!r} can't be read ({error.strerror})"
-            ) from error
-    tokenizer = copy.copy(tokenizer)
-    tokenizer.chat_template = template
-    return tokenizer
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """Raise ValueError if the tokenizer has a token that the model has no embedding for (one that only pads doesn't matter)."""
+    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    highest = max((index for index in tokenizer.get_vocab().values() if index != tokenizer.pad_token_id), default=0)
+    if highest >= rows:
+        raise ValueError(
+            f"model.tokenizer must be made for the model, which has embeddings for the tokens 0 … {rows - 1}, but one of its tokens is {highest}: "
+            "name the model's own (--model.tokenizer)"
+        )
 
 
 def write_pretrained(directory: Path, weights: Iterable[tuple[str, Tensor]], model: nn.Module, tokenizer: Any) -> Path:
     """A folder that `transformers`, vLLM and others load: safetensors shards of at most 5 GB, configuration, tokenizer.
 
-    It is written aside and renamed, so that nobody finds half of it. Raises ValueError if something else than an earlier export is in its place.
+    Raises ValueError if something else than an earlier export is in its place.
     """
     from huggingface_hub import save_torch_state_dict
 
+    with replacing(directory) as aside:
+        save_torch_state_dict({name: tensor.cpu() for name, tensor in weights}, aside)
+        model.config.save_pretrained(aside)  # type: ignore[union-attr, operator]
+        if getattr(model, "generation_config", None) is not None:
+            model.generation_config.save_pretrained(aside)  # type: ignore[union-attr, operator]
+        tokenizer.save_pretrained(aside)
+    return directory.resolve()
+
+
+def write_adapter(directory: Path, model: nn.Module, tokenizer: Any) -> Path:
+    """A folder with a model's adapters and the tokenizer, for `PeftModel.from_pretrained(base, directory)`. Raises as `write_pretrained`."""
+    with replacing(directory) as aside:
+        save_adapter(model, aside)
+        tokenizer.save_pretrained(aside)
+    return directory.resolve()
+
+
+def write_checkpoint(directory: Path, trainer: Path, tokenizer: Any, *, lora: str = "merged", base: str | None = None) -> Path:
+    """What the training backend wrote into a checkpoint's folder `trainer`, as a folder for others.
+
+    Of a run with LoRA: `lora` = "merged" adds the adapters to their base model, "adapter" gives them alone. `base` says where that model is now.
+    Raises ValueError where it is not known or not the same any more, and where a run without LoRA is asked for either.
+    """
+    if not (trainer / CONFIG).exists():
+        require(lora == "merged", "lora", "must be merged for a run that trained the whole model", lora, "leave it out")
+        require(base is None, "base_model", "is for runs with LoRA only, and this one trained the whole model", base, "leave it out")
+        model = load_model(str(trainer))
+        return write_pretrained(directory, merged_tensors(model), model, tokenizer)
+    base = base or base_of(trainer)
+    if lora == "adapter":
+        with replacing(directory) as aside:
+            shutil.copy(trainer / WEIGHTS, aside)
+            values = json.loads((trainer / CONFIG).read_text(encoding="utf-8")) | {"base_model_name_or_path": base}
+            (aside / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            tokenizer.save_pretrained(aside)
+        return directory.resolve()
+    remedy = "the run was handed its model in memory: name the folder or hub name that it came from (--base-model)"
+    require(bool(base), "base_model", "must name the model that the adapters belong to", base, remedy)
+    try:
+        model = load_model(str(base))
+    except ValueError as error:
+        raise ValueError(f"base_model must name the model that the adapters belong to, but {error}: say where it is now (--base-model)") from error
+    check_base(json.loads((trainer / "backend.json").read_text(encoding="utf-8"))["base"], fingerprint(model), trainer)
+    model = merge_folder(model, trainer)
+    return write_pretrained(directory, merged_tensors(model), model, tokenizer)
+
+
+@contextmanager
+def replacing(directory: Path) -> Iterator[Path]:
+    """An empty folder that takes the place of `directory` when all has been written into it, so that nobody finds half of it."""
     directory = directory.resolve()
     require_replaceable(directory)
     aside, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("new", "old"))
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
-    save_torch_state_dict(dict(weights), aside)
-    model.config.save_pretrained(aside)  # type: ignore[union-attr, operator]
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(aside)  # type: ignore[union-attr, operator]
-    tokenizer.save_pretrained(aside)
+    yield aside
     if directory.exists():
         directory.rename(old)
     aside.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
-    return directory
 
 
 def require_replaceable(directory: Path) -> None:
@@ -95,16 +139,19 @@ def require_replaceable(directory: Path) -> None:
     if not directory.exists():
         return
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else {directory.name}
-    if names and ("config.json" not in names or names & {"checkpoints", "metrics.jsonl", "config.yaml"}):
+    if names and (not names & {"config.json", CONFIG} or names & {"checkpoints", "metrics.jsonl", "config.yaml"}):
         found = ", ".join(sorted(names)[:3])
         raise ValueError(f"output must be a new folder or an earlier export, but {directory} holds other things ({found}): name another")
 
 
 class ExportCallback(Callback):
-    """The trained model in the run's hf/ folder when the run ends."""
+    """The trained model in the run's hf/ folder when the run ends; with `adapter` its LoRA adapters alone."""
 
-    def __init__(self, directory: RunDirectory, model: nn.Module) -> None:
-        self.directory, self.model = directory, model
+    def __init__(self, directory: RunDirectory, model: nn.Module, *, adapter: bool = False) -> None:
+        self.directory, self.model, self.adapter = directory, model, adapter
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        if self.adapter:
+            write_adapter(self.directory.hf, self.model, trainer.tokenizer)
+            return
         write_pretrained(self.directory.hf, trainer.trainer.export_weights(), self.model, trainer.tokenizer)

@@ -43,15 +43,23 @@ def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int
         torch.testing.assert_close(ours, theirs)
 
 
-def test_buckets_hold_every_token_once():
-    batch = random_batch([9, 2, 30, 17, 1, 30, 5, 12])
-    packed = pack(batch, pack_plan(batch.lengths, 40))
-    buckets = segment_buckets(packed.segment_ids)
+@given(st.lists(st.integers(1, 70), min_size=2, max_size=40), st.integers(0, 9))
+def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padding: int):
+    """Each token is found again at its place, and a bucket is at most a quarter longer than any of its segments."""
+    segments = torch.cat([torch.full((length,), i + 1) for i, length in enumerate(lengths)] + [torch.zeros(padding, dtype=torch.long)])[None]
+    buckets = segment_buckets(segments)
     assert buckets is not None
-    places = torch.cat([bucket.flatten() for bucket in buckets])
-    real = (packed.segment_ids.flatten() > 0).nonzero()[:, 0]
-    assert places[places < packed.segment_ids.numel()].sort().values.tolist() == real.tolist()
-    assert segment_buckets(batch.segment_ids) is None
+    laid_out = torch.cat([*(tokens.flatten() for tokens in buckets.tokens), torch.tensor([-1])])
+    found = laid_out[buckets.places]
+    assert found.tolist() == [i if i < sum(lengths) else -1 for i in range(segments.numel())]
+    assert sorted(length for tokens in buckets.tokens for length in [len(set(row)) for row in tokens.tolist()]) == sorted(lengths)
+    for tokens in buckets.tokens:
+        inside = [len(set(row)) for row in tokens.tolist()]
+        assert tokens.shape[1] == max(inside) <= max(1.25 * min(inside), min(inside) + 0.5)
+
+
+def test_a_row_with_one_segment_needs_no_buckets():
+    assert segment_buckets(random_batch([9, 2, 30]).segment_ids) is None
 
 
 def test_an_all_ones_mask_or_a_cache_is_never_given():

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from nemorl.losses.logprobs import LogprobKind, filter_logits
 from nemorl.losses.types import LossOutput, finalize
 from nemorl.parallel.backend import TrainingBackend
-from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from tests.examples import load_example
 from tests.models import KINDS, tiny_model
 from tests.parallel.batches import nll_loss, random_batch
 
@@ -37,14 +39,44 @@ def dtensor(model: nn.Module, config: BackendConfig) -> TrainingBackend:
     return backend
 
 
-BACKENDS: dict[str, Callable[[nn.Module, BackendConfig], TrainingBackend]] = {"dtensor": dtensor}
+def dtensor_with_lora(model: nn.Module, config: BackendConfig) -> TrainingBackend:
+    return dtensor(model, replace(config, lora=LoRAConfig(rank=4, alpha=8.0)))
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    """By PEFT's own means, with the adapters that `dtensor_with_lora` begins with."""
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear"))
+
+
+def watched(model: nn.Module, config: BackendConfig) -> TrainingBackend:
+    """Of examples/custom_training_backend.py."""
+    backend = load_example("custom_training_backend").WatchedBackend(model)
+    backend.setup(config)
+    return backend
+
+
+BACKENDS: dict[str, Callable[[nn.Module, BackendConfig], TrainingBackend]] = {
+    "dtensor": dtensor,
+    "dtensor with lora": dtensor_with_lora,
+    "watched": watched,
+}
+ADAPTED = {"dtensor with lora": adapted}
+"""Backends that leave the model's weights alone and train something beside them: how the plainest loop gets what it trains."""
 
 
 @pytest.fixture(params=sorted(BACKENDS))
-def make(request: pytest.FixtureRequest) -> Callable[..., TrainingBackend]:
-    def maker(model: nn.Module | None = None, *, optimizer: OptimizerConfig = OPTIMIZER, keep_reference: bool = False, **trainer) -> TrainingBackend:
-        config = BackendConfig(trainer=TrainerConfig(device="cpu", **trainer), optimizer=optimizer, total_steps=4, keep_reference=keep_reference)
-        return BACKENDS[request.param](model or tiny_model(scale=2.0), config)
+def backend_name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make(backend_name: str) -> Callable[..., TrainingBackend]:
+    def maker(
+        model: nn.Module | None = None, *, optimizer: OptimizerConfig = OPTIMIZER, keep_reference: bool = False, seed: int = 0, **trainer
+    ) -> TrainingBackend:
+        options = {"optimizer": optimizer, "total_steps": 4, "keep_reference": keep_reference, "seed": seed}
+        return BACKENDS[backend_name](model or tiny_model(scale=2.0), BackendConfig(trainer=TrainerConfig(device="cpu", **trainer), **options))
 
     return maker
 
@@ -81,10 +113,11 @@ def test_logprobs_are_those_of_each_sequence_alone(make, kind, layout):
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("tied", [True, False])
-def test_three_steps_do_not_depend_on_the_layout(make, layout, tied):
+def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tied):
     """Loss, metrics, gradient norm and weights; the baseline is the plainest loop in PyTorch."""
-    model = tiny_model(scale=2.0, tied=tied).train()
-    matrices, others = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
+    model = ADAPTED.get(backend_name, lambda model: model)(tiny_model(scale=2.0, tied=tied)).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
     optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8)
     backend = make(tiny_model(scale=2.0, tied=tied), **LAYOUTS[layout])
     for step, lr in enumerate([1e-2, 1e-2, 0.5e-2]):
@@ -107,6 +140,8 @@ def test_three_steps_do_not_depend_on_the_layout(make, layout, tied):
         assert metrics["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
         assert metrics["lr"] == pytest.approx(lr)
         assert metrics["num_tokens"] == sum(LENGTHS)
+    if backend_name in ADAPTED:
+        model = model.merge_and_unload()
     expected = {name: p.detach() for name, p in model.named_parameters()}
     # Adam divides by √v: where a gradient is near 0 its rounding shows as up to a share of lr.
     assert_same_weights(weights(backend), expected, atol=2e-4)
@@ -165,13 +200,13 @@ def test_exported_names_are_hugging_faces(make, tied):
     assert ("lm_head.weight" in names) is not tied
 
 
-def test_a_checkpoint_continues_bit_for_bit(make, tmp_path: Path):
+def test_a_checkpoint_continues_bit_for_bit(make, backend_name, tmp_path: Path):
     backend = make()
     for step in range(2):
         backend.train_step(random_batch(LENGTHS, seed=step), nll_loss)
     backend.save_checkpoint(tmp_path / "saved")
     expected = [finalize(backend.train_step(random_batch(LENGTHS, seed=step), nll_loss)) for step in (2, 3)]
-    other = make(tiny_model(seed=5))
+    other = make(None if backend_name in ADAPTED else tiny_model(seed=5), seed=5)
     other.load_checkpoint(tmp_path / "saved")
     assert [finalize(other.train_step(random_batch(LENGTHS, seed=step), nll_loss)) for step in (2, 3)] == expected
     assert_same_weights(weights(other), weights(backend), atol=0)
@@ -193,9 +228,38 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights(make):
 
     backend = make()
     before = weights(backend)
-    with pytest.raises(FloatingPointError, match="optimizer step 1 is not finite"):
+    with pytest.raises(FloatingPointError, match="of optimizer step 1 must be finite, but it is"):
         backend.train_step(random_batch([5, 6]), broken)
     assert_same_weights(weights(backend), before, atol=0)
+
+
+def test_a_loss_that_is_not_finite_leaves_the_weights(make):
+    """Though its gradient is."""
+
+    def broken(output, batch) -> LossOutput:
+        result = nll_loss(output, batch)
+        return replace(result, loss=result.loss + float("nan"))
+
+    backend = make()
+    before = weights(backend)
+    with pytest.raises(FloatingPointError, match="the loss of optimizer step 1 must be finite, but it is nan: the weights were left as they are"):
+        backend.train_step(random_batch([5, 6]), broken)
+    assert_same_weights(weights(backend), before, atol=0)
+    assert backend.step == 0
+
+
+def test_step_tells_whether_an_update_has_begun(make, tmp_path: Path):
+    backend = make()
+    assert backend.step == 0
+    for _ in range(2):
+        backend.train_step(random_batch([5, 6]), nll_loss)
+    backend.get_logprobs(random_batch([5, 6]))
+    assert backend.step == 2
+    (tmp_path / "saved").mkdir()
+    backend.save_checkpoint(tmp_path / "saved")
+    other = make()
+    other.load_checkpoint(tmp_path / "saved")
+    assert other.step == 2
 
 
 def test_weights_must_be_given(make):

@@ -1,10 +1,11 @@
 """Causal attention in which each segment of a row sees only itself, as an attention function of `transformers`.
 
-A dense block-diagonal mask costs the square of the row's length. Here segments of similar length are gathered into a small batch per power of two, so
-that the cost is that of the segments alone, on every device and with every kernel that scaled-dot-product attention picks.
+A dense block-diagonal mask costs the square of the row's length. Here segments of similar length are gathered into small batches, so that
+the cost is that of the segments alone, on every device and with every kernel that scaled-dot-product attention picks.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,27 @@ from torch.nn.functional import scaled_dot_product_attention
 ATTENTION_NAME = "nemorl_segments"
 
 
-def segment_buckets(segment_ids: Int[Tensor, "batch seq"]) -> list[Int[Tensor, "segments length"]] | None:
-    """For packed rows: per power of two, the flat token indices of the segments of about that length, one a row. None where each row is one segment.
+@dataclass(frozen=True)
+class SegmentBuckets:
+    """Where the segments of packed rows are: per bucket their tokens, and where each token is in the buckets laid end to end.
 
-    Short segments are filled up with the index batch·seq, one past the last token. Padding belongs to no segment and is never attended to.
+    A place that a shorter segment leaves free in its bucket holds the segment's last token once more. It comes after all the others, so that none of
+    them sees it, and nobody reads it. A token of the padding has the last place of all, one past the buckets' own.
+    """
 
-    >>> [bucket.tolist() for bucket in segment_buckets(torch.tensor([[1, 1, 1, 2, 0]]))]
-    [[[3]], [[0, 1, 2, 5]]]
+    tokens: tuple[Int[Tensor, "_ _"], ...]
+    places: Int[Tensor, "_"]
+
+
+def segment_buckets(segment_ids: Int[Tensor, "batch seq"]) -> SegmentBuckets | None:
+    """The flat token indices of the segments of packed rows, in buckets of similar length. None where each row is one segment.
+
+    Lengths are rounded up to four steps per power of two, and a bucket is as long as its longest segment: at most a quarter is wasted, and there are
+    few buckets whatever the lengths. Padding belongs to no segment and is never attended to.
+
+    >>> buckets = segment_buckets(torch.tensor([[1, 1, 1, 2, 0]]))
+    >>> [tokens.tolist() for tokens in buckets.tokens], buckets.places.tolist()
+    ([[[3]], [[0, 1, 2]]], [1, 2, 3, 0, 4])
     """
     rows, seq = segment_ids.shape
     starts = torch.ones_like(segment_ids, dtype=torch.bool)
@@ -33,14 +48,22 @@ def segment_buckets(segment_ids: Int[Tensor, "batch seq"]) -> list[Int[Tensor, "
     lengths = torch.diff(begins, append=begins.new_tensor([rows * seq]))
     real = segment_ids.flatten()[begins] > 0
     begins, lengths = begins[real], lengths[real]
-    exponents = (lengths.double().log2().ceil()).long()
+    steps = 2 ** ((lengths.double().log2().floor() - 2).clamp(min=0)).long()
+    rounded = -(-lengths // steps) * steps
     buckets = []
-    for exponent in sorted(set(exponents.tolist())):
-        inside = exponents == exponent
-        offsets = torch.arange(2**exponent, device=segment_ids.device)
-        index = begins[inside, None] + offsets
-        buckets.append(torch.where(offsets < lengths[inside, None], index, rows * seq))
-    return buckets
+    for size in rounded.unique().tolist():
+        inside = rounded == size
+        longest = int(lengths[inside].max())
+        offsets = torch.arange(longest, device=segment_ids.device)
+        buckets.append(begins[inside, None] + torch.minimum(offsets, lengths[inside, None] - 1))
+    return SegmentBuckets(tuple(buckets), _places(buckets, rows * seq))
+
+
+def _places(buckets: Sequence[Tensor], num_tokens: int) -> Tensor:
+    """The first place of each token in the buckets laid end to end; for tokens in none of them one place more than there are."""
+    tokens = torch.cat([bucket.flatten() for bucket in buckets])
+    places = tokens.new_full((num_tokens,), len(tokens))
+    return places.scatter_reduce(0, tokens, torch.arange(len(tokens), device=tokens.device), "amin")
 
 
 def segment_attention(
@@ -51,7 +74,7 @@ def segment_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    segment_buckets: Sequence[Tensor] | None = None,
+    segment_buckets: SegmentBuckets | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """`[batch, heads, seq, head_dim]` to `[batch, seq, heads, head_dim]`: masked if there is a mask (decoding), else causal by segment."""
@@ -62,16 +85,21 @@ def segment_attention(
             raise ValueError("several new tokens after cached ones need an attention mask: set the model's attention implementation back to sdpa")
         output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, is_causal=causal, **options)
         return rearrange(output, "batch heads seq dim -> batch seq heads dim").contiguous(), None
-    flat = [rearrange(x, "batch heads seq dim -> (batch seq) heads dim") for x in (query, key, value)]
-    flat = [torch.cat([x, x.new_zeros(1, *x.shape[1:])]) for x in flat]  # the last one is what buckets are filled up with
+    batch, heads = query.shape[:2]
+    flat = [rearrange(x, "batch heads seq dim -> (batch seq) (heads dim)") for x in (query, key, value)]
     outputs = []
-    for index in segment_buckets:
-        q, k, v = (rearrange(x[index], "segments length heads dim -> segments heads length dim") for x in flat)
+    for tokens in segment_buckets.tokens:
+        q, k, v = (
+            rearrange(
+                x.index_select(0, tokens.flatten()), "(segments length) (heads dim) -> segments heads length dim", segments=len(tokens), heads=h
+            )
+            for x, h in zip(flat, (heads, key.shape[1], value.shape[1]), strict=True)
+        )
         attended = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-        outputs.append(rearrange(attended, "segments heads length dim -> (segments length) heads dim"))
-    places = torch.cat([index.flatten() for index in segment_buckets])
-    output = torch.zeros_like(flat[0]).index_copy(0, places, torch.cat(outputs))
-    return rearrange(output[:-1], "(batch seq) heads dim -> batch seq heads dim", batch=query.shape[0]), None
+        outputs.append(rearrange(attended, "segments heads length dim -> (segments length) (heads dim)"))
+    outputs.append(outputs[0].new_zeros(1, outputs[0].shape[1]))  # what padding gets
+    output = torch.cat(outputs).index_select(0, segment_buckets.places)
+    return rearrange(output, "(batch seq) (heads dim) -> batch seq heads dim", batch=batch, heads=heads), None
 
 
 def register_attention() -> None:

@@ -13,22 +13,28 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs, linear_token_logprobs
 from nemorl.losses.types import Mean, Metrics, Sum, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.attention import ATTENTION_NAME, register_attention, segment_buckets
-from nemorl.parallel.dtensor.checkpoint import load_model, load_optimizer, save_model, save_optimizer, unique_tensors
-from nemorl.parallel.dtensor.optimizer import clip_gradients, learning_rate, make_optimizer
+from nemorl.parallel.dtensor.checkpoint import load_model, load_optimizer, save_model, save_optimizer
+from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base, fingerprint, load_adapter, save_adapter
+from nemorl.parallel.dtensor.optimizer import clip_gradients, learning_rate, make_optimizer, require_finite
 from nemorl.parallel.layout import cut
+from nemorl.rollout.adapters import CONFIG, has_adapters, merge_adapters, merged_tensors, require_peft
 from nemorl.rollout.causal_lm import check_supported, decoder_of, head_weight, load_causal_lm, usable_device
 
 
 class DTensorBackend:
     """Give it a loaded model, or let `setup` load the one that the configuration names. Parameters and optimizer state are float32.
 
-    Dropout, where a model has any, is on in `train_step` and off in `get_logprobs`.
+    Dropout, where a model or its adapters have any, is on in `train_step` and off in `get_logprobs`.
+
+    With LoRA (`config.lora.rank` above 0) only adapters train: checkpoints hold them alone, the reference is the model without them, exported weights
+    have them merged, and the model that is handed back is a plain one with them merged.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -39,18 +45,27 @@ class DTensorBackend:
 
     def setup(self, config: BackendConfig) -> None:
         self.config = config
+        if config.lora.rank:
+            require_peft("lora.rank")
         device = usable_device(config.trainer.device)
         model = self._given
         if model is None:
             model = load_causal_lm(config.model.path, from_scratch=config.model.from_scratch, seed=config.seed, device=device)
         check_supported(model)
+        if has_adapters(model):
+            raise ValueError(
+                "model must be a plain one, but it has PEFT adapters: merge them first (merge_and_unload()); lora.rank gives it new ones"
+            )
         self._model = model = model.to(device=device, dtype=torch.float32)
-        self._found = (model.config._attn_implementation, model.training)  # type: ignore[union-attr]
+        self._found = (model.config._attn_implementation, model.training, [p for p in model.parameters() if p.requires_grad])  # type: ignore[union-attr]
+        if config.lora.rank:
+            self._base = fingerprint(model)
+            add_adapters(model, config.lora, base=_lasting_name(config.model.path or getattr(model, "name_or_path", "")), seed=config.seed)
         register_attention()
         model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         if config.trainer.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        if config.keep_reference:
+        if config.keep_reference and not config.lora.rank:
             self._reference = copy.deepcopy(model).eval().requires_grad_(False)
         self.device = device
         self.optimizer = make_optimizer(model, config.optimizer)
@@ -64,7 +79,7 @@ class DTensorBackend:
         return self._model
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Raises FloatingPointError, before the weights are touched, if a gradient is not finite."""
+        """Raises FloatingPointError, before the weights are touched, if the loss or a gradient is not finite."""
         if batch.loss_weights is None:
             raise ValueError(
                 "train_step needs batch.loss_weights, but they are None: build them for the whole step, as with token_mean_weights(batch.loss_mask)"
@@ -81,16 +96,12 @@ class DTensorBackend:
             output.loss.backward()
             metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
         grad_norm = clip_gradients(model.parameters(), self.config.optimizer.max_grad_norm).detach()
-        if not bool(grad_norm.isfinite()):
-            raise FloatingPointError(
-                f"the gradient of optimizer step {self.step + 1} is not finite (norm {float(grad_norm)}), so the weights were left as they are: "
-                "look for extreme advantages or logprobs in the samples, or lower optimizer.lr"
-            )
+        require_finite(loss, grad_norm, step=self.step + 1)
         lr = learning_rate(self.step, self.config.optimizer, total_steps=self.config.total_steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        self.step += 1  # before the weights change: an error in the midst of it must not pass for a step not begun
         self.optimizer.step()
-        self.step += 1
         one, lr_now, num_tokens = (torch.tensor(float(value)) for value in (1, lr, batch.num_tokens))
         return {**metrics, "loss": Mean(loss, one), "grad_norm": Mean(grad_norm, one), "lr": Mean(lr_now, one), "num_tokens": Sum(num_tokens)}
 
@@ -98,32 +109,51 @@ class DTensorBackend:
         return self._logprobs(self.model, batch)
 
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
-        if self._reference is None:
+        if not self.config.keep_reference:
             raise RuntimeError("no reference model is kept: set up the backend with keep_reference=True")
+        if self._reference is None:
+            with adapters_off(self.model):
+                return self._logprobs(self.model, batch)
         return self._logprobs(self._reference, batch)
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The live tensors, not copies."""
-        yield from ((name, tensor.detach()) for name, tensor in unique_tensors(self.model).items())
+        """The live tensors, not copies; with LoRA those of the adapted layers are new ones, with the adapters merged."""
+        return merged_tensors(self.model)
 
     def save_checkpoint(self, path: Path) -> None:
-        """A folder that `transformers` loads as it is, with the optimizer's state beside the model's."""
+        """A folder that `transformers` (with LoRA: PEFT) loads as it is, with the optimizer's state beside the model's (the adapters')."""
         path.mkdir(parents=True, exist_ok=True)
-        self.model.config.save_pretrained(path)  # type: ignore[union-attr, operator]
-        save_model(self.model, path / "model.safetensors")
+        state: dict[str, Any] = {"step": self.step}
+        if self.config.lora.rank:
+            save_adapter(self.model, path)
+            state["base"] = self._base
+        else:
+            self.model.config.save_pretrained(path)  # type: ignore[union-attr, operator]
+            save_model(self.model, path / "model.safetensors")
         save_optimizer(self.optimizer, path / "optimizer.safetensors")
-        (path / "backend.json").write_text(json.dumps({"step": self.step}))
+        (path / "backend.json").write_text(json.dumps(state))
 
     def load_checkpoint(self, path: Path) -> None:
-        step = json.loads((path / "backend.json").read_text())["step"]
-        load_model(self.model, path / "model.safetensors")
+        state, with_adapters = json.loads((path / "backend.json").read_text()), (path / CONFIG).exists()
+        rank = self.config.lora.rank
+        require(bool(rank) == with_adapters, "lora.rank", f"must be {'above 0' if with_adapters else '0'}, as when {path} was written", rank,
+                "go on with the settings of that run")  # fmt: skip
+        if with_adapters:
+            check_base(state["base"], self._base, path)
+            load_adapter(self.model, path)
+        else:
+            load_model(self.model, path / "model.safetensors")
         load_optimizer(self.optimizer, path / "optimizer.safetensors")
-        self.step = step
+        self.step = state["step"]
 
     def shutdown(self) -> None:
         """The model is handed back as it came, but for its weights: in float32, with its own attention and mode."""
         if self._model is not None:
-            attention, training = self._found
+            attention, training, trainable = self._found
+            if self.config.lora.rank:
+                merge_adapters(self._model)
+                for parameter in trainable:
+                    parameter.requires_grad_(True)
             self._model.set_attn_implementation(attention)  # type: ignore[operator]
             if self.config.trainer.gradient_checkpointing:
                 self._model.gradient_checkpointing_disable()  # type: ignore[operator]
@@ -162,3 +192,8 @@ class DTensorBackend:
 
     def _to_device(self, batch: TokenBatch) -> TokenBatch:
         return pytree.tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)
+
+
+def _lasting_name(name: str) -> str | None:
+    """The model's folder from the root on, so that others find it from anywhere, or its hub name; None where it has neither."""
+    return str(Path(name).resolve()) if name and Path(name).exists() else name or None

@@ -39,3 +39,19 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Float[Tensor, ""]:
     """Scale all gradients so that their global norm is at most `max_norm` (None: leave them). Returns the norm before."""
     return nn.utils.clip_grad_norm_(list(parameters), math.inf if max_norm is None else max_norm)
+
+
+def require_finite(loss: Float[Tensor, ""], grad_norm: Float[Tensor, ""], *, step: int) -> None:
+    """Raise FloatingPointError unless both are finite, so that no weight is spoilt; `step` is that of the optimizer, from 1.
+
+    >>> require_finite(torch.tensor(float("nan")), torch.tensor(1.0), step=3)
+    Traceback (most recent call last):
+    FloatingPointError: the loss of optimizer step 3 must be finite, but it is nan: ...
+    """
+    if bool(loss.isfinite() & grad_norm.isfinite()):
+        return
+    name, value = ("loss", loss) if not bool(loss.isfinite()) else ("gradient's norm", grad_norm)
+    raise FloatingPointError(
+        f"the {name} of optimizer step {step} must be finite, but it is {float(value)}: the weights were left as they are; "
+        "look for extreme advantages or logprobs in the samples, check the model's weights, or lower optimizer.lr"
+    )

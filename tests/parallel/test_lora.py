@@ -1,0 +1,359 @@
+"""LoRA in the dtensor backend: only adapters train, and what is exported, checkpointed, sampled from and compared with is what it should be."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+
+from nemorl.losses.types import finalize
+from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.lora import adapter_tensors, fingerprint, save_adapter
+from nemorl.rollout.adapters import adapted_layers, merge_adapters, merged_tensors
+from nemorl.rollout.causal_lm import load_causal_lm
+from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.config import GenerationConfig
+from tests.models import random_prompts, tiny_model, tiny_tokenizer
+from tests.parallel.batches import nll_loss, random_batch
+
+LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
+
+
+def backend(model: nn.Module | None = None, *, lora: dict[str, Any] | None = None, lr: float = 1e-2, **options: Any) -> DTensorBackend:
+    trainer = options.pop("trainer", {})
+    made = DTensorBackend(model or tiny_model(scale=2.0))
+    made.setup(
+        BackendConfig(
+            trainer=TrainerConfig(device="cpu", **trainer),
+            optimizer=OptimizerConfig(lr=lr),
+            lora=LoRAConfig(**{"rank": 4, "alpha": 8.0, **(lora or {})}),
+            **options,
+        )
+    )
+    return made
+
+
+def trained(steps: int = 3, **options: Any) -> DTensorBackend:
+    made = backend(**options)
+    for step in range(steps):
+        made.train_step(random_batch(LENGTHS, seed=step), nll_loss)
+    return made
+
+
+def logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(random_batch([40]).input_ids, use_cache=False).logits
+
+
+def base_weights(made: DTensorBackend) -> dict[str, Tensor]:
+    state = made.model.state_dict()
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+
+
+def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize("trainer", [{}, {"sequence_packing": True}, {"gradient_checkpointing": True, "train_micro_batch_size": 3}], ids=str)
+def test_adapters_learn_and_the_base_stays(trainer):
+    made = backend(trainer=trainer)
+    batch = random_batch(LENGTHS)
+    losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(30)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert_same(base_weights(made), tiny_model(scale=2.0).state_dict())
+
+
+def test_only_adapters_are_optimized():
+    made = trained(1)
+    optimized = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(tensor) for tensor in adapter_tensors(made.model).values()} == {id(p) for p in made.optimizer.state}
+    assert all(p.grad is None for p in made.model.parameters() if id(p) not in optimized)
+    assert len(optimized) == 2 * 2 * 7  # A and B, two layers, q k v o gate up down
+
+
+def test_nothing_changes_at_first():
+    made, batch = backend(keep_reference=True), random_batch(LENGTHS)
+    plain = DTensorBackend(tiny_model(scale=2.0))
+    plain.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+    expected = plain.get_logprobs(batch).values
+    assert torch.equal(made.get_logprobs(batch).values, expected)
+    made.train_step(batch, nll_loss)
+    assert not torch.equal(made.get_logprobs(batch).values, expected)
+    assert torch.equal(made.get_reference_logprobs(batch).values, expected)  # without a second model
+    assert made._reference is None
+    made.train_step(batch, nll_loss)  # and the adapters are on and trainable again
+    assert not torch.equal(made.get_logprobs(batch).values, expected)
+
+
+def test_adapters_come_back_on_after_an_error():
+    made, batch = trained(1, keep_reference=True, trainer={"micro_batch_tokens": 30}), random_batch(LENGTHS)
+    before = made.get_logprobs(batch).values
+    with pytest.raises(ValueError, match="31"):
+        made.get_reference_logprobs(random_batch([31]))
+    assert torch.equal(made.get_logprobs(batch).values, before)
+    assert all(tensor.requires_grad for tensor in adapter_tensors(made.model).values())
+
+
+def test_rank_alpha_and_targets_say_where_and_how_much():
+    made = trained(2, lora={"rank": 2, "alpha": 3.0, "target_modules": ("q_proj", "layers.1.mlp.down_proj")})
+    adapted = dict(adapted_layers(made.model))
+    assert sorted(adapted) == ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"]
+    assert {tuple(tensor.shape)[0 if ".lora_A." in name else 1] for name, tensor in adapter_tensors(made.model).items()} == {2}
+    layer, plain = adapted["model.layers.1.mlp.down_proj"], tiny_model(scale=2.0)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    merged = dict(made.export_weights())
+    expected = plain.state_dict()["model.layers.1.mlp.down_proj.weight"] + 1.5 * b @ a
+    torch.testing.assert_close(merged["model.layers.1.mlp.down_proj.weight"], expected.detach(), atol=1e-6, rtol=0)
+    assert b.abs().max() > 0
+
+
+def test_dropout_is_on_in_training_only():
+    batch = random_batch(LENGTHS)
+    with_dropout, without = trained(2, lora={"dropout": 0.5}), trained(2)
+    assert not torch.equal(with_dropout.get_logprobs(batch).values, without.get_logprobs(batch).values)
+    assert torch.equal(with_dropout.get_logprobs(batch).values, with_dropout.get_logprobs(batch).values)
+
+
+def test_the_seed_decides_the_adapters():
+    first, second, other = (adapter_tensors(backend(seed=seed).model) for seed in (0, 0, 1))
+    assert_same(first, second)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    assert not torch.equal(first[name], other[name])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_exported_weights_are_those_of_the_live_model(tied):
+    """Merged under Hugging Face's names, and the live model stays as it is."""
+    made = trained(model=tiny_model(scale=2.0, tied=tied))
+    live, adapters = logits(made.model), {name: tensor.clone() for name, tensor in adapter_tensors(made.model).items()}
+    exported = dict(made.export_weights())
+    plain = tiny_model(seed=3, tied=tied)
+    assert exported.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(exported, strict=False)
+    torch.testing.assert_close(logits(plain), live, atol=1e-5, rtol=0)
+    assert (live - logits(tiny_model(scale=2.0, tied=tied))).abs().max() > 0.05
+    assert torch.equal(logits(made.model), live)
+    assert_same(adapter_tensors(made.model), adapters)
+
+
+def test_the_model_is_handed_back_plain_and_trained():
+    model = tiny_model(scale=2.0)
+    model.model.norm.weight.requires_grad_(False)
+    made = trained(model=model, trainer={"gradient_checkpointing": True})
+    live = logits(made.model)
+    made.shutdown()
+    assert list(model.state_dict()) == list(tiny_model().state_dict())
+    torch.testing.assert_close(logits(model), live, atol=1e-5, rtol=0)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["model.norm.weight"]
+    assert not hasattr(model, "peft_config")
+    again = backend(model)  # and can be given new ones
+    assert torch.equal(logits(again.model), logits(model))
+
+
+def test_the_sampler_shares_the_live_model():
+    """Its logprobs are the trainer's, also after a step; no merged weight is ever computed or copied for it."""
+    trainer = backend(keep_reference=True)
+    generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
+    generator.setup(GenerationConfig())
+    prompts = Prompts([{"prompt": ""}] * 6, random_prompts(6))
+    for step in range(3):
+        sampling = SamplingParams(n=2, max_new_tokens=12)
+        batch = to_token_batch(collect(generator, FunctionalRewardWrapper(lambda prompt, response: 0.0), prompts, sampling, seed=step))
+        gaps = (trainer.get_logprobs(batch).values - batch.generation_logprobs)[batch.loss_mask].abs()
+        assert gaps.max() < 1e-5
+        reference = (trainer.get_reference_logprobs(batch).values - batch.generation_logprobs)[batch.loss_mask].abs()
+        assert (reference.max() > 0.01) == (step > 0)
+        trainer.train_step(random_batch([5, 9], seed=step), nll_loss)
+        weights = trainer.export_weights()
+        generator.update_weights(weights, version=step + 1)
+        assert next(weights)[0] == "model.layers.0.self_attn.q_proj.weight"  # it stopped at the first that it shares
+    assert_same(base_weights(trainer), tiny_model(scale=2.0).state_dict())
+
+
+def test_a_generator_of_its_own_gets_merged_weights():
+    trainer = trained()
+    generator = TorchGenerationBackend(model=tiny_model(seed=9))
+    generator.update_weights(trainer.export_weights(), version=1)
+    torch.testing.assert_close(logits(generator.model), logits(trainer.model), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="whose model has adapters must share it with the trainer"):
+        TorchGenerationBackend(model=backend().model).update_weights(trainer.export_weights(), version=1)
+
+
+def test_a_checkpoint_holds_adapters_alone(tmp_path: Path):
+    made = trained(model=tiny_model(hidden_size=128, intermediate_size=256, scale=2.0), lora={"rank": 1})
+    made.save_checkpoint(tmp_path / "saved")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "backend.json",
+        "optimizer.safetensors",
+    ]
+    size = sum(path.stat().st_size for path in (tmp_path / "saved").iterdir())
+    assert size < 0.2 * sum(p.numel() * 4 for p in made.model.parameters() if not p.requires_grad)
+
+
+def test_peft_loads_a_checkpoint(tmp_path: Path):
+    tiny_model(scale=2.0).save_pretrained(tmp_path / "base")
+    made = trained(model=load_causal_lm(str(tmp_path / "base")), lora={"alpha": 6.5})
+    made.save_checkpoint(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["lora_alpha"], config["r"]) == (str(tmp_path / "base"), 6.5, 4)
+    theirs = PeftModel.from_pretrained(tiny_model(scale=2.0), tmp_path / "saved")
+    assert torch.equal(logits(theirs), logits(made.model))
+    merged = load_causal_lm(str(tmp_path / "saved"))  # as a model's folder: base and adapters in one
+    assert list(merged.state_dict()) == list(tiny_model().state_dict())
+    torch.testing.assert_close(logits(merged), logits(made.model), atol=1e-5, rtol=0)
+
+
+def test_what_a_checkpoint_must_fit(tmp_path: Path):
+    trained().save_checkpoint(tmp_path / "saved")
+    cases: list[tuple[DTensorBackend, str]] = [
+        (backend(tiny_model(seed=5)), "its adapters were trained beside other weights"),
+        (backend(lora={"rank": 8}), r"differs in base_model.*q_proj.* \(28 in all\)|differs in .*\(28 in all\).*lora.rank"),
+        (backend(lora={"target_modules": ("q_proj",)}), r"differs in .*lora.target_modules"),
+        (backend(lora={"alpha": 16.0}), r"lora.alpha must be that of the checkpoint \(8\), but it is 16"),
+        (backend(lora={"rank": 0, "alpha": 32.0}), "lora.rank must be above 0, as when .*saved was written, but it is 0"),
+    ]
+    for made, message in cases:
+        before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            made.load_checkpoint(tmp_path / "saved")
+        assert_same(made.model.state_dict(), before)
+    backend(lora={"rank": 0, "alpha": 32.0}).save_checkpoint(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"lora.rank must be 0, as when .*whole was written, but it is 4"):
+        backend().load_checkpoint(tmp_path / "whole")
+
+
+def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
+    """After shutdown the adapters are in the weights: to load them once more on top would count them twice."""
+    model = tiny_model(scale=2.0)
+    made = trained(model=model)
+    made.save_checkpoint(tmp_path / "saved")
+    made.shutdown()
+    with pytest.raises(ValueError, match="load the base model of that run anew"):
+        backend(model).load_checkpoint(tmp_path / "saved")
+
+
+def test_fingerprints():
+    prints = {fingerprint(tiny_model(kind, seed=seed)) for kind in ("qwen2", "llama") for seed in (0, 1)}
+    assert len(prints) == 4
+    model = tiny_model(scale=2.0)
+    assert fingerprint(model) == fingerprint(backend(tiny_model(scale=2.0)).model) == fingerprint(trained().model)
+    model.model.layers[1].mlp.up_proj.weight.data[:, 3] += 1e-6  # one column of a matrix
+    assert fingerprint(model) != fingerprint(tiny_model(scale=2.0))
+
+
+def test_what_is_refused():
+    with pytest.raises(
+        ValueError, match=r"lora.target_modules .* but it is 'q_prj': there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    ):
+        backend(lora={"target_modules": ("v_proj", "q_prj")})
+    for name in ("lm_head", "embed_tokens"):  # their adapters would be passed over: logits are computed from the head's weight alone
+        with pytest.raises(ValueError, match="must name linear layers other than the output layer"):
+            backend(tiny_model(tied=False), lora={"target_modules": (name,)})
+    with pytest.raises(ValueError, match="model must be a plain one, but it has PEFT adapters"):
+        backend(backend().model)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": -1}, "lora.rank must be at least 0"),
+        ({"rank": 4, "alpha": 0.0}, "lora.alpha must be positive"),
+        ({"rank": 4, "dropout": 1.0}, "lora.dropout must lie in 0 … 1"),
+        ({"alpha": 16.0}, r"lora.alpha needs lora.rank, but it is 16.0: add --lora.rank 16"),
+        ({"target_modules": ("q_proj",)}, "lora.target_modules needs lora.rank"),
+        ({"export": "adapter"}, "lora.export needs lora.rank"),
+    ],
+)
+def test_settings_that_cannot_work(options, message):
+    with pytest.raises(ValueError, match=message):
+        LoRAConfig(**options)
+
+
+def test_random_weights_take_no_adapters():
+    with pytest.raises(ValueError, match=r"lora.rank must be 0 with model.from_scratch, but it is 4"):
+        BackendConfig(model=ModelConfig(from_scratch=True), lora=LoRAConfig(rank=4))
+
+
+def test_a_missing_peft_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"lora.rank needs the package peft.*pip install 'nemorl\[lora\]'"):
+        backend()
+    backend(lora={"rank": 0, "alpha": 32.0})  # and isn't missed without LoRA
+
+
+def test_an_adapter_folder_that_cannot_be_used(tmp_path: Path):
+    made = trained(1)
+    (tmp_path / "adapter").mkdir()
+    save_adapter(made.model, tmp_path / "adapter")
+    with pytest.raises(ValueError, match="must name their base model"):
+        load_causal_lm(str(tmp_path / "adapter"))
+    config = tmp_path / "adapter" / "adapter_config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps(values | {"base_model_name_or_path": str(tmp_path / "gone")}))
+    with pytest.raises(ValueError, match=r"adapter need their base model, but it can't be loaded .*gone"):
+        load_causal_lm(str(tmp_path / "adapter"))
+    tiny_model(hidden_size=16).save_pretrained(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"must hold adapters to .*gone, but they don't fit"):
+        load_causal_lm(str(tmp_path / "adapter"))
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"0")
+    with pytest.raises(ValueError, match="must hold adapters to"):
+        load_causal_lm(str(tmp_path / "adapter"))
+    config.write_text("[")
+    with pytest.raises(ValueError, match=r"adapter_config.json must be a JSON object"):
+        load_causal_lm(str(tmp_path / "adapter"))
+
+
+def test_an_adapter_on_the_hub_is_merged_into_its_base(tmp_path: Path, monkeypatch):
+    """There transformers puts it into the model by itself."""
+    made = trained()
+    made.save_checkpoint(tmp_path / "saved")
+
+    def from_pretrained(name: str, **_: Any) -> tuple[nn.Module, dict[str, set[str]]]:
+        model = tiny_model(scale=2.0)
+        model.load_adapter(str(tmp_path / "saved"))
+        return model, {"missing_keys": set()}
+
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", from_pretrained)
+    found = load_causal_lm("owner/adapter")
+    assert list(found.state_dict()) == list(tiny_model().state_dict())
+    torch.testing.assert_close(logits(found), logits(made.model), atol=1e-5, rtol=0)
+    found.save_pretrained(tmp_path / "whole")  # and transformers has forgotten that there was one
+    assert (tmp_path / "whole" / "model.safetensors").exists()
+
+
+def test_merging_ahead_and_in_place_give_the_same():
+    made = trained()
+    ahead = {name: tensor.clone() for name, tensor in merged_tensors(made.model)}
+    merge_adapters(made.model)
+    for name, tensor in merged_tensors(made.model):
+        assert torch.equal(tensor, ahead[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_gpu_gives_the_numbers_of_the_cpu(precision):
+    outcomes = []
+    for device in ("cpu", "cuda"):
+        made = DTensorBackend(tiny_model(scale=2.0))
+        trainer = TrainerConfig(device=device, sequence_packing=True, precision=precision)
+        made.setup(BackendConfig(trainer=trainer, optimizer=OptimizerConfig(lr=1e-2), lora=LoRAConfig(rank=4), keep_reference=True))
+        batch = random_batch(LENGTHS)
+        losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(5)]
+        outcomes.append((losses, made.get_logprobs(batch).values, made.get_reference_logprobs(batch).values, made._base))
+    (losses, now, reference, base), (gpu_losses, gpu_now, gpu_reference, gpu_base) = outcomes
+    tolerance = 1e-3 if precision == "float32" else 0.1
+    assert gpu_losses == pytest.approx(losses, abs=tolerance)
+    torch.testing.assert_close(gpu_now, now, atol=tolerance, rtol=0)
+    torch.testing.assert_close(gpu_reference, reference, atol=tolerance, rtol=0)
+    assert gpu_base == base

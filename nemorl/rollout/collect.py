@@ -1,7 +1,7 @@
 """From prompts to judged responses (`collect`), and from those to a batch to train on (`to_token_batch`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import prompt_of
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environment import EnvironmentInterface, checked
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 
@@ -51,9 +51,25 @@ class Rollouts:
     kind: LogprobKind
     metrics: Mapping[str, float]
     """Of the environment."""
+    components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
+    """The rewards of which `rewards` is the weighted sum, by name and before they are weighted; empty where there is one reward alone."""
 
     def __len__(self) -> int:
         return len(self.completions)
+
+    @property
+    def correct(self) -> Bool[Tensor, "batch"]:
+        """Whose reward is at least 1; of several rewards the first one is meant, whatever its weight."""
+        return next(iter(self.components.values()), self.rewards) >= 1
+
+    def reward_metrics(self) -> dict[str, float]:
+        """Mean reward and accuracy (the share of `correct` responses), and of several rewards the mean of each as reward/<name>."""
+        parts = {f"reward/{name}": float(values.mean()) for name, values in self.components.items()}
+        return {"reward": float(self.rewards.mean()), "accuracy": float(self.correct.float().mean()), **parts}
+
+    def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
+        """The components of one response's reward for a log: {"rewards": {name: value}}, or nothing where there is one reward alone."""
+        return {"rewards": {name: float(values[index]) for name, values in self.components.items()}} if self.components else {}
 
     @property
     def truncated(self) -> Bool[Tensor, "batch"]:
@@ -77,23 +93,26 @@ def collect(
     completions = generator.generate(prompts.token_ids, requests)
     index = [i for i in range(len(prompts)) for _ in range(sampling.n)]
     logs = [[*prompts.messages(i), {"role": "assistant", "content": c.text}] for i, c in zip(index, completions, strict=True)]
-    result = environment.step(logs, [prompts.rows[i] for i in index])
+    result = checked(environment.step(logs, [prompts.rows[i] for i in index]), len(logs), type(environment).__name__)
     if not all(result.terminateds):
         raise ValueError("the environment must end every conversation after the first response: conversations of several turns are not supported yet")
     texts = ["\n".join(str(message["content"]) for message in log[:-1]) for log in logs]
     changed, metrics = environment.global_post_process_and_metrics(
-        {"rewards": result.rewards, "texts": texts, "truncated": [c.truncated for c in completions]}
+        {"rewards": result.rewards, "components": result.components, "texts": texts, "truncated": [c.truncated for c in completions]}
     )
+    rewards, components = [float(reward) for reward in changed["rewards"]], changed.get("components", {})
+    result = checked(replace(result, rewards=rewards, components=components), len(logs), type(environment).__name__)
     return Rollouts(
         rows=[prompts.rows[i] for i in index],
         prompts=[prompts.token_ids[i] for i in index],
         texts=texts,
         completions=completions,
-        rewards=torch.tensor(changed["rewards"], dtype=torch.float32),
+        rewards=torch.tensor(result.rewards, dtype=torch.float32),
         group_id=torch.tensor(index, dtype=torch.long) + first_group,
         answers=result.answers or [None] * len(completions),
         kind=kind_of(sampling, version=completions[0].policy_version if completions else 0),
         metrics=metrics,
+        components={name: torch.tensor(values, dtype=torch.float32) for name, values in result.components.items()},
     )
 
 
@@ -108,7 +127,8 @@ def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
     """Some of the responses, in the order given."""
     index = torch.tensor(list(keep), dtype=torch.long)
     columns: dict[str, Any] = {name: [getattr(rollouts, name)[i] for i in keep] for name in ("rows", "prompts", "texts", "completions", "answers")}
-    return replace(rollouts, rewards=rollouts.rewards[index], group_id=rollouts.group_id[index], **columns)
+    components = {name: values[index] for name, values in rollouts.components.items()}
+    return replace(rollouts, rewards=rollouts.rewards[index], group_id=rollouts.group_id[index], components=components, **columns)
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
@@ -124,7 +144,9 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     }
     shares = [len(part) / sum(map(len, parts)) for part in parts]
     metrics = {name: sum(share * part.metrics[name] for share, part in zip(shares, parts, strict=True)) for name in first.metrics}
-    return replace(first, metrics=metrics, rewards=torch.cat([p.rewards for p in parts]), group_id=torch.cat([p.group_id for p in parts]), **columns)
+    components = {name: torch.cat([part.components[name] for part in parts]) for name in first.components}
+    tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("rewards", "group_id")}
+    return replace(first, metrics=metrics, components=components, **tensors, **columns)
 
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:

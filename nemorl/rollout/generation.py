@@ -72,9 +72,40 @@ class Completion:
         return self.finish_reason == "length"
 
 
+def checked_requests(
+    prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams], *, vocab_size: int, max_positions: int
+) -> list[SamplingParams]:
+    """The parameters of each prompt's request. Raises ValueError for what no engine can answer, so that each backend says it alike.
+
+    >>> checked_requests([[2], []], SamplingParams(), vocab_size=10, max_positions=64)
+    Traceback (most recent call last):
+    ValueError: prompts must have at least one token, but prompt 1 is empty: begin it with the tokenizer's bos token, for example
+    """
+    params = [sampling_params] * len(prompts) if isinstance(sampling_params, SamplingParams) else list(sampling_params)
+    if len(params) != len(prompts):
+        raise ValueError(f"sampling_params must be one for all or one per prompt, but there are {len(params)} for {len(prompts)} prompts")
+    for index, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(
+                f"prompts must have at least one token, but prompt {index} is empty: begin it with the tokenizer's bos token, for example"
+            )
+        if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+            raise ValueError(
+                f"prompts must be of the model's {vocab_size} tokens, but prompt {index} has {max(prompt)}: use the model's own tokenizer"
+            )
+        if len(prompt) >= max_positions:
+            raise ValueError(
+                f"prompts must leave room in the model's {max_positions} positions, but prompt {index} has {len(prompt)} tokens: shorten it"
+            )
+    return params
+
+
 @runtime_checkable
 class GenerationBackend(Protocol):
     """An engine that turns prompts into completions. tests/rollout/test_generation_conformance.py is the contract that each one passes."""
+
+    def __init__(self, *, model: Any, tokenizer: Any, precision: str = "float32") -> None:
+        """`model` is the trainer's, live: an engine in the same process shares it, another one makes a copy that follows by `update_weights`."""
 
     def setup(self, config: Any) -> None:
         """Load what is needed to generate. Called once, first."""

@@ -20,6 +20,7 @@ class SlotCache:
         self._prefill: tuple[Tensor, Tensor] | None = None
         self._positions: Tensor | None = None
         self._width = 0
+        self._lines: Tensor | None = None
 
     def prefill(self, slots: Tensor, sources: Tensor) -> None:
         """The next forward pass computes whole prompts: keep a copy of prompt `sources[i]` in slot `slots[i]`."""
@@ -27,7 +28,7 @@ class SlotCache:
 
     def decode(self, positions: Tensor, width: int) -> None:
         """The next forward pass computes one token for each of the first `len(positions)` slots; `width` = the largest position + 1."""
-        self._prefill, self._positions, self._width = None, positions, width
+        self._prefill, self._positions, self._width, self._lines = None, positions, width, None
 
     def move(self, targets: Tensor, sources: Tensor) -> None:
         """Copy whole slots, to close gaps that finished sequences left."""
@@ -46,7 +47,9 @@ class SlotCache:
             values[slots, :, : value.shape[2]] = value[sources]
             return key, value
         assert self._positions is not None
-        rows = torch.arange(len(self._positions), device=key.device)
-        keys[rows, :, self._positions] = key[:, :, 0]
-        values[rows, :, self._positions] = value[:, :, 0]
-        return keys[: len(rows), :, : self._width], values[: len(rows), :, : self._width]
+        rows, heads = key.shape[:2]
+        if self._lines is None:  # of all layers alike: where keys and values go in a store seen as lines of head_dim numbers
+            self._lines = (torch.arange(rows * heads, device=key.device).view(rows, heads) * self.length + self._positions[:, None]).flatten()
+        for store, new in ((keys, key), (values, value)):
+            store.view(-1, store.shape[-1]).index_copy_(0, self._lines, new.reshape(rows * heads, -1))
+        return keys[:rows, :, : self._width], values[:rows, :, : self._width]

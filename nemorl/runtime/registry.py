@@ -1,4 +1,4 @@
-"""What is chosen by name: algorithms, training backends, generation backends. Each is imported when it is asked for; yours join by a decorator."""
+"""What is chosen by name: algorithms, backends, loggers. Each is imported when it is asked for; yours join by a decorator."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from nemorl.parallel.backend import TrainingBackend
     from nemorl.rollout.generation import GenerationBackend
     from nemorl.runtime.job import Inputs, Job
+    from nemorl.runtime.loggers.base import LoggerFactory
 
 Registered = TypeVar("Registered")
 Prepare = Callable[[Any, "Inputs"], "Job"]
@@ -35,6 +36,11 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 TRAINING_BACKENDS: dict[str, str | type] = {"dtensor": "nemorl.parallel.dtensor.backend:DTensorBackend"}
 GENERATION_BACKENDS: dict[str, str | type] = {"torch": "nemorl.rollout.torch_backend:TorchGenerationBackend"}
+LOGGERS: dict[str, Any] = {
+    "tensorboard": "nemorl.runtime.loggers.tensorboard:TensorBoardLogger",
+    "wandb": "nemorl.runtime.loggers.wandb:WandbLogger",
+    "mlflow": "nemorl.runtime.loggers.mlflow:MlflowLogger",
+}
 
 
 def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prepare], Prepare]:
@@ -58,13 +64,24 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prep
 
 
 def register_training_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
-    """Make a class that keeps the `TrainingBackend` Protocol known as `trainer.backend=name`. Raises ValueError if another has the name."""
-    return _register(name, TRAINING_BACKENDS, "training backend")
+    """Make a class that keeps the `TrainingBackend` Protocol known as `trainer.backend=name`.
+
+    Raises ValueError if another has the name, or the class lacks one of the Protocol's methods.
+    """
+    return _register(name, TRAINING_BACKENDS, "training backend", protocol="nemorl.parallel.backend:TrainingBackend")
 
 
 def register_generation_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
-    """Make a class that keeps the `GenerationBackend` Protocol known as `generation.backend=name`. Raises ValueError if another has the name."""
-    return _register(name, GENERATION_BACKENDS, "generation backend")
+    """Make a class that keeps the `GenerationBackend` Protocol known as `generation.backend=name`.
+
+    Raises ValueError if another has the name, or the class lacks one of the Protocol's methods.
+    """
+    return _register(name, GENERATION_BACKENDS, "generation backend", protocol="nemorl.rollout.generation:GenerationBackend")
+
+
+def register_logger(name: str) -> Callable[[Registered], Registered]:
+    """Make a logger known as `run.loggers name`: what is made with a `LoggedRun` and keeps the `MetricLogger` Protocol."""
+    return _register(name, LOGGERS, "logger")
 
 
 def get_algorithm(name: str) -> Algorithm:
@@ -103,6 +120,12 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
     return load(GENERATION_BACKENDS[name])
 
 
+def get_logger(name: str) -> "LoggerFactory":
+    """What makes a logger; an unknown name is a ValueError with the valid ones."""
+    _require_known(name, LOGGERS, "logger")
+    return load(LOGGERS[name])
+
+
 def load(target: Any) -> Any:
     """What "module:name" names; anything else is returned as it is."""
     if not isinstance(target, str):
@@ -116,7 +139,7 @@ def _require_known(name: str, known: dict[str, Any], kind: str) -> None:
         raise ValueError(f"unknown {kind} {name!r}{closest(name, known) or '.'} Valid names: {', '.join(known)}")
 
 
-def _register(name: str, known: dict[str, Any], kind: str) -> Callable[[Any], Any]:
+def _register(name: str, known: dict[str, Any], kind: str, *, protocol: str | None = None) -> Callable[[Any], Any]:
     if not name or not all(part.isidentifier() for part in name.split("-")):
         raise ValueError(f"the name of a {kind} must be a word, but it is {name!r}: use letters, digits and _")
 
@@ -124,6 +147,10 @@ def _register(name: str, known: dict[str, Any], kind: str) -> Callable[[Any], An
         present = known.get(name)
         if present is not None and _home(present) != _home(value):  # a module that is loaded twice may register twice
             raise ValueError(f"the {kind} {name!r} is there already: choose another name")
+        methods = [] if protocol is None else [key for key, of in vars(load(protocol)).items() if callable(of) and not key.startswith("_")]
+        missing = [method for method in methods if not callable(getattr(value, method, None))]
+        if missing:
+            raise ValueError(f"a {kind} must have the methods {', '.join(methods)}, but {name!r} has no {', '.join(missing)}: add them")
         known[name] = value
         return value
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.collect import Prompts, collect, join, kind_of, select, to_token_batch
 from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
+from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
@@ -71,6 +72,61 @@ def test_select_and_join(generator):
     assert again.completions == rolled.completions
     with pytest.raises(ValueError, match="must be sampled alike"):
         join([rolled, replace(rolled, kind=LogprobKind(temperature=0.5))])
+
+
+def test_components_come_along(generator):
+    """Several rewards: each apart, in the order of the responses, through select and join; accuracy is about the first."""
+    environment = make_environment({"digit": first_digit, "length": lambda response: len(response)}, (-0.5, 0.25))
+    rolled = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
+    assert list(rolled.components) == ["digit", "length"]
+    assert rolled.components["length"].tolist() == [len(c.text) for c in rolled.completions]
+    torch.testing.assert_close(rolled.rewards, 0.25 * rolled.components["length"] - 0.5 * rolled.components["digit"])
+    assert torch.equal(rolled.correct, rolled.components["digit"] >= 1)
+    parts = [select(rolled, [0, 1, 2]), select(rolled, [8, 3])]
+    assert parts[1].components["length"].tolist() == [len(rolled.completions[i].text) for i in (8, 3)]
+    again = join(parts)
+    assert again.components["length"].tolist() == [len(c.text) for c in again.completions]
+    assert rolled.reward_metrics() == {
+        "reward": pytest.approx(float(rolled.rewards.mean())),
+        "accuracy": pytest.approx(float(rolled.correct.float().mean())),
+        "reward/digit": pytest.approx(float(rolled.components["digit"].mean())),
+        "reward/length": pytest.approx(float(rolled.components["length"].mean())),
+    }
+
+
+def test_one_reward_has_no_components(generator):
+    rolled = collect(generator, FunctionalRewardWrapper(lambda response: 2.0), PROMPTS, SAMPLING, seed=1)
+    assert rolled.reward_metrics() == {"reward": 2.0, "accuracy": 1.0}
+    assert rolled.correct.all()
+
+
+def test_the_environment_sees_the_batch_and_changes_it(generator):
+    class Ranked(FunctionalRewardWrapper):
+        """Rewards by rank among all, and a metric."""
+
+        def global_post_process_and_metrics(self, batch):
+            assert list(batch) == ["rewards", "components", "texts", "truncated"]
+            ranks = torch.tensor(batch["rewards"]).argsort().argsort()
+            return {**batch, "rewards": ranks}, {"best": max(batch["rewards"])}
+
+    rolled = collect(generator, Ranked(lambda response: len(response)), PROMPTS, SAMPLING, seed=1)
+    assert sorted(rolled.rewards.tolist()) == list(range(9))
+    assert rolled.metrics == {"best": max(len(c.text) for c in rolled.completions)}
+
+
+def test_an_environment_that_forgets_a_conversation_is_refused(generator):
+    class Forgetful(FunctionalRewardWrapper):
+        def step(self, message_log_batch, metadata) -> EnvironmentReturn:
+            return super().step(message_log_batch[1:], metadata[1:])
+
+    class Careless(FunctionalRewardWrapper):
+        def global_post_process_and_metrics(self, batch):
+            return {"rewards": [*batch["rewards"][1:], float("nan")]}, {}
+
+    with pytest.raises(ValueError, match="'Forgetful' must return one of rewards per conversation, but it returned 8 for 9 conversations"):
+        collect(generator, Forgetful(first_digit), PROMPTS, SAMPLING, seed=1)
+    with pytest.raises(ValueError, match="'Careless' must return finite rewards, but it returned nan for conversation 8"):
+        collect(generator, Careless(first_digit), PROMPTS, SAMPLING, seed=1)
 
 
 def test_greedy_logprobs_are_of_the_model_itself():

@@ -1,11 +1,16 @@
 """Reward functions as environments, rewards by name, and what is refused."""
 
-import pytest
+from fractions import Fraction
 
-from nemorl.rollout.environment import EnvironmentInterface, EnvironmentReturn, FunctionalRewardWrapper, text_of
+import numpy as np
+import pytest
+import torch
+
+from nemorl.rollout.environment import EnvironmentInterface, EnvironmentReturn, FunctionalRewardWrapper, check_rows, checked, text_of
 from nemorl.rollout.environments import REWARDS, contains_answer, exact_match, make_environment
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+OTHER = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 
 
 def test_columns_are_passed_by_name():
@@ -41,21 +46,150 @@ def test_rewards_by_hand():
     assert text_of([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]) == "system: Add.\nuser: 1+1="
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), "x", None])
+NUMBERS = [2, 2.0, True + 1, np.float32(2), np.array(2), torch.tensor(2), torch.tensor([2.0], requires_grad=True), Fraction(2)]
+NO_NUMBERS = [float("nan"), float("inf"), "x", "1.0", None, [1.0], {"score": 1.0}, 1j, torch.ones(2), np.ones(2), np.float64("nan")]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=repr)
+def test_a_reward_may_be_any_number(value):
+    rewards = FunctionalRewardWrapper(lambda prompt, response: value).step([LOG], [{}]).rewards
+    assert rewards == [2.0]
+    assert type(rewards[0]) is float
+
+
+NO_NUMBERS = [
+    float("nan"),
+    float("inf"),
+    "x",
+    "1.0",
+    None,
+    [1.0],
+    {"score": 1.0},
+    1j,
+    torch.ones(2),
+    np.ones(2),
+    np.float64("nan"),
+    torch.tensor(np.inf),
+]
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_a_reward_must_be_finite(value):
-    with pytest.raises(ValueError, match=r"must be a finite number, but it is (nan|inf|'x'|None) for prompt '1\+1=' and response '2'"):
+    with pytest.raises(ValueError, match=r"reward 'lambda' must be a finite number, but it is .+ for prompt '1\+1=' and response '2': return 0\.0"):
         FunctionalRewardWrapper(lambda prompt, response: value).step([LOG], [{}])
+    with pytest.raises(ValueError, match=r"reward 'lambda' must be a finite number, but it is .+ for prompt '1\+2=' and response '3': return 0\.0"):
+        FunctionalRewardWrapper(lambda prompts, responses: [1.0, value]).step([LOG, OTHER], [{}, {}])
+
+
+LISTS = [[1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [torch.tensor(1), np.float64(0.5)], iter([True, 0.5])]
+
+
+@pytest.mark.parametrize("values", LISTS, ids=repr)
+def test_a_batch_function_returns_a_list_or_an_array(values):
+    rewards = FunctionalRewardWrapper(lambda prompts, responses: values).step([LOG, OTHER], [{}, {}]).rewards
+    assert rewards == [1.0, 0.5]
+    assert all(type(reward) is float for reward in rewards)
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0] * 3, torch.ones(1), np.ones(3)], ids=str)
+def test_a_batch_function_returns_one_number_per_response(values):
+    message = r"one number per response, but it returned \d for a batch of 2 responses, of which the first is for prompt '1\+1=' and response '2'"
+    with pytest.raises(ValueError, match=message):
+        FunctionalRewardWrapper(lambda prompts, responses: values).step([LOG, OTHER], [{}, {}])
+
+
+@pytest.mark.parametrize("value", [1.0, None, "12", {"score": 1.0}, torch.tensor(1.0)], ids=repr)
+def test_a_batch_function_returns_a_list_and_nothing_else(value):
+    with pytest.raises(ValueError, match=r"must return a list with one number per response, but it returned .* for a batch of 2 responses"):
+        FunctionalRewardWrapper(lambda prompts, responses: value).step([LOG, OTHER], [{}, {}])
+
+
+def test_a_batch_function_gets_columns_as_lists():
+    seen = []
+
+    def reward(prompts, responses, answer, level=0, unknown="default", **columns):
+        seen.append((prompts, responses, answer, level, unknown, columns))
+        return [0, 0]
+
+    FunctionalRewardWrapper(reward).step([LOG, OTHER], [{"answer": "2", "level": 1, "source": "a"}, {"answer": "4", "prompt": "1+2="}])
+    assert seen == [(["1+1=", "1+2="], ["2", "3"], ["2", "4"], [1, None], "default", {"source": ["a", None]})]
+
+
+def test_an_empty_batch_needs_no_call():
+    assert FunctionalRewardWrapper(lambda prompts, responses: 1 / 0).step([], []).rewards == []
+
+
+def test_what_a_reward_raises_comes_with_prompt_and_response():
+    def broken(prompt, response):
+        raise KeyError("score")
+
+    def broken_batch(prompts, responses):
+        raise ZeroDivisionError
+
+    with pytest.raises(KeyError) as caught:
+        FunctionalRewardWrapper(broken).step([LOG], [{}])
+    assert caught.value.__notes__ == ["This was reward 'broken' for prompt '1+1=' and response '2'."]
+    with pytest.raises(ZeroDivisionError) as failed:
+        FunctionalRewardWrapper(broken_batch, name="mine").step([LOG, OTHER], [{}, {}])
+    assert failed.value.__notes__ == ["This was reward 'mine' for a batch of 2 responses, of which the first is for prompt '1+1=' and response '2'."]
+
+
+def test_long_texts_are_shown_by_their_ends():
+    log = [{"role": "user", "content": "begin" + "x" * 1000}, {"role": "assistant", "content": "y" * 1000 + "end"}]
+    with pytest.raises(ValueError, match=r"prompt 'beginx+' … 505 characters … 'x+' and response 'y+' … 503 characters … 'y+end'") as caught:
+        FunctionalRewardWrapper(lambda response: None).step([log], [{}])
+    assert len(str(caught.value)) < 1300
+
+
+def test_a_parameter_for_the_response_that_is_a_column_too_is_refused():
+    """Whether `answer` is what the model answered or what is right can't be known."""
+    environment = FunctionalRewardWrapper(lambda prompt, answer: 1.0)
+    assert environment.step([LOG], [{}]).rewards == [1.0]
+    with pytest.raises(ValueError, match="would get the response as its parameter 'answer', but there is a column of that name, too"):
+        environment.check([{"answer": "2"}])
+    FunctionalRewardWrapper(lambda prompt, response: 1.0).check([{"response": "2"}])
+
+
+def test_an_environment_is_asked_to_check_the_rows_if_it_can():
+    class WithoutCheck:
+        def step(self, message_log_batch, metadata): ...
+
+        def global_post_process_and_metrics(self, batch): ...
+
+    check_rows(WithoutCheck(), [{}])
+    with pytest.raises(ValueError, match="wants the column 'answer'"):
+        check_rows(FunctionalRewardWrapper(exact_match), [{}])
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"rewards": [1.0]}, "'mine' must return one of rewards per conversation, but it returned 1 for 2 conversations"),
+        ({"terminateds": [True] * 3}, "one of terminateds per conversation, but it returned 3 for 2"),
+        ({"components": {"right": [1.0]}}, "one of right per conversation, but it returned 1 for 2"),
+        ({"rewards": [1.0, float("nan")]}, "'mine' must return finite rewards, but it returned nan for conversation 1"),
+    ],
+)
+def test_what_an_environment_returns_is_checked(part, message):
+    sound = {"observations": [], "metadata": [], "next_stop_strings": [], "rewards": [1, 0.5], "terminateds": [True, True]}
+    assert checked(EnvironmentReturn(**sound), 2, "mine").rewards == [1.0, 0.5]
+    with pytest.raises(ValueError, match=message):
+        checked(EnvironmentReturn(**{**sound, **part}), 2, "mine")
 
 
 def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match=r"reward 'exact_match' wants the column 'answer', but row 1 has only \['solution'\]"):
+    with pytest.raises(ValueError, match=r"reward 'exact_match' wants the column 'answer', but row 1 has only \['solution'\]: add it"):
         FunctionalRewardWrapper(exact_match).step([LOG], [{"solution": 2}])
+    with pytest.raises(ValueError, match=r"but row 2 has only \['Answer'\] \(did you mean 'Answer'\?\): add it"):
+        FunctionalRewardWrapper(exact_match).check([{"answer": "2"}, {"Answer": 2}])
+    with pytest.raises(ValueError, match=r"but row 1 has only \['answer'\]: add it"):
+        FunctionalRewardWrapper(exact_match).check([{"answer": None}])
 
 
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda response: 1.0, r"must take at least \(prompt, response\)"),
+        (lambda text: 1.0, r"must take at least \(prompt, response\)"),
         ("exact_macth", "did you mean 'exact_match'"),
         ("no_such_module:f", "there is no module 'no_such_module'"),
         ("json:no_such_function", "has no 'no_such_function'"),

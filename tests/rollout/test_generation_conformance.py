@@ -10,6 +10,7 @@ from torch import nn
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config import GenerationConfig
+from tests.examples import load_example
 from tests.models import KINDS, random_prompts, tiny_model, tiny_tokenizer
 
 
@@ -19,7 +20,14 @@ def torch_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
     return backend
 
 
-BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {"torch": torch_backend}
+def transformers_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
+    """Of examples/custom_backend.py."""
+    backend = load_example("custom_backend").TransformersBackend(model=model, tokenizer=tiny_tokenizer())
+    backend.setup(GenerationConfig(max_batch_size=max_batch_size))
+    return backend
+
+
+BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {"torch": torch_backend, "transformers": transformers_backend}
 
 
 @pytest.fixture(params=sorted(BACKENDS))

@@ -3,57 +3,89 @@
 import difflib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
+from nemorl.rollout.environments.answers import contains_answer, exact_match, last_number, math_equal, think_format
+from nemorl.rollout.environments.weighted import WeightedRewards
+from nemorl.rollout.signature import name_of
+
+REWARDS: dict[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "contains_answer": contains_answer,
+    "last_number": last_number,
+    "math": math_equal,
+    "think_format": think_format,
+}
+
+Reward = str | Callable[..., Any] | EnvironmentInterface
+"""A reward's name, `module:function`, a function, or an environment."""
+Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
+"""One reward, several, or several under names of one's own."""
 
 
-def exact_match(prompt: str, response: str, answer: Any) -> float:
-    """1 where the response, without white space around it, is the answer; else 0.
+def make_environment(reward: Rewards, weights: Sequence[float] = ()) -> EnvironmentInterface:
+    """An environment of a reward: its name in REWARDS, `module:function`, a function, or an environment, which is returned as it is.
 
-    >>> exact_match("1+1=", " 2\\n", "2")
-    1.0
-    """
-    return float(response.strip() == str(answer).strip())
-
-
-def contains_answer(prompt: str, response: str, answer: Any) -> float:
-    """1 where the response contains the answer; else 0.
-
-    >>> contains_answer("1+1=", "It is 2.", 2)
-    1.0
-    """
-    return float(str(answer).strip() in response)
-
-
-REWARDS: dict[str, Callable[..., float]] = {"exact_match": exact_match, "contains_answer": contains_answer}
-
-
-def make_environment(reward: "str | Callable[..., float] | EnvironmentInterface") -> EnvironmentInterface:
-    """An environment from the name of a reward in REWARDS, from `module:function`, from a function, or the environment itself.
+    Several, as a sequence or a mapping of names, become their sum with `weights` (1 each where none are given; see `WeightedRewards`). In a sequence
+    they have their functions' names; a second one of the same name gets _2.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
-    ValueError: reward must be one of contains_answer, exact_match, or module:function, but it is 'exact_mach': did you mean 'exact_match'?
+    ValueError: reward must be one of contains_answer, exact_match, last_number, math, think_format, or module:function, but it is 'exact_mach': \
+did you mean 'exact_match'?
+    >>> list(make_environment([exact_match, "think_format", "exact_match"], weights=(1, 0.2, 0)).weights.items())
+    [('exact_match', 1.0), ('think_format', 0.2), ('exact_match_2', 0.0)]
     """
+    if isinstance(reward, Mapping):
+        return WeightedRewards({str(name): _one(part, str(name)) for name, part in reward.items()}, weights)
+    if isinstance(reward, str) or not isinstance(reward, Sequence):
+        one = _one(reward)
+        return WeightedRewards({_name(reward): one}, weights) if weights else one
+    if len(reward) == 1 and not weights:
+        return _one(reward[0])
+    named: dict[str, EnvironmentInterface] = {}
+    for part in reward:
+        name, count = _name(part), 1
+        while (numbered := name if count == 1 else f"{name}_{count}") in named:
+            count += 1
+        named[numbered] = _one(part, numbered)
+    return WeightedRewards(named, weights)
+
+
+def _name(reward: Reward) -> str:
+    if isinstance(reward, str):
+        return reward.rpartition(":")[2]
+    return str(getattr(reward, "name", None) or name_of(reward))
+
+
+def _one(reward: Any, name: str | None = None) -> EnvironmentInterface:
+    if isinstance(reward, type):
+        raise ValueError(
+            f"reward must be a function or an environment, but it is the class {reward.__name__}: give an object of it, {reward.__name__}()"
+        )
     if isinstance(reward, EnvironmentInterface):
         return reward
-    if callable(reward):
-        return FunctionalRewardWrapper(reward)
+    if not isinstance(reward, str):
+        return FunctionalRewardWrapper(reward, name=name)
     if ":" in reward:
-        module_name, _, attribute = reward.partition(":")
-        if str(Path.cwd()) not in sys.path:
-            sys.path.insert(0, str(Path.cwd()))  # an installed command does not look where it is run
-        if importlib.util.find_spec(module_name.partition(".")[0]) is None:
-            raise ValueError(f"reward must be importable as module:function, but there is no module {module_name!r} in {Path.cwd()} or installed")
-        module = importlib.import_module(module_name)
-        if not hasattr(module, attribute):
-            raise ValueError(f"reward must be importable as module:function, but {module.__file__} has no {attribute!r}")
-        return make_environment(getattr(module, attribute))
+        return _one(_imported(reward), name)
     if reward not in REWARDS:
         close = difflib.get_close_matches(reward, REWARDS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "give your own as module:function"
         raise ValueError(f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is {reward!r}: {hint}")
-    return FunctionalRewardWrapper(REWARDS[reward])
+    return FunctionalRewardWrapper(REWARDS[reward], name=name or reward)
+
+
+def _imported(reward: str) -> Any:
+    module_name, _, attribute = reward.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # an installed command does not look where it is run
+    if importlib.util.find_spec(module_name.partition(".")[0]) is None:
+        raise ValueError(f"reward must be importable as module:function, but there is no module {module_name!r} in {Path.cwd()} or installed")
+    module = importlib.import_module(module_name)
+    if not hasattr(module, attribute):
+        raise ValueError(f"reward must be importable as module:function, but {module.__file__} has no {attribute!r}")
+    return getattr(module, attribute)

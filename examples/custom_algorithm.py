@@ -1,0 +1,115 @@
+"""An algorithm of your own in one file: RAFT, which samples answers, keeps the best one to each prompt, and learns it by heart (Dong et al. 2023).
+
+    python examples/custom_algorithm.py                                       the little demonstration below
+    python examples/custom_algorithm.py raft --model.path … --data.train …    a command like `nemorl grpo`, with all of its settings and --help
+
+It needs three things: a dataclass with its settings, a step, and `prepare`, which says how they go together. What every algorithm has (data and their
+order, validation, checkpoints that resume bit for bit, logs, early stop, export) is there of itself.
+"""
+
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import nemorl
+from nemorl.checks import at_least
+from nemorl.data import RowOrder
+from nemorl.losses import LossOutput, finalize, nll, token_mean_weights
+from nemorl.parallel.backend import ForwardOutput
+from nemorl.rollout.collect import Prompts, Rollouts, collect, select, to_token_batch
+from nemorl.rollout.environment import EnvironmentInterface, check_rows
+from nemorl.rollout.random import derive_seed
+from nemorl.runtime.algorithms.common import Samples, answering, loop, row_order, samples_of, tokenised_prompts
+from nemorl.runtime.state import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class RAFTConfig(nemorl.BaseConfig):
+    """RAFT: imitate the best of several sampled answers to each prompt."""
+
+    reward: str | tuple[str, ...] = "exact_match"
+    """What makes an answer good: rewards by name or as module:function."""
+    reward_weights: tuple[float, ...] = ()
+    """One for each of several rewards; all 1 unless given."""
+    num_prompts_per_step: int = 32
+    """Prompts per step."""
+    num_generations_per_prompt: int = 8
+    """Answers to each prompt, of which one is kept."""
+    min_reward: float = 0.5
+    """Where even the best answer's reward is less, none is kept."""
+    max_num_steps: int = 100
+    """How often answers are sampled and learned from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = {name: getattr(self, name) for name in ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps")}
+        at_least(1, **counts)  # an impossible setting is refused before anything is loaded, by a message with its name
+
+
+@nemorl.register_algorithm("raft", config=RAFTConfig)
+def prepare(config: RAFTConfig, inputs: nemorl.Inputs) -> nemorl.Job:
+    """Everything but the model: called before it is loaded, so that an error in the data comes early."""
+    check_rows(inputs.environment, [*inputs.train, *inputs.validation])
+    prompts, lengths = tokenised_prompts(config, inputs.train, inputs.tokenizer)
+    held_out, _ = tokenised_prompts(config, inputs.validation, inputs.tokenizer)
+    order = row_order(config, prompts.rows)
+    step = partial(train_step, environment=inputs.environment, prompts=prompts, order=order)
+    validate = answering(config, inputs.environment, held_out)
+    return nemorl.Job(
+        run=partial(loop, step=step, last_step=config.max_num_steps, num_rows=len(prompts), validate=validate),
+        num_steps=config.max_num_steps,
+        generates=True,
+        lengths={"train": lengths},
+    )
+
+
+def train_step(run: Run, *, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder) -> tuple[Run, dict[str, float], Samples]:
+    """One step: sample, choose, imitate. What was random must come from `run.state`, so that a resumed run goes on as if nothing had happened."""
+    config, state, trainer, generator = run.config, run.state, run.trainer, run.generator
+    rows = order.take(state.cursor, config.num_prompts_per_step)
+    sampling = replace(config.generation.sampling_params(), n=config.num_generations_per_prompt)
+    rollouts = collect(generator, environment, prompts.take(rows), sampling, seed=derive_seed(state.seed, state.step))
+    metrics = {**rollouts.reward_metrics(), "response_length": float(rollouts.lengths.float().mean())}
+    kept = [i for i in best_of_each(rollouts) if rollouts.rewards[i] >= config.min_reward]
+    if kept:
+        batch = to_token_batch(select(rollouts, kept))
+        batch = replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
+        metrics |= finalize(trainer.train_step(batch, imitate))
+    run = replace(run, state=state.advance(rows=len(rows), updates=int(bool(kept))))
+    generator.update_weights(trainer.export_weights(), version=run.state.policy_version)
+    return run, {**metrics, "kept": len(kept) / len(rows)}, samples_of(rollouts, None, config.run.samples_per_step)
+
+
+def best_of_each(rollouts: Rollouts) -> list[int]:
+    """The place of the best response to each prompt; of equals the first."""
+    best: dict[int, int] = {}
+    for i, group in enumerate(rollouts.group_id.tolist()):
+        if group not in best or rollouts.rewards[i] > rollouts.rewards[best[group]]:
+            best[group] = i
+    return list(best.values())
+
+
+def imitate(output: ForwardOutput, batch: nemorl.TokenBatch) -> LossOutput:
+    """Called for each part of the batch with what the model says of it; the losses of the parts are added up."""
+    return nll(output.token_logprobs, batch.loss_weights)
+
+
+def demonstrate(folder: Path, steps: int = 30) -> None:
+    """A model that knows nothing learns to add 1."""
+    from quickstart import save_model, save_tokenizer
+
+    save_model(folder / "model", save_tokenizer(folder / "model"), seed=0)
+    sums = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(9)]
+    result = nemorl.train(
+        algorithm="raft", model=folder / "model", dataset=sums, validation=sums, dir=str(folder / "run"), lr=1e-3, max_new_tokens=1,
+        num_prompts_per_step=9, num_generations_per_prompt=16, max_num_steps=steps, val_at_start=True, display="plain",
+    )  # fmt: skip
+    before, after = (line["accuracy"] for line in result.history if line["phase"] == "validation")
+    print(f"greedy accuracy: {before:.2f} -> {after:.2f}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["raft"]:
+        sys.exit(nemorl.main(sys.argv[1:]))
+    demonstrate(Path("runs/custom_algorithm"), *map(int, sys.argv[1:2]))

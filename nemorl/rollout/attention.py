@@ -1,0 +1,50 @@
+"""Attention of decoding: new tokens against a cache of keys and values, as an attention function of `transformers`."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+ATTENTION_NAME = "nemorl_cached"
+
+
+def cached_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`[batch, heads, new, head_dim]` to `[batch, new, heads, head_dim]`, under a mask that is true where a new token sees a key.
+
+    Of one new token, the heads that share a key head are taken as several tokens with that one head: the keys are then read once for all of them,
+    where repeating keys and values for each head would copy the whole cache in every layer.
+    """
+    batch, heads, new, dim = query.shape
+    options: dict[str, Any] = {"attn_mask": attention_mask, "dropout_p": dropout, "scale": scaling}
+    if new == 1:
+        grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
+        return scaled_dot_product_attention(grouped, key, value, **options).reshape(batch, 1, heads, dim), None
+    output = scaled_dot_product_attention(query, key, value, enable_gqa=heads != key.shape[1], **options)
+    return output.transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def decoding(model: nn.Module) -> Iterator[None]:
+    """The model with this attention and without dropout, as long as the block lasts."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION_NAME, cached_attention)
+    before, was_training = model.config._attn_implementation, model.training  # type: ignore[union-attr]
+    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    model.eval()
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)  # type: ignore[operator]
+        model.train(was_training)

@@ -1,0 +1,96 @@
+"""Rewards by name, case by case."""
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from nemorl.rollout.environments import REWARDS
+from nemorl.rollout.environments.answers import last_number, math_equal, think_format
+
+
+def test_every_reward_is_of_the_usual_kind():
+    for name, fn in REWARDS.items():
+        assert fn.__doc__ and fn.__doc__.startswith("1 where the ") and "else 0" in fn.__doc__, name
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        ("The answer is 72.", "48/2 = 24\n48+24 = 72\n#### 72", 1.0),
+        ("72 and then 73", 72, 0.0),
+        ("about -1,234.50", -1234.5, 1.0),
+        ("it falls by .5", "0.5", 1.0),
+        ("3 apples (5.)", "5", 1.0),
+        ("none at all", "5", 0.0),
+        ("", "5", 0.0),
+    ],
+)
+def test_last_number(response, answer, expected):
+    assert last_number("", response, answer) == expected
+
+
+def test_last_number_needs_one():
+    with pytest.raises(ValueError, match="needs an answer with a number in it, but the answer is 'blue': use exact_match"):
+        last_number("", "5", "blue")
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "expected"),
+    [
+        (r"so $\boxed{0.5}$", r"\frac{1}{2}", 1.0),
+        ("so it is 1/2", r"$\frac{1}{2}$", 1.0),
+        (r"\boxed{x^2+1}", "1+x^2", 1.0),
+        (r"\boxed{x^2-1}", "1+x^2", 0.0),
+        (r"either \boxed{3} or \boxed{4}", 4, 0.0),
+        ("The answer is 72", "48 + 24 = 72\n#### 72", 1.0),
+        ("The answer is 48", "48 + 24 = 72\n#### 72", 0.0),
+        (r"\boxed{6}", r"We add. Thus $\boxed{6}$.", 1.0),
+        ("1,234", 1234, 1.0),
+        ("I can't tell", "7", 0.0),
+        ("", "7", 0.0),
+    ],
+)
+def test_math(response, answer, expected):
+    assert math_equal("", response, answer) == expected
+
+
+def test_math_in_a_thread():
+    """math-verify's own time limit works in the main thread alone."""
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(lambda: (threading.current_thread() is threading.main_thread(), math_equal("", "7", "7.0"))).result() == (False, 1.0)
+
+
+def test_math_without_an_answer():
+    with pytest.raises(ValueError, match="math needs an answer that can be read, but the answer is ''"):
+        math_equal("", "7", "")
+
+
+def test_math_without_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package math-verify, which is not installed: pip install 'nemorl\[math\]'"):
+        math_equal("", "7", "7")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "expected"),
+    [
+        ("", "<think>one\nand one</think>\n2", 1.0),
+        ("", " <think>1</think>2 ", 1.0),
+        ("", "2", 0.0),
+        ("", "<think></think>2", 0.0),
+        ("", "<think>1</think>", 0.0),
+        ("", "<think>1</think> \n", 0.0),
+        ("", "well <think>1</think>2", 0.0),
+        ("", "<think>1</think>2<think>3</think>4", 0.0),
+        ("", "<think>1<think>2</think></think>3", 0.0),
+        ("", "<think>1</think><think>2", 0.0),
+        ("", "<think>1</think></think>", 0.0),
+        ("Add.\n<think>\n", "1</think>2", 1.0),
+        ("Add.\n<think>\n", "<think>1</think>2", 0.0),
+    ],
+)
+def test_think_format(prompt, response, expected):
+    assert think_format(prompt, response) == expected

@@ -1,0 +1,125 @@
+"""How reward functions are called: by the names of their parameters, else by place, one response or a whole batch at a time."""
+
+from functools import partial
+
+import pytest
+
+from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.signature import name_of, read_signature
+
+LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+seen: list[tuple] = []
+
+
+def see(*values) -> float:
+    seen.append(values)
+    return 0.5
+
+
+class Judge:
+    """A callable object, as a reward model is."""
+
+    def __call__(self, prompt, response, answer):
+        return see(prompt, response, answer)
+
+
+class AsyncJudge:
+    async def __call__(self, prompt, response):
+        return 1.0
+
+
+async def asynchronous(prompt, response):
+    return 1.0
+
+
+def positional_only(answer, prompt, /, response):
+    return see(prompt, response, answer)
+
+
+def keyword_only(*, response, answer, prompt):
+    return see(prompt, response, answer)
+
+
+def with_middle(prompt, response, answer, weight=1.0):
+    return see(prompt, response, answer)
+
+
+CALLS = {
+    "as usual": lambda prompt, response, answer: see(prompt, response, answer),
+    "the other way round": lambda response, prompt, answer: see(prompt, response, answer),
+    "columns first": lambda answer, response, prompt: see(prompt, response, answer),
+    "as TRL calls it": lambda completion, answer, prompt: see(prompt, completion, answer),
+    "by place": lambda question, text, answer: see(question, text, answer),
+    "own name for the response": lambda prompt, text, answer: see(prompt, text, answer),
+    "own name for the response, in front": lambda text, answer, prompt: see(prompt, text, answer),
+    "positional only": positional_only,
+    "keyword only": keyword_only,
+    "any columns": lambda prompt, response, **columns: see(prompt, response, columns["answer"]),
+    "any columns and the prompt among them": lambda response, **more: see(more["prompt"], response, more["answer"]),
+    "any arguments": lambda *texts, answer: see(*texts, answer),
+    "prompt and any arguments": lambda question, *texts, answer: see(question, *texts, answer),
+    "an object": Judge(),
+    "a partial": partial(with_middle, weight=2.0),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_parameter_gets_what_it_means(name: str):
+    seen.clear()
+    assert FunctionalRewardWrapper(CALLS[name]).step([LOG], [{"answer": "two", "level": 3}]).rewards == [0.5]
+    assert seen == [("1+1=", "2", "two")]
+
+
+BATCHES = {
+    "plural": lambda prompts, responses, answer: (prompts, responses, answer),
+    "as TRL calls it": lambda completions, prompts, answer: (prompts, completions, answer),
+    "without prompts, with any columns": lambda completions, **more: (more["prompts"], completions, more["answer"]),
+    "plural for the prompts alone": lambda prompts, texts, answer: (prompts, texts, answer),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_plural_makes_it_a_function_of_the_batch(name: str):
+    calls = []
+
+    fn = BATCHES[name]
+    signature = read_signature(fn)
+    assert signature.batch
+    args, kwargs = signature.arguments(["a", "b"], ["c", "d"], {"answer": [1, 2]})
+    calls.append(fn(*args, **kwargs))
+    assert calls == [(["a", "b"], ["c", "d"], [1, 2])]
+
+
+def test_the_response_alone_is_enough_if_it_has_its_name():
+    assert FunctionalRewardWrapper(lambda response: len(response)).step([LOG], [{}]).rewards == [1.0]
+    assert FunctionalRewardWrapper(lambda completions: [7]).step([LOG], [{}]).rewards == [7.0]
+
+
+def test_batch_can_be_said_and_denied():
+    assert FunctionalRewardWrapper(lambda prompt, response: [1, 2], batch=True).step([LOG, LOG], [{}, {}]).rewards == [1.0, 2.0]
+    assert FunctionalRewardWrapper(lambda a, b: [1, 2], batch=True).step([LOG, LOG], [{}, {}]).rewards == [1.0, 2.0]
+    assert FunctionalRewardWrapper(lambda prompts, responses: 3, batch=False).step([LOG, LOG], [{}, {}]).rewards == [3.0, 3.0]
+
+
+def test_names():
+    functions = (with_middle, CALLS["a partial"], Judge(), lambda prompt, response: 0.0)
+    assert [name_of(fn) for fn in functions] == ["with_middle", "with_middle", "Judge", "lambda"]
+    assert FunctionalRewardWrapper(with_middle, name="mine").name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (0.5, r"reward must be a function fn\(prompt, response\), but it is 0.5"),
+        (lambda: 1.0, r"reward 'lambda' must take at least \(prompt, response\), but its parameters are \[\]"),
+        (lambda text: 1.0, r"must take at least \(prompt, response\), but its parameters are \['text'\]"),
+        (lambda prompt: 1.0, r"must take at least \(prompt, response\), but its parameters are \['prompt'\]"),
+        (lambda **columns: 1.0, r"must take at least \(prompt, response\)"),
+        (asynchronous, r"reward 'asynchronous' must be a plain function, but it is async: .* that calls asyncio.run"),
+        (AsyncJudge(), "reward 'AsyncJudge' must be a plain function, but it is async"),
+        (int, "reward 'int' must show its parameters|must take at least"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(fn, message):
+    with pytest.raises(ValueError, match=message):
+        read_signature(fn)

@@ -1,0 +1,95 @@
+"""Every script of examples/ runs, briefly, and what they add to nemorl keeps the contracts (for the backends: in the conformance suites)."""
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import nemorl
+from nemorl.runtime import registry
+from tests.examples import EXAMPLES, load_example, run_example
+from tests.models import tiny_model, tiny_tokenizer
+from tests.runtime.runs import addition_rows, digits, run_config, start
+
+BRIEFLY = {
+    "custom_algorithm.py": ("3", "greedy accuracy: 0."),
+    "custom_backend.py": ("2", "differs by a factor of 1.0000"),
+    "custom_reward.py": ("2", "first_try/solved: "),
+    "custom_training_backend.py": ("5", "from the start"),
+}
+"""The number of steps of a short run, and what its output has to hold."""
+ELSEWHERE = {"quickstart.py": "tests/test_documentation.py"}
+
+
+@pytest.fixture
+def raft(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of custom_algorithm.py, with its algorithm registered for the time of a test."""
+    module = load_example("custom_algorithm")
+    monkeypatch.setattr(registry, "ALGORITHMS", {**registry.ALGORITHMS, "raft": registry.Algorithm(module.RAFTConfig, module.prepare)})
+    return module
+
+
+def test_each_example_is_run():
+    assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted({**BRIEFLY, **ELSEWHERE})
+
+
+@pytest.mark.parametrize("script", BRIEFLY)
+def test_it_runs(script: str, tmp_path: Path, monkeypatch, capsys):
+    steps, expected = BRIEFLY[script]
+    monkeypatch.chdir(tmp_path)
+    assert run_example(script, steps) == 0
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("custom_*.py")), ids=lambda path: path.stem)
+def test_what_one_writes_is_short(path: Path):
+    assert len(path.read_text().splitlines()) <= 120
+
+
+def test_the_algorithm_is_a_command(tmp_path: Path, monkeypatch, capsys):
+    """With --help, a run in a folder of its name, and an error for what can't be."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model(scale=2.0).save_pretrained("model")
+    tiny_tokenizer().save_pretrained("model")
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows(12)))
+    assert run_example("custom_algorithm.py", "raft", "--help") == 0
+    shown = capsys.readouterr().out
+    assert "--min-reward" in shown
+    assert "imitate the best of several" in shown
+    settings = ["--model.path", "model", "--data.train", "rows.jsonl", "--generation.max-new-tokens", "4", "--num-prompts-per-step", "4"]
+    settings += ["--trainer.device", "cpu", "--run.display", "none"]
+    more = ["--reward", "contains_answer", "--min-reward", "-1", "--max-num-steps", "2"]
+    assert run_example("custom_algorithm.py", "raft", *settings, *more) == 0
+    assert Path("runs/raft/hf/config.json").exists()
+    lines = [json.loads(line) for line in Path("runs/raft/metrics.jsonl").read_text().splitlines()]
+    assert [line["kept"] for line in lines if line["phase"] == "train"] == [1.0, 1.0]
+    assert run_example("custom_algorithm.py", "raft", *settings, "--num-generations-per-prompt", "0") == 2
+    assert "num_generations_per_prompt must be at least 1" in capsys.readouterr().err
+
+
+def config_of(module: ModuleType, folder: Path, steps: int, **options):
+    return module.RAFTConfig(
+        data=nemorl.DataConfig(max_total_sequence_length=32), trainer=nemorl.TrainerConfig(device="cpu"), optimizer=nemorl.OptimizerConfig(lr=1e-2),
+        generation=nemorl.GenerationConfig(max_new_tokens=4), num_prompts_per_step=6, num_generations_per_prompt=4, max_num_steps=steps,
+        **{"min_reward": 0.0, "run": run_config(folder, save_period=2, **options.pop("run", {})), **options},
+    )  # fmt: skip
+
+
+def test_the_algorithm_resumes_bit_for_bit(raft, tmp_path: Path):
+    whole = start(config_of(raft, tmp_path / "whole", 4), reward=digits)
+    start(config_of(raft, tmp_path / "parts", 2), reward=digits)
+    resumed = start(config_of(raft, tmp_path / "parts", 4, run={"resume": True}), reward=digits)
+    for line, other in zip(whole.history, resumed.history, strict=True):
+        assert {key: line[key] for key in ("step", "reward", "loss", "kept")} == {key: other[key] for key in ("step", "reward", "loss", "kept")}
+
+
+def test_the_algorithm_imitates_the_best_alone(raft, tmp_path: Path):
+    result = start(config_of(raft, tmp_path / "learns", 12), reward=digits)
+    rewards = [line["reward"] for line in result.history]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    nothing = start(config_of(raft, tmp_path / "nothing", 1, min_reward=2.0), reward=digits)
+    assert nothing.metrics["kept"] == 0
+    assert "loss" not in nothing.metrics
+    with pytest.raises(ValueError, match="wants the column 'answer', but row 1"):
+        start(config_of(raft, tmp_path / "unjudged", 1), rows=[{"prompt": "1+1="}])

@@ -7,11 +7,15 @@ from typing import Any
 from nemorl.checks import require
 from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.datasets import to_examples, to_prompts
-from nemorl.data.lengths import LengthReport, limit_length
+from nemorl.data.lengths import LengthReport, limit_length, num_tokens
+from nemorl.data.order import RowOrder
+from nemorl.data.statistics import Lengths
 from nemorl.rollout.collect import Prompts, Rollouts, collect
-from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
-from nemorl.runtime.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.callbacks import Callback, StopTraining, notify, notify_of_error
+from nemorl.runtime.resources import ResourceMeter
+from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.state import Run
 
 
@@ -36,7 +40,9 @@ def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Valid
     An error anywhere in it is told to the callbacks' `on_exception`, with the run as it stands after its last whole step, and goes on its way.
     """
     metrics: dict[str, float] = {}
+    meter = ResourceMeter()
     stop = False
+    validated = run.state.step
 
     def tell(hook: str, *args: Any) -> None:
         nonlocal stop
@@ -46,57 +52,88 @@ def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Valid
             stop = True
 
     def report_validation() -> Samples:
+        nonlocal validated
         assert validate is not None
         found, answers = validate(run)
+        validated = run.state.step
         tell("on_validation_end", run, run.state.step, found)
         return answers
 
     try:
         tell("on_train_begin", run)
         tell("on_epoch_begin", run, run.state.epoch(num_rows))
-        if validate and run.config.run.val_at_start and run.state.step == 0:
+        at_start = run.config.run.val_at_start if run.state.step == 0 else misses_validation(run, last_step)
+        if validate and at_start:
             report_validation()
         while run.state.step < last_step and not stop:
             epoch = run.state.epoch(num_rows)
             tell("on_step_begin", run, run.state.step + 1)
-            run, metrics, samples = step(run)
-            if validate and due(run.state.step, run.config.run.val_period, last_step):
-                answers = report_validation()
-                samples = samples or answers
-            if samples:
-                tell("on_samples", run, run.state.step, samples)
-            tell("on_step_end", run, run.state.step, metrics)  # last, so that a checkpoint vouches for all that was written before
+            run, measured, samples = step(run)
+            metrics = measured | meter.read()
+            try:
+                if validate and due(run.state.step, run.config.run.val_period, last_step):
+                    answers = report_validation()
+                    samples = samples or answers
+                if samples:
+                    tell("on_samples", run, run.state.step, samples)
+            finally:  # the step is whole, even where the validation fails: its metrics are not lost
+                tell("on_step_end", run, run.state.step, metrics)  # last, so that a checkpoint vouches for all that was written before
             if run.state.epoch(num_rows) > epoch:
                 tell("on_epoch_end", run, epoch, metrics)
                 tell("on_epoch_begin", run, run.state.epoch(num_rows))
+        if validate and stop and run.state.step != validated:
+            report_validation()  # a run that ends early is validated at its end like any other
         tell("on_train_end", run, metrics)
     except BaseException as error:
-        notify(callbacks, "on_exception", run, error)
+        notify_of_error(callbacks, run, error)
         raise
     return run
 
 
-def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> Prompts:
+def misses_validation(run: Run, last_step: int) -> bool:
+    """Whether the step that a run is resumed after should have been validated, but is not, because the validation failed."""
+    if run.directory is None or not due(run.state.step, run.config.run.val_period, last_step):
+        return False
+    lines = RunDirectory(run.directory).read_metrics()
+    return not any(line.get("step") == run.state.step and line.get("phase") == "validation" for line in lines)
+
+
+def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:
     """The rows' prompts as token ids that leave room for a response of `generation.max_new_tokens`; `data.too_long` says what happens to others."""
-    if not rows:
-        return Prompts([], [])
     longest, answer = config.data.max_total_sequence_length, config.generation.max_new_tokens
     remedy = f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions that SFT validates on"
-    require(answer < longest, "generation.max_new_tokens", "must be below data.max_total_sequence_length", answer, remedy)
-    token_ids, report = limit_length(to_prompts(rows, tokenizer), max_length=longest - answer, policy=config.data.too_long)
+    require(not rows or answer < longest, "generation.max_new_tokens", "must be below data.max_total_sequence_length", answer, remedy)
+    limit = max(1, longest - answer)
+    token_ids, report = limit_length(to_prompts(rows, tokenizer), max_length=limit, policy=config.data.too_long, rows=rows)
     warn_of_cuts("prompts", report)
-    return Prompts([rows[i] for i in report.kept], token_ids)
+    return Prompts([rows[i] for i in report.kept], token_ids), lengths_of(token_ids, limit, report)
 
 
-def tokenised_examples(config: Any, rows: Sequence[Any], tokenizer: Any) -> list[Example]:
-    """The rows as demonstrations of at most `data.max_total_sequence_length` tokens; `data.too_long` says what happens to longer ones."""
-    examples, report = limit_length(to_examples(rows, tokenizer), max_length=config.data.max_total_sequence_length, policy=config.data.too_long)
+def tokenised_examples(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[list[Any], list[Example], Lengths]:
+    """The rows that are used and their demonstrations, of at most `data.max_total_sequence_length` tokens; longer ones as `data.too_long` says."""
+    limit = config.data.max_total_sequence_length
+    examples, report = limit_length(to_examples(rows, tokenizer), max_length=limit, policy=config.data.too_long, rows=rows)
     warn_of_cuts("examples", report)
-    return examples
+    return [rows[i] for i in report.kept], examples, lengths_of(examples, limit, report)
+
+
+def lengths_of(items: Sequence[Any], limit: int, report: LengthReport) -> Lengths:
+    """What is shown before the run of items that `limit_length` has left."""
+    return Lengths(tokens=[num_tokens(item) for item in items], limit=limit, num_truncated=report.num_truncated, num_dropped=report.num_dropped)
+
+
+def row_order(config: Any, rows: Sequence[Any]) -> RowOrder:
+    """The order in which training visits the rows, as `data.weights`, `data.shuffle` and `run.seed` say."""
+    return RowOrder.of(rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle)
 
 
 def warn_of_cuts(what: str, report: LengthReport) -> None:
-    """Nothing is cut or left out without a word."""
+    """Nothing is cut or left out without a word. Raises ValueError if nothing is left."""
+    if report.num_dropped and not report.kept:
+        raise ValueError(
+            f"data.max_total_sequence_length must leave a row to use, but all {report.num_dropped} {what} are longer "
+            f"(up to {report.longest} tokens): raise it, or have them cut (data.too_long truncate)"
+        )
     if report.num_truncated or report.num_dropped:
         warnings.warn(f"{what}: {report}", stacklevel=2)
 
@@ -106,6 +143,7 @@ def answering(config: Any, environment: EnvironmentInterface | None, prompts: Pr
     if not len(prompts):
         return None
     assert environment is not None
+    check_rows(environment, prompts.rows)
 
     def validate(run: Run) -> tuple[dict[str, float], Samples]:
         assert run.generator is not None
@@ -140,6 +178,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samp
             "response": completion.text,
             "reward": float(rollouts.rewards[i]),
             **rollouts.rewards_of(i),
+            **({} if rollouts.answers[i] is None else {"extracted_answer": rollouts.answers[i]}),
             "group_id": int(rollouts.group_id[i]),
             "finish_reason": completion.finish_reason,
             "token_ids": list(completion.token_ids),

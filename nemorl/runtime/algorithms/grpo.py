@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take
-from nemorl.data.order import rows_at
+from nemorl.data.order import RowOrder
 from nemorl.losses import advantages as adv
 from nemorl.losses import masks, policy
 from nemorl.losses.importance import importance_weights, sampler_gap
@@ -24,7 +24,7 @@ from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Prompts, Rollouts, collect, join, select, to_token_batch
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.algorithms.common import Samples, Validate, answering, loop, samples_of, tokenised_prompts
+from nemorl.runtime.algorithms.common import Samples, Validate, answering, loop, row_order, samples_of, tokenised_prompts
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.config import GRPOConfig
 from nemorl.runtime.job import Inputs, Job
@@ -37,31 +37,40 @@ def prepare(config: GRPOConfig, inputs: Inputs) -> Job:
     environment, rows = inputs.environment, [*inputs.train, *inputs.validation]
     assert environment is not None
     check_rows(environment, rows)
-    prompts = tokenised_prompts(config, inputs.train, inputs.tokenizer)
-    held_out = tokenised_prompts(config, inputs.validation, inputs.tokenizer)
+    prompts, lengths = tokenised_prompts(config, inputs.train, inputs.tokenizer)
+    held_out, held_out_lengths = tokenised_prompts(config, inputs.validation, inputs.tokenizer)
+    order = row_order(config, prompts.rows)
     return Job(
-        run=partial(run, environment=environment, prompts=prompts, validate=answering(config, environment, held_out)),
+        run=partial(run, environment=environment, prompts=prompts, order=order, validate=answering(config, environment, held_out)),
         num_steps=config.max_num_steps,
         num_updates=config.max_num_steps * updates_per_batch(config, config.num_prompts_per_step * config.num_generations_per_prompt),
         keep_reference=config.needs_reference,
         generates=True,
-        lengths={"train": [len(ids) for ids in prompts.token_ids], "validation": [len(ids) for ids in held_out.token_ids]},
+        lengths={"train": lengths, "validation": held_out_lengths},
     )
 
 
 def run(
-    run: Run, environment: EnvironmentInterface, prompts: Prompts, *, validate: Validate | None = None, callbacks: Sequence[Callback] = ()
+    run: Run,
+    environment: EnvironmentInterface,
+    prompts: Prompts,
+    order: RowOrder,
+    *,
+    validate: Validate | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Train until `max_num_steps`; returns the run as it stands then."""
-    step = partial(train_step, environment=environment, prompts=prompts, loss_fn=make_loss(run.config))
-    return loop(run, step, last_step=run.config.max_num_steps, num_rows=len(prompts), validate=validate, callbacks=callbacks)
+    step = partial(train_step, environment=environment, prompts=prompts, order=order, loss_fn=make_loss(run.config))
+    return loop(run, step, last_step=run.config.max_num_steps, num_rows=order.num_rows, validate=validate, callbacks=callbacks)
 
 
-def train_step(run: Run, *, environment: EnvironmentInterface, prompts: Prompts, loss_fn: LossFn) -> tuple[Run, dict[str, float], Samples]:
+def train_step(
+    run: Run, *, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder, loss_fn: LossFn
+) -> tuple[Run, dict[str, float], Samples]:
     """Sample groups of responses, judge them, compare them within their groups, and update the policy on the batch."""
     config, generator, trainer, start = run.config, run.generator, run.trainer, time.perf_counter()
     assert generator is not None
-    rollouts, everything = roll_out(run, environment, prompts)
+    rollouts, everything = roll_out(run, environment, prompts, order)
     generated = time.perf_counter()
     generator.sleep()  # the cache's memory is the trainer's for now
     batch = batch_of(run, rollouts)
@@ -75,7 +84,7 @@ def train_step(run: Run, *, environment: EnvironmentInterface, prompts: Prompts,
     return run, metrics | timing(start, generated, everything), samples_of(rollouts, batch, config.run.samples_per_step)
 
 
-def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts) -> tuple[Rollouts, Rollouts]:
+def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder) -> tuple[Rollouts, Rollouts]:
     """The groups to train on, and all that were sampled. Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds."""
     config, state = run.config, run.state
     assert run.generator is not None
@@ -84,7 +93,7 @@ def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts) -> t
     sampled: list[Rollouts] = []
     wanted, taken = config.num_prompts_per_step, 0
     for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
-        rows = rows_at(len(prompts), cursor=state.cursor + taken, count=wanted, seed=state.seed, shuffle=config.data.shuffle)
+        rows = order.take(state.cursor + taken, wanted)
         fresh = collect(run.generator, environment, prompts.take(rows), sampling, seed=derive_seed(state.seed, state.step), first_group=taken)
         sampled.append(fresh)
         taken += wanted

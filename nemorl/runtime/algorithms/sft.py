@@ -6,13 +6,14 @@ from dataclasses import replace
 from functools import partial
 
 from nemorl.data.batch import Example, TokenBatch, collate
-from nemorl.data.order import rows_at
+from nemorl.data.order import RowOrder
+from nemorl.data.rows import origin_of
 from nemorl.losses.masked import mean_of
 from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, finalize, merge
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import Samples, Validate, answering, loop, tokenised_examples, tokenised_prompts
+from nemorl.runtime.algorithms.common import Samples, Validate, answering, loop, row_order, tokenised_examples, tokenised_prompts
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.config import SFTConfig
 from nemorl.runtime.job import Inputs, Job
@@ -21,11 +22,19 @@ from nemorl.runtime.state import Run
 
 def prepare(config: SFTConfig, inputs: Inputs) -> Job:
     """The demonstrations as tokens. Validated is what the rows allow: the loss on demonstrations, and greedy answers where there is an answer."""
-    examples = tokenised_examples(config, inputs.train, inputs.tokenizer)
-    demonstrations = [row for row in inputs.validation if row.get("messages") is not None or isinstance(row.get("response"), str)]
-    held_out = tokenised_examples(config, demonstrations, inputs.tokenizer)
-    questions = tokenised_prompts(config, [row for row in inputs.validation if row.get("answer") is not None], inputs.tokenizer)
+    rows, examples, lengths = tokenised_examples(config, inputs.train, inputs.tokenizer)
+    order = row_order(config, rows)
+    demonstrations = [row for row in inputs.validation if row.get("messages") is not None or row.get("response") is not None]
+    _, held_out, held_out_lengths = tokenised_examples(config, demonstrations, inputs.tokenizer)
+    questions, _ = tokenised_prompts(config, [row for row in inputs.validation if row.get("answer") is not None], inputs.tokenizer)
     answer = answering(config, inputs.environment, questions)
+
+    if inputs.validation and not held_out and not questions:
+        first, columns = origin_of(inputs.validation[0], 0), ", ".join(inputs.validation[0])
+        raise ValueError(
+            f"data.validation must have rows with a response or messages, or with an answer, but {first} has the columns {columns}: "
+            "name them (data.response_column, data.answer_column)"
+        )
 
     def validate(run: Run) -> tuple[dict[str, float], Samples]:
         metrics = {"loss": validation_loss(run, held_out, batch_size=256)} if held_out else {}
@@ -33,25 +42,25 @@ def prepare(config: SFTConfig, inputs: Inputs) -> Job:
         return metrics | answered, samples
 
     return Job(
-        run=partial(run, examples=examples, validate=validate if held_out or answer else None),
+        run=partial(run, examples=examples, order=order, validate=validate if held_out or answer else None),
         num_steps=num_steps(config, len(examples)),
         generates=answer is not None,
-        lengths={"train": [example.num_tokens for example in examples], "validation": [example.num_tokens for example in held_out]},
+        lengths={"train": lengths, "validation": held_out_lengths},
     )
 
 
-def run(run: Run, examples: Sequence[Example], *, validate: Validate | None = None, callbacks: Sequence[Callback] = ()) -> Run:
+def run(run: Run, examples: Sequence[Example], order: RowOrder, *, validate: Validate | None = None, callbacks: Sequence[Callback] = ()) -> Run:
     """Train until `max_num_steps`, or for `num_epochs` passes over the examples; returns the run as it stands then."""
     last_step = num_steps(run.config, len(examples))
-    return loop(run, partial(train_step, examples=examples), last_step=last_step, num_rows=len(examples), validate=validate, callbacks=callbacks)
+    step = partial(train_step, examples=examples, order=order)
+    return loop(run, step, last_step=last_step, num_rows=order.num_rows, validate=validate, callbacks=callbacks)
 
 
-def train_step(run: Run, *, examples: Sequence[Example]) -> tuple[Run, dict[str, float], Samples]:
+def train_step(run: Run, *, examples: Sequence[Example], order: RowOrder) -> tuple[Run, dict[str, float], Samples]:
     """The next rows of the seeded order, as one optimizer step."""
     config, state, start = run.config, run.state, time.perf_counter()
     count = config.train_global_batch_size
-    rows = rows_at(len(examples), cursor=state.cursor, count=count, seed=state.seed, shuffle=config.data.shuffle)
-    batch = with_loss_weights(collate([examples[i] for i in rows]), config)
+    batch = with_loss_weights(collate([examples[i] for i in order.take(state.cursor, count)]), config)
     metrics = finalize(run.trainer.train_step(batch, loss_fn))
     run = replace(run, state=state.advance(rows=count))
     seconds = time.perf_counter() - start

@@ -1,0 +1,115 @@
+"""NeMo RL's configurations in our words: every key is either honoured, reported with a reason, or known to have no bearing."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemorl.runtime import cli
+from nemorl.runtime.config_io import dotted_keys, load_config
+from nemorl.runtime.import_config import Imported, import_config
+from nemorl.runtime.import_rules import RULES
+from nemorl.runtime.registry import ALGORITHMS
+
+FILES = Path(__file__).parent / "nemo_rl"
+
+
+def config_of(imported: Imported, tmp_path: Path) -> Any:
+    path = tmp_path / "ours.yaml"
+    path.write_text(imported.to_yaml())
+    return load_config(ALGORITHMS[imported.algorithm].config, path)
+
+
+def test_grpo(tmp_path: Path) -> None:
+    imported = import_config(FILES / "grpo.yaml")
+    config = config_of(imported, tmp_path)
+    assert (config.num_prompts_per_step, config.num_generations_per_prompt, config.max_num_steps, config.train_global_batch_size) == (16, 8, 500, 64)
+    assert (config.advantage.baseline, config.advantage.scale) == ("leave_one_out", "leave_one_out_std")
+    assert (config.loss.name, config.loss.clip_low, config.loss.clip_high, config.loss.dual_clip) == ("clipped", 0.2, 0.28, 3.0)
+    assert (config.kl.coef, config.kl.estimator, config.kl.gradient, config.reduction) == (0.02, "k3", "pathwise", "token_mean")
+    assert (config.off_policy.mode, config.off_policy.max) == ("truncate", 4.0)
+    assert (config.dynamic_sampling, config.max_sampling_rounds) == (True, 6)
+    assert (config.overlong.buffer, config.overlong.penalty, config.overlong.filter) == (0.25, 0.5, True)
+    assert (config.model.path, config.model.tokenizer, config.model.chat_template_kwargs) == ("Qwen/Qwen2.5-0.5B", None, {"enable_thinking": False})
+    assert config.model.chat_template.startswith("{% for")
+    assert (config.trainer.precision, config.trainer.sequence_packing, config.trainer.micro_batch_tokens) == ("bfloat16", True, 1024)
+    assert (config.trainer.train_micro_batch_size, config.trainer.gradient_checkpointing) == (None, True)
+    assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (16, 32, 0.05)
+    optimizer = config.optimizer
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.beta1, optimizer.beta2, optimizer.eps) == (2e-6, 0.05, 0.9, 0.98, 1e-7)
+    assert (optimizer.schedule, optimizer.warmup_steps, optimizer.max_grad_norm) == ("cosine", 30, 0.5)
+    assert optimizer.min_lr_ratio == pytest.approx(0.1)
+    generation = config.generation
+    assert (generation.backend, generation.max_new_tokens, generation.temperature, generation.top_p) == ("torch", 256, 0.9, 0.95)
+    assert generation.stop_strings == ("</answer>",)
+    assert (config.data.train, config.data.validation, config.data.prompt_column) == ("questions.jsonl", "held_out.jsonl", "question")
+    assert (config.data.answer_column, config.data.max_total_sequence_length) == ("solution", 512)
+    run = config.run
+    assert (run.dir, run.seed, run.val_period, run.val_at_start, run.max_val_samples) == ("results/mine", 7, 20, True, 64)
+    assert (run.save_period, run.keep_checkpoints, run.metric, run.higher_is_better) == (25, 3, "val_accuracy", True)
+    assert (run.loggers, run.project) == (("tensorboard", "wandb"), "mine")
+    assert set(imported.notes) == {
+        "policy.dtensor_cfg.tensor_parallel_size", "policy.scheduler", "policy.generation.backend", "env.math.num_workers", "cluster.gpus_per_node",
+        "made_up.key",
+    }  # fmt: skip
+    assert imported.notes["made_up.key"] == "3: no counterpart here"
+    assert "one process" in imported.notes["cluster.gpus_per_node"]
+
+
+def test_a_recipe_builds_on_its_defaults(tmp_path: Path) -> None:
+    config = config_of(import_config(FILES / "recipe.yaml"), tmp_path)
+    assert (config.num_generations_per_prompt, config.num_prompts_per_step) == (4, 16)
+    assert (config.loss.name, config.loss.clip_high, config.reduction) == ("gspo", 0.28, "sequence_mean")
+
+
+def test_sft(tmp_path: Path) -> None:
+    imported = import_config(FILES / "sft.yaml")
+    config = config_of(imported, tmp_path)
+    assert (config.num_epochs, config.max_num_steps, config.run.val_at_start) == (2, 60, True)
+    assert (config.model.tokenizer, config.trainer.train_micro_batch_size) == ("other/tokenizer", 1)
+    assert (config.run.metric, config.run.higher_is_better, config.optimizer.max_grad_norm) == ("val_loss", False, None)
+    assert set(imported.notes) == {
+        "checkpointing.enabled", "policy.precision", "policy.megatron_cfg.enabled", "policy.megatron_cfg.tensor_model_parallel_size",
+        "policy.optimizer.name", "data.dataset_name", "data.train.data_path",
+    }  # fmt: skip
+
+
+def test_dpo(tmp_path: Path) -> None:
+    imported = import_config(FILES / "dpo.yaml")
+    config = config_of(imported, tmp_path)
+    assert (config.loss.beta, config.loss.average_logprobs, config.sft_coef, config.sft_reduction) == (0.05, True, 0.1, "sequence_mean")
+    assert (config.train_global_batch_size, config.data.prompt_column) == (128, "context")
+    assert (config.data.chosen_column, config.data.rejected_column) == ("good", "bad")
+    assert imported.notes == {}
+
+
+def test_every_rule_leads_to_a_key_of_ours() -> None:
+    ours = {key for algorithm in ALGORITHMS.values() for key, own in dotted_keys(algorithm.config).items() if own}
+    assert {rule for rule in RULES.values() if isinstance(rule, str)} <= ours
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ppo: {}\n", "must hold one of the sections grpo, sft, dpo, but it is 'ppo'"),
+        ("grpo: {seed: '${nowhere.at}'}\n", "grpo.seed refers to nowhere.at, which is not there"),
+        ("grpo: {seed: '${grpo.a}', a: '${grpo.seed}'}\n", "refers to itself"),
+        ("defaults: this.yaml\ngrpo: {}\n", "must not lead back to the file itself"),
+        ("grpo: [\n", "not valid YAML"),
+    ],
+)
+def test_files_that_can_not_be(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "this.yaml").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        import_config(tmp_path / "this.yaml")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["import-config", str(FILES / "grpo.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("# nemorl grpo --config") and "# Not carried over, or not quite (6 keys):" in printed
+    output = tmp_path / "mine.yaml"
+    assert cli.main(["import-config", str(FILES / "grpo.yaml"), "--output", str(output)]) == 0
+    assert output.read_text() == printed
+    assert "use it: nemorl grpo --config" in capsys.readouterr().out
+    assert cli.parse("grpo", ["--config", str(output)]).run.project == "mine"

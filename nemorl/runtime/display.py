@@ -22,6 +22,7 @@ LABELS = {
     "reward": "reward",
     "accuracy": "accuracy",
     "loss": "loss",
+    "margin": "margin",
     "kl": "KL",
     "entropy": "entropy",
     "response_length": "length",
@@ -100,6 +101,18 @@ def sparkline(values: list[float], width: int) -> str:
     means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
     low, high = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[round((mean - low) / (high - low) * 7)] if high > low else "▄" for mean in means)
+
+
+def answer_of(sample: dict[str, Any]) -> tuple[str, str, float | None]:
+    """What a sample answers, and the name and value of its verdict: its reward, or the margin of a preference pair.
+
+    >>> answer_of({"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5})
+    ('2 rather than 3', 'margin', 0.5)
+    """
+    if "chosen" in sample:
+        return f"{sample['chosen']} rather than {sample['rejected']}", "margin", sample["margin"]
+    reward = sample.get("reward")
+    return str(sample.get("response", "")), "reward", reward if isinstance(reward, int | float) else None
 
 
 class Trend:
@@ -183,8 +196,9 @@ class PlainDisplay(Callback):
         self.clock.step = step
         self._print(self._line(metrics, "validation"))
         for sample in self.samples:
-            reward = f"  (reward {number(sample['reward'])})" if isinstance(sample.get("reward"), int | float) else ""
-            self._print(f"    {shorten(str(sample.get('prompt', '')), 50)}  ->  {shorten(str(sample.get('response', '')), 70)}{reward}")
+            answer, name, value = answer_of(sample)
+            verdict = f"  ({name} {number(value)})" if value is not None else ""
+            self._print(f"    {shorten(str(sample.get('prompt', '')), 50)}  ->  {shorten(answer, 70)}{verdict}")
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         self.clock.step = trainer.state.step
@@ -325,11 +339,8 @@ class LiveDisplay(Callback):
     def _samples(self, width: int) -> Table:
         grid = Table.grid(padding=(0, 2))
         for sample in self.samples:
-            reward = sample.get("reward")
-            verdict = Text(number(reward), style="bold green" if reward > 0 else "bold red") if isinstance(reward, int | float) else Text()
-            grid.add_row(
-                verdict,
-                Text(shorten(str(sample.get("prompt", "")), width // 3), style="dim"),
-                Text(shorten(str(sample.get("response", "")), width - width // 3 - 12)),
-            )
+            answer, _, value = answer_of(sample)
+            verdict = Text(number(value), style="bold green" if value > 0 else "bold red") if value is not None else Text()
+            prompt = Text(shorten(str(sample.get("prompt", "")), width // 3), style="dim")
+            grid.add_row(verdict, prompt, Text(shorten(answer, width - width // 3 - 12)))
         return grid

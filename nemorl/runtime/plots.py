@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -13,6 +12,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from nemorl.runtime.run_directory import RunDirectory
+from nemorl.runtime.series import Series, series_of, smooth
 
 TRAIN, VALIDATION, GRID, TEXT = "#2563eb", "#ea580c", "#e5e7eb", "#374151"
 
@@ -27,7 +27,8 @@ class Plot(NamedTuple):
 
 PLOTS = {
     "reward": Plot("reward", "Reward", "mean reward"),
-    "accuracy": Plot("accuracy", "Accuracy", "share of correct answers"),
+    "accuracy": Plot("accuracy", "Accuracy", "share that is right"),
+    "margin": Plot("margin", "Reward margin", "chosen minus rejected"),
     "length": Plot("response_length", "Response length", "tokens"),
     "kl": Plot("kl", "KL to the reference model", "nats per token"),
     "entropy": Plot("entropy", "Entropy", "nats per token"),
@@ -46,8 +47,6 @@ STYLE: Any = {
     "ytick.color": TEXT,
 }
 
-Series = tuple[list[int], list[float]]
-
 
 def draw(directory: RunDirectory | Path | str) -> list[Path]:
     """Draw plots/<name>.png for each metric of `PLOTS` that the run has, and plots/overview.png with all of them.
@@ -57,39 +56,13 @@ def draw(directory: RunDirectory | Path | str) -> list[Path]:
     """
     directory = directory if isinstance(directory, RunDirectory) else RunDirectory.open(directory)
     records = directory.read_metrics()
-    series = {name: (_series(records, plot.metric, "train"), _series(records, plot.metric, "validation")) for name, plot in PLOTS.items()}
+    series = {name: (series_of(records, plot.metric, "train"), series_of(records, plot.metric, "validation")) for name, plot in PLOTS.items()}
     present = {name: pair for name, pair in series.items() if pair[0][0] or pair[1][0]}
     if not present:
         return []
     directory.plots.mkdir(exist_ok=True)
     files = [_save({name: pair}, directory.plots / f"{name}.png", directory.name, columns=1) for name, pair in present.items()]
     return [*files, _save(present, directory.plots / "overview.png", directory.name, columns=_columns(len(present)))]
-
-
-def smooth(values: list[float], *, width: float) -> list[float]:
-    """Each value's surroundings in a mean with Gaussian weights of standard deviation `width`, in steps.
-
-    >>> smooth([1.0, 1.0, 1.0], width=2.0)
-    [1.0, 1.0, 1.0]
-    >>> [round(value, 2) for value in smooth([0.0, 0.0, 4.0, 0.0, 0.0], width=0.5)]
-    [0.0, 0.43, 3.15, 0.43, 0.0]
-    """
-    reach = math.ceil(3 * width)
-    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
-
-    def weighted(array: np.ndarray) -> np.ndarray:
-        return np.convolve(array, kernel)[reach : reach + len(array)]
-
-    return (weighted(np.asarray(values)) / weighted(np.ones(len(values)))).tolist()
-
-
-def _series(records: list[dict[str, Any]], metric: str, phase: str) -> Series:
-    points = [
-        (record["step"], record[metric])
-        for record in records
-        if record.get("phase") == phase and isinstance(record.get(metric), int | float) and math.isfinite(record[metric])
-    ]
-    return [step for step, _ in points], [value for _, value in points]
 
 
 def _columns(count: int) -> int:

@@ -175,11 +175,25 @@ def test_live_panel_fits_its_terminal(width):
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for label in LABELS.values():
-        assert label in text
+    for name, label in LABELS.items():
+        assert label in text or name not in METRICS
     assert "50/140" in text and "grad_norm" not in text
     if width >= 80:
         assert "0.420 → 0.934" in text and "12.3k" in text and "12+34=" in text and "[red]" in text
+
+
+def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():
+    pairs = [{"prompt": "12+34=", "chosen": "46", "rejected": "47", "margin": -0.25}]
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    for shown in (PlainDisplay(10, console), LiveDisplay(10, console)):
+        shown.on_samples(tiny_run(), 1, pairs)
+        shown.on_step_end(tiny_run(step=1), 1, {"loss": 0.5, "margin": 0.125})
+        if isinstance(shown, PlainDisplay):
+            shown.on_validation_end(tiny_run(), 1, {"accuracy": 0.9})
+        else:
+            console.print(shown.render())
+        text = console.file.getvalue()
+        assert "46 rather than 47" in text and "-0.250" in text and "0.125" in text
 
 
 def test_live_panel_of_other_runs():

@@ -52,6 +52,7 @@ def test_every_metric_has_its_picture(tmp_path):
         ([(1, {"loss": 2.0}), (2, {"loss": math.nan}), (3, {"loss": math.inf})], ["loss", "overview"]),
         ([(1, {"reward": 0.0}), (2, {"reward": 0.0}), (3, {"kl": math.nan})], ["reward", "overview"]),
         ([(1, {"tokens_per_second": 0.0})], ["throughput", "overview"]),
+        ([(1, {"margin": 0.5})], ["margin", "overview"]),
         ([(1, {"lr": 0.1})], []),
         ([], []),
     ],

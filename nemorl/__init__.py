@@ -55,13 +55,23 @@ if TYPE_CHECKING:
     from nemorl.runtime.policy_config import OverlongConfig as OverlongConfig
     from nemorl.runtime.policy_config import ReinforceLoss as ReinforceLoss
     from nemorl.runtime.policy_config import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
+    from nemorl.runtime.preference_config import DPOConfig as DPOConfig
+    from nemorl.runtime.preference_config import DPOLoss as DPOLoss
+    from nemorl.runtime.preference_config import HingeLoss as HingeLoss
+    from nemorl.runtime.preference_config import IPOLoss as IPOLoss
+    from nemorl.runtime.preference_config import KTOLoss as KTOLoss
+    from nemorl.runtime.preference_config import ORPOLoss as ORPOLoss
+    from nemorl.runtime.preference_config import SimPOLoss as SimPOLoss
     from nemorl.runtime.presets import preset as preset
     from nemorl.runtime.registry import get_algorithm as get_algorithm
     from nemorl.runtime.registry import get_generation_backend as get_generation_backend
     from nemorl.runtime.registry import get_training_backend as get_training_backend
     from nemorl.runtime.registry import register_algorithm as register_algorithm
     from nemorl.runtime.registry import register_generation_backend as register_generation_backend
+    from nemorl.runtime.registry import register_logger as register_logger
     from nemorl.runtime.registry import register_training_backend as register_training_backend
+    from nemorl.runtime.report.page import write_report as write_report
+    from nemorl.runtime.state import Run as Run
 
     __version__: str
 
@@ -100,6 +110,7 @@ _NAMES = {
         "ReinforceLoss",
         "ReinforcePlusPlusAdvantage",
     ],
+    "nemorl.runtime.preference_config": ["DPOConfig", "DPOLoss", "HingeLoss", "IPOLoss", "KTOLoss", "ORPOLoss", "SimPOLoss"],
     "nemorl.runtime.presets": ["preset"],
     "nemorl.runtime.registry": [
         "get_algorithm",
@@ -107,8 +118,11 @@ _NAMES = {
         "get_training_backend",
         "register_algorithm",
         "register_generation_backend",
+        "register_logger",
         "register_training_backend",
     ],
+    "nemorl.runtime.state": ["Run"],
+    "nemorl.runtime.report.page": ["write_report"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 _SUBPACKAGES = ("data", "losses")

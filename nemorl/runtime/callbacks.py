@@ -81,6 +81,15 @@ on_checkpoint, on_train_end, on_exception, but it is 'on_stop'
         raise stop
 
 
+def notify_of_error(callbacks: Sequence[Callback], trainer: Run, error: BaseException) -> None:
+    """Tell every callback of an error through `on_exception`. What one of them raises in turn becomes a note on it, and hides it from nobody."""
+    for callback in callbacks:
+        try:
+            callback.on_exception(trainer, error)
+        except Exception as failure:
+            error.add_note(f"{type(callback).__name__}.on_exception failed as well: {failure!r}")
+
+
 @contextmanager
 def closing(callbacks: Sequence[Callback]) -> Iterator[None]:
     """Close every callback at the end of the block, the last one first, also when the block (or the closing of another one) raises.

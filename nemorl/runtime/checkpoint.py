@@ -2,12 +2,14 @@
 
     trainer/             what the training backend writes: model, optimizer, schedule
     state.json           the LoopState
+    metrics.json         what was measured in that step, with the validation's as val_…
     rng.json             generators of Python's random and numpy
     rng.safetensors      generators of torch, one for the CPU and one for every GPU
     manifest.json        size and SHA-256 of all of these
 
 Everything is written to a temporary folder and flushed to the disk; then the folder is renamed to `step_N`, and last of all the file
-`checkpoints/latest` names it. A process that dies at any point of this leaves the previous checkpoint in force. No pickle is read or written.
+`checkpoints/latest` names it (and `checkpoints/best` the best one, where a run ranks them). A process that dies at any point of this leaves the
+previous checkpoint in force. No pickle is read or written.
 """
 
 import hashlib
@@ -16,6 +18,7 @@ import os
 import random
 import shutil
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,21 +27,33 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemorl.runtime.run_directory import step_of, write_atomically
+from nemorl.runtime.metric_rules import Ranking
+from nemorl.runtime.run_directory import step_of, to_json, write_atomically
 from nemorl.runtime.state import LoopState, Run
 
 FORMAT = 1
 """Of the layout above; a checkpoint of another one is refused."""
 TEMPORARY = ".tmp-"
 REPLACED = ".replaced-"
+RandomState = tuple[dict[str, Any], dict[str, torch.Tensor]]
+"""Of every global random generator, as JSON values and as tensors."""
 
 
 class CheckpointError(OSError):
     """A checkpoint that can't be written or read; says which, why, and what is left."""
 
 
-def save(directory: Path, run: Run, *, keep: int = 2) -> Path:
-    """Write the checkpoint of `run.state.step` below `directory`, the run's, and remove all but the newest `keep`.
+def save(
+    directory: Path,
+    run: Run,
+    *,
+    keep: int = 2,
+    ranking: Ranking | None = None,
+    metrics: Mapping[str, float] | None = None,
+    generators: RandomState | None = None,
+) -> Path:
+    """Write the checkpoint of `run.state.step` below `directory`, the run's, and remove all but the newest `keep`; with a ranking, all but the best
+    `keep` and the newest. `metrics` are what it is ranked by, `generators` the random state (the present one unless given).
 
     Raises CheckpointError if it can't be written (disk full, no permission, …). The previous checkpoint is then as it was.
     """
@@ -48,11 +63,11 @@ def save(directory: Path, run: Run, *, keep: int = 2) -> Path:
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
-        _write(temporary, run)
+        _write(temporary, run, metrics or {}, generators or random_state())
         _put_in_place(temporary, target)
         write_atomically(checkpoints / "latest", target.name + "\n")
         _flush(checkpoints)
-        _prune(checkpoints, run.state.step, keep)
+        _prune(checkpoints, run.state.step, keep, ranking)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
         free = f"; {shutil.disk_usage(checkpoints).free / 1e9:.3g} GB are free there" if checkpoints.exists() else ""
@@ -66,18 +81,31 @@ def latest(directory: Path) -> Path | None:
     One that is damaged is passed over with a warning that names the file and what is wrong with it.
     """
     checkpoints = Path(directory) / "checkpoints"
-    candidates = sorted((path for path in checkpoints.glob("step_*") if step_of(path) >= 0), key=step_of, reverse=True)
-    try:
-        pointed = checkpoints / (checkpoints / "latest").read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, UnicodeDecodeError):
-        pointed = None
-    for path in sorted(candidates, key=lambda path: path != pointed):
+    pointed = _pointed_at(checkpoints / "latest")
+    for path in sorted(present(directory).values(), key=lambda path: (path != pointed, -step_of(path))):
         try:
             verify(path)
             return path
         except CheckpointError as error:
             warnings.warn(f"{error} Trying an older one.", stacklevel=2)
     return None
+
+
+def best(directory: Path) -> Path | None:
+    """The best checkpoint of a run that ranks them; None where there is none."""
+    path = _pointed_at(Path(directory) / "checkpoints" / "best")
+    return path if path is not None and path.exists() else None
+
+
+def present(directory: Path) -> dict[int, Path]:
+    """Every checkpoint below the run's directory by its step, the oldest first, whole or not."""
+    found = {step_of(path): path for path in (Path(directory) / "checkpoints").glob("step_*")}
+    return {step: found[step] for step in sorted(found) if step >= 0}
+
+
+def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
+    """What was measured in the step of each checkpoint, the oldest first."""
+    return {step: _metrics_of(path) for step, path in present(directory).items()}
 
 
 def load(path: Path, run: Run) -> LoopState:
@@ -142,19 +170,21 @@ def sweep(directory: Path) -> None:
     for path in checkpoints.glob(f"{TEMPORARY}*"):
         if not _lives(path.name.rpartition("-")[2]):
             shutil.rmtree(path)
-    for path in (*checkpoints.glob(".latest.*"), *checkpoints.parent.glob(".metrics.jsonl.*"), *checkpoints.parent.glob(".config.yaml.*")):
+    half_written = [path for name in ("latest", "best") for path in checkpoints.glob(f".{name}.*")]
+    for path in (*half_written, *checkpoints.parent.glob(".metrics.jsonl.*"), *checkpoints.parent.glob(".config.yaml.*")):
         if not _lives(path.name.rpartition(".")[2]):
             path.unlink()
 
 
-def _write(folder: Path, run: Run) -> None:
+def _write(folder: Path, run: Run, metrics: Mapping[str, float], random_state: RandomState) -> None:
     trainer = folder / "trainer"
     trainer.mkdir(parents=True)
     run.trainer.save_checkpoint(trainer)
-    generators, tensors = _generators()
+    generators, tensors = random_state
     save_file(tensors, folder / "rng.safetensors")
     (folder / "rng.json").write_text(json.dumps(generators), encoding="utf-8")
     (folder / "state.json").write_text(json.dumps({"algorithm": algorithm_of(run), **run.state.to_dict()}, indent=2) + "\n", encoding="utf-8")
+    (folder / "metrics.json").write_text(json.dumps(to_json(metrics), indent=2) + "\n", encoding="utf-8")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {}
     for path in files:
@@ -179,13 +209,37 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         _discard(aside)
 
 
-def _prune(checkpoints: Path, step: int, keep: int) -> None:
-    """Keep the one of `step` and the `keep - 1` before it. Later ones were left behind by a run that went on from an earlier step."""
-    present = [path for path in checkpoints.glob("step_*") if step_of(path) >= 0]
-    kept = sorted((path for path in present if step_of(path) <= step), key=step_of)[-keep:]
-    for path in present:
+def _prune(checkpoints: Path, step: int, keep: int, ranking: Ranking | None) -> None:
+    """Of those up to `step` keep the newest `keep`, or the best `keep` and that of `step`. Later ones are of a run that then went back."""
+    everything = present(checkpoints.parent)
+    earlier = [path for at, path in everything.items() if at <= step]
+    kept = earlier[-keep:]
+    if ranking is not None:
+        ranked = ranking.best({path: _metrics_of(path) for path in earlier}, keep)
+        kept = [*ranked, earlier[-1]]
+        if ranked:
+            write_atomically(checkpoints / "best", ranked[0].name + "\n")
+    for path in everything.values():
         if path not in kept:
             _discard(path)
+    if best(checkpoints.parent) is None:
+        (checkpoints / "best").unlink(missing_ok=True)
+
+
+def _pointed_at(pointer: Path) -> Path | None:
+    """The checkpoint that a file such as `latest` names."""
+    try:
+        return pointer.parent / pointer.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None
+
+
+def _metrics_of(path: Path) -> dict[str, Any]:
+    try:
+        metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return metrics if isinstance(metrics, dict) else {}
 
 
 def _discard(path: Path) -> None:
@@ -225,8 +279,8 @@ def _lives(pid: str) -> bool:
     return True
 
 
-def _generators() -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The state of every global random generator, as JSON values and as tensors."""
+def random_state() -> RandomState:
+    """The present state of every global random generator."""
     version, internal, gauss_next = random.getstate()
     kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()
     values = {"python": [version, list(internal), gauss_next], "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached_gaussian]}

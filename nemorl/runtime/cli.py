@@ -4,53 +4,70 @@ Settings come in layers: defaults < preset < --config file.yaml < flags. Nothing
 """
 
 import dataclasses
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from nemorl.checks import require
-from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig, print_evaluation, print_generations, write_answers
+from nemorl.runtime.commands import (
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    ImportConfig,
+    InspectConfig,
+    ReportConfig,
+    print_evaluation,
+    print_generations,
+    write_answers,
+)
 from nemorl.runtime.config import BaseConfig, GRPOConfig
 from nemorl.runtime.config_io import closest, construct, dump_yaml, layer, yaml_layer
+from nemorl.runtime.locking import Terminated
 from nemorl.runtime.registry import ALGORITHMS
-from nemorl.runtime.run_directory import free_directory
+from nemorl.runtime.run_directory import free_directory, write_atomically
 
 HELP = """\
 nemorl: reinforcement learning and fine-tuning of language models
 
-usage: nemorl COMMAND [OPTIONS]
+usage: nemorl [--import MODULE] COMMAND [OPTIONS]
 
 commands
-  sft        learn from demonstrations
-  grpo       learn from a reward: GRPO, DAPO, Dr. GRPO, RLOO, GSPO, CISPO, REINFORCE++ (--preset)
-  eval       how many prompts of a data set a model answers correctly
-  generate   ask a model
-  export     turn a run's checkpoint into a Hugging Face folder
+{commands}
 
 start here
   nemorl sft  --model.path Qwen/Qwen3-0.6B --data.train demos.jsonl --run.dir runs/sft
   nemorl grpo --model.path runs/sft/hf --data.train problems.jsonl --reward exact_match --run.dir runs/rl
+  nemorl dpo  --model.path runs/sft/hf --data.train pairs.jsonl --run.dir runs/dpo
   nemorl grpo --preset dapo --config my.yaml --optimizer.lr 1e-6      flags win over the file, the file over the preset
   nemorl grpo --preset dapo --print-config > my.yaml                  write a file to start from
   nemorl grpo --run.dir runs/rl --run.resume                          go on with a run that was interrupted, by its own settings
   nemorl eval --model runs/rl --data test.jsonl --output answers.jsonl
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
+  nemorl report runs/rl                                               curves, samples and settings as one web page
 
-A row of data is one JSON object a line, such as {"prompt": "12+34=", "answer": "46"} (grpo, eval) or {"prompt": "12+34=", "response": "46"} (sft).
+A row of data is one JSON object a line: {{"prompt": "12+34=", "answer": "46"}} (grpo, eval), {{"prompt": "12+34=", "response": "46"}} (sft),
+{{"prompt": "12+34=", "chosen": "46", "rejected": "47"}} (dpo); nemorl data inspect shows what becomes of it.
+--import my_module makes what a file of yours registers known by name: algorithms as commands, backends, loggers.
 nemorl COMMAND --help lists every setting. NEMORL_TRACEBACK=1 shows where an error came from.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 failed, 2 a setting or input that can't be, 130 interrupted."""
+    """Run a command; returns the exit code: 0 done, 1 failed, 2 a setting or input that can't be, 130 interrupted, 143 terminated."""
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is there: spinning OpenMP threads stall each other on a busy machine
     command, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    while command == "--import":
+        module, command, *args = [*args, *["--help"] * (2 - len(args))]
+        if (problem := _import(module)) is not None:
+            return _fail("nemorl", problem, 2)
     if args and f"{command} {args[0]}" in COMMANDS:
         command = f"{command} {args.pop(0)}"
     if command in ("-h", "--help", "help"):
-        print(HELP, end="")
+        print(HELP.format(commands=_commands()), end="")
         return 0
     if command in ("-V", "--version"):
         from importlib.metadata import version
@@ -68,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config is not None:
             (_train if command in ALGORITHMS else COMMANDS[command].execute)(config)
         return 0
+    except Terminated as stop:
+        return _fail(f"nemorl {command}", _interrupted(command, config, "terminated"), int(str(stop.code)))
     except SystemExit as stop:  # --help, and flags that tyro has refused
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
@@ -163,6 +182,31 @@ def _export(config: ExportConfig) -> None:
     print(f'exported to {path}; try it: nemorl generate --model {path} --prompt "…"')
 
 
+def _import_config(config: ImportConfig) -> None:
+    from nemorl.runtime.import_config import import_config
+
+    imported = import_config(config.file)
+    text = imported.to_yaml(config.file)
+    if config.output is None:
+        print(text, end="")
+        return
+    write_atomically(Path(config.output), text)
+    print(f"written to {config.output}; {len(imported.notes)} keys could not be carried over (listed at its end)")
+    print(f"use it: nemorl {imported.algorithm} --config {config.output}")
+
+
+def _inspect(config: InspectConfig) -> None:
+    from nemorl.runtime.inspect import inspect_data, print_inspection
+
+    print_inspection(config, inspect_data(config))
+
+
+def _report(config: ReportConfig) -> None:
+    from nemorl.runtime.report.page import write_report
+
+    print(f"written to {write_report(config.run, config.output)}; open it in a browser")
+
+
 class Command(NamedTuple):
     """A command besides the algorithms: what it is asked for, and what it does."""
 
@@ -174,21 +218,41 @@ COMMANDS = {
     "eval": Command(EvalConfig, _evaluate),
     "generate": Command(GenerateConfig, _generate),
     "export": Command(ExportConfig, _export),
+    "report": Command(ReportConfig, _report),
+    "data inspect": Command(InspectConfig, _inspect),
+    "import-config": Command(ImportConfig, _import_config),
 }
 
 
-def _interrupted(command: str, config: Any) -> str:
+def _import(module: str) -> str | None:
+    """Import a module of the working directory or an installed one; returns what is wrong with it."""
+    sys.path.insert(0, str(Path.cwd()))  # an installed command does not look where it is run
+    try:
+        import_module(module.removesuffix(".py"))
+    except ImportError as error:
+        return f"--import must name a module in {Path.cwd()} or an installed one, but {module!r} can't be imported ({error}): check its name"
+    return None
+
+
+def _commands() -> str:
+    """A line for each command: the first of its config's docstring."""
+    configs = {name: algorithm.config for name, algorithm in ALGORITHMS.items()} | {name: command.config for name, command in COMMANDS.items()}
+    width = max(map(len, configs))
+    return "\n".join(f"  {name:<{width}}  {(inspect.getdoc(config) or '').splitlines()[0]}" for name, config in configs.items())
+
+
+def _interrupted(command: str, config: Any, how: str = "interrupted") -> str:
     if not isinstance(config, BaseConfig):
-        return "interrupted"
-    if not (Path(config.run.dir) / "checkpoints" / "latest").exists():
-        return f"interrupted before the first checkpoint in {config.run.dir}: nothing to resume (--run.save-period sets how often one is written)"
-    return f"interrupted; go on from the last checkpoint with: nemorl {command} --run.dir {config.run.dir} --run.resume"
+        return how
+    if not (Path(str(config.run.dir)) / "checkpoints" / "latest").exists():
+        return f"{how} before there was anything to save in {config.run.dir}"
+    return f"{how}; go on from the last checkpoint with: nemorl {command} --run.dir {config.run.dir} --run.resume"
 
 
 def _fail(prog: str, message: str, code: int) -> int:
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     error = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
-    print(f"{prog}: {message}" if code == 130 else f"{prog}: {error} {message}", file=sys.stderr)
+    print(f"{prog}: {message}" if code > 2 else f"{prog}: {error} {message}", file=sys.stderr)
     return code
 
 

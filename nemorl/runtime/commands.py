@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
-from nemorl.runtime.config import GenerationConfig
+from nemorl.parallel.config import ModelConfig
+from nemorl.runtime.config import DataConfig, GenerationConfig
 
 
 def _greedy() -> GenerationConfig:
@@ -41,7 +42,9 @@ class EvalConfig:
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; the model's own unless given."""
     chat_template: str | None = None
-    """A Jinja chat template, or the path of a file with one; the tokenizer's own unless given."""
+    """A Jinja chat template, the path of a file with one, or passthrough (contents as they are); the tokenizer's own unless given."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values that the chat template asks for by name; those that a model was trained with are in its tokenizer already."""
     seed: int = 0
     """Of the sampling, where temperature is above 0."""
     device: str | None = None
@@ -73,7 +76,9 @@ class GenerateConfig:
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; the model's own unless given."""
     chat_template: str | None = None
-    """A Jinja chat template, or the path of a file with one; the tokenizer's own unless given."""
+    """A Jinja chat template, the path of a file with one, or passthrough (contents as they are); the tokenizer's own unless given."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values that the chat template asks for by name; those that a model was trained with are in its tokenizer already."""
     seed: int | None = None
     """Makes sampling repeatable; new answers at each call unless given."""
     device: str | None = None
@@ -83,9 +88,8 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         at_least(1, n=self.n)
         at_least(0, seed=self.seed)
-        require(
-            self.chat or self.chat_template is None, "chat_template", "is for --chat", self.chat_template, "add --chat, or leave the template out"
-        )
+        for name in ("chat_template", "chat_template_kwargs"):
+            require(self.chat or not getattr(self, name), name, "is for --chat", getattr(self, name), "add --chat, or leave it out")
         require(bool(self.prompt or self.file), "prompt", "must be given", self.prompt, 'add --prompt "…" or --file prompts.txt')
         _check_samples(self.n, self.generation)
 
@@ -110,15 +114,54 @@ class ExportConfig:
     """The run's directory."""
     output: str
     """The folder to write."""
-    step: int | None = None
-    """The step whose checkpoint is taken; the newest one unless given."""
+    step: int | Literal["best"] | None = None
+    """The step whose checkpoint is taken, or best: that of the best run.metric; the newest one unless given."""
     lora: Literal["merged", "adapter"] = "merged"
     """Of a run with LoRA: the base model with the adapters merged into it, or a PEFT folder of the adapters alone."""
     base_model: str | None = None
     """Of a run with LoRA: folder or hub name of the base model, where the run doesn't know it or it has moved."""
 
     def __post_init__(self) -> None:
-        at_least(0, step=self.step)
+        at_least(0, step=None if self.step == "best" else self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportConfig:
+    """Translate a NeMo RL configuration (GRPO, SFT, DPO) into ours, and list what could not be honoured and why."""
+
+    file: str = field(metadata={"positional": True})
+    """The YAML file; `defaults` and ${interpolations} in it are followed."""
+    output: str | None = None
+    """Write the YAML to this file instead of printing it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Show a run on a web page: curves, samples token by token, settings, warnings. One file that needs no network.
+
+    Works for a run in progress and for one that crashed, too.
+    """
+
+    run: str = field(metadata={"positional": True})
+    """The run's directory."""
+    output: str | None = None
+    """The .html file to write; report.html in the run's directory unless given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Look at training data as a model sees them: which tokens are trained on, and how long the rows are."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    kind: Literal["auto", "prompt", "sft", "pairs", "labels"] = "auto"
+    """What the rows are for: prompts (grpo), demonstrations (sft), preference pairs (dpo), single answers with a label (dpo --loss kto). auto: what
+    the first row looks like."""
+    rows: int = 3
+    """How many rows are shown, from the top."""
+
+    def __post_init__(self) -> None:
+        at_least(0, rows=self.rows)
 
 
 def _check_samples(n: int, generation: GenerationConfig) -> None:

@@ -4,6 +4,7 @@ A choice between algorithms (the policy loss, the advantage) is a union of datac
 and on the command line a variant is chosen by its `name` (`loss: {name: gspo}`, `--loss gspo`).
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,10 +28,14 @@ from nemorl.runtime.policy_config import (
 class DataConfig:
     """Where the rows come from and which of their columns are used."""
 
-    train: str | None = None
-    """A local .jsonl, .json, .parquet or .csv file, or the name of a data set on the hub."""
-    validation: str | None = None
+    train: str | tuple[str, ...] | None = None
+    """A local .jsonl, .json, .parquet or .csv file, or the name of a data set on the hub (NAME:CONFIGURATION where it has several); or several."""
+    weights: tuple[float, ...] = ()
+    """The share of each of several training sets, relative to each other; unless given, each row comes once an epoch."""
+    validation: str | tuple[str, ...] | None = None
     """Rows to validate on, named in the same way."""
+    held_out: float = 0.0
+    """Training rows that are kept for validation where no validation set is given: a share (below 1) or a number."""
     split: str = "train"
     """The split that is taken of a hub data set for training."""
     validation_split: str | None = None
@@ -43,6 +48,12 @@ class DataConfig:
     """Column that rewards such as exact_match compare the response with."""
     messages_column: str = "messages"
     """Column of whole conversations, used where a row has it (SFT)."""
+    chosen_column: str = "chosen"
+    """Column of the better answer of a preference pair (DPO)."""
+    rejected_column: str = "rejected"
+    """Column of the worse answer of a preference pair (DPO)."""
+    label_column: str = "label"
+    """Column that says of a lone answer whether it is wanted (KTO): true or false."""
     max_total_sequence_length: int = 2048
     """Tokens of prompt and response together."""
     too_long: Literal["error", "drop", "truncate"] = "error"
@@ -52,6 +63,20 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         at_least(2, data__max_total_sequence_length=self.max_total_sequence_length)
+        sets = self.train if isinstance(self.train, tuple) else (self.train,)
+        require(
+            not self.weights or self.train is None or len(self.weights) == len(sets),
+            "data.weights",
+            f"must be as many as there are training sets ({len(sets)})",
+            self.weights,
+            "give one weight for each of data.train, or none",
+        )
+        require(all(0 < weight < math.inf for weight in self.weights), "data.weights", "must be positive", self.weights, "leave a set out instead")
+        at_least(0, data__held_out=self.held_out)
+        require(self.held_out < 1 or self.held_out == int(self.held_out), "data.held_out", "must be a share below 1 or a whole number of rows",
+                self.held_out, "0.05 holds out every twentieth row, 100 a hundred rows")  # fmt: skip
+        alone = not (self.held_out and self.validation)
+        require(alone, "data.held_out", "is for runs without data.validation", self.held_out, "leave one of the two out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +148,10 @@ class RunConfig:
     """Responses per step that are written to samples/."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """Live table, one line a step, or nothing. auto: live in a terminal, plain elsewhere."""
-    tensorboard: bool | None = None
-    """Write TensorBoard events. None: when the package tensorboard is installed."""
+    loggers: tuple[str, ...] | None = None
+    """Where the metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or what you registered. None: to tensorboard, if it is installed."""
+    project: str | None = None
+    """What W&B calls project and MLflow experiment; as their environment variables say unless given, otherwise nemorl."""
     plots: bool = True
     """Draw plots/*.png when the run ends."""
     export: bool = True
@@ -143,6 +170,11 @@ class RunConfig:
     def ranking(self) -> Ranking | None:
         """The order of the checkpoints, if there is a metric for it."""
         return None if self.metric is None else Ranking(metric=self.metric, higher_is_better=self.higher_is_better)
+
+    def metrics_of_rules(self) -> dict[str, str | None]:
+        """The metrics that settings are about, by setting."""
+        condition = self.stop_condition()
+        return {"run.metric": self.metric, "run.stop_when": condition.metric if condition else None}
 
     def stop_condition(self) -> Condition | None:
         """`stop_when` as it is understood. Raises ValueError for what can't be."""

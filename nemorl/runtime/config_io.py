@@ -260,6 +260,8 @@ def _describe(hint: Any) -> str:
         return f"one of {', '.join(map(str, arguments))}"
     if typing.get_origin(hint) is tuple:
         return f"a list, of which each is {_describe(arguments[0])}"
+    if typing.get_origin(hint) is dict:
+        return "a mapping from names to values"
     return " or ".join(map(_describe, arguments))
 
 

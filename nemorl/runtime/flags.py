@@ -9,9 +9,10 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_origin
 
 import tyro
 
@@ -97,16 +98,39 @@ def _flag_class(
             options: dict[str, Any] = {"metadata": {"help": docs.get(field.name, "")}}
             if field.name in tree:
                 value = tree[field.name]
-                options["default"] = tuple(value) if isinstance(value, list) else value
-            fields.append((field.name, _styled(hint, field.metadata), dataclasses.field(**options)))
+                if isinstance(value, dict):
+                    options["default_factory"] = functools.partial(dict, value)
+                else:
+                    options["default"] = tuple(value) if isinstance(value, list) else value
+            styled = _annotate(hint, _JSON) if get_origin(hint) is dict else _styled(hint, field.metadata)
+            fields.append((field.name, styled, dataclasses.field(**options)))
     doc = " ".join(filter(None, [inspect.getdoc(cls), about]))
     return dataclasses.make_dataclass(cls.__name__, fields, kw_only=True, frozen=True, namespace={"__doc__": doc})
+
+
+def _mapping(arguments: list[str]) -> dict[str, Any]:
+    value = json.loads(arguments[0])
+    if not isinstance(value, dict):
+        raise ValueError(f"it must be a JSON object, got {arguments[0]}")
+    return value
+
+
+_JSON = tyro.constructors.PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="JSON",
+    instance_from_str=_mapping,
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda value: [json.dumps(value)],
+)
+"""How a mapping is given: --model.chat-template-kwargs '{"enable_thinking": false}'."""
 
 
 def _styled(hint: Any, metadata: Mapping[str, Any]) -> Any:
     """What a command's config says about its flags: a short alias, repetition, a section without prefix."""
     if "alias" in metadata:
         return _annotate(hint, tyro.conf.arg(aliases=(metadata["alias"],)))
+    if metadata.get("positional"):
+        return _annotate(hint, tyro.conf.Positional)
     if metadata.get("append"):
         return _annotate(hint, tyro.conf.UseAppendAction)
     return _annotate(hint, tyro.conf.OmitArgPrefixes) if metadata.get("flat") else hint

@@ -1,12 +1,15 @@
 """Using a model rather than training it: answers to a data set (`evaluate`), to prompts (`generate`), and a folder for others (`export`)."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from nemorl.data.datasets import to_prompts
-from nemorl.data.sources import READERS
+from nemorl.data.sources import has_splits
+from nemorl.data.templates import with_chat_template
 from nemorl.rollout.collect import Prompts, Rollouts, join
+from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime import checkpoint
@@ -14,7 +17,7 @@ from nemorl.runtime.algorithms.common import evaluate as evaluate_prompts
 from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config import DataConfig
 from nemorl.runtime.job import read_rows
-from nemorl.runtime.pretrained import load_model, load_tokenizer, model_folder, require_replaceable, with_template, write_checkpoint
+from nemorl.runtime.pretrained import load_model, load_tokenizer, model_folder, require_replaceable, write_checkpoint
 from nemorl.runtime.registry import get_generation_backend
 from nemorl.runtime.run_directory import RunDirectory
 
@@ -22,14 +25,14 @@ from nemorl.runtime.run_directory import RunDirectory
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """Answer the prompts of a data set: accuracy (see `Rollouts.correct`), mean rewards and length, and every answer."""
     environment = make_environment(config.reward, config.reward_weights)
-    named = Path(config.data).suffix not in READERS
     data = DataConfig(
         validation=config.data,
-        validation_split=config.split or ("test" if named else None),
+        validation_split=config.split or ("test" if has_splits(config.data) else None),
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
     )
     rows = (read_rows(data, "validation") or [])[: config.max_rows]
+    check_rows(environment, rows)
     prompts, generator = _loaded(config, rows)
     sampling = replace(config.generation.sampling_params(), n=config.n)
     parts: list[Rollouts] = []
@@ -78,12 +81,18 @@ def generate(config: GenerateConfig) -> list[dict[str, Any]]:
 def export(config: ExportConfig) -> Path:
     """A checkpoint of a run as a Hugging Face folder."""
     directory = RunDirectory.open(config.run)
-    found = checkpoint.latest(directory.path) if config.step is None else directory.checkpoints / f"step_{config.step}"
+    match config.step:
+        case None:
+            found = checkpoint.latest(directory.path)
+        case "best":
+            found = checkpoint.best(directory.path)
+        case step:
+            found = directory.checkpoints / f"step_{step}"
     if found is None or not found.exists():
         there = sorted(path.name for path in directory.checkpoints.glob("step_*"))
         raise ValueError(
             f"step must be that of a checkpoint in {directory.checkpoints}, but there is none for {config.step}: "
-            f"there are {', '.join(there) or 'none at all'}"
+            f"there are {', '.join(there) or 'none at all'}{' and no run.metric that ranks them' if config.step == 'best' else ''}"
         )
     checkpoint.verify(found)
     require_replaceable(Path(config.output).resolve())
@@ -91,11 +100,11 @@ def export(config: ExportConfig) -> Path:
     return write_checkpoint(Path(config.output), found / "trainer", tokenizer, lora=config.lora, base=config.base_model)
 
 
-def _loaded(config: EvalConfig | GenerateConfig, rows: list[dict]) -> tuple[Prompts, Any]:
+def _loaded(config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]) -> tuple[Prompts, Any]:
     folder = model_folder(config.model)
-    tokenizer = with_template(load_tokenizer(config.tokenizer or folder), config.chat_template)
+    tokenizer = with_chat_template(load_tokenizer(config.tokenizer or folder), config.chat_template, config.chat_template_kwargs)
     token_ids = to_prompts(rows, tokenizer)
-    generator = get_generation_backend(config.generation.backend)(model=load_model(folder, device=config.device), tokenizer=tokenizer)  # type: ignore[call-arg]
+    generator = get_generation_backend(config.generation.backend)(model=load_model(folder, device=config.device), tokenizer=tokenizer)
     generator.setup(config.generation)
     return Prompts(rows, token_ids), generator
 

@@ -2,27 +2,35 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from nemorl.data.templates import with_chat_template
 from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime import checkpoint
 from nemorl.runtime.callbacks import Callback, closing
+from nemorl.runtime.checkpoint import CheckpointError
 from nemorl.runtime.config import BaseConfig
 from nemorl.runtime.config_io import dump_yaml, load_config, to_dict
 from nemorl.runtime.display import make_display
-from nemorl.runtime.job import Inputs, Job, Rows, read_rows
-from nemorl.runtime.logging import JsonlLogger, PlotCallback, SampleLogger, SignalWatch, tensorboard_logger
-from nemorl.runtime.pretrained import ExportCallback, load_tokenizer, model_folder, with_template
+from nemorl.runtime.inspect import show_lengths
+from nemorl.runtime.job import Inputs, Job, Rows, read_data
+from nemorl.runtime.locking import locked, sigterm_raises
+from nemorl.runtime.loggers.base import LoggedRun, LoggerFactory, Recorder, chosen_loggers, flat
+from nemorl.runtime.metric_rules import require_validation
+from nemorl.runtime.observers import PlotCallback, SignalWatch
+from nemorl.runtime.pretrained import ExportCallback, check_vocabulary, load_tokenizer, model_folder
 from nemorl.runtime.registry import algorithm_of, get_algorithm, get_generation_backend, get_training_backend, load
 from nemorl.runtime.run_directory import RunDirectory, free_directory
-from nemorl.runtime.saving import CheckpointCallback
+from nemorl.runtime.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.state import LoopState, Run
+from nemorl.runtime.structured_log import RunLog, recorded
 
 Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
 """A reward by name, a function, an environment, or several of them (a list, or a mapping from names)."""
@@ -63,41 +71,53 @@ def run(
     name = algorithm_of(config)
     config = replace(config, run=replace(config.run, dir=config.run.dir or free_directory(name)))
     trainer_class, generator_class = get_training_backend(config.trainer.backend), get_generation_backend(config.generation.backend)
-    environment = environment_of(config, reward)
-    train_rows = read_rows(config.data, "train", train)
+    environment, loggers = environment_of(config, reward), chosen_loggers(config.run.loggers)
+    train_rows, held_out = read_data(config.data, train=train, validation=validation, seed=config.run.seed)
     if not train_rows:
         raise ValueError("data.train must name rows to train on, but it is empty: give --data.train FILE, or run(config, train=rows)")
-    held_out = (read_rows(config.data, "validation", validation) or [])[: config.run.max_val_samples]
-    directory = RunDirectory.create(str(config.run.dir), dump_yaml(config), resume=config.run.resume)
-    checkpoint.sweep(directory.path)
-    folder = model_folder(config.model.path)
-    tokenizer = with_template(tokenizer or load_tokenizer(config.model.tokenizer or folder), config.model.chat_template)
-    tokenizer.save_pretrained(directory.path / "tokenizer")
-    inputs = Inputs(train=train_rows, validation=held_out, tokenizer=tokenizer, environment=environment)
-    job: Job = load(get_algorithm(name).prepare)(config, inputs)
+    held_out = held_out[: config.run.max_val_samples]
+    require_validation(config.run.metrics_of_rules(), validates=bool(held_out))
+    directory = RunDirectory(Path(str(config.run.dir)))
+    with locked(directory.path), sigterm_raises(), started(config, algorithm=name) as log:
+        checkpoint.sweep(directory.path)
+        folder = model_folder(config.model.path)
+        tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or folder)
+        tokenizer = with_chat_template(tokenizer, config.model.chat_template, config.model.chat_template_kwargs)
+        inputs = Inputs(train=train_rows, validation=held_out, tokenizer=tokenizer, environment=environment)
+        job: Job = load(get_algorithm(name).prepare)(config, inputs)
+        lengths = show_lengths(job.lengths, config)
 
-    trainer = trainer_class() if model is None else trainer_class(model)  # type: ignore[call-arg]
-    trainer.setup(backend_config(config, job, folder))
-    live_model, generator = trainer.model, None  # type: ignore[attr-defined]
-    try:
-        if job.generates:
-            generator = generator_class(model=live_model, tokenizer=tokenizer, precision=config.trainer.precision)  # type: ignore[call-arg]
-            generator.setup(config.generation)
-        current = Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path)
-        if job.with_initial_model is not None:
-            job = job.with_initial_model(current)
-        current = resumed(current, directory, last_step=job.num_steps)
-        if generator is not None:
-            generator.update_weights(trainer.export_weights(), version=current.state.policy_version)
-        everyone = all_callbacks(config, directory, live_model, callbacks, last_step=job.num_steps)
-        with closing(everyone):
-            job.run(current, callbacks=everyone)
-    finally:
-        trainer.shutdown()
-        if generator is not None:
-            generator.shutdown()
+        trainer = trainer_class() if model is None else trainer_class(model)
+        trainer.setup(backend_config(config, job, folder))
+        live_model, generator = trainer.model, None  # type: ignore[attr-defined]
+        try:
+            check_vocabulary(live_model, tokenizer)
+            if job.generates:
+                generator = generator_class(model=live_model, tokenizer=tokenizer, precision=config.trainer.precision)
+                generator.setup(config.generation)
+            current = Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path)
+            if job.with_initial_model is not None:
+                job = job.with_initial_model(current)
+            current = resumed(current, directory, last_step=job.num_steps)
+            tokenizer.save_pretrained(directory.path / "tokenizer")
+            directory.write_data(lengths)
+            if generator is not None:
+                generator.update_weights(trainer.export_weights(), version=current.state.policy_version)
+            log.total_steps = job.num_steps
+            everyone = all_callbacks(config, directory, live_model, callbacks, log=log, loggers=loggers)
+            with closing(everyone):
+                job.run(current, callbacks=everyone)
+        finally:
+            trainer.shutdown()
+            if generator is not None:
+                generator.shutdown()
     history = directory.read_metrics()
     return TrainResult(final_metrics(history), history, directory, live_model, tokenizer)
+
+
+def started(config: BaseConfig, *, algorithm: str) -> AbstractContextManager[RunLog]:
+    """The run's directory as it is at the start, with a log of what goes on as long as the block lasts."""
+    return recorded(RunDirectory.create(str(config.run.dir), dump_yaml(config), resume=config.run.resume), algorithm=algorithm)
 
 
 def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInterface | None:
@@ -133,6 +153,10 @@ def resumed(run: Run, directory: RunDirectory, *, last_step: int) -> Run:
         if run.state.step >= last_step:
             done = f"the run has {run.state.step} steps already, so there is nothing to do up to step {last_step}"
             warnings.warn(f"{done}: raise max_num_steps", stacklevel=3)
+    elif config.run.resume and checkpoint.present(directory.path):
+        raise CheckpointError(
+            f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put one back, or begin anew in another folder (--run.dir)"
+        )
     elif config.run.resume:
         warnings.warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew", stacklevel=3)
     directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
@@ -141,35 +165,42 @@ def resumed(run: Run, directory: RunDirectory, *, last_step: int) -> Run:
 
 
 def all_callbacks(
-    config: BaseConfig, directory: RunDirectory, model: nn.Module, given: Sequence[Callback], *, last_step: int
+    config: BaseConfig,
+    directory: RunDirectory,
+    model: nn.Module,
+    given: Sequence[Callback],
+    *,
+    log: RunLog,
+    loggers: Mapping[str, LoggerFactory],
 ) -> list[Callback]:
     """Those that show and record, then the caller's, then those that save: a checkpoint vouches for what was written before it."""
+    logged = LoggedRun(
+        directory=directory, run_id=log.run_id, config=to_dict(config), project=config.run.project, samples_per_step=config.run.samples_per_step
+    )
     observers = [
-        make_display(config.run.display, total_steps=last_step),
-        JsonlLogger(directory),
-        SampleLogger(directory, limit=config.run.samples_per_step),
-        *tensorboard_logger(directory, config.run.tensorboard),
+        log,
+        make_display(config.run.display, total_steps=log.total_steps),
+        Recorder(loggers, logged),
         SignalWatch(),
         *given,
     ]
-    savers: list[Callback] = [
-        CheckpointCallback(directory, period=config.run.save_period, keep=config.run.keep_checkpoints, observers=tuple(observers))
-    ]
+    every, keep, condition = config.run.save_period, config.run.keep_checkpoints, config.run.stop_condition()
+    savers: list[Callback] = [EarlyStop(condition, directory, quiet=config.run.display == "none")] if condition else []
+    savers += [CheckpointCallback(directory, period=every, keep=keep, ranking=config.run.ranking(), observers=tuple(observers))]
     savers += [ExportCallback(directory, model, adapter=config.lora.export == "adapter")] if config.run.export else []
     savers += [PlotCallback(directory)] if config.run.plots else []
     return [*observers, *savers]
 
 
 def changes(path: str | Path, config: Any) -> list[str]:
-    """In which settings a config differs from the one in a file, but for `run` and how long it goes on."""
-    before, now = _flat(to_dict(load_config(type(config), path))), _flat(to_dict(config))
+    """In which settings a config differs from the one in a file, but for `run` and how long it goes on. A file that can't be read is a warning."""
+    try:
+        before, now = flat(to_dict(load_config(type(config), path))), flat(to_dict(config))
+    except ValueError as error:
+        warnings.warn(f"the settings that the run had so far can't be compared with the present ones: {error}", stacklevel=4)
+        return []
     keys = [key for key in now | before if not key.startswith("run.") and key not in ("max_num_steps", "num_epochs")]
     return [f"{key} is {now.get(key)!r}, was {before.get(key)!r}" for key in keys if now.get(key) != before.get(key)]
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    parts = [_flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value} for key, value in tree.items()]
-    return {key: value for part in parts for key, value in part.items()}
 
 
 def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:

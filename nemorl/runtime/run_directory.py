@@ -1,13 +1,17 @@
 """The folder that a run writes: one place that knows the layout.
 
 config.yaml              the resolved configuration, under `environment` what it ran with
+data.json                how long the sequences of its data sets are, see nemorl.data.statistics
 metrics.jsonl            one JSON object a line: step, time, phase ("train" or "validation"), then the metrics
 samples/step_N.jsonl     a few responses of step N
 checkpoints/step_N/      see nemorl.runtime.checkpoint
+run.json                 which run this is and how it stands, see nemorl.runtime.record
+log.jsonl                what it had to say, see nemorl.runtime.structured_log
 tensorboard/ plots/ hf/  events, pictures, and the trained model as transformers loads it
 """
 
 import importlib.metadata
+import itertools
 import json
 import math
 import os
@@ -15,6 +19,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping
@@ -48,6 +53,18 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def record(self) -> Path:
+        return self.path / "run.json"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.jsonl"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data.json"
 
     @property
     def samples(self) -> Path:
@@ -98,6 +115,10 @@ class RunDirectory:
         header = yaml.safe_dump({"environment": environment()}, sort_keys=False, allow_unicode=True)
         write_atomically(self.config, f"{header}\n{config_yaml}")
 
+    def write_data(self, lengths: Mapping[str, Any]) -> None:
+        """data.json: how long the sequences of each data set are."""
+        write_atomically(self.data, json.dumps(lengths, indent=1) + "\n")
+
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
         """The folder of a run that exists. Raises ValueError where there is none."""
@@ -138,6 +159,12 @@ class RunDirectory:
                 file.unlink()
 
 
+def free_directory(name: str, parent: Path | str = "runs") -> str:
+    """The first of runs/NAME, runs/NAME-2, … that doesn't exist: where a run goes that was given no folder."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return str(next(path for path in (Path(parent) / name for name in names) if not path.exists()))
+
+
 def step_of(path: Path) -> int:
     """The N of `step_N` or `step_N.jsonl`; -1 for another name.
 
@@ -149,8 +176,8 @@ def step_of(path: Path) -> int:
 
 
 def environment() -> dict[str, str]:
-    """What a run depends on besides its configuration: versions, system, and the git commit of the working directory if it has one."""
-    found = {"python": platform.python_version(), "system": platform.platform()}
+    """What a run depends on besides its configuration: system, hardware, versions, and the git commit of the working directory if it has one."""
+    found = {"python": platform.python_version(), "system": platform.platform(), **hardware()}
     for package in ("nemorl", "torch", "transformers"):
         try:
             found[package] = importlib.metadata.version(package)
@@ -158,6 +185,17 @@ def environment() -> dict[str, str]:
             found[package] = "not installed"
     commit = git_commit()
     return {**found, "commit": commit} if commit else found
+
+
+def hardware() -> dict[str, str]:
+    """Processors and memory, and the GPUs where torch is loaded and sees some."""
+    import psutil
+
+    found = {"cpus": str(os.cpu_count()), "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB"}
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpus"] = ", ".join(torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count()))
+    return found
 
 
 def git_commit() -> str | None:

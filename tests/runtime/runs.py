@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import sys
 from dataclasses import replace
@@ -10,17 +11,42 @@ from typing import Any
 
 import nemorl
 from nemorl.runtime.callbacks import Callback
+from nemorl.runtime.config_io import from_dict
 from tests.models import tiny_model, tiny_tokenizer
 
 TRAINER = nemorl.TrainerConfig(device="cpu")
+TIMES = (
+    "time",
+    "seconds",
+    "seconds_generate",
+    "seconds_reference",
+    "seconds_train",
+    "tokens_per_second",
+    "cpu_percent",
+    "memory_gb",
+    "gpu_memory_gb",
+    "gpu_percent",
+)
+"""What two runs of the same numbers differ in."""
 
 
 def addition_rows(count: int = 40) -> list[dict[str, Any]]:
     return [{"prompt": f"{i % 7}+{i % 5}=", "answer": str(i % 7 + i % 5), "response": str(i % 7 + i % 5)} for i in range(count)]
 
 
+def preference_rows(count: int = 60, *, seed: int = 0, wrong: float = 0.0) -> list[dict[str, Any]]:
+    """After a word that ends with a, even digits are preferred; with b, odd ones. A share `wrong` of the pairs says the opposite."""
+    draw, rows = random.Random(seed), []
+    for _ in range(count):
+        word = "".join(draw.choice("cdefghkl") for _ in range(draw.randint(1, 4))) + draw.choice("ab")
+        answers = ["".join(draw.choice(digits) for _ in range(draw.randint(2, 5))) for digits in ("02468", "13579")]
+        chosen, rejected = answers if (word[-1] == "a") != (draw.random() < wrong) else answers[::-1]
+        rows.append({"prompt": f"{word}=", "chosen": chosen, "rejected": rejected})
+    return rows
+
+
 def run_config(folder: Path, **options: Any) -> nemorl.RunConfig:
-    return nemorl.RunConfig(**{"dir": str(folder), "display": "none", "plots": False, "tensorboard": False, "export": False, **options})
+    return nemorl.RunConfig(**{"dir": str(folder), "display": "none", "plots": False, "loggers": (), "export": False, **options})
 
 
 def grpo_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any) -> nemorl.GRPOConfig:
@@ -50,19 +76,31 @@ def sft_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = Non
     return replace(base, **options)
 
 
+def dpo_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any) -> nemorl.DPOConfig:
+    base = nemorl.DPOConfig(
+        data=nemorl.DataConfig(max_total_sequence_length=32),
+        trainer=TRAINER,
+        optimizer=nemorl.OptimizerConfig(lr=1e-2),
+        run=run_config(folder, **(run or {})),
+        train_global_batch_size=16,
+        max_num_steps=steps,
+    )
+    return replace(base, **options)
+
+
 def digits(prompt: str, response: str) -> float:
     """A reward that a random model earns now and then: the share of digits in the response."""
     return sum(c.isdigit() for c in response) / 4
 
 
 def start(config: Any, *, rows: Any = None, validation: Any = None, reward: Any = None, callbacks: Any = (), **model: Any) -> nemorl.TrainResult:
-    """A run of a tiny model on additions."""
+    """A run of a tiny model on additions, or on preferences among digits."""
     reward = digits if reward is None and isinstance(config, nemorl.GRPOConfig) else reward
     return nemorl.run(
         config,
         model=tiny_model(**{"scale": 2.0, **model}),
         tokenizer=tiny_tokenizer(),
-        train=rows or addition_rows(),
+        train=rows or (preference_rows() if isinstance(config, nemorl.DPOConfig) else addition_rows()),
         validation=validation,
         reward=reward,
         callbacks=callbacks,
@@ -94,14 +132,20 @@ class KillInCheckpoint(Callback):
 
 
 def main(settings: dict[str, Any]) -> None:
-    make = grpo_config if settings["algorithm"] == "grpo" else sft_config
+    make = {"grpo": grpo_config, "sft": sft_config, "dpo": dpo_config}[settings["algorithm"]]
     options = settings.get("options", {})
     if "kl" in options:
         options["kl"] = nemorl.KLConfig(**options["kl"])
+    if "lora" in options:
+        options["lora"] = nemorl.LoRAConfig(**options["lora"])
+    validation = addition_rows(8)
+    if settings["algorithm"] == "dpo":
+        validation = preference_rows(8, seed=1)
+        options["loss"] = from_dict(nemorl.DPOConfig, {"loss": options.get("loss", "dpo")}).loss
     config = make(Path(settings["folder"]), steps=settings["steps"], run={"save_period": 2, "resume": settings["resume"], "val_period": 3}, **options)
     kills = {"between": Kill, "checkpoint": KillInCheckpoint}
     callbacks = [kills[settings["kill"]](settings["at"])] if settings.get("kill") else []
-    start(config, validation=addition_rows(8), callbacks=callbacks)
+    start(config, validation=validation, callbacks=callbacks)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@ import inspect
 
 import pytest
 
-from nemorl.runtime.callbacks import HOOKS, Callback, closing, notify
+from nemorl.runtime.callbacks import HOOKS, Callback, closing, notify, notify_of_error
 from tests.runtime.tiny import tiny_run
 
 
@@ -53,3 +53,14 @@ def test_every_callback_is_closed_when_closing_one_raises():
 def test_unknown_hook_is_an_error():
     with pytest.raises(ValueError, match=r"hook must be one of on_train_begin.*but it is 'close'"):
         notify([], "close")
+
+
+def test_an_error_in_on_exception_hides_nothing_from_nobody():
+    class Clumsy(Callback):
+        def on_exception(self, trainer, error):
+            error.add_note("told")
+            raise ZeroDivisionError("oh no")
+
+    error = RuntimeError("a mishap")
+    notify_of_error([Clumsy(), Clumsy()], tiny_run(), error)
+    assert error.__notes__ == ["told", "Clumsy.on_exception failed as well: ZeroDivisionError('oh no')"] * 2

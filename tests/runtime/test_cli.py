@@ -80,7 +80,7 @@ def test_every_key_is_a_flag_with_help(command: str, capsys: pytest.CaptureFixtu
         if field.name == "name":
             assert re.search(rf"{flag.removesuffix('.name')} \{{.*{field.default}.*\}}", text), flag
             continue
-        assert re.search(rf"{re.escape(flag)}[ ,=]", text), flag
+        assert field.metadata.get("positional") or re.search(rf"{re.escape(flag)}[ ,=]", text), flag
         if is_bool:
             head, _, tail = flag[2:].rpartition(".")
             assert f"--{head + '.' if head else ''}no-{tail}" in text
@@ -201,7 +201,7 @@ def test_unions(tmp_path: Path) -> None:
             "\n",
             "1e-5",
         ],
-        ["grpo", *NEEDED["grpo"], "--preset", "rloo", "--run.tensorboard", "True", "--optimizer.max-grad-norm", "None"],
+        ["grpo", *NEEDED["grpo"], "--preset", "rloo", "--run.loggers", "wandb", "mlflow", "--optimizer.max-grad-norm", "None"],
         ["sft", *NEEDED["sft"], "--max-num-steps", "3", "--trainer.sequence-packing"],
         ["eval", *NEEDED["eval"], "-n", "2", "--temperature", "0.5"],
         ["generate", *NEEDED["generate"], "--prompt", "12:30"],
@@ -375,7 +375,7 @@ def test_interrupt(launched: types.SimpleNamespace, tmp_path: Path, capsys: pyte
     launched.result = KeyboardInterrupt()
     run = tmp_path / "run"
     assert cli.main(["grpo", *NEEDED["grpo"], "--run.dir", str(run)]) == 130
-    assert "interrupted before the first checkpoint" in capsys.readouterr().err
+    assert "interrupted before there was anything to save" in capsys.readouterr().err
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "latest").write_text("step_3")
     assert cli.main(["grpo", *NEEDED["grpo"], "--run.dir", str(run)]) == 130
@@ -400,3 +400,28 @@ def test_public_names() -> None:
 def test_importing_the_package_needs_no_torch() -> None:
     code = "import sys, nemorl; nemorl.GRPOConfig(), nemorl.preset('dapo'); assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_module_that_registers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    code = """
+from dataclasses import dataclass
+import nemorl
+
+@dataclass(frozen=True, kw_only=True)
+class MineConfig(nemorl.BaseConfig):
+    "An algorithm of mine."
+
+@nemorl.register_algorithm("mine_of_cli", config=MineConfig)
+def prepare(config, inputs):
+    raise ValueError("prepared")
+"""
+    (tmp_path / "mine_of_cli.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert cli.main(["--import", "mine_of_cli", "--help"]) == 0
+        assert "An algorithm of mine." in capsys.readouterr().out
+        assert cli.main(["--import", "mine_of_cli.py", "mine_of_cli", "--model.path", "m", "--data.train", "d", "--print-config"]) == 0
+    finally:
+        ALGORITHMS.pop("mine_of_cli", None)
+    capsys.readouterr()
+    assert "--import must name a module in" in refused(capsys, "--import", "nope_of_cli", "grpo")

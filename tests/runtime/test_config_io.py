@@ -17,7 +17,7 @@ CONFIGS: list[Any] = [
     GRPOConfig(),
     GRPOConfig(loss=GSPOLoss(token_gradient=True), advantage=ReinforcePlusPlusAdvantage(kl_coef=1e-5)),
     GRPOConfig(loss=CISPOLoss(clip_low=None), generation=GenerationConfig(stop_strings=("\n", "1e-5", "null", "ü: #"), stop_token_ids=(3, 4))),
-    GRPOConfig(loss=ReinforceLoss(), run=RunConfig(dir="1e-5", tensorboard=False), optimizer=OptimizerConfig(max_grad_norm=None, eps=1e-12)),
+    GRPOConfig(loss=ReinforceLoss(), run=RunConfig(dir="1e-5", loggers=("wandb",)), optimizer=OptimizerConfig(max_grad_norm=None, eps=1e-12)),
     SFTConfig(max_num_steps=3, trainer=TrainerConfig(sequence_packing=True, packed_row_tokens=4096)),
     EvalConfig(model="m", data="d", n=3, generation=GenerationConfig(temperature=0.5)),
     GenerateConfig(model="m", prompt=("1+1=", "yes", "12:30")),

@@ -76,7 +76,8 @@ def test_it_learns_and_finishes_a_run_directory(tmp_path: Path):
     """The share of digits in an answer rises; everything that DESIGN §5 lists is there, and the export answers in transformers as it does here."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    config = grpo_config(tmp_path / "run", steps=25, run={"plots": True, "tensorboard": True, "export": True, "save_period": 10, "val_period": 10})
+    run = {"plots": True, "loggers": ("tensorboard",), "export": True, "save_period": 10, "val_period": 10}
+    config = grpo_config(tmp_path / "run", steps=25, run=run)
     result = start(config, validation=addition_rows(5))
     rewards = [line["reward"] for line in result.history if line["phase"] == "train"]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:3]) / 3 + 0.2

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 from nemorl.runtime import presets
-from nemorl.runtime.config import GRPOConfig, SFTConfig
+from nemorl.runtime.config import GRPOConfig
 from nemorl.runtime.config_io import load_config
 from nemorl.runtime.policy_config import CISPOLoss, ClippedLoss, GroupAdvantage, GSPOLoss, OverlongConfig, ReinforceLoss, ReinforcePlusPlusAdvantage
 from nemorl.runtime.presets import DESCRIPTIONS, PRESETS, preset
+from nemorl.runtime.registry import get_algorithm
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -57,9 +58,7 @@ def test_the_files_of_configs(path: Path) -> None:
     """Each loads, and its first line is the command that uses it."""
     _, prog, command, *rest = path.read_text().splitlines()[0].split()
     assert prog == "nemorl" and f"configs/{path.name}" in rest
-    base: SFTConfig | GRPOConfig = SFTConfig() if command == "sft" else GRPOConfig()
-    if "--preset" in rest:
-        base = preset(rest[rest.index("--preset") + 1])
+    base = preset(rest[rest.index("--preset") + 1]) if "--preset" in rest else get_algorithm(command).config()
     assert load_config(type(base), path, base=base).run.dir != "runs/run"
 
 

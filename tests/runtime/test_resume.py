@@ -1,4 +1,4 @@
-"""2N steps == N steps + kill + resume + N steps, bit for bit on a CPU, for both loops."""
+"""2N steps == N steps + kill + resume + N steps, bit for bit on a CPU, for every loop."""
 
 import json
 import os
@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.runtime.runs import TIMES
+
 STEPS = 6
 ALGORITHMS = {
     "sft": {"algorithm": "sft"},
@@ -19,8 +21,12 @@ ALGORITHMS = {
         "algorithm": "grpo",
         "options": {"train_global_batch_size": 8, "num_updates_per_batch": 2, "dynamic_sampling": True, "kl": {"coef": 0.1}},
     },
+    "dpo with a reference at hand": {"algorithm": "dpo"},
+    "dpo with a reference computed before, at once again after the kill": {"algorithm": "dpo", "options": {"reference": "precomputed"}},
+    "kto": {"algorithm": "dpo", "options": {"loss": "kto", "reference": "precomputed"}},
+    "sft with adapters and dropout in them": {"algorithm": "sft", "options": {"lora": {"rank": 2, "dropout": 0.3}}},
+    "grpo with adapters and a reference": {"algorithm": "grpo", "options": {"lora": {"rank": 2}, "kl": {"coef": 0.1}}},
 }
-TIMES = ("time", "seconds", "seconds_generate", "seconds_train", "tokens_per_second")
 
 
 def in_a_process(**settings) -> int:
@@ -38,7 +44,7 @@ def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor], list[str
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
     trainer = folder / "checkpoints" / f"step_{STEPS}" / "trainer"
-    tensors = {f"{file}/{name}": value for file in ("model", "optimizer") for name, value in load_file(trainer / f"{file}.safetensors").items()}
+    tensors = {f"{file.name}/{name}": value for file in trainer.glob("*.safetensors") for name, value in load_file(file).items()}
     return metrics, tensors, [path.read_text() for path in sorted(folder.glob("samples/*.jsonl"))]
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.runtime import run_directory
-from nemorl.runtime.run_directory import RunDirectory, git_commit, read_lines, to_json, write_atomically
+from nemorl.runtime.run_directory import RunDirectory, git_commit, hardware, read_lines, to_json, write_atomically
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_config_comes_with_its_environment(directory):
     config = yaml.safe_load(directory.config.read_text())
     assert config["max_num_steps"] == 7
     assert config["environment"]["torch"] == torch.__version__.split("+")[0] or config["environment"]["torch"] == torch.__version__
-    assert {"python", "system", "nemorl", "transformers"} <= set(config["environment"])
+    assert {"python", "system", "nemorl", "transformers", "cpus", "memory"} <= set(config["environment"])
 
 
 def test_commit_is_named_and_changes_are_marked(tmp_path, monkeypatch):
@@ -126,3 +126,11 @@ def test_write_atomically_leaves_the_old_contents_when_it_fails(tmp_path, monkey
     with pytest.raises(OSError, match=r"disk full"):
         write_atomically(file, "new")
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_gpus_are_named_where_torch_sees_them(monkeypatch):
+    assert ("gpus" in hardware()) == torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
+    assert hardware()["gpus"] == "Card 0, Card 1"

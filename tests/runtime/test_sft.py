@@ -83,5 +83,5 @@ def test_too_long_rows_are_dropped_and_counted(tmp_path: Path):
     rows = [*addition_rows(20), {"prompt": "111+1=", "response": "112"}]
     with pytest.warns(UserWarning, match="examples: .* dropped"):
         start(sft_config(tmp_path, data=data, steps=1), rows=rows)
-    with pytest.raises(ValueError, match="sequence 20 has 10 tokens, max_length is 6"):
+    with pytest.raises(ValueError, match="row 21: the sequence has 10 tokens, max_length is 6"):
         start(sft_config(tmp_path / "b", data=nemorl.DataConfig(max_total_sequence_length=6), steps=1), rows=rows)

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 
 from nemorl.runtime import checkpoint
 from nemorl.runtime.callbacks import notify
-from nemorl.runtime.logging import CheckpointCallback, JsonlLogger, SampleLogger
+from nemorl.runtime.loggers.base import LoggedRun, Recorder
+from nemorl.runtime.loggers.jsonl import JsonlLogger
 from nemorl.runtime.run_directory import RunDirectory
+from nemorl.runtime.saving import CheckpointCallback
 from nemorl.runtime.state import LoopState, Run
 
 
@@ -26,11 +28,13 @@ class TinyTrainer:
 
     def __init__(self) -> None:
         self.tensors = {"weight": torch.zeros(3), "momentum": torch.zeros(3)}
+        self.step = 0
 
     def setup(self, config) -> None: ...
 
     def train_step(self, batch=None, loss_fn=None) -> dict[str, float]:
         noise = torch.randn(3) + random.gauss(0, 1) + float(np.random.standard_normal())
+        self.step += 1
         self.tensors["momentum"] = 0.9 * self.tensors["momentum"] + noise
         self.tensors["weight"] = self.tensors["weight"] - 0.1 * self.tensors["momentum"]
         return {"loss": float(self.tensors["weight"].square().sum()), "reward": float(noise.sum())}
@@ -62,6 +66,11 @@ def tiny_run(*, step: int = 0, value: float = 0.0, directory: Path | None = None
     return Run(None, trainer, None, None, LoopState(seed=0, step=step, cursor=4 * step), directory)
 
 
+def recorder(directory: RunDirectory, **factories) -> Recorder:
+    """The record in the run's directory, and whatever other loggers are to have."""
+    return Recorder({"jsonl": JsonlLogger, **factories}, LoggedRun(directory=directory, run_id="3f9a01bc"))
+
+
 def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
@@ -78,7 +87,7 @@ def train(path: Path, *, steps: int, period: int, resume: bool = False, die_in_s
     if found is not None:
         run = replace(run, state=checkpoint.load(found, run))
     directory.truncate(run.state.step if found else -1)
-    callbacks = [JsonlLogger(directory), SampleLogger(directory), CheckpointCallback(directory, period=period)]
+    callbacks = [recorder(directory), CheckpointCallback(directory, period=period)]
     notify(callbacks, "on_train_begin", run)
     while run.state.step < steps:
         metrics = run.trainer.train_step()

@@ -1,0 +1,141 @@
+"""The callbacks that end a run in time and keep what it has learned. They come last: a checkpoint vouches for what was written before it."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemorl.runtime import checkpoint
+from nemorl.runtime.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.checkpoint import CheckpointError, RandomState, random_state
+from nemorl.runtime.metric_rules import VALIDATION, Condition, MetricWatch, Ranking
+from nemorl.runtime.run_directory import RunDirectory
+from nemorl.runtime.state import Run
+
+LOGGER = logging.getLogger(__name__)
+
+
+class EarlyStop(Callback):
+    """Ends the run after the step in which a metric meets the condition. A run that had met it already does nothing more when it is resumed.
+
+    The log is told why, and (unless `quiet`) the terminal once nothing is drawn there any more.
+    """
+
+    def __init__(self, condition: Condition, directory: RunDirectory | None = None, *, quiet: bool = False) -> None:
+        self.condition, self.directory, self.quiet = condition, directory, quiet
+        self.watch = MetricWatch("run.stop_when", condition.metric)
+        self.reason: str | None = None
+
+    def on_train_begin(self, trainer: Run) -> None:
+        for line in self.directory.read_metrics() if self.directory and trainer.state.step else []:
+            validation = line.get("phase") == "validation"
+            name = self.condition.metric.removeprefix(VALIDATION)
+            if line.get("step") == trainer.state.step and validation == self.watch.of_validation and name in line:
+                self._check(trainer.state.step, line, validation=validation)
+
+    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self._check(step, metrics, validation=True)
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self._check(step, metrics, validation=False)
+
+    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        if self.reason and not self.quiet:
+            print(self.reason)
+
+    def _check(self, step: int, metrics: dict[str, Any], *, validation: bool) -> None:
+        value = self.watch.look(metrics, validation=validation)
+        if value is not None and self.condition.holds(value):
+            self.reason = f"the run ends after step {step}: {self.condition.metric} is {value:g}, and run.stop_when is {str(self.condition)!r}"
+            LOGGER.info(self.reason)
+            raise StopTraining(self.reason)
+
+
+@dataclass(frozen=True)
+class WholeStep:
+    """What tells whether the weights still are those of a finished step, and what else a checkpoint of it needs."""
+
+    step: int
+    updates: int
+    """Optimizer steps that the trainer had taken."""
+    generators: RandomState
+    """Of the moment when the step was over: a run that goes on from it draws the same numbers."""
+    metrics: dict[str, float]
+
+
+class CheckpointCallback(Callback):
+    """A checkpoint after every `period` steps (0: none of these) and at the end; after an error, too, if the weights still are those of a whole step.
+
+    The newest `keep` are kept. With a `ranking` it is the best `keep` and the newest, and where that goes by a metric of the validation, a step whose
+    validation is among the best gets a checkpoint, too. `observers` are told of each through `on_checkpoint`.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, *, period: int = 0, keep: int = 2, ranking: Ranking | None = None, observers: tuple[Callback, ...] = ()
+    ) -> None:
+        self.directory, self.period, self.keep, self.ranking, self.observers = directory, period, keep, ranking, observers
+        self.watch = MetricWatch("run.metric", ranking.metric) if ranking else None
+        self.saved_step: int | None = None
+        self.whole: WholeStep | None = None
+        self.metrics: dict[str, float] = {}
+        self.is_among_the_best = False
+
+    def on_train_begin(self, trainer: Run) -> None:
+        self.saved_step = trainer.state.step  # what a run starts from is on the disk already, or is its untrained model
+        self.whole = WholeStep(trainer.state.step, trainer.trainer.step, random_state(), {})
+
+    def on_step_begin(self, trainer: Run, step: int) -> None:
+        self.metrics, self.is_among_the_best = {}, False
+
+    def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self.metrics = {VALIDATION + name: value for name, value in metrics.items()}
+        if self.ranking and self.watch and self.watch.look(metrics, validation=True) is not None and step != self.saved_step:
+            rivals = {other: found for other, found in checkpoint.metrics_by_step(self.directory.path).items() if other < step}
+            self.is_among_the_best = step in self.ranking.best({**rivals, step: self.metrics}, self.keep)
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self.metrics = {**self.metrics, **metrics}
+        self.whole = WholeStep(step, trainer.trainer.step, random_state(), self.metrics)
+        if self.watch:
+            self.watch.look(metrics, validation=False)
+        if self.is_among_the_best or (self.period and step % self.period == 0):
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        if self.saved_step != trainer.state.step:
+            self._save(trainer)
+
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
+        """Save the last whole step unless it is saved or an update has begun since then; tell the error where the run goes on from."""
+        if self.saved_step is None or self.whole is None:
+            return  # it never began
+        step, kept = trainer.state.step, ""
+        of_this_step = self.whole.step == step  # otherwise the step is whole, but the callback that raised came before this one
+        if of_this_step and self.whole.updates != trainer.trainer.step:
+            kept = f"the update of step {step + 1} had begun, so the weights of step {step} are gone; "
+        elif self.saved_step != step and not isinstance(error, CheckpointError):
+            try:
+                self._save(trainer, self.whole if of_this_step else None)
+            except Exception as failure:
+                kept = f"step {step} could not be saved ({failure}); "
+        if (self.directory.checkpoints / f"step_{self.saved_step}").exists():
+            where = f"{self.directory.path} has a checkpoint of step {self.saved_step}"
+            error.add_note(f"{kept}{where}: go on from there with --run.dir {self.directory.path} --run.resume once the cause is mended.")
+        elif kept:
+            error.add_note(f"{kept}there is no checkpoint to go on from.")
+
+    def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
+        for file in (self.directory.metrics, *self.directory.samples.glob(f"step_{trainer.state.step}.jsonl")):
+            flush_to_disk(file)
+        metrics, generators = (whole.metrics, whole.generators) if whole else (self.metrics, random_state())
+        path = checkpoint.save(self.directory.path, trainer, keep=self.keep, ranking=self.ranking, metrics=metrics, generators=generators)
+        self.saved_step = trainer.state.step
+        notify(self.observers, "on_checkpoint", trainer, trainer.state.step, path)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Have a file's contents on the disk, so that they survive a power cut; nothing where there is no such file."""
+    if path.exists():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())

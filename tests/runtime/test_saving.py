@@ -1,0 +1,285 @@
+"""When checkpoints are written, which are kept, and when a run ends early."""
+
+import pytest
+
+from nemorl.runtime import checkpoint
+from nemorl.runtime.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.metric_rules import Condition, MetricWatch, Ranking, require_validation
+from nemorl.runtime.run_directory import RunDirectory
+from nemorl.runtime.saving import CheckpointCallback, EarlyStop
+from tests.runtime.tiny import recorder, tiny_run
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", "")
+
+
+def steps_of(directory: RunDirectory) -> list[int]:
+    return list(checkpoint.present(directory.path))
+
+
+def walk(callbacks: list[Callback], values: dict[int, float | None], *, validation: dict[int, float | None] | None = None, first: int = 0) -> int:
+    """A run that does nothing but notify; returns the step after which it ended."""
+    notify(callbacks, "on_train_begin", tiny_run(step=first))
+    step, stopped = first, False
+    for step, value in values.items():
+        run = tiny_run(step=step)
+        notify(callbacks, "on_step_begin", tiny_run(step=step - 1), step)
+        try:
+            if step in (validation or {}):
+                notify(callbacks, "on_validation_end", run, step, {"accuracy": validation[step]})
+            notify(callbacks, "on_step_end", run, step, {"reward": value, "loss": -value})
+        except StopTraining:
+            stopped = True
+        if stopped:
+            break
+    notify(callbacks, "on_train_end", tiny_run(step=step), {})
+    return step
+
+
+@pytest.mark.parametrize(
+    ("period", "steps", "expected"),
+    [
+        (0, range(1, 6), [5]),
+        (2, range(1, 6), [2, 4, 5]),
+        (2, range(1, 5), [2, 4]),
+        (2, range(3, 4), [3]),
+        (2, range(3, 3), []),
+    ],
+)
+def test_checkpoints_come_by_period_and_at_the_end(directory, period, steps, expected):
+    walk([CheckpointCallback(directory, period=period, keep=9)], dict.fromkeys(steps, 0.0), first=steps.start - 1)
+    assert steps_of(directory) == expected
+
+
+def test_checkpoint_at_the_end_is_not_written_twice(directory, monkeypatch):
+    written = []
+    save = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **keywords: written.append(1) or save(*arguments, **keywords))
+    walk([CheckpointCallback(directory, period=2)], dict.fromkeys(range(1, 5), 0.0))
+    assert len(written) == 2
+
+
+RISES_AND_FALLS = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.7, 5: 0.2}
+
+
+@pytest.mark.parametrize(
+    ("ranking", "keep", "expected", "best"),
+    [
+        (None, 2, [4, 5], None),
+        (Ranking(metric="reward"), 1, [2, 5], 2),
+        (Ranking(metric="reward"), 2, [2, 4, 5], 2),
+        (Ranking(metric="reward", higher_is_better=False), 2, [1, 5], 1),
+        (Ranking(metric="loss"), 2, [2, 4, 5], 2),
+        (Ranking(metric="loss", higher_is_better=True), 1, [1, 5], 1),
+    ],
+)
+def test_the_best_and_the_newest_are_kept(directory, ranking, keep, expected, best):
+    walk([CheckpointCallback(directory, period=1, keep=keep, ranking=ranking)], RISES_AND_FALLS)
+    assert steps_of(directory) == expected
+    assert (directory.checkpoints / "best").exists() is (best is not None)
+    assert checkpoint.best(directory.path) == (directory.checkpoints / f"step_{best}" if best else None)
+    assert checkpoint.latest(directory.path).name == "step_5"
+
+
+def test_of_equals_the_later_one_is_better():
+    assert Ranking(metric="a").best({1: {"a": 1.0}, 2: {"a": 1.0}, 3: {"a": 0.0}}, 1) == [2]
+
+
+def test_what_was_not_measured_or_is_no_number_is_never_best(directory):
+    walk([CheckpointCallback(directory, period=1, keep=2, ranking=Ranking(metric="reward"))], {1: 0.5, 2: float("nan"), 3: float("inf"), 4: 0.1})
+    assert steps_of(directory) == [1, 4]
+
+
+def test_validations_among_the_best_are_saved_besides_the_period(directory):
+    """Validations of 2, 4, 6 and 8 and a period of 5: 2 is the best so far, 4 the second, 6 is neither, 8 the best."""
+    callback = CheckpointCallback(directory, period=5, keep=2, ranking=Ranking(metric="val_accuracy"))
+    saved = []
+    callback.observers = (Watcher(saved),)
+    walk([callback], dict.fromkeys(range(1, 10), 0.0), validation={2: 0.5, 4: 0.4, 6: 0.3, 8: 0.9})
+    assert saved == [2, 4, 5, 8, 9]
+    assert steps_of(directory) == [2, 8, 9]
+    assert checkpoint.best(directory.path).name == "step_8"
+
+
+class Watcher(Callback):
+    def __init__(self, log: list[int]) -> None:
+        self.log = log
+
+    def on_checkpoint(self, trainer, step, path):
+        self.log.append(step)
+
+
+def test_the_ranking_goes_on_after_a_resume(directory):
+    walk([CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))], {1: 0.3, 2: 0.9, 3: 0.5})
+    walk([CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))], {4: 0.6, 5: 0.7}, first=3)
+    assert steps_of(directory) == [2, 5]
+    assert checkpoint.best(directory.path).name == "step_2"
+
+
+def test_a_best_checkpoint_of_an_abandoned_continuation_is_forgotten(directory):
+    walk([CheckpointCallback(directory, period=1, keep=9, ranking=Ranking(metric="reward"))], {1: 0.3, 2: 0.4, 3: 0.9})
+    walk([CheckpointCallback(directory, period=1, keep=9, ranking=Ranking(metric="reward"))], {2: 0.2}, first=1)
+    assert steps_of(directory) == [1, 2]
+    assert checkpoint.best(directory.path).name == "step_1"
+
+
+def test_without_a_ranking_nothing_is_called_best(directory):
+    walk([CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))], {1: 0.3, 2: 0.1})
+    walk([CheckpointCallback(directory, period=1, keep=1)], {3: 0.1}, first=2)
+    assert steps_of(directory) == [3]
+    assert not (directory.checkpoints / "best").exists()
+
+
+def test_checkpoints_know_what_was_measured(directory):
+    walk([CheckpointCallback(directory, period=1, keep=9)], {1: 0.3, 2: 0.4}, validation={2: 0.8})
+    assert checkpoint.metrics_by_step(directory.path) == {
+        1: {"reward": 0.3, "loss": -0.3},
+        2: {"val_accuracy": 0.8, "reward": 0.4, "loss": -0.4},
+    }
+    (directory.checkpoints / "step_1" / "metrics.json").write_text("[")
+    assert checkpoint.metrics_by_step(directory.path)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [("reward >= 0.9", 2), ("reward > 0.9", 5), ("loss < -0.6", 2), ("loss<=-0.5", 2), ("val_accuracy >= 0.7", 4), ("val_accuracy > .7", 5)],
+)
+def test_a_run_ends_when_its_condition_holds(text, last):
+    assert walk([EarlyStop(Condition.parse(text))], RISES_AND_FALLS, validation={2: 0.6, 4: 0.7}) == last
+
+
+def test_a_run_that_ended_early_is_saved_and_stays_ended(directory):
+    callbacks = [recorder(directory), EarlyStop(Condition.parse("reward >= 0.9"), directory), CheckpointCallback(directory, period=50)]
+    assert walk(callbacks, RISES_AND_FALLS) == 2
+    assert steps_of(directory) == [2]
+    with pytest.raises(StopTraining):
+        EarlyStop(Condition.parse("reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
+    EarlyStop(Condition.parse("reward >= 0.95"), directory).on_train_begin(tiny_run(step=2))
+    EarlyStop(Condition.parse("val_reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_why_a_run_ended_is_said(capsys, caplog, quiet):
+    with caplog.at_level("INFO"):
+        walk([EarlyStop(Condition.parse("reward >= 0.9"), quiet=quiet)], RISES_AND_FALLS)
+    reason = "the run ends after step 2: reward is 0.9, and run.stop_when is 'reward >= 0.9'"
+    assert [record.message for record in caplog.records] == [reason]
+    assert capsys.readouterr().out == ("" if quiet else reason + "\n")
+
+
+@pytest.mark.parametrize("text", ["", "accuracy", "accuracy >=", ">= 3", "accuracy = 1", "accuracy == 1", "a b >= 1", "accuracy >= high", "a >= nan"])
+def test_what_is_no_condition_is_refused(text):
+    with pytest.raises(ValueError, match=r"run\.stop_when must be a metric, one of >= <= > <, and a number, but it is .*write it like"):
+        Condition.parse(text)
+
+
+def test_an_unknown_metric_is_an_error_that_lists_those_there_are():
+    watch = MetricWatch("run.stop_when", "acuracy")
+    assert watch.look({"accuracy": 1.0}, validation=True) is None
+    with pytest.raises(ValueError, match=r"run\.stop_when must name a metric.*'acuracy': did you mean accuracy\? there are accuracy, loss"):
+        watch.look({"loss": 1.0, "accuracy": 0.5}, validation=False)
+    of_validation = MetricWatch("run.metric", "val_los")
+    assert of_validation.look({"loss": 1.0}, validation=False) is None
+    with pytest.raises(ValueError, match=r"run\.metric .*did you mean val_loss\? there are val_loss"):
+        of_validation.look({"loss": 1.0}, validation=True)
+
+
+def test_a_metric_that_was_there_once_may_be_missing():
+    watch = MetricWatch("run.metric", "loss")
+    assert watch.look({"loss": 1.0}, validation=False) == 1
+    assert watch.look({"reward": 1.0}, validation=False) is None
+
+
+def test_rules_about_a_validation_need_one():
+    require_validation({"run.metric": "val_loss", "run.stop_when": None}, validates=True)
+    require_validation({"run.metric": "loss", "run.stop_when": None}, validates=False)
+    with pytest.raises(ValueError, match=r"run\.stop_when .*no validation.*give data\.validation"):
+        require_validation({"run.metric": None, "run.stop_when": "val_loss"}, validates=False)
+
+
+def fail_after(directory: RunDirectory, run, step: int, *, saver: CheckpointCallback | None = None) -> tuple[CheckpointCallback, RuntimeError]:
+    """The saver has seen `step`, and then there was an error."""
+    saver = saver or CheckpointCallback(directory, period=50)
+    notify([saver], "on_train_begin", tiny_run())
+    notify([saver], "on_step_begin", tiny_run(step=step - 1), step)
+    notify([saver], "on_step_end", run, step, {"reward": 0.5})
+    notify([saver], "on_step_begin", run, step + 1)
+    return saver, RuntimeError("a mishap")
+
+
+def test_an_error_in_a_step_saves_the_one_before(directory):
+    run = tiny_run(step=3, value=3.0)
+    saver, error = fail_after(directory, run, 3)
+    run.trainer.tensors["weight"] += 0.0
+    notify([saver], "on_exception", run, error)
+    assert steps_of(directory) == [3]
+    assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5}
+    assert f"checkpoint of step 3: go on from there with --run.dir {directory.path} --run.resume" in "".join(error.__notes__)
+
+
+def test_the_random_generators_are_those_of_the_end_of_the_step(directory):
+    import torch
+
+    run = tiny_run(step=3)
+    saver, error = fail_after(directory, run, 3)
+    expected = torch.get_rng_state()
+    torch.rand(5)  # what the failed step drew
+    notify([saver], "on_exception", run, error)
+    checkpoint.load(directory.checkpoints / "step_3", tiny_run())
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_half_an_update_is_not_saved(directory):
+    run = tiny_run(step=3)
+    saver, error = fail_after(directory, run, 3)
+    run.trainer.train_step()
+    notify([saver], "on_exception", run, error)
+    assert steps_of(directory) == []
+    assert error.__notes__ == ["the update of step 4 had begun, so the weights of step 3 are gone; there is no checkpoint to go on from."]
+
+
+def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
+    """A callback before it raised, or the validation."""
+    saver, error = fail_after(directory, tiny_run(step=3), 3)
+    run = tiny_run(step=4, value=4.0)
+    run.trainer.train_step()
+    notify([saver], "on_exception", run, error)
+    assert steps_of(directory) == [4]
+
+
+def test_what_is_saved_is_not_saved_again(directory, monkeypatch):
+    saver, error = fail_after(directory, run := tiny_run(step=3), 3, saver=CheckpointCallback(directory, period=3))
+    monkeypatch.setattr(checkpoint, "save", None)
+    notify([saver], "on_exception", run, error)
+    assert "has a checkpoint of step 3" in error.__notes__[0]
+
+
+def test_an_error_before_the_first_step_leaves_nothing(directory):
+    saver, error = CheckpointCallback(directory), RuntimeError("a mishap")
+    notify([saver], "on_exception", tiny_run(), error)
+    notify([saver], "on_train_begin", tiny_run())
+    notify([saver], "on_exception", tiny_run(), error)
+    assert not directory.checkpoints.exists() and not hasattr(error, "__notes__")
+
+
+def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypatch):
+    saver, error = fail_after(directory, run := tiny_run(step=3), 3)
+    monkeypatch.setattr(run.trainer, "save_checkpoint", lambda path: (_ for _ in ()).throw(OSError("no space")))
+    notify([saver], "on_exception", run, error)
+    assert "step 3 could not be saved (the checkpoint" in error.__notes__[0] and "no space" in error.__notes__[0]
+
+
+def test_a_checkpoint_that_failed_is_not_tried_again(directory):
+    saver, _ = fail_after(directory, run := tiny_run(step=3), 3)
+    notify([saver], "on_exception", run, checkpoint.CheckpointError("disk full"))
+    assert steps_of(directory) == []
+
+
+def test_leftovers_of_the_pointer_to_the_best_are_swept(directory):
+    walk([CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))], RISES_AND_FALLS)
+    (directory.checkpoints / ".best.12345678").write_text("step")
+    checkpoint.sweep(directory.path)
+    assert not list(directory.checkpoints.glob(".best*"))
+    checkpoint.verify(checkpoint.best(directory.path))

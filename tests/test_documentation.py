@@ -1,7 +1,9 @@
-"""The README's Python runs, every public function shows an example, and the quickstart does what it says."""
+"""Every code block of the README and of the guides runs, every public function shows an example, and the quickstart does what it says."""
 
 import importlib
 import inspect
+import json
+import os
 import pkgutil
 import re
 import subprocess
@@ -12,8 +14,12 @@ from pathlib import Path
 import pytest
 
 import nemorl
+from nemorl.runtime.config_io import dotted_keys
+from nemorl.runtime.registry import ALGORITHMS
+from tests.models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
+GUIDES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 LAST_LINE = re.compile(r"held-out greedy accuracy: (\d\.\d\d) -> (\d\.\d\d) \(seed (\d+), (\d+) s of training\)")
 
 
@@ -43,20 +49,6 @@ def test_every_public_function_says_what_it_does():
     }
 
 
-def test_the_readmes_python_runs(tmp_path: Path):
-    """All blocks of one document in one program, in a folder where the quickstart has left its model."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    from quickstart import save_model, save_tokenizer
-
-    folder = tmp_path / "runs" / "quickstart-0" / "model"
-    save_model(folder, save_tokenizer(folder), seed=0)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    done = subprocess.run([sys.executable, "-c", "\n".join(blocks)], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "runs/mine" in done.stdout
-
-
 def quickstart(folder: Path, *options: str) -> tuple[str, re.Match[str]]:
     command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--dir", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -64,6 +56,57 @@ def quickstart(folder: Path, *options: str) -> tuple[str, re.Match[str]]:
     last = LAST_LINE.fullmatch(done.stdout.splitlines()[-1])
     assert last, done.stdout[-500:]
     return done.stdout, last
+
+
+def run_document(document: Path, folder: Path) -> str:
+    """Run a document's blocks in a folder that has a small model and data under the names that the guides use."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "150"}
+    command = [sys.executable, "-m", "tests.documents", str(document)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_readme_runs(tmp_path: Path):
+    quickstart(tmp_path / "runs" / "quickstart-0", "--sft-steps", "5", "--grpo-steps", "2", "--num-held-out", "20")
+    output = run_document(ROOT / "README.md", tmp_path)
+    assert "runs/grpo" in output
+
+
+@pytest.mark.parametrize("document", GUIDES)
+def test_the_guides_run(document: str, tmp_path: Path):
+    write_example_files(tmp_path)
+    run_document(ROOT / "docs" / document, tmp_path)
+
+
+def test_the_reference_is_up_to_date():
+    code = "import generate_reference as g; assert g.PAGE.read_text() == g.page()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", check=False)
+    assert done.returncode == 0, "run: python docs/generate_reference.py"
+
+
+def test_the_migration_tables_name_settings_that_there_are():
+    """The right column of every table in coming-from.md."""
+    known = {key for algorithm in ALGORITHMS.values() for key in dotted_keys(algorithm.config)}
+    rows = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE)
+    assert len(rows) > 60
+    assert {key for row in rows for key in re.findall(r"`([^`]+)`", row)} <= known
+
+
+def write_example_files(folder: Path) -> None:
+    """What stands in the guides for a model and data of one's own."""
+    tiny_model(scale=2.0, max_position_embeddings=4096).save_pretrained(folder / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    tokenizer.save_pretrained(folder / "model")
+    sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(40)]
+    rows = {
+        "demonstrations": [{"prompt": prompt, "response": answer} for prompt, answer in sums],
+        "questions": [{"prompt": prompt, "answer": answer} for prompt, answer in sums],
+        "pairs": [{"prompt": prompt, "chosen": answer, "rejected": str(int(answer) + 1)} for prompt, answer in sums],
+    }
+    for name, content in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
 
 
 def test_a_short_quickstart(tmp_path: Path):

@@ -132,7 +132,12 @@ def _example(row: Mapping[str, Any], *, tokenizer: Any, add_eos: bool, template:
 def answered(
     prompt: str | list[Message], answer: Any, column: str, row: Mapping[str, Any], tokenizer: Any, *, add_eos: bool, template: Mapping[str, Any]
 ) -> Example:
-    """The prompt with one answer to it, which is trained on. The answer is what `row` has in `column`; its `tools` go to the chat template."""
+    """The prompt with one answer to it, which is trained on. The answer is what `row` has in `column`; its `tools` go to the chat template.
+
+    >>> from transformers import ByT5Tokenizer
+    >>> answered("ab", "c", "response", {"response": "c"}, ByT5Tokenizer(), add_eos=True, template={}).loss_mask
+    [False, False, True, True]
+    """
     options = with_tools(row, template)
     if isinstance(answer, str) and isinstance(prompt, str):
         return tokenize_prompt_response(tokenizer, prompt, answer, add_eos=add_eos)
@@ -147,7 +152,11 @@ def answered(
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
-    """A column's messages, checked. Raises ValueError where it holds something else."""
+    """A column's messages, checked. Raises ValueError where it holds something else.
+
+    >>> messages_of([{"role": "user", "content": "hello", "tool_calls": None}], "messages")
+    [{'role': 'user', 'content': 'hello'}]
+    """
     sound = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
     if not sound or not all(isinstance(message, Mapping) and "role" in message for message in value):
         raise ValueError(f'{column} must be a list of messages like {{"role": "user", "content": "..."}}, got {short(value)}')
@@ -156,7 +165,11 @@ def messages_of(value: Any, column: str) -> list[Message]:
 
 
 def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for the chat template, with the row's own `tools` (a list, or one as JSON text) where it has any."""
+    """The arguments for the chat template, with the row's own `tools` (a list, or one as JSON text) where it has any.
+
+    >>> with_tools({"tools": '[{"name": "add"}]'}, {"chat_template": None})
+    {'chat_template': None, 'tools': [{'name': 'add'}]}
+    """
     tools = row.get("tools")
     if isinstance(tools, str):
         try:

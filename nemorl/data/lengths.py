@@ -70,7 +70,11 @@ def limit_length(
 
 
 def num_tokens(item: Any) -> int:
-    """Tokens of an example, a prompt, the longer side of a pair, or a judged example."""
+    """Tokens of an example, a prompt, the longer side of a pair, or a judged example.
+
+    >>> num_tokens([5, 6, 7])
+    3
+    """
     if isinstance(item, tuple):
         item = item[0]
     return item.num_tokens if isinstance(item, Example | Pair) else len(item)

@@ -42,7 +42,14 @@ def origin_of(row: Mapping[str, Any], index: int) -> str:
 
 
 def in_row(row: Mapping[str, Any], index: int, build: Callable[[Mapping[str, Any]], Built]) -> Built:
-    """`build(row)`; a ValueError that it raises names the row."""
+    """`build(row)`; a ValueError that it raises names the row.
+
+    >>> in_row({"n": "7"}, 0, lambda row: int(row["n"]))
+    7
+    >>> in_row({"n": "x"}, 0, lambda row: int(row["n"]))
+    Traceback (most recent call last):
+    ValueError: row 1: invalid literal for int() with base 10: 'x'
+    """
     try:
         return build(row)
     except ValueError as error:

@@ -47,7 +47,11 @@ def has_splits(source: Any) -> bool:
 
 
 def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 0) -> list[Row]:
-    """All rows of one source, of which it is number `number` among several. Raises ValueError that names file and line of what is no row."""
+    """All rows of one source, of which it is number `number` among several. Raises ValueError that names file and line of what is no row.
+
+    >>> [row.origin for row in read_rows([{"prompt": "a"}, {"prompt": "b"}], split="train")]
+    ['row 1', 'row 2']
+    """
     rows = []
     for place, row in _read(source, split, data_files):
         if not isinstance(row, Mapping) or not row:
@@ -59,10 +63,20 @@ def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 
 
 
 def name_of(source: Any) -> str:
+    """What an error calls a source.
+
+    >>> name_of("rows.jsonl"), name_of([])
+    ("'rows.jsonl'", 'a list')
+    """
     return repr(str(source)) if isinstance(source, str | Path) else f"a {type(source).__name__}"
 
 
 def short(value: Any) -> str:
+    """A value as errors show it: at most 120 characters.
+
+    >>> short("x" * 200)[-6:]
+    'xxx...'
+    """
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 

@@ -188,4 +188,9 @@ class Template:
 
 
 def roles(messages: Sequence[Message]) -> str:
+    """Who speaks, in order, for errors.
+
+    >>> roles([{"role": "user"}, {"role": "assistant"}])
+    'user, assistant'
+    """
     return ", ".join(str(message.get("role")) for message in messages) or "(none)"

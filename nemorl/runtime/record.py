@@ -63,6 +63,7 @@ def begin_record(directory: RunDirectory, *, algorithm: str) -> RunRecord:
 
 
 def write_record(directory: RunDirectory, record: RunRecord) -> None:
+    """run.json, replaced at once."""
     write_atomically(directory.record, json.dumps(record.to_dict(), indent=1, ensure_ascii=False) + "\n")
 
 

@@ -25,6 +25,7 @@ def series_of(records: Iterable[Mapping[str, Any]], metric: str, phase: str) -> 
 
 
 def is_number(value: Any) -> bool:
+    """Whether it can be drawn."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -67,6 +67,7 @@ def text(value: Any) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
+    """A column that may be missing, or a single value, as a list."""
     return value if isinstance(value, list) else [] if value is None else [value]
 
 

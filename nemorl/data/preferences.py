@@ -32,7 +32,7 @@ def pair_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
     A row has one of two forms:
      - `chosen` and `rejected`, each text or messages, and a `prompt` (text or messages). Where both begin with the prompt's messages (with or without
-       a column `prompt`), what they have in common is the prompt.
+       a column `prompt`), what they have in common is the prompt, after what the column says before that (a system message, say).
      - `context` (text or messages) and `completions`, a list of {"rank": 0, "completion": text or messages}; rank 0 is the best. Every two of unlike
        rank are a pair: three answers of ranks 0, 1 and 2 make three.
 
@@ -125,7 +125,30 @@ def _pairs(row: Row) -> list[dict[str, Any]]:
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
         return [{"prompt": prompt_of(row), "chosen": chosen, "rejected": rejected}]
     begin = _shared(chosen, rejected)
-    return [{"prompt": chosen[:begin], "chosen": chosen[begin:], "rejected": rejected[begin:]}]
+    prompt = _with_column(chosen[:begin], row)
+    return [{"prompt": prompt, "chosen": chosen[begin:], "rejected": rejected[begin:]}]
+
+
+def _with_column(shared: list[Any], row: Row) -> list[Any]:
+    """The messages that both answers begin with, after those of the column `prompt` that are missing there. ValueError where the two don't agree."""
+    if not row.get("prompt"):
+        return shared
+    given = prompt_of(row)
+    before = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    ours, theirs = ([(message["role"], _stripped(message.get("content"))) for message in part] for part in (before, shared))
+    for overlap in range(min(len(ours), len(theirs)), 0, -1):
+        if ours[-overlap:] == theirs[:overlap]:
+            return [*before[:-overlap], *shared]
+    if any(theirs[start : start + len(ours)] == ours for start in range(len(theirs))):
+        return shared
+    raise ValueError(
+        f"prompt must be what chosen and rejected begin with, or end with that, got prompt {short(given)}, while they begin with {short(shared)}: "
+        "correct one, or leave the column out (data.prompt_column names another)"
+    )
+
+
+def _stripped(content: Any) -> Any:
+    return content.strip() if isinstance(content, str) else content
 
 
 def _as_messages(answer: Any, column: str) -> list[Any]:

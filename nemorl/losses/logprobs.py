@@ -187,7 +187,7 @@ class _LinearLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
             for h, y in zip(hidden.split(chunk), ids.split(chunk), strict=True):
-                every = _chunk_logprobs(h.to(dtype), head, y, kind)
+                every = _chunk_logits(h.to(dtype), head, y, kind).log_softmax(-1)
                 logprobs.append(every.gather(-1, y[:, None])[:, 0])
                 if with_entropy:
                     entropies.append(-every.exp().mul_(_finite(every) if kind.filtered else every).sum(-1))
@@ -209,25 +209,31 @@ class _LinearLogprobs(torch.autograd.Function):
         g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in (grad_logprobs, grad_entropies))
         offset = torch.zeros_like(entropies)[:, None] - (0.0 if g is None else g) - (0.0 if ge is None else ge * entropies[:, None])
         grad_hidden, grad_weight = [], None
+        final = not torch.is_grad_enabled()  # nobody will differentiate this again, so that sums may grow in place
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
             for start in range(0, max(len(hidden), 1), chunk):  # no tokens: one empty chunk, and gradients of zeros
                 rows = slice(start, start + chunk)
                 h, y = hidden[rows].to(dtype), ids[rows]
-                every = _chunk_logprobs(h, head, y, kind)
                 if ge is None:
-                    grad = every.exp() * offset[rows]
+                    grad = _chunk_logits(h, head, y, kind).softmax(-1) * offset[rows]
                 else:
+                    every = _chunk_logits(h, head, y, kind).log_softmax(-1)
                     grad = every.exp() * torch.addcmul(offset[rows], -ge[rows], _finite(every) if kind.filtered else every)
+                    del every
                 if g is not None:
                     grad = grad.scatter_add_(1, y[:, None], g[rows])
                 grad = grad.to(dtype)
                 if ctx.needs_input_grad[0]:
                     grad_hidden.append(grad @ head)
                 if ctx.needs_input_grad[1]:  # partial products in the model's type, their sum over chunks in float32
-                    part = at_least_float32(grad.t() @ h)
-                    grad_weight = part if grad_weight is None else grad_weight.add_(part)
-                del every, grad
+                    if grad_weight is None:
+                        grad_weight = at_least_float32(grad.t() @ h)
+                    elif final and grad_weight.dtype == dtype:
+                        grad_weight.addmm_(grad.t(), h)
+                    else:
+                        grad_weight.add_(at_least_float32(grad.t() @ h))
+                del grad  # not kept while the next chunk is made
         return (
             torch.cat(grad_hidden).to(hidden.dtype) if grad_hidden else None,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
@@ -235,8 +241,8 @@ class _LinearLogprobs(torch.autograd.Function):
         )
 
 
-def _chunk_logprobs(hidden: Tensor, head: Tensor, ids: Tensor, kind: LogprobKind) -> Tensor:
-    return _filtered(at_least_float32(hidden @ head.t()), kind, ids).log_softmax(-1)
+def _chunk_logits(hidden: Tensor, head: Tensor, ids: Tensor, kind: LogprobKind) -> Tensor:
+    return _filtered(at_least_float32(hidden @ head.t()), kind, ids)
 
 
 def linear_token_logprobs(

@@ -63,4 +63,4 @@ class TrainingBackend(Protocol):
         """Take over what `save_checkpoint` wrote; the next step equals the one that would have followed."""
 
     def shutdown(self) -> None:
-        """Free everything. The last call."""
+        """Free everything. The last call, made after a setup that failed, too."""

@@ -1,6 +1,7 @@
 """What a training backend is set up with: frozen, free of torch, checked when made."""
 
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
@@ -141,6 +142,8 @@ class BackendConfig:
     """Optimizer steps of the whole run, which the learning-rate schedule is stretched over."""
     keep_reference: bool = False
     """Keep a frozen copy of the initial model for `get_reference_logprobs`; with LoRA none is needed, as that is the model without its adapters."""
+    same_initial_model_as: Path | None = None
+    """A checkpoint whose run must have begun with the same weights, or `setup` refuses them: where a resumed run needs its initial model anew."""
 
     def __post_init__(self) -> None:
         check_lora(self.lora, self.model)

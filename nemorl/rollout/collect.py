@@ -132,21 +132,35 @@ def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
-    """Several rollouts as one; the environment's metrics are averaged by size. Raises ValueError if they were sampled from unlike distributions."""
+    """Several rollouts as one; each of the environment's metrics is averaged by size over the parts that have it.
+
+    Raises ValueError if they were sampled from unlike distributions, or have unlike reward components.
+    """
     first = parts[0]
     unlike = [part.kind for part in parts if part.kind != first.kind]
     if unlike:
         raise ValueError(
             f"rollouts of one batch must be sampled alike, but there are {first.kind} and {unlike[0]}: use the same sampling parameters and weights"
         )
+    other = next((part for part in parts if part.components.keys() != first.components.keys()), None)
+    if other is not None:
+        raise ValueError(
+            f"an environment must return the same reward components in every batch, but it returned {sorted(first.components)} and "
+            f"{sorted(other.components)}: return 0.0 where one has no value"
+        )
     columns: dict[str, Any] = {
         name: [item for part in parts for item in getattr(part, name)] for name in ("rows", "prompts", "texts", "completions", "answers")
     }
-    shares = [len(part) / sum(map(len, parts)) for part in parts]
-    metrics = {name: sum(share * part.metrics[name] for share, part in zip(shares, parts, strict=True)) for name in first.metrics}
+    metrics = {name: _mean_metric(name, parts) for name in dict.fromkeys(name for part in parts for name in part.metrics)}
     components = {name: torch.cat([part.components[name] for part in parts]) for name in first.components}
     tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("rewards", "group_id")}
     return replace(first, metrics=metrics, components=components, **tensors, **columns)
+
+
+def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
+    with_it = [part for part in parts if name in part.metrics]
+    size = sum(map(len, with_it))
+    return sum(len(part) / size * part.metrics[name] for part in with_it)
 
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:

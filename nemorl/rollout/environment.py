@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from nemorl.data.rows import origin_of
+from nemorl.data.rows import in_row, origin_of
 from nemorl.rollout.signature import RESPONSE, columns_of, read_signature
 
 Message = Mapping[str, Any]
@@ -75,7 +75,7 @@ class FunctionalRewardWrapper:
 
     def step(self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]) -> EnvironmentReturn:
         size = len(message_log_batch)
-        self.check(metadata)
+        self._check_columns(metadata)
         texts = [(text_of(log[:-1]), str(log[-1]["content"])) for log in message_log_batch]
         if self.signature.batch:
             rewards = self._of_batch(texts, metadata) if size else []
@@ -94,7 +94,17 @@ class FunctionalRewardWrapper:
         return batch, {}
 
     def check(self, rows: Sequence[Metadata]) -> None:
-        """Raise a ValueError that names the first row without a column that the function wants, or with one that it takes for the response."""
+        """Raise a ValueError that names the first row without a column that the function wants, or with one that it takes for the response.
+
+        A function with an attribute `check_row` has that look at each row, too: `check_row(row)` raises a ValueError for one that it can't judge.
+        """
+        self._check_columns(rows)
+        check_row = getattr(self.fn, "check_row", None)
+        if check_row is not None:
+            for number, row in enumerate(rows):
+                in_row(row, number, check_row)
+
+    def _check_columns(self, rows: Sequence[Metadata]) -> None:
         wanted, response = [name for name, required in self.signature.columns.items() if required], self.signature.response
         for number, row in enumerate(rows):
             if response in row and response not in RESPONSE:
@@ -168,6 +178,8 @@ def checked(result: EnvironmentReturn, count: int, name: str) -> EnvironmentRetu
     ValueError: environment 'mine' must return one of rewards per conversation, but it returned 1 for 2 conversations: return as many
     """
     lists: dict[str, Sequence[Any]] = {"rewards": result.rewards, "terminateds": result.terminateds, **result.components}
+    if result.answers:
+        lists["answers"] = result.answers
     for field_name, values in lists.items():
         if len(values) != count:
             raise ValueError(

@@ -26,6 +26,8 @@ class Signature:
     """It takes `**columns`: all that the row has."""
     leading: tuple[str, ...]
     """The parameters that are given by place."""
+    defaults: Mapping[str, Any]
+    """What those of `leading` get whose column is missing, so that the ones behind them keep their places."""
 
     def arguments(self, prompt: Any, response: Any, columns: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """What to call the function with: `fn(*args, **kwargs)`."""
@@ -33,7 +35,8 @@ class Signature:
         values[self.response] = response
         if self.prompt or self.any_columns:
             values[self.prompt or PROMPT[self.batch]] = prompt
-        return [values.pop(name) for name in self.leading if name in values], values
+        args = {name: values.pop(name) if name in values else self.defaults[name] for name in self.leading if name in values.keys() | self.defaults}
+        return list(args.values()), values
 
 
 def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = None) -> Signature:
@@ -87,6 +90,7 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
         columns={p.name: p.default is p.empty for p in parameters if p.name in named and p.name not in (prompt, response)},
         any_columns=any(p.kind == p.VAR_KEYWORD for p in parameters),
         leading=tuple(leading),
+        defaults={p.name: p.default for p in parameters if p.name in leading and p.default is not p.empty},
     )
 
 

@@ -19,10 +19,10 @@ from nemorl.runtime.registry import get_algorithm
 
 
 def train(
-    *,
     model: str | Path | nn.Module,
     dataset: Rows,
     reward_fn: Reward | None = None,
+    *,
     algorithm: str = "grpo",
     tokenizer: Any = None,
     validation: Rows = None,
@@ -57,7 +57,7 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
     nemorl.runtime.yaml_io.ConfigError: unknown setting learning_rat of grpo; did you mean learning_rate?
     """
     cls = get_algorithm(algorithm).config
-    require(preset is None or algorithm == "grpo", "preset", "is for grpo", preset, "leave it out, or use algorithm=\"grpo\"")
+    require(preset is None or algorithm == "grpo", "preset", "is for grpo", preset, 'leave it out, or use algorithm="grpo"')
     tree = layer(cls, {}, preset_overrides(preset) if preset is not None else {})
     mapping: dict[str, Any] = {}
     for name, value in overrides.items():

@@ -28,16 +28,19 @@ class Callback:
         """Once, before the first step (after a resume: before the first one that follows)."""
 
     def on_epoch_begin(self, trainer: Run, epoch: int) -> None:
-        """Before the first step of a pass over the data, counted from 0."""
+        """Before the first step that begins in this pass over the data (counted from 0); after a resume also of one that is under way.
+
+        Where a step takes more rows than there are, the passes that lie within it begin and end after it, each in its turn.
+        """
 
     def on_step_begin(self, trainer: Run, step: int) -> None:
         """Before step `step`."""
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
-        """After step `step`, with what was measured in it."""
+        """After step `step`, with what was measured in it. Every callback is told, also where one of them raises."""
 
     def on_epoch_end(self, trainer: Run, epoch: int, metrics: dict[str, float]) -> None:
-        """After the last step of a pass over the data, with the metrics of that step."""
+        """After the last step of a pass over the data, with the metrics of that step. A pass that the end of the run cuts off has no end."""
 
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         """After a validation of the weights as they are after step `step`."""
@@ -61,8 +64,12 @@ class Callback:
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
+REPORTS = ("on_step_end", "on_validation_end", "on_samples")
+"""Hooks that tell what was measured: whoever records it is told, though another callback fails."""
+
+
 def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
-    """Call one hook of every callback, in order. An exception in a callback ends the run, as it should.
+    """Call one hook of every callback, in order. An exception in a callback ends the run, as it should; in `REPORTS` once all of them are told.
 
     >>> notify([Callback()], "on_stop")
     Traceback (most recent call last):
@@ -71,12 +78,19 @@ on_checkpoint, on_train_end, on_exception, but it is 'on_stop'
     """
     if hook not in HOOKS:
         raise ValueError(f"hook must be one of {', '.join(HOOKS)}, but it is {hook!r}")
-    stop: StopTraining | None = None
+    stop: BaseException | None = None
     for callback in callbacks:
         try:
             getattr(callback, hook)(*args)
         except StopTraining as error:
-            stop = error  # the others are told all the same
+            stop = stop or error  # the others are told all the same
+        except BaseException as error:
+            if hook not in REPORTS:
+                raise
+            if stop is None or isinstance(stop, StopTraining):
+                stop = error
+            else:
+                stop.add_note(f"{type(callback).__name__}.{hook} failed as well: {error!r}")
     if stop is not None:
         raise stop
 

@@ -75,6 +75,31 @@ def save(
     return target
 
 
+def add_metrics(directory: Path, step: int, metrics: Mapping[str, float], *, keep: int = 2, ranking: Ranking | None = None) -> None:
+    """Add what was measured after the checkpoint of `step` was written, such as a validation, and rank it anew.
+
+    A new folder with links to the old one's files takes its place, so that it is whole at any time. Raises CheckpointError if that can't be written.
+    """
+    checkpoints = Path(directory) / "checkpoints"
+    target = checkpoints / f"step_{step}"
+    temporary = checkpoints / f"{TEMPORARY}{target.name}-{os.getpid()}"
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.copytree(target, temporary, copy_function=_link)
+        manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
+        _replace(temporary / "metrics.json", json.dumps(to_json({**_metrics_of(target), **metrics}), indent=2) + "\n")
+        size, digest = _fingerprint(temporary / "metrics.json") or (0, "")
+        manifest["files"]["metrics.json"] = {"size": size, "sha256": digest}
+        _replace(temporary / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        for path in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
+            _flush(path)
+        _put_in_place(temporary, target)
+        _prune(checkpoints, step, keep, ranking)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(f"the metrics of the checkpoint {target} could not be written ({error}).") from error
+
+
 def latest(directory: Path) -> Path | None:
     """The checkpoint to go on from: the one that `checkpoints/latest` names, or else the newest that is whole; None if there is none.
 
@@ -194,6 +219,22 @@ def _write(folder: Path, run: Run, metrics: Mapping[str, float], random_state: R
     manifest.write_text(json.dumps({"format": FORMAT, "files": entries}, indent=2) + "\n", encoding="utf-8")
     for path in (*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
         _flush(path)
+
+
+def _link(source: str, target: str) -> None:
+    """The same file under another name; a copy where the file system has no such links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+        _flush(Path(target))
+
+
+def _replace(path: Path, text: str) -> None:
+    """A new file in the place of a link, so that the file that was linked stays as it is."""
+    path.unlink(missing_ok=True)
+    path.write_text(text, encoding="utf-8")
+    _flush(path)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:

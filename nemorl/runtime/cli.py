@@ -3,10 +3,13 @@
 Settings come in layers: defaults < preset < --config file.yaml < flags. Nothing here imports torch before the settings are known to be good.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import os
 import sys
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +31,7 @@ from nemorl.runtime.config import BaseConfig, GRPOConfig
 from nemorl.runtime.config_io import closest, construct, dump_yaml, layer, yaml_layer
 from nemorl.runtime.locking import Terminated
 from nemorl.runtime.registry import ALGORITHMS
-from nemorl.runtime.run_directory import free_directory, write_atomically
+from nemorl.runtime.run_directory import RunDirectory, free_directory, write_atomically
 
 HELP = """\
 nemorl: reinforcement learning and fine-tuning of language models
@@ -78,10 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command not in known:
         return _fail("nemorl", f"unknown command {command!r}{closest(command, known) or '.'} Commands: {', '.join(known)}", 2)
     config: Any = None
+    claimed: str | None = None
+    shown, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         config = parse(command, args)
         if isinstance(config, BaseConfig) and config.run.dir is None:
-            config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=free_directory(command)))
+            claimed = free_directory(command)
+            config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=claimed))
         if config is not None:
             (_train if command in ALGORITHMS else COMMANDS[command].execute)(config)
         return 0
@@ -91,12 +97,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return _fail(f"nemorl {command}", _interrupted(command, config), 130)
-    except (ValueError, OSError, FloatingPointError) as error:
-        if os.environ.get("NEMORL_TRACEBACK"):
+    except BrokenPipeError:  # nemorl … | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if os.environ.get("NEMORL_TRACEBACK") or not (isinstance(error, ValueError | OSError | FloatingPointError) or of_a_reward(error)):
             raise
+        if of_a_reward(error):
+            print(*traceback.format_list(_outside(error)), sep="", end="", file=sys.stderr)
         hint = "" if config is None else " (NEMORL_TRACEBACK=1 shows where this came from)"
         notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-        return _fail(f"nemorl {command}", f"{error}{notes}{hint}", 2 if isinstance(error, ValueError) else 1)
+        kind = f"{type(error).__name__}: " if of_a_reward(error) else ""
+        return _fail(f"nemorl {command}", f"{kind}{error}{notes}{hint}", 2 if isinstance(error, ValueError) else 1)
+    finally:
+        warnings.formatwarning = shown
+        if claimed is not None:
+            with contextlib.suppress(OSError):  # there is something in it: the run began
+                Path(claimed).rmdir()
 
 
 def parse(command: str, args: Sequence[str]) -> Any:
@@ -114,7 +131,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
             tree = preset_overrides(name)
     extra.append(("print_config", bool, False, "Print the resolved settings as YAML and stop."))
     tree = layer(cls, {}, tree)
-    if (path := peek(args, "--config") or _config_of_resumed_run(args)) not in (None, "None"):
+    if (path := peek(args, "--config") or _config_of_resumed_run(command, args)) not in (None, "None"):
         tree = yaml_layer(cls, tree, path)
     for section, members in unions(cls).items():
         if (chosen := peek(args, f"--{section}")) is not None:
@@ -126,18 +143,27 @@ def parse(command: str, args: Sequence[str]) -> Any:
         print(dump_yaml(config), end="")
         return None
     if isinstance(config, BaseConfig):
+        missing = config.run.resume and path is None and not config.model.path
+        require(not missing, "run.dir", "must be that of a run to resume", config.run.dir, "there is none in it: check the path")
         for key, value, what in (("model.path", config.model.path, "folder"), ("data.train", config.data.train, "file")):
             require(bool(value), key, "must be given", value, f"add --{key} with a {what} or a name on the hub")
     return config
 
 
-def _config_of_resumed_run(args: Sequence[str]) -> str | None:
-    """A run that is resumed without --config brings its own: `nemorl grpo --run.dir runs/rl --run.resume`."""
+def _config_of_resumed_run(command: str, args: Sequence[str]) -> str | None:
+    """A run that is resumed without --config brings its own: `nemorl grpo --run.dir runs/rl --run.resume`. ValueError if it is another one's."""
     from nemorl.runtime.flags import peek
+    from nemorl.runtime.record import read_record
 
     resumed = any(argument in ("--run.resume", "--run.resume=True", "--run.resume=true") for argument in args)
-    config = Path(peek(args, "--run.dir") or "") / "config.yaml"
-    return str(config) if resumed and config.exists() else None
+    directory = RunDirectory(Path(peek(args, "--run.dir") or ""))
+    if not resumed or not directory.config.exists():
+        return None
+    record = read_record(directory)
+    algorithm = command if record is None else record.algorithm
+    remedy = f"nemorl {algorithm} --run.dir {directory.path} --run.resume goes on with it"
+    require(algorithm == command, "run.dir", f"must be that of a run of {command}", f"one of {algorithm}", remedy)
+    return str(directory.config)
 
 
 def _refuse_other_variants(section: str, members: dict[str, type[Any]], chosen: str, args: Sequence[str]) -> None:
@@ -222,6 +248,22 @@ COMMANDS = {
     "data inspect": Command(InspectConfig, _inspect),
     "import-config": Command(ImportConfig, _import_config),
 }
+
+
+def of_a_reward(error: BaseException) -> bool:
+    """Whether it was raised by a reward function of the user's, so that our own frames say nothing."""
+    return any(note.startswith("This was reward ") for note in getattr(error, "__notes__", ()))
+
+
+def _outside(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of a traceback that are not ours."""
+    own = str(Path(__file__).parents[1])
+    return [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(own)]
+
+
+def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning as someone at a terminal reads it."""
+    return f"warning: {message}\n"
 
 
 def _import(module: str) -> str | None:

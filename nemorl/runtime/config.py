@@ -284,9 +284,9 @@ class GRPOConfig(BaseConfig):
         )
         responses, per_step = self.num_prompts_per_step * self.num_generations_per_prompt, self.train_global_batch_size
         require(
-            per_step is None or responses % min(per_step, responses) == 0,
+            per_step is None or responses % per_step == 0,
             "train_global_batch_size",
-            f"must divide the {responses} responses of a rollout batch",
+            f"must divide the {responses} responses of a rollout batch (num_prompts_per_step · num_generations_per_prompt)",
             per_step,
             "so that every optimizer step has as many",
         )

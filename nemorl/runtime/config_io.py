@@ -152,7 +152,7 @@ def closest(word: str, words: Iterable[str]) -> str:
     >>> closest("dtenosr", ["dtensor", "megatron"])
     '; did you mean dtensor?'
     """
-    matches = difflib.get_close_matches(word, list(words), n=1)
+    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.7)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 

@@ -1,5 +1,6 @@
 """Data as the model sees them: `nemorl data inspect`, and the lengths that are shown before a run and kept in its data.json."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -139,7 +140,13 @@ def show_lengths(lengths: Mapping[str, Lengths | Sequence[int]], config: BaseCon
         from rich.console import Console
 
         report_lengths(Console(highlight=False), statistics)
-    return {name: found.to_dict() for name, found in statistics.items()}
+    return {name: {**found.to_dict(), "hash": _hash(lengths[name])} for name, found in statistics.items()}
+
+
+def _hash(lengths: Lengths | Sequence[int]) -> str:
+    """Of the lengths in their order: it tells other data, though not data of the very same lengths."""
+    tokens = lengths.tokens if isinstance(lengths, Lengths) else lengths
+    return hashlib.sha256(",".join(map(str, tokens)).encode()).hexdigest()[:16]
 
 
 def _parts(kind: Kind, item: Any) -> list[tuple[str, Example]]:

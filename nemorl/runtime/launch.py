@@ -2,13 +2,14 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from nemorl.checks import require
 from nemorl.data.templates import with_chat_template
 from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.environment import EnvironmentInterface
@@ -21,7 +22,7 @@ from nemorl.runtime.config_io import dump_yaml, load_config, to_dict
 from nemorl.runtime.display import make_display
 from nemorl.runtime.inspect import show_lengths
 from nemorl.runtime.job import Inputs, Job, Rows, read_data
-from nemorl.runtime.locking import locked, sigterm_raises
+from nemorl.runtime.locking import locked, signals_in_order
 from nemorl.runtime.loggers.base import LoggedRun, LoggerFactory, Recorder, chosen_loggers, flat
 from nemorl.runtime.metric_rules import require_validation
 from nemorl.runtime.observers import PlotCallback, SignalWatch
@@ -69,18 +70,22 @@ def run(
     Raises ValueError that names the field where something in the configuration or the data can't work, where possible before the model is loaded.
     """
     name = algorithm_of(config)
-    config = replace(config, run=replace(config.run, dir=config.run.dir or free_directory(name)))
+    remedy = "build the model with random weights yourself, or name its folder (--model.path) instead of passing it"
+    require(model is None or not config.model.from_scratch, "model.from_scratch", "can't be given together with a loaded model", True, remedy)
     trainer_class, generator_class = get_training_backend(config.trainer.backend), get_generation_backend(config.generation.backend)
+    config = as_given(config, train=train, validation=validation, reward=reward)
     environment, loggers = environment_of(config, reward), chosen_loggers(config.run.loggers)
     train_rows, held_out = read_data(config.data, train=train, validation=validation, seed=config.run.seed)
     if not train_rows:
         raise ValueError("data.train must name rows to train on, but it is empty: give --data.train FILE, or run(config, train=rows)")
     held_out = held_out[: config.run.max_val_samples]
     require_validation(config.run.metrics_of_rules(), validates=bool(held_out))
+    config = replace(config, run=replace(config.run, dir=config.run.dir or free_directory(name)))
     directory = RunDirectory(Path(str(config.run.dir)))
-    with locked(directory.path), sigterm_raises(), started(config, algorithm=name) as log:
+    with locked(directory.path), signals_in_order(), started(config, algorithm=name) as log:
         checkpoint.sweep(directory.path)
         folder = model_folder(config.model.path)
+        config = within_positions(config, folder if model is None else model)
         tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or folder)
         tokenizer = with_chat_template(tokenizer, config.model.chat_template, config.model.chat_template_kwargs)
         inputs = Inputs(train=train_rows, validation=held_out, tokenizer=tokenizer, environment=environment)
@@ -88,7 +93,8 @@ def run(
         lengths = show_lengths(job.lengths, config)
 
         trainer = trainer_class() if model is None else trainer_class(model)
-        trainer.setup(backend_config(config, job, folder))
+        found = checkpoint.latest(directory.path) if config.run.resume else None
+        set_up(trainer, backend_config(config, job, folder, found))
         live_model, generator = trainer.model, None  # type: ignore[attr-defined]
         try:
             check_vocabulary(live_model, tokenizer)
@@ -98,7 +104,7 @@ def run(
             current = Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path)
             if job.with_initial_model is not None:
                 job = job.with_initial_model(current)
-            current = resumed(current, directory, last_step=job.num_steps)
+            current = resumed(current, directory, found, last_step=job.num_steps, lengths=lengths)
             tokenizer.save_pretrained(directory.path / "tokenizer")
             directory.write_data(lengths)
             if generator is not None:
@@ -120,6 +126,42 @@ def started(config: BaseConfig, *, algorithm: str) -> AbstractContextManager[Run
     return recorded(RunDirectory.create(str(config.run.dir), dump_yaml(config), resume=config.run.resume), algorithm=algorithm)
 
 
+def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | None) -> Any:
+    """The config with the names of what was given beside it, so that config.yaml tells them and a resume from a shell finds them.
+
+    A reward that has no name is noted as given in Python: a resume without it is an error, rather than another reward.
+    """
+
+    def named(value: Any) -> Any:
+        several = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
+        parts = list(value) if several else [value]
+        if not all(isinstance(part, str | Path) for part in parts):
+            return None
+        return tuple(map(str, parts)) if several else str(value)
+
+    data = {name: named(rows) for name, rows in (("train", train), ("validation", validation)) if named(rows) is not None}
+    config = replace(config, data=replace(config.data, **data)) if data else config
+    if reward is not None and hasattr(config, "reward"):
+        parts = list(reward) if isinstance(reward, Mapping | list | tuple) else [getattr(reward, "__name__", type(reward).__name__)]
+        config = replace(config, reward=named(reward) or f"given in Python ({', '.join(getattr(p, '__name__', None) or str(p) for p in parts)})")
+    return config
+
+
+def within_positions(config: Any, model: nn.Module | str) -> Any:
+    """The config with data.max_total_sequence_length lowered, with a warning, to the positions that the model has."""
+    from transformers import AutoConfig
+
+    try:
+        of_model = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+    except (OSError, ValueError):
+        return config  # loading it will say what is wrong
+    positions, wanted = getattr(of_model, "max_position_embeddings", None), config.data.max_total_sequence_length
+    if positions is None or wanted <= positions:
+        return config
+    warnings.warn(f"data.max_total_sequence_length is lowered from {wanted} to {positions}, the positions that the model has", stacklevel=3)
+    return replace(config, data=replace(config.data, max_total_sequence_length=positions))
+
+
 def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInterface | None:
     """The reward given, or that which the config names; None for an algorithm that has no reward."""
     if not hasattr(config, "reward"):
@@ -129,8 +171,9 @@ def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInte
     return make_environment(config.reward if reward is None else reward, getattr(config, "reward_weights", ()))
 
 
-def backend_config(config: BaseConfig, job: Job, folder: str) -> BackendConfig:
-    """What the training backend is set up with."""
+def backend_config(config: BaseConfig, job: Job, folder: str, found: Path | None) -> BackendConfig:
+    """What the training backend is set up with, where the run goes on from the checkpoint `found`."""
+    needs_initial_model = job.keep_reference or job.with_initial_model is not None
     return BackendConfig(
         model=replace(config.model, path=folder),
         trainer=config.trainer,
@@ -139,17 +182,38 @@ def backend_config(config: BaseConfig, job: Job, folder: str) -> BackendConfig:
         lora=config.lora,
         total_steps=job.num_updates or job.num_steps,
         keep_reference=job.keep_reference,
+        same_initial_model_as=found / "trainer" if found is not None and needs_initial_model else None,
     )
 
 
-def resumed(run: Run, directory: RunDirectory, *, last_step: int) -> Run:
-    """The run where its last checkpoint left it, if it is to be resumed; with a directory that shows this state and these settings."""
+def set_up(trainer: Any, config: BackendConfig) -> None:
+    """Set up a training backend; one that fails gives back the model that it was made with.
+
+    Raises ValueError if one of your own has no `model` or `step` afterwards.
+    """
+    try:
+        trainer.setup(config)
+        missing = [name for name in ("model", "step") if not hasattr(trainer, name)]
+        require(not missing, "trainer.backend", "must be one with the attributes model and step once it is set up", config.trainer.backend,
+                f"{type(trainer).__name__} has no {' and no '.join(missing)}; nemorl.TrainingBackend says what they are")  # fmt: skip
+    except BaseException:
+        with suppress(Exception):  # what is wrong is that which comes out of setup
+            trainer.shutdown()
+        raise
+
+
+def resumed(run: Run, directory: RunDirectory, found: Path | None, *, last_step: int, lengths: Mapping[str, Any]) -> Run:
+    """The run where its last checkpoint, `found`, left it, if it is to be resumed; with a directory that shows this state and these settings.
+
+    Settings and data (`lengths`: see `show_lengths`) that are not those of before are a warning.
+    """
     config = run.config
-    found = checkpoint.latest(directory.path) if config.run.resume else None
     if found is not None:
         run = replace(run, state=checkpoint.load(found, run))
         for change in changes(directory.config, config):
             warnings.warn(f"the run goes on with other settings than before: {change}", stacklevel=3)
+        for change in data_changes(directory.read_data(), lengths):
+            warnings.warn(f"the run goes on with other data than before: {change}", stacklevel=3)
         if run.state.step >= last_step:
             done = f"the run has {run.state.step} steps already, so there is nothing to do up to step {last_step}"
             warnings.warn(f"{done}: raise max_num_steps", stacklevel=3)
@@ -203,14 +267,30 @@ def changes(path: str | Path, config: Any) -> list[str]:
     return [f"{key} is {now.get(key)!r}, was {before.get(key)!r}" for key in keys if now.get(key) != before.get(key)]
 
 
+def data_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Which data sets differ between two contents of data.json; nothing where the earlier one is missing.
+
+    >>> data_changes({"train": {"count": 40, "total_tokens": 200, "hash": "a"}}, {"train": {"count": 77, "total_tokens": 385, "hash": "b"}})
+    ['train is 77 sequences of 385 tokens in all (hash b), was 40 sequences of 200 tokens in all (hash a)']
+    """
+
+    def told(found: Mapping[str, Any] | None) -> str:
+        return "none" if found is None else f"{found.get('count')} sequences of {found.get('total_tokens')} tokens in all (hash {found.get('hash')})"
+
+    names = [name for name in dict.fromkeys([*now, *before]) if before]
+    return [f"{name} is {told(now.get(name))}, was {told(before.get(name))}" for name in names if told(now.get(name)) != told(before.get(name))]
+
+
 def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The last step's metrics, and the last validation's with `val_` before their names.
 
     >>> final_metrics([{"step": 1, "phase": "train", "loss": 2.0}, {"step": 1, "phase": "validation", "accuracy": 0.5}])
     {'loss': 2.0, 'val_accuracy': 0.5}
     """
-    last: dict[str, float] = {}
-    for line in history:
-        prefix = "" if line["phase"] == "train" else "val_"
-        last |= {prefix + name: value for name, value in line.items() if name not in ("step", "time", "phase")}
-    return last
+    last = {line["phase"]: line for line in history}
+    return {
+        prefix + name: value
+        for phase, prefix in (("train", ""), ("validation", "val_"))
+        for name, value in last.get(phase, {}).items()
+        if name not in ("step", "time", "phase")
+    }

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,13 @@ def model_folder(name: str) -> str:
     Raises ValueError for a run that has not been exported.
     """
     path = Path(name)
-    if not path.exists() and (name.count("/") > 1 or name.startswith((".", "/", "~"))):  # a hub name is OWNER/NAME
+    if not name:
+        return name
+    in_a_folder = len(path.parts) > 1 and path.parent.is_dir()
+    if not path.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~")) or in_a_folder):  # a hub name is OWNER/NAME
         raise ValueError(f"the model must be a folder or a hub name (OWNER/NAME), but there is no folder {name}: check the path")
+    if any((path / file).exists() for file in ("config.json", CONFIG)) and not (path / "config.yaml").exists():  # whatever else is in there
+        return name
     if not (path / "checkpoints").is_dir() and not (path / "metrics.jsonl").exists():
         return name
     if not any((path / "hf" / file).exists() for file in ("config.json", CONFIG)):
@@ -127,6 +133,7 @@ def replacing(directory: Path) -> Iterator[Path]:
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
+    (aside / EXPORT).write_text(json.dumps({"written_by": f"nemorl {version('nemorl')}"}) + "\n", encoding="utf-8")
     yield aside
     if directory.exists():
         directory.rename(old)
@@ -134,13 +141,21 @@ def replacing(directory: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
+EXPORT = "nemorl_export.json"
+"""Marks a folder as an export of ours, which a later one may replace: never a model that somebody put there."""
+WRITTEN = (EXPORT, "config.json", "generation_config.json", "model", "adapter_", "tokenizer", "special_tokens", "added_tokens", "chat_template",
+           "vocab", "merges", "spiece", "README.md")  # fmt: skip
+"""How the names of the files in an export begin."""
+
+
 def require_replaceable(directory: Path) -> None:
-    """Raise a ValueError unless there is nothing at this place, or an empty folder, or a model folder that is no run."""
+    """Raise a ValueError unless there is nothing at this place, an empty folder, or an earlier export to which nothing was added."""
     if not directory.exists():
         return
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else {directory.name}
-    if names and (not names & {"config.json", CONFIG} or names & {"checkpoints", "metrics.jsonl", "config.yaml"}):
-        found = ", ".join(sorted(names)[:3])
+    foreign = {name for name in names if not name.startswith(WRITTEN)} if EXPORT in names else names
+    if foreign:
+        found = ", ".join(sorted(foreign)[:3])
         raise ValueError(f"output must be a new folder or an earlier export, but {directory} holds other things ({found}): name another")
 
 

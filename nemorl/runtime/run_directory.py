@@ -1,7 +1,7 @@
 """The folder that a run writes: one place that knows the layout.
 
 config.yaml              the resolved configuration, under `environment` what it ran with
-data.json                how long the sequences of its data sets are, see nemorl.data.statistics
+data.json                how long the sequences of its data sets are, see nemorl.data.statistics, with a hash that tells whether they changed
 metrics.jsonl            one JSON object a line: step, time, phase ("train" or "validation"), then the metrics
 samples/step_N.jsonl     a few responses of step N
 checkpoints/step_N/      see nemorl.runtime.checkpoint
@@ -23,6 +23,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -115,6 +116,14 @@ class RunDirectory:
         header = yaml.safe_dump({"environment": environment()}, sort_keys=False, allow_unicode=True)
         write_atomically(self.config, f"{header}\n{config_yaml}")
 
+    def read_data(self) -> dict[str, Any]:
+        """What `write_data` wrote; {} where there is nothing that can be read."""
+        try:
+            found = json.loads(self.data.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return {name: value for name, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+
     def write_data(self, lengths: Mapping[str, Any]) -> None:
         """data.json: how long the sequences of each data set are."""
         write_atomically(self.data, json.dumps(lengths, indent=1) + "\n")
@@ -160,9 +169,19 @@ class RunDirectory:
 
 
 def free_directory(name: str, parent: Path | str = "runs") -> str:
-    """The first of runs/NAME, runs/NAME-2, … that doesn't exist: where a run goes that was given no folder."""
-    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-    return str(next(path for path in (Path(parent) / name for name in names) if not path.exists()))
+    """The first of runs/NAME, runs/NAME-2, … that doesn't exist: where a run goes that was given no folder. It is made, so that no other run gets it.
+
+    Raises ValueError if it can't be.
+    """
+    try:
+        Path(parent).mkdir(parents=True, exist_ok=True)
+        for path in (Path(parent) / (name if number == 1 else f"{name}-{number}") for number in itertools.count(1)):
+            with suppress(FileExistsError):
+                path.mkdir()
+                break
+    except OSError as error:
+        raise ValueError(f"run.dir must be a folder that can be written to, but {parent} can't ({error}): name another one (--run.dir)") from error
+    return str(path)
 
 
 def step_of(path: Path) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +89,16 @@ class CheckpointCallback(Callback):
         self.metrics, self.is_among_the_best = {}, False
 
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
-        self.metrics = {VALIDATION + name: value for name, value in metrics.items()}
-        if self.ranking and self.watch and self.watch.look(metrics, validation=True) is not None and step != self.saved_step:
-            rivals = {other: found for other, found in checkpoint.metrics_by_step(self.directory.path).items() if other < step}
+        found = {VALIDATION + name: value for name, value in metrics.items()}
+        self.metrics = {**self.metrics, **found}
+        if self.whole and self.whole.step == step:  # the validation of a run that ended early, after the step's end
+            self.whole = replace(self.whole, metrics=self.metrics)
+        ranked = self.watch is not None and self.watch.look(metrics, validation=True) is not None
+        if step == self.saved_step:
+            if (self.directory.checkpoints / f"step_{step}").exists():
+                checkpoint.add_metrics(self.directory.path, step, found, keep=self.keep, ranking=self.ranking)
+        elif self.ranking and ranked:
+            rivals = {other: known for other, known in checkpoint.metrics_by_step(self.directory.path).items() if other < step}
             self.is_among_the_best = step in self.ranking.best({**rivals, step: self.metrics}, self.keep)
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
@@ -111,14 +118,16 @@ class CheckpointCallback(Callback):
         if self.saved_step is None or self.whole is None:
             return  # it never began
         step, kept = trainer.state.step, ""
-        of_this_step = self.whole.step == step  # otherwise the step is whole, but the callback that raised came before this one
+        of_this_step = self.whole.step == step  # otherwise the step is whole, but something came before this callback was told
         if of_this_step and self.whole.updates != trainer.trainer.step:
             kept = f"the update of step {step + 1} had begun, so the weights of step {step} are gone; "
         elif self.saved_step != step and not isinstance(error, CheckpointError):
             try:
                 self._save(trainer, self.whole if of_this_step else None)
             except Exception as failure:
-                kept = f"step {step} could not be saved ({failure}); "
+                whole = self.saved_step == step
+                failed = "was saved, but a callback's on_checkpoint failed" if whole else "could not be saved"
+                kept = f"step {step} {failed} ({failure}); "
         if (self.directory.checkpoints / f"step_{self.saved_step}").exists():
             where = f"{self.directory.path} has a checkpoint of step {self.saved_step}"
             error.add_note(f"{kept}{where}: go on from there with --run.dir {self.directory.path} --run.resume once the cause is mended.")

@@ -52,6 +52,28 @@ def test_every_form_gives_the_same_pair(form, template):
     assert to_pairs(pair_rows(rows), tokenizer) == [pair], "its own rows make the same pairs"
 
 
+SYSTEM = {"role": "system", "content": "Be terse."}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "begin", "expected"),
+    [
+        ([SYSTEM, user("a")], [user("a")], [SYSTEM, user("a")]),
+        ([SYSTEM, user("x"), assistant("y"), user("a")], [user("a")], [SYSTEM, user("x"), assistant("y"), user("a")]),
+        ([SYSTEM, user("x")], [user("x"), assistant("y"), user("a")], [SYSTEM, user("x"), assistant("y"), user("a")]),
+        ("a", [SYSTEM, user("a")], [SYSTEM, user("a")]),
+        (" x\n", [SYSTEM, user("x"), assistant("y"), user("a")], [SYSTEM, user("x"), assistant("y"), user("a")]),
+        (None, [user("a")], [user("a")]),
+        ("", [user("a")], [user("a")]),
+    ],
+)
+def test_a_column_prompt_beside_whole_conversations(prompt, begin, expected):
+    """What it says more goes before them."""
+    (row,) = pair_rows([{"prompt": prompt, "chosen": [*begin, assistant("b")], "rejected": [*begin, assistant("cd")]}])
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (expected, [assistant("b")], [assistant("cd")])
+    assert pair_rows([row]) == [row]
+
+
 def test_plain_text_goes_past_the_template():
     (pair,) = to_pairs([{"prompt": "a", "chosen": "b", "rejected": "cd"}], character_tokenizer(None))
     assert TOKENIZER.decode(pair.chosen.input_ids) == "ab<|im_end|>"
@@ -121,6 +143,7 @@ def test_arguments_reach_the_template():
         ({"chosen": [user("a")], "rejected": [user("a")]}, "must begin with the same prompt"),
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("b")]}, "must begin with the same prompt .*got roles"),
         ({"chosen": [user("a"), assistant("b")], "rejected": [assistant("b")], "prompt": "a"}, "must begin with the same prompt"),
+        ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")], "prompt": "x"}, "prompt must be what chosen and rejected"),
         ({"context": "a", "completions": [{"rank": 0, "completion": "b"}]}, r"two of unlike rank, got ranks \[0\]"),
         ({"context": "a", "completions": [{"rank": 0, "completion": "b"}] * 2}, r"two of unlike rank, got ranks \[0, 0\]"),
         ({"context": "a", "completions": [{"completion": "b"}] * 2}, "completions must be a list of"),

@@ -1,5 +1,7 @@
 """Pieces of the dtensor backend: attention by segment, the learning rate, which models are refused, and agreement with the embedded generator."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import TrainingBackend
-from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizer import learning_rate
@@ -211,3 +213,24 @@ def test_a_gpu_gives_the_numbers_of_the_cpu():
     torch.testing.assert_close(gpu_after, after, atol=1e-3, rtol=0)
     assert gpu_loss == pytest.approx(loss, abs=1e-4)
     assert gpu_answers == answers
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_setup_refuses_other_weights_than_a_checkpoint_began_with(rank: int, tmp_path: Path):
+    """Also where the checkpoint's backend was itself one that went on with a trained model."""
+
+    def made(model, **options) -> DTensorBackend:
+        backend = DTensorBackend(model)
+        backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu"), lora=LoRAConfig(rank=rank), **options))
+        return backend
+
+    first = made(tiny_model())
+    first.train_step(random_batch([5, 6]), nll_loss)
+    first.save_checkpoint(tmp_path / "first")
+    if not rank:
+        again = made(tiny_model(seed=1))
+        again.load_checkpoint(tmp_path / "first")
+        again.save_checkpoint(tmp_path / "first")
+    made(tiny_model(), same_initial_model_as=tmp_path / "first")
+    with pytest.raises(ValueError, match=r"first must be of a run that began with the model in use, .* load the initial model of that run anew"):
+        made(tiny_model(seed=1), same_initial_model_as=tmp_path / "first")

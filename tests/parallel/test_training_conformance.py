@@ -221,6 +221,17 @@ def test_a_checkpoint_of_another_model_changes_nothing(make, tmp_path: Path):
     assert_same_weights(weights(backend), before, atol=0)
 
 
+def test_the_reference_of_a_checkpoint_is_the_one_in_use(make, tmp_path: Path):
+    """Which a checkpoint doesn't hold: the model that the run began with must be given again."""
+    make().save_checkpoint(tmp_path / "saved")
+    make(keep_reference=True).load_checkpoint(tmp_path / "saved")
+    backend = make(tiny_model(seed=5), keep_reference=True)
+    before = weights(backend)
+    with pytest.raises(ValueError, match=r"other weights: load the .* of that run anew"):
+        backend.load_checkpoint(tmp_path / "saved")
+    assert_same_weights(weights(backend), before, atol=0)
+
+
 def test_a_gradient_that_is_not_finite_leaves_the_weights(make):
     def broken(output, batch) -> LossOutput:
         result = nll_loss(output, batch)

@@ -74,6 +74,16 @@ def test_select_and_join(generator):
         join([rolled, replace(rolled, kind=LogprobKind(temperature=0.5))])
 
 
+def test_join_takes_metrics_that_only_some_parts_have(generator):
+    rolled = collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
+    counts = (1, 3, 2)
+    found = ({"a": 1.0}, {"a": 2.0, "b": 5.0}, {"b": 10.0})
+    parts = [replace(select(rolled, range(count)), metrics=metrics) for count, metrics in zip(counts, found, strict=True)]
+    assert join(parts).metrics == {"a": pytest.approx((1 + 3 * 2) / 4), "b": pytest.approx((3 * 5 + 2 * 10) / 5)}
+    with pytest.raises(ValueError, match=r"the same reward components in every batch, but it returned \[\] and \['x'\]"):
+        join([rolled, replace(rolled, components={"x": rolled.rewards})])
+
+
 def test_components_come_along(generator):
     """Several rewards: each apart, in the order of the responses, through select and join; accuracy is about the first."""
     environment = make_environment({"digit": first_digit, "length": lambda response: len(response)}, (-0.5, 0.25))

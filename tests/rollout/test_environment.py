@@ -84,7 +84,7 @@ def test_a_reward_must_be_finite(value):
 LISTS = [[1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [torch.tensor(1), np.float64(0.5)], iter([True, 0.5])]
 
 
-@pytest.mark.parametrize("values", LISTS, ids=repr)
+@pytest.mark.parametrize("values", LISTS, ids=lambda values: type(values).__name__)
 def test_a_batch_function_returns_a_list_or_an_array(values):
     rewards = FunctionalRewardWrapper(lambda prompts, responses: values).step([LOG, OTHER], [{}, {}]).rewards
     assert rewards == [1.0, 0.5]
@@ -162,10 +162,26 @@ def test_an_environment_is_asked_to_check_the_rows_if_it_can():
 
 
 @pytest.mark.parametrize(
+    ("reward", "answer", "message"),
+    [
+        ("last_number", "none", "last_number needs an answer with a number in it"),
+        ("contains_answer", " ", "contains_answer needs an answer"),
+        ("math", "", "math needs an answer that can be read"),
+        (["think_format", "last_number"], "none", "last_number needs an answer with a number in it"),
+    ],
+)
+def test_answers_are_looked_at_before_a_run(reward, answer, message):
+    check_rows(make_environment(reward), [{"answer": "2"}])
+    with pytest.raises(ValueError, match=f"row 2: {message}"):
+        check_rows(make_environment(reward), [{"answer": "2"}, {"answer": answer}])
+
+
+@pytest.mark.parametrize(
     ("part", "message"),
     [
         ({"rewards": [1.0]}, "'mine' must return one of rewards per conversation, but it returned 1 for 2 conversations"),
         ({"terminateds": [True] * 3}, "one of terminateds per conversation, but it returned 3 for 2"),
+        ({"answers": ["2"]}, "one of answers per conversation, but it returned 1 for 2"),
         ({"components": {"right": [1.0]}}, "one of right per conversation, but it returned 1 for 2"),
         ({"rewards": [1.0, float("nan")]}, "'mine' must return finite rewards, but it returned nan for conversation 1"),
     ],

@@ -70,6 +70,15 @@ def test_each_parameter_gets_what_it_means(name: str):
     assert seen == [("1+1=", "2", "two")]
 
 
+def optional_columns(prompt, response, a=0.0, b=0.0, /):
+    return 10 * a + b
+
+
+@pytest.mark.parametrize(("row", "expected"), [({"b": 1.0}, 1.0), ({"a": 1.0}, 10.0), ({}, 0.0), ({"a": 2.0, "b": 1.0}, 21.0)])
+def test_a_missing_column_moves_no_other(row, expected):
+    assert FunctionalRewardWrapper(optional_columns).step([LOG], [row]).rewards == [expected]
+
+
 BATCHES = {
     "plural": lambda prompts, responses, answer: (prompts, responses, answer),
     "as TRL calls it": lambda completions, prompts, answer: (prompts, completions, answer),

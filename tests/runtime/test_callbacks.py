@@ -2,7 +2,7 @@ import inspect
 
 import pytest
 
-from nemorl.runtime.callbacks import HOOKS, Callback, closing, notify, notify_of_error
+from nemorl.runtime.callbacks import HOOKS, REPORTS, Callback, StopTraining, closing, notify, notify_of_error
 from tests.runtime.tiny import tiny_run
 
 
@@ -64,3 +64,35 @@ def test_an_error_in_on_exception_hides_nothing_from_nobody():
     error = RuntimeError("a mishap")
     notify_of_error([Clumsy(), Clumsy()], tiny_run(), error)
     assert error.__notes__ == ["told", "Clumsy.on_exception failed as well: ZeroDivisionError('oh no')"] * 2
+
+
+class Fails(Callback):
+    def __init__(self, error: BaseException) -> None:
+        for hook in HOOKS:
+            setattr(self, hook, self.fail)
+        self.error = error
+
+    def fail(self, *_):
+        raise self.error
+
+
+class Hears(Callback):
+    def __init__(self) -> None:
+        self.heard = []
+        for hook in HOOKS:
+            setattr(self, hook, self.hear)
+
+    def hear(self, *_):
+        self.heard.append(1)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("hook", sorted({*HOOKS} - {"on_exception"}))
+def test_what_was_measured_is_told_to_everybody_though_a_callback_fails(hook, kind):
+    error = kind()
+    last = Hears()
+    with pytest.raises(kind) as caught:
+        notify([Fails(StopTraining()), Fails(error), Fails(ValueError("another")), last], hook, tiny_run())
+    assert caught.value is error
+    assert bool(last.heard) is (hook in REPORTS)
+    assert ("Fails.on_step_end failed as well: ValueError('another')" in getattr(error, "__notes__", [])) is (hook == "on_step_end")

@@ -425,3 +425,40 @@ def prepare(config, inputs):
         ALGORITHMS.pop("mine_of_cli", None)
     capsys.readouterr()
     assert "--import must name a module in" in refused(capsys, "--import", "nope_of_cli", "grpo")
+
+
+def test_a_run_of_another_algorithm_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from nemorl.runtime.record import begin_record
+    from nemorl.runtime.run_directory import RunDirectory
+
+    directory = RunDirectory.create(tmp_path / "run", dump_yaml(SFTConfig()))
+    begin_record(directory, algorithm="sft")
+    said = refused(capsys, "grpo", "--run.dir", str(directory.path), "--run.resume")
+    assert "run.dir must be that of a run of grpo, but it is 'one of sft'" in said and f"nemorl sft --run.dir {directory.path} --run.resume" in said
+    assert "run.dir must be that of a run to resume" in refused(capsys, "sft", "--run.dir", str(tmp_path / "none"), "--run.resume")
+
+
+def test_warnings_and_pipes(launched: types.SimpleNamespace, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning is one line without the place in our code; a reader that has seen enough is no error."""
+    import warnings
+
+    def warn(config: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            print(warnings.formatwarning("mind the gap", UserWarning, "ours.py", 1), end="", file=sys.stderr)
+
+    monkeypatch.setattr(sys.modules["nemorl.runtime.launch"], "run", warn)
+    assert cli.main(["grpo", *NEEDED["grpo"]]) == 0
+    assert capfd.readouterr().err == "warning: mind the gap\n"
+    assert warnings.formatwarning("mind", UserWarning, "theirs.py", 1).startswith("theirs.py")
+    done = subprocess.run(f"{sys.executable} -m nemorl.runtime.cli grpo --help | head -2", shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+
+
+def test_the_traceback_of_a_reward_is_the_users(launched: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    error = KeyError("answer")
+    error.add_note("This was reward 'mine' for prompt 'p' and response 'r'.")
+    launched.result = error
+    assert cli.main(["grpo", *NEEDED["grpo"]]) == 1
+    said = capsys.readouterr().err
+    assert "raise seen.result" in said and "nemorl/runtime/cli.py" not in said and "error: KeyError: 'answer'" in said and "reward 'mine'" in said

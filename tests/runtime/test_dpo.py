@@ -167,7 +167,15 @@ def test_kto_takes_labelled_rows_and_pairs_apart(tmp_path: Path):
     other_seed, *_ = dpo.comparisons(replace(config, run=replace(config.run, seed=5)), preference_rows(3), tiny_tokenizer())
     assert other_seed.rows == data.rows and other_seed.mismatched != data.mismatched
     held_out, *_ = dpo.comparisons(config, preference_rows(3), tiny_tokenizer(), in_pairs=True)
-    assert [len(row) for row in held_out.rows] == [len(row) for row in held_out.mismatched] == [2] * 3
+    assert held_out.in_pairs and not data.in_pairs
+    assert held_out.rows == data.rows, "chosen and rejected in turn, a row each"
+    assert [len(row) for row in held_out.mismatched] == [1] * 6
+
+
+def test_kto_with_labels_of_one_kind(tmp_path: Path):
+    config = dpo_config(tmp_path, loss=KTOLoss())
+    with pytest.warns(UserWarning, match="all responses are undesirable, so kto has nothing to compare them with"):
+        dpo.comparisons(config, [{"prompt": "a=", "response": "24", "label": False}] * 4, tiny_tokenizer())
 
 
 def first_loss(tmp_path: Path, **options) -> float:
@@ -335,8 +343,24 @@ def test_settings_that_cannot_be(options, message):
         from_dict(DPOConfig, options)
 
 
-def test_kto_needs_no_room_for_pairs():
-    assert DPOConfig(loss=KTOLoss(), trainer=nemorl.TrainerConfig(micro_batch_tokens=2048)).needs_reference
+@pytest.mark.parametrize("options", [{"micro_batch_tokens": 20}, {"sequence_packing": True, "packed_row_tokens": 20}])
+def test_kto_needs_no_room_for_pairs(options, tmp_path: Path):
+    """Not in validation either, where pairs are compared: rows that hold the longest response and no pair give what roomy ones do."""
+    rows = [{**row, "prompt": "add up " + row["prompt"]} for row in preference_rows(8, seed=1)]
+    data = nemorl.DataConfig(max_total_sequence_length=20)
+    config = dpo_config(tmp_path, steps=2, loss=KTOLoss(), train_global_batch_size=4, data=data, trainer=replace(TRAINER, **options))
+    held_out, *_ = dpo.comparisons(config, rows, tiny_tokenizer(), in_pairs=True)
+    assert all(chosen.num_tokens + rejected.num_tokens > 20 for (chosen,), (rejected,) in zip(held_out.rows[0::2], held_out.rows[1::2], strict=True))
+    result = start(config, validation=rows)
+    validation = [line for line in result.history if line["phase"] == "validation"][-1]
+    wide = start(replace(config, trainer=TRAINER, run=replace(config.run, dir=str(tmp_path / "wide"))), validation=rows)
+    expected = [line for line in wide.history if line["phase"] == "validation"][-1]
+    for name in ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
+        assert validation[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    assert validation["margin"] == pytest.approx(validation["chosen_reward"] - validation["rejected_reward"], abs=1e-6)
+    samples = [json.loads(line) for line in (tmp_path / "samples" / "step_2.jsonl").read_text().splitlines()]
+    told = {tuple(sample[name].removesuffix("<eos>") for name in ("prompt", "chosen", "rejected")) for sample in samples}
+    assert samples and told <= {(row["prompt"], row["chosen"], row["rejected"]) for row in rows}, "the two halves are of one pair"
 
 
 def test_a_reward_is_refused(tmp_path: Path):

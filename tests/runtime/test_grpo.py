@@ -209,6 +209,7 @@ def test_dynamic_sampling_without_an_informative_group_goes_on(tmp_path: Path):
     result = start(grpo_config(tmp_path, steps=2, dynamic_sampling=True, max_sampling_rounds=2), reward=lambda prompt, response: 1.0)
     assert result.metrics["grad_norm"] == 0
     assert result.metrics["reward"] == 1.0
+    assert result.metrics["groups_kept"] == 0
 
 
 def test_off_policy_correction_is_measured(tmp_path: Path):

@@ -1,6 +1,8 @@
 """What `nemorl.run` refuses before it starts, what it loads by name, and export."""
 
 import json
+import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,8 +10,11 @@ import pytest
 import torch
 
 import nemorl
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.runtime.launch import final_metrics
+from nemorl.runtime.registry import TRAINING_BACKENDS
 from tests.models import tiny_model, tiny_tokenizer
-from tests.runtime.runs import TIMES, addition_rows, grpo_config, sft_config, start
+from tests.runtime.runs import TIMES, addition_rows, digits, grpo_config, sft_config, start
 
 
 def wants_level(prompt: str, response: str, level: int) -> float:
@@ -104,6 +109,7 @@ def test_the_given_model_is_handed_back(tmp_path: Path):
 def test_a_resume_that_cannot_be_right_changes_nothing(saved, tmp_path: Path):
     config = by_name(sft_config(tmp_path / "run", steps=1), saved)
     nemorl.run(config)
+
     def everything() -> dict[Path, bytes]:
         """But for the log, which has the refusal."""
         return {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "log.jsonl"}
@@ -213,3 +219,96 @@ def test_the_resolved_config_starts_the_same_run(saved, tmp_path: Path):
     config = by_name(grpo_config(tmp_path / "run", steps=1), saved)
     nemorl.run(config)
     assert nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml") == config
+
+
+@pytest.mark.parametrize("name", ["step", "model"])
+def test_a_backend_of_ones_own_that_lacks_an_attribute(name, tmp_path: Path, monkeypatch):
+    class Mine(DTensorBackend):
+        def setup(self, config) -> None:
+            super().setup(config)
+            if name == "step":
+                del self.step
+            else:
+                self.hidden = True
+
+        def __getattribute__(self, key):
+            if key == "model" and "hidden" in vars(self):
+                raise AttributeError(key)
+            return super().__getattribute__(key)
+
+    monkeypatch.setitem(TRAINING_BACKENDS, "mine", Mine)
+    config = sft_config(tmp_path, trainer=nemorl.TrainerConfig(device="cpu", backend="mine"))
+    with pytest.raises(ValueError, match=f"trainer.backend must be one with the attributes model and step .* it is 'mine': Mine has no {name};"):
+        start(config)
+
+
+def test_data_that_changed_over_a_resume_are_said(tmp_path: Path):
+    """More rows, rows of other lengths in as great a number, and a validation set that wasn't there; the same data say nothing."""
+    rows = addition_rows(40)
+    said = []
+    for steps, train, validation in ((1, rows, None), (2, rows, None), (3, addition_rows(77), None), (4, [{**rows[0], "response": "12"}] * 77, rows)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start(sft_config(tmp_path, steps=steps, run={"resume": steps > 1}), rows=train, validation=validation)
+        said.append([str(w.message).partition("before: ")[2] for w in caught if "other data than before" in str(w.message)])
+    assert said[:2] == [[], []]
+    assert [re.sub(r" \(hash \w+\)", "", text) for text in said[2]] == [
+        "train is 77 sequences of 464 tokens in all, was 40 sequences of 241 tokens in all"
+    ]
+    assert [text.partition(" ")[0] for text in said[3]] == ["train", "validation"] and said[3][1].endswith("was none")
+
+
+def test_final_metrics_are_of_the_last_step_alone():
+    """Not every step has every metric."""
+    lines = [
+        {"step": 1, "phase": "train", "time": 1.0, "loss": 2.0, "rare": 9.0},
+        {"step": 1, "phase": "validation", "loss": 4.0, "rare": 8.0},
+        {"step": 2, "phase": "validation", "loss": 3.0},
+        {"step": 3, "phase": "train", "loss": 1.0},
+    ]
+    assert final_metrics(lines) == {"loss": 1.0, "val_loss": 3.0}
+    assert final_metrics([]) == {}
+
+
+def test_a_folder_that_was_claimed_for_nothing_is_given_back(saved, tmp_path: Path, monkeypatch, capsys):
+    """On the command line the folder is claimed first, so that every message can name it."""
+    monkeypatch.chdir(tmp_path)
+    assert nemorl.main(["sft", "--model.path", saved["model"], "--data.train", "no/rows.jsonl"]) == 2
+    assert "no/rows.jsonl" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_an_export_never_replaces_a_model_of_the_users(saved, tmp_path: Path):
+    nemorl.run(by_name(sft_config(tmp_path / "run", steps=1), saved))
+    with pytest.raises(ValueError, match="output must be a new folder or an earlier export"):
+        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=saved["model"]))
+    output = nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "out")))
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds other things \(notes\.txt\)"):
+        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(output)))
+    assert (output / "notes.txt").exists()
+
+
+def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
+    """Paths are noted as settings; a reward without a name is noted too, so that a resume from a shell doesn't take another one."""
+    config = grpo_config(tmp_path / "run", steps=1, model=nemorl.ModelConfig(path=saved["model"]))
+    nemorl.run(config, train=Path(saved["rows"]), reward=[digits, "contains_answer"])
+    kept = nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml")
+    assert (kept.data.train, kept.reward) == (saved["rows"], "given in Python (digits, contains_answer)")
+    with pytest.raises(ValueError, match=r"reward must be one of .* but it is 'given in Python \(digits, contains_answer\)'"):
+        nemorl.run(replace(kept, run=replace(kept.run, resume=True), max_num_steps=2))
+    nemorl.run(replace(config, run=replace(config.run, resume=True), max_num_steps=2), train=saved["rows"], reward=[digits, "contains_answer"])
+    named = nemorl.run(replace(config, run=replace(config.run, dir=str(tmp_path / "named"))), train=[saved["rows"]], reward="contains_answer")
+    kept = nemorl.load_config(nemorl.GRPOConfig, named.paths.config)
+    assert (kept.data.train, kept.reward) == ((saved["rows"],), "contains_answer")
+
+
+def test_rows_longer_than_the_model_has_positions(saved, tmp_path: Path):
+    """They are refused by file and line before the model is loaded, not in the midst of the run."""
+    rows = [*addition_rows(5), {"prompt": "1+" * 150 + "1=", "answer": "1", "response": "1"}]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = nemorl.ModelConfig(path=saved["model"])
+    for make in (grpo_config, sft_config):
+        config = make(tmp_path / make.__name__, steps=1, model=model, data=nemorl.DataConfig(train=str(tmp_path / "long.jsonl")))
+        with pytest.raises(ValueError, match=r"long\.jsonl, line 6"), pytest.warns(match="lowered from 2048 to 256"):
+            nemorl.run(replace(config, reward="contains_answer"))

@@ -3,11 +3,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
-from nemorl.runtime.locking import LOCK_NAME, Terminated, locked, sigterm_raises
+from nemorl.runtime.locking import LOCK_NAME, Terminated, deferred, interruptible, locked, signals_in_order
 
 HOLD = "import sys; from nemorl.runtime.locking import locked\nwith locked(sys.argv[1]):\n    print('held', flush=True); sys.stdin.read()"
 IN_USE = r"run\.dir must be used by one run at a time, but .* is in use by {}: wait for it or name another one \(--run\.dir\)"
@@ -70,8 +71,8 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path):
         pass
 
 
-def test_sigterm_raises_once_and_the_old_way_comes_back():
-    with pytest.raises(Terminated) as caught, sigterm_raises():
+def test_signals_in_order_once_and_the_old_way_comes_back():
+    with pytest.raises(Terminated) as caught, signals_in_order():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         finally:
@@ -84,7 +85,7 @@ def test_somebody_elses_handler_stays():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
     try:
-        with sigterm_raises():
+        with signals_in_order():
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -95,10 +96,131 @@ def test_another_thread_changes_nothing():
     found = []
 
     def work():
-        with sigterm_raises():
+        with signals_in_order():
             found.append(signal.getsignal(signal.SIGTERM))
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     assert found == [signal.SIG_DFL]
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_waits_for_the_end_of_a_block(number, error, capfd):
+    done = []
+    with pytest.raises(error), signals_in_order():
+        with deferred(lambda: True):
+            send(number)
+            done.append("step")
+        done.append("never")
+    assert done == ["step"]
+    assert "the run ends once this step is finished; a second signal (Ctrl-C) ends it at once" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "waits"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
+def test_until_an_update_has_begun_sigterm_does_not_wait(number, waits):
+    done = []
+    with pytest.raises((Terminated, KeyboardInterrupt)), signals_in_order(), deferred(lambda: False):
+        send(number)
+        done.append("rest of the step")
+    assert bool(done) is waits
+
+
+@pytest.mark.parametrize(("first", "second", "error"), [("SIGINT", "SIGINT", KeyboardInterrupt), ("SIGINT", "SIGTERM", Terminated)])
+def test_a_second_signal_raises_at_once(first, second, error):
+    done = []
+    with pytest.raises(error), signals_in_order(), deferred(lambda: True):
+        send(signal.Signals[first])
+        done.append("a while")
+        send(signal.Signals[second])
+        done.append("never")
+    assert done == ["a while"]
+
+
+def test_an_interruptible_part_of_a_block_is_left_at_once_and_the_rest_is_done():
+    done = []
+    with pytest.raises(Terminated), signals_in_order(), deferred(lambda: True):
+        send(signal.SIGTERM)
+        try:
+            with interruptible():
+                done.append("never")
+        finally:
+            done.append("record")
+    with pytest.raises(KeyboardInterrupt), signals_in_order(), deferred(lambda: True):
+        with interruptible():
+            pass
+        send(signal.SIGINT)
+        done.append("rest")
+    with pytest.raises(KeyboardInterrupt), signals_in_order(), interruptible():
+        send(signal.SIGINT)
+    assert done == ["record", "rest"]
+
+
+def test_an_error_in_a_block_forgets_the_signal_that_waited():
+    with signals_in_order():
+        with pytest.raises(ZeroDivisionError), deferred(lambda: True):
+            send(signal.SIGTERM)
+            raise ZeroDivisionError
+        with deferred(lambda: True):
+            pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_forked_child_is_ended_by_its_first_signal():
+    """Or Process.terminate() of a data loader's workers would be waited for in vain."""
+    with signals_in_order(), deferred(lambda: True):
+        child = os.fork()
+        if child == 0:
+            try:
+                time.sleep(20)
+            finally:
+                os._exit(7)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        begun = time.monotonic()
+        _, status = os.waitpid(child, 0)
+    assert time.monotonic() - begun < 10 and os.WEXITSTATUS(status) == 7
+
+
+LEAVES_A_CHILD = """
+import os, signal, sys, time
+from nemorl.runtime.locking import locked
+with locked(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        time.sleep(30)
+        os._exit(0)
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_lock_ends_with_its_process_though_a_forked_child_lives(tmp_path: Path):
+    with subprocess.Popen([sys.executable, "-c", LEAVES_A_CHILD, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        child = int(process.stdout.readline())
+        process.wait()
+        time.sleep(0.2)  # the child has come to life
+        try:
+            os.kill(child, 0)
+            with locked(tmp_path):
+                pass
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_forked_child_leaves_the_lock_alone(tmp_path: Path):
+    """Also one that leaves the block, as by an exception."""
+    context = locked(tmp_path)
+    context.__enter__()
+    child = os.fork()
+    if child == 0:
+        context.__exit__(None, None, None)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (tmp_path / LOCK_NAME).exists()
+    context.__exit__(None, None, None)
+    assert not (tmp_path / LOCK_NAME).exists()

@@ -220,29 +220,143 @@ def test_interrupting_the_command_line(tmp_path: Path, capsys, monkeypatch):
 SIGTERM_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
+import torch
 from nemorl.runtime import cli
 from nemorl.runtime.callbacks import Callback
 from tests.runtime.runs import sft_config, start
 
+def stop():
+    os.kill(os.getpid(), signal.Signals[sys.argv[3]])
+
 class Stop(Callback):
     def on_step_begin(self, trainer, step):
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if step == 3 and sys.argv[2] == "begin":
+            stop()
 
+    def on_step_end(self, trainer, step, metrics):
+        if step == 3 and sys.argv[2] == "end":
+            stop()
+
+plain, calls = torch.optim.AdamW.step, []
+
+def update(self, *args, **kwargs):
+    calls.append(1)
+    if len(calls) == 3 and sys.argv[2] == "update":
+        stop()
+    return plain(self, *args, **kwargs)
+
+torch.optim.AdamW.step = update
 cli._train = lambda config: start(sft_config(Path(config.run.dir), run={"save_period": 0}), callbacks=[Stop()])
 sys.exit(cli.main(["sft", "--model.path", "m", "--data.train", "d", "--run.dir", sys.argv[1]]))
 """
 
 
-def test_sigterm_saves_the_last_step(tmp_path: Path):
-    """As a scheduler sends it before it takes the machine away."""
+@pytest.mark.parametrize(
+    ("place", "name", "saved"),
+    [("begin", "SIGTERM", 2), ("update", "SIGTERM", 3), ("end", "SIGTERM", 3), ("update", "SIGINT", 3)],
+)
+def test_a_signal_saves_the_last_step(tmp_path: Path, place, name, saved):
+    """As a scheduler sends it before it takes the machine away; wherever it comes, no step is lost, and every step that is saved is on record."""
     folder = tmp_path / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", SIGTERM_SCRIPT, str(folder)], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    assert f"terminated; go on from the last checkpoint with: nemorl sft --run.dir {folder} --run.resume" in done.stderr
-    assert steps_of(folder) == [2]
+    command = [sys.executable, "-c", SIGTERM_SCRIPT, str(folder), place, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.Signals[name], done.stderr
+    word = {"SIGTERM": "terminated", "SIGINT": "interrupted"}[name]
+    assert f"{word}; go on from the last checkpoint with: nemorl sft --run.dir {folder} --run.resume" in done.stderr
+    assert steps_of(folder) == [saved]
+    assert [line["step"] for line in RunDirectory(folder).read_metrics()] == list(range(1, saved + 1))
     assert not (folder / ".lock").exists()
+
+
+class Epochs(Callback):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_epoch_begin(self, trainer, epoch):
+        self.told.append(f"begin {epoch}")
+
+    def on_epoch_end(self, trainer, epoch, metrics):
+        self.told.append(f"end {epoch}")
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "expected"),
+    [
+        (5, 1, "begin 0"),
+        (5, 2, "begin 0, end 0"),
+        (5, 3, "begin 0, end 0, begin 1"),
+        (25, 2, "begin 0, end 0, begin 1, end 1, begin 2, end 2, begin 3, end 3, begin 4, end 4"),
+        (15, 2, "begin 0, end 0, begin 1, end 1, begin 2, end 2"),
+    ],
+)
+def test_every_epoch_is_told_in_its_turn(tmp_path: Path, batch, steps, expected):
+    epochs = Epochs()
+    start(sft_config(tmp_path, steps=steps, train_global_batch_size=batch), rows=addition_rows(10), callbacks=[epochs])
+    assert ", ".join(epochs.told) == expected
+
+
+def test_a_run_that_is_over_begins_no_epoch(tmp_path: Path):
+    config, epochs = sft_config(tmp_path, steps=2, train_global_batch_size=5), Epochs()
+    start(config, rows=addition_rows(10))
+    with pytest.warns(UserWarning, match="nothing to do"):
+        start(resumed(config), rows=addition_rows(10), callbacks=[epochs])
+    assert epochs.told == []
+
+
+BEST: dict[str, Any] = {"save_period": 2, "val_period": 3, "metric": "val_loss", "keep_checkpoints": 1}
+
+
+def test_the_validation_at_an_early_end_is_ranked_and_kept(tmp_path: Path):
+    """Step 4 is saved before the run's last validation, which no period had foreseen."""
+
+    def stop():
+        raise nemorl.StopTraining
+
+    config = sft_config(tmp_path, steps=8, run=BEST)
+    result = start(config, validation=addition_rows(8), callbacks=[At("on_step_end", 4, stop)])
+    losses = {line["step"]: line["loss"] for line in result.history if line["phase"] == "validation"}
+    assert sorted(losses) == [3, 4] and losses[4] < losses[3]
+    assert checkpoint.best(tmp_path).name == "step_4"
+    metrics = json.loads((tmp_path / "checkpoints" / "step_4" / "metrics.json").read_text())
+    assert metrics["val_loss"] == losses[4] and "loss" in metrics
+    checkpoint.verify(checkpoint.best(tmp_path))
+
+
+def test_a_validation_that_failed_and_is_made_up_for_is_ranked(tmp_path: Path, monkeypatch):
+    validation_loss, calls = sft.validation_loss, []
+
+    def flaky(*args, **keywords):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("the judge is out")
+        return validation_loss(*args, **keywords)
+
+    monkeypatch.setattr(sft, "validation_loss", flaky)
+    rules = {**BEST, "save_period": 0, "val_period": 2, "higher_is_better": True}  # the loss falls, so the first is the best
+    config, rows = sft_config(tmp_path, steps=6, run=rules), [{"prompt": row["prompt"], "response": row["response"]} for row in addition_rows(8)]
+    with pytest.raises(RuntimeError, match="the judge is out"):
+        start(config, validation=rows)
+    start(resumed(config), validation=rows)
+    assert checkpoint.best(tmp_path).name == "step_2"
+    assert steps_of(tmp_path) == [2, 6]
+
+
+def test_a_step_at_whose_end_a_callback_failed_is_ranked_by_its_metrics(tmp_path: Path):
+    rules = {"save_period": 1, "metric": "loss", "higher_is_better": True, "keep_checkpoints": 4}
+    with pytest.raises(RuntimeError, match="a mishap"):
+        start(sft_config(tmp_path, run=rules), callbacks=[At("on_step_end", 1, fails())])
+    assert "loss" in checkpoint.metrics_by_step(tmp_path)[1]
+
+
+def test_metrics_of_a_step_are_on_record_though_an_earlier_callback_fails(tmp_path: Path, monkeypatch):
+    from nemorl.runtime.structured_log import RunLog
+
+    monkeypatch.setattr(RunLog, "on_step_end", At("on_step_end", 3, fails()).act)
+    with pytest.raises(RuntimeError, match="a mishap"):
+        start(sft_config(tmp_path, run={"save_period": 0}))
+    assert steps_of(tmp_path) == [3]
+    assert [line["step"] for line in RunDirectory(tmp_path).read_metrics()] == [1, 2, 3]
 
 
 def test_a_run_that_has_learned_enough_ends_and_stays_ended(tmp_path: Path):

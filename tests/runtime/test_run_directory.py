@@ -2,6 +2,7 @@ import json
 import math
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.runtime import run_directory
-from nemorl.runtime.run_directory import RunDirectory, git_commit, hardware, read_lines, to_json, write_atomically
+from nemorl.runtime.run_directory import RunDirectory, free_directory, git_commit, hardware, read_lines, to_json, write_atomically
 
 
 @pytest.fixture
@@ -134,3 +135,25 @@ def test_gpus_are_named_where_torch_sees_them(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
     assert hardware()["gpus"] == "Card 0, Card 1"
+
+
+def test_two_runs_at_once_get_two_folders(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: free_directory("sft", tmp_path / "runs"), range(16)))
+    assert sorted(Path(path).name for path in found) == sorted(["sft", *(f"sft-{number}" for number in range(2, 17))])
+    assert all(Path(path).is_dir() for path in found)
+
+
+def test_a_parent_that_is_no_folder(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(ValueError, match=r"run\.dir must be a folder that can be written to"):
+        free_directory("sft", tmp_path / "runs")
+
+
+def test_data_can_be_read_back(directory):
+    assert directory.read_data() == {}
+    directory.write_data({"train": {"count": 3}})
+    assert directory.read_data() == {"train": {"count": 3}}
+    for damaged in ("", "[]", '{"train": 3}'):
+        directory.data.write_text(damaged)
+        assert directory.read_data() == {}

@@ -3,7 +3,7 @@
 import pytest
 
 from nemorl.runtime import checkpoint
-from nemorl.runtime.callbacks import Callback, StopTraining, notify
+from nemorl.runtime.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.metric_rules import Condition, MetricWatch, Ranking, require_validation
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.saving import CheckpointCallback, EarlyStop
@@ -283,3 +283,103 @@ def test_leftovers_of_the_pointer_to_the_best_are_swept(directory):
     checkpoint.sweep(directory.path)
     assert not list(directory.checkpoints.glob(".best*"))
     checkpoint.verify(checkpoint.best(directory.path))
+
+
+def test_a_callback_that_fails_after_the_last_step_was_saved_is_no_failure_to_save_it(directory):
+    class Upload(Callback):
+        def on_checkpoint(self, trainer, step, path):
+            raise OSError("no route")
+
+    saver, error = fail_after(directory, run := tiny_run(step=3), 3, saver=CheckpointCallback(directory, observers=(Upload(),)))
+    notify([saver], "on_exception", run, error)
+    assert error.__notes__[0].startswith("step 3 was saved, but a callback's on_checkpoint failed (no route); ")
+    assert "has a checkpoint of step 3: go on from there" in error.__notes__[0]
+    checkpoint.verify(directory.checkpoints / "step_3")
+
+
+@pytest.mark.parametrize(
+    ("ranking", "best", "kept"),
+    [(None, None, [4]), (Ranking(metric="val_accuracy"), 4, [4]), (Ranking(metric="val_accuracy", higher_is_better=False), 2, [2, 4])],
+)
+def test_a_validation_after_the_checkpoint_of_its_step_is_added_to_it(directory, ranking, best, kept):
+    """Of a run that ends early; step 2 had 0.5, and step 4 is saved before its validation gives 0.7."""
+    saver = CheckpointCallback(directory, period=4, keep=1, ranking=ranking)
+    walk([saver], dict.fromkeys(range(1, 5), 0.3), validation={2: 0.5})
+    before = (directory.checkpoints / "step_4" / "trainer" / "model.safetensors").read_bytes()
+    notify([saver], "on_validation_end", tiny_run(step=4), 4, {"accuracy": 0.7})
+    checkpoint.verify(directory.checkpoints / "step_4")
+    assert checkpoint.metrics_by_step(directory.path)[4] == {"reward": 0.3, "loss": -0.3, "val_accuracy": 0.7}
+    assert (directory.checkpoints / "step_4" / "trainer" / "model.safetensors").read_bytes() == before
+    assert checkpoint.best(directory.path) == (directory.checkpoints / f"step_{best}" if best else None)
+    assert steps_of(directory) == kept
+    assert not list(directory.checkpoints.glob(".*"))
+
+
+def test_a_validation_that_is_made_up_for_after_a_resume_is_ranked(directory):
+    rules = {"period": 1, "keep": 1, "ranking": Ranking(metric="val_accuracy")}
+    walk([CheckpointCallback(directory, **rules)], {1: 0.3, 2: 0.3})
+    saver = CheckpointCallback(directory, **rules)
+    notify([saver], "on_train_begin", tiny_run(step=2))
+    notify([saver], "on_validation_end", tiny_run(step=2), 2, {"accuracy": 0.9})
+    walk([saver], {3: 0.3, 4: 0.3}, validation={4: 0.2}, first=2)
+    assert checkpoint.best(directory.path).name == "step_2"
+    assert steps_of(directory) == [2, 4]
+
+
+def test_a_validation_of_the_untrained_model_has_no_checkpoint_to_be_added_to(directory):
+    saver = CheckpointCallback(directory, ranking=Ranking(metric="val_accuracy"))
+    notify([saver], "on_train_begin", tiny_run())
+    notify([saver], "on_validation_end", tiny_run(), 0, {"accuracy": 0.9})
+    assert steps_of(directory) == []
+
+
+@pytest.mark.parametrize("ends", ["on_train_end", "on_exception"])
+def test_the_validation_at_an_early_end_leaves_the_metrics_of_the_step(directory, ends):
+    saver, run = CheckpointCallback(directory), tiny_run(step=3)
+    notify([saver], "on_train_begin", tiny_run())
+    notify([saver], "on_step_begin", tiny_run(step=2), 3)
+    notify([saver], "on_step_end", run, 3, {"reward": 0.5})
+    notify([saver], "on_validation_end", run, 3, {"accuracy": 0.9})
+    notify([saver], ends, run, {} if ends == "on_train_end" else RuntimeError("a mishap"))
+    assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5, "val_accuracy": 0.9}
+
+
+@pytest.mark.parametrize("dies_at", ["_put_in_place", "_fingerprint"])
+def test_metrics_that_cannot_be_added_leave_the_checkpoint_as_it_was(directory, monkeypatch, dies_at):
+    walk([CheckpointCallback(directory, period=1)], {1: 0.3})
+    monkeypatch.setattr(checkpoint, dies_at, lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(checkpoint.CheckpointError, match=r"the metrics of the checkpoint .*step_1 could not be written \(no space\)"):
+        checkpoint.add_metrics(directory.path, 1, {"val_accuracy": 0.5})
+    monkeypatch.undo()
+    checkpoint.verify(directory.checkpoints / "step_1")
+    assert checkpoint.metrics_by_step(directory.path)[1] == {"reward": 0.3, "loss": -0.3}
+    assert not list(directory.checkpoints.glob(".tmp*"))
+
+
+def test_metrics_are_added_without_links_between_files(directory, monkeypatch):
+    def refuses(*_):
+        raise PermissionError("this file system has no links")
+
+    monkeypatch.setattr("os.link", refuses)
+    walk([CheckpointCallback(directory, period=1)], {1: 0.3})
+    checkpoint.add_metrics(directory.path, 1, {"val_accuracy": 0.5})
+    checkpoint.verify(directory.checkpoints / "step_1")
+
+
+def test_an_interrupt_in_the_midst_of_a_record_loses_none(directory, monkeypatch):
+    record = recorder(directory)
+    notify([record], "on_train_begin", run := tiny_run())
+    append, times = RunDirectory.append_metrics, []
+
+    def interrupted(self, *args, **keywords):
+        times.append(1)
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        append(self, *args, **keywords)
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        notify([record], "on_step_end", run, 1, {"loss": 0.5})
+    notify_of_error([record], run, KeyboardInterrupt())
+    notify_of_error([record], run, KeyboardInterrupt())
+    assert [line["loss"] for line in directory.read_metrics()] == [0.5]

@@ -85,21 +85,16 @@ def segment_attention(
             raise ValueError("several new tokens after cached ones need an attention mask: set the model's attention implementation back to sdpa")
         output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, is_causal=causal, **options)
         return rearrange(output, "batch heads seq dim -> batch seq heads dim").contiguous(), None
-    batch, heads = query.shape[:2]
-    flat = [rearrange(x, "batch heads seq dim -> (batch seq) (heads dim)") for x in (query, key, value)]
+    flat = [x.transpose(1, 2).flatten(0, 1).flatten(1) for x in (query, key, value)]  # [tokens, heads · head_dim]
     outputs = []
     for tokens in segment_buckets.tokens:
-        q, k, v = (
-            rearrange(
-                x.index_select(0, tokens.flatten()), "(segments length) (heads dim) -> segments heads length dim", segments=len(tokens), heads=h
-            )
-            for x, h in zip(flat, (heads, key.shape[1], value.shape[1]), strict=True)
-        )
+        q, k, v = (x.index_select(0, tokens.flatten()).view(*tokens.shape, -1, query.shape[-1]).transpose(1, 2) for x in flat)
         attended = scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-        outputs.append(rearrange(attended, "segments heads length dim -> (segments length) (heads dim)"))
+        outputs.append(attended.transpose(1, 2).reshape(tokens.numel(), -1))
     outputs.append(outputs[0].new_zeros(1, outputs[0].shape[1]))  # what padding gets
     output = torch.cat(outputs).index_select(0, segment_buckets.places)
-    return rearrange(output, "(batch seq) (heads dim) -> batch seq heads dim", batch=batch, heads=heads), None
+    batch, heads, seq, dim = query.shape
+    return output.view(batch, seq, heads, dim), None
 
 
 def register_attention() -> None:

@@ -21,7 +21,7 @@ from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.attention import ATTENTION_NAME, register_attention, segment_buckets
 from nemorl.parallel.dtensor.checkpoint import load_model, load_optimizer, save_model, save_optimizer
-from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base, fingerprint, load_adapter, save_adapter
+from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base, check_initial, fingerprint, load_adapter, save_adapter
 from nemorl.parallel.dtensor.optimizer import clip_gradients, learning_rate, make_optimizer, require_finite
 from nemorl.parallel.layout import cut
 from nemorl.rollout.adapters import CONFIG, has_adapters, merge_adapters, merged_tensors, require_peft
@@ -56,10 +56,13 @@ class DTensorBackend:
             raise ValueError(
                 "model must be a plain one, but it has PEFT adapters: merge them first (merge_and_unload()); lora.rank gives it new ones"
             )
-        self._model = model = model.to(device=device, dtype=torch.float32)
+        model = model.to(device=device, dtype=torch.float32)
         self._found = (model.config._attn_implementation, model.training, [p for p in model.parameters() if p.requires_grad])  # type: ignore[union-attr]
+        self._model = model  # from here on shutdown() has something to undo
+        self._base = fingerprint(model)
+        if config.same_initial_model_as is not None:
+            check_initial(_state(config.same_initial_model_as)["base"], self._base, config.same_initial_model_as)
         if config.lora.rank:
-            self._base = fingerprint(model)
             add_adapters(model, config.lora, base=_lasting_name(config.model.path or getattr(model, "name_or_path", "")), seed=config.seed)
         register_attention()
         model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
@@ -123,10 +126,9 @@ class DTensorBackend:
     def save_checkpoint(self, path: Path) -> None:
         """A folder that `transformers` (with LoRA: PEFT) loads as it is, with the optimizer's state beside the model's (the adapters')."""
         path.mkdir(parents=True, exist_ok=True)
-        state: dict[str, Any] = {"step": self.step}
+        state: dict[str, Any] = {"step": self.step, "base": self._base}
         if self.config.lora.rank:
             save_adapter(self.model, path)
-            state["base"] = self._base
         else:
             self.model.config.save_pretrained(path)  # type: ignore[union-attr, operator]
             save_model(self.model, path / "model.safetensors")
@@ -134,7 +136,7 @@ class DTensorBackend:
         (path / "backend.json").write_text(json.dumps(state))
 
     def load_checkpoint(self, path: Path) -> None:
-        state, with_adapters = json.loads((path / "backend.json").read_text()), (path / CONFIG).exists()
+        state, with_adapters = _state(path), (path / CONFIG).exists()
         rank = self.config.lora.rank
         require(bool(rank) == with_adapters, "lora.rank", f"must be {'above 0' if with_adapters else '0'}, as when {path} was written", rank,
                 "go on with the settings of that run")  # fmt: skip
@@ -142,12 +144,14 @@ class DTensorBackend:
             check_base(state["base"], self._base, path)
             load_adapter(self.model, path)
         else:
+            if self.config.keep_reference:
+                check_initial(state["base"], self._base, path)
             load_model(self.model, path / "model.safetensors")
         load_optimizer(self.optimizer, path / "optimizer.safetensors")
-        self.step = state["step"]
+        self.step, self._base = state["step"], state["base"]  # what the run began with, whatever this backend was set up with
 
     def shutdown(self) -> None:
-        """The model is handed back as it came, but for its weights: in float32, with its own attention and mode."""
+        """The model is handed back as it came, but for its weights: in float32, with its own attention and mode. Also after a setup that failed."""
         if self._model is not None:
             attention, training, trainable = self._found
             if self.config.lora.rank:
@@ -158,7 +162,7 @@ class DTensorBackend:
             if self.config.trainer.gradient_checkpointing:
                 self._model.gradient_checkpointing_disable()  # type: ignore[operator]
             self._model.train(training)
-            self.optimizer.zero_grad(set_to_none=True)
+            self._model.zero_grad(set_to_none=True)
         self._model = self._reference = self._given = None
 
     def _logprobs(self, model: nn.Module, batch: TokenBatch) -> Logprobs:
@@ -192,6 +196,11 @@ class DTensorBackend:
 
     def _to_device(self, batch: TokenBatch) -> TokenBatch:
         return pytree.tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    """The optimizer steps of a checkpoint, and the fingerprint of what its run began with."""
+    return json.loads((checkpoint / "backend.json").read_text())
 
 
 def _lasting_name(name: str) -> str | None:

@@ -118,3 +118,12 @@ def check_base(expected: str, found: str, folder: Path) -> None:
             f"checkpoint {folder} must be of the model in use, but its adapters were trained beside other weights: load the base model of that run "
             "anew (one that was trained in this process has its adapters merged)"
         )
+
+
+def check_initial(expected: str, found: str, folder: Path) -> None:
+    """Raise a ValueError if a model's fingerprint is not that of the one that the run of the checkpoint in `folder` began with, its reference."""
+    if found != expected:
+        raise ValueError(
+            f"checkpoint {folder} must be of a run that began with the model in use, because that is the reference, but it began with other weights: "
+            "load the initial model of that run anew (one that was given to a run is trained afterwards)"
+        )

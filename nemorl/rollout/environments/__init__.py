@@ -81,6 +81,7 @@ def _one(reward: Any, name: str | None = None) -> EnvironmentInterface:
 
 def _imported(reward: str) -> Any:
     module_name, _, attribute = reward.partition(":")
+    module_name = module_name.removesuffix(".py")  # as one names a file
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # an installed command does not look where it is run
     if importlib.util.find_spec(module_name.partition(".")[0]) is None:

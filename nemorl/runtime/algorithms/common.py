@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from nemorl.checks import require
@@ -14,6 +15,7 @@ from nemorl.rollout.collect import Prompts, Rollouts, collect
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.callbacks import Callback, StopTraining, notify, notify_of_error
+from nemorl.runtime.locking import deferred, interruptible
 from nemorl.runtime.resources import ResourceMeter
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.state import Run
@@ -38,11 +40,19 @@ def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Valid
     """Take steps until `last_step`, validate when it is due, and tell the callbacks; `StopTraining` from one ends it after the present step.
 
     An error anywhere in it is told to the callbacks' `on_exception`, with the run as it stands after its last whole step, and goes on its way.
+    A signal (see `locking.deferred`) that comes while a step changes the weights raises when the step is over and on record.
     """
     metrics: dict[str, float] = {}
     meter = ResourceMeter()
     stop = False
     validated = run.state.step
+    begun = -1
+
+    def place() -> tuple[int, int]:
+        return run.state.step, run.trainer.step
+
+    def has_left(before: tuple[int, int]) -> bool:
+        return place() != before
 
     def tell(hook: str, *args: Any) -> None:
         nonlocal stop
@@ -54,33 +64,38 @@ def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Valid
     def report_validation() -> Samples:
         nonlocal validated
         assert validate is not None
-        found, answers = validate(run)
+        with interruptible():
+            found, answers = validate(run)
         validated = run.state.step
         tell("on_validation_end", run, run.state.step, found)
         return answers
 
     try:
         tell("on_train_begin", run)
-        tell("on_epoch_begin", run, run.state.epoch(num_rows))
         at_start = run.config.run.val_at_start if run.state.step == 0 else misses_validation(run, last_step)
         if validate and at_start:
             report_validation()
         while run.state.step < last_step and not stop:
             epoch = run.state.epoch(num_rows)
+            if epoch != begun:
+                tell("on_epoch_begin", run, epoch)
+                begun = epoch
             tell("on_step_begin", run, run.state.step + 1)
-            run, measured, samples = step(run)
-            metrics = measured | meter.read()
-            try:
-                if validate and due(run.state.step, run.config.run.val_period, last_step):
-                    answers = report_validation()
-                    samples = samples or answers
-                if samples:
-                    tell("on_samples", run, run.state.step, samples)
-            finally:  # the step is whole, even where the validation fails: its metrics are not lost
-                tell("on_step_end", run, run.state.step, metrics)  # last, so that a checkpoint vouches for all that was written before
-            if run.state.epoch(num_rows) > epoch:
-                tell("on_epoch_end", run, epoch, metrics)
-                tell("on_epoch_begin", run, run.state.epoch(num_rows))
+            with deferred(partial(has_left, place())):
+                run, measured, samples = step(run)
+                metrics = measured | meter.read()
+                try:
+                    if validate and due(run.state.step, run.config.run.val_period, last_step):
+                        answers = report_validation()
+                        samples = samples or answers
+                    if samples:
+                        tell("on_samples", run, run.state.step, samples)
+                finally:  # the step is whole, even where the validation fails: its metrics are not lost
+                    tell("on_step_end", run, run.state.step, metrics)  # last, so that a checkpoint vouches for all that was written before
+                for passed in range(epoch, run.state.epoch(num_rows)):
+                    if passed != epoch:
+                        tell("on_epoch_begin", run, passed)
+                    tell("on_epoch_end", run, passed, metrics)
         if validate and stop and run.state.step != validated:
             report_validation()  # a run that ends early is validated at its end like any other
         tell("on_train_end", run, metrics)

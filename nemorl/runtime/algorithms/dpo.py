@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -33,11 +32,13 @@ from nemorl.runtime.state import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Comparisons:
-    """What is compared, as rows of a batch: (chosen, rejected), for KTO a response labelled by its advantages (or in validation a pair of such)."""
+    """What is compared, as rows of a batch: (chosen, rejected), or for KTO a response labelled by its advantages."""
 
     rows: Sequence[Together]
     mismatched: Sequence[Together] = ()
-    """For KTO: per row as many sequences with the same prompts and other rows' responses, which the baseline is measured on."""
+    """For KTO: per row a sequence with the same prompt and another row's response, which the baseline is measured on."""
+    in_pairs: bool = True
+    """Whether the responses, counted through all rows, are chosen and rejected ones in turn; for KTO, where they needn't be, each has its own row."""
 
 
 def prepare(config: DPOConfig, inputs: Inputs) -> Job:
@@ -92,7 +93,7 @@ def validate(run: Run, *, data: Comparisons) -> tuple[dict[str, float], Samples]
     output = make_loss(config, batch, kl)(ForwardOutput(logprobs, torch.zeros_like(logprobs)), batch)
     metrics = {name: value for name, value in finalize(output.metrics).items() if name != "entropy"}  # get_logprobs gives none
     metrics["loss"] = float(output.loss)
-    if any(len(row) != 2 for row in data.rows):
+    if not data.in_pairs:
         return metrics, []
     chosen, rejected = rewards(config.loss, logprobs, batch).unflatten(0, (-1, 2)).unbind(-1)
     metrics |= {
@@ -101,15 +102,15 @@ def validate(run: Run, *, data: Comparisons) -> tuple[dict[str, float], Samples]
         "chosen_reward": float(chosen.mean()),
         "rejected_reward": float(rejected.mean()),
     }
-    return metrics, samples(run, data.rows, chosen, rejected)
+    return metrics, samples(run, [example for row in data.rows for example in row], chosen, rejected)
 
 
-def samples(run: Run, rows: Sequence[Together], chosen: Float[Tensor, "pairs"], rejected: Float[Tensor, "pairs"]) -> Samples:
-    """Pairs from all over the data as rows of the sample log, with their implicit rewards."""
-    count = min(run.config.run.samples_per_step, len(rows))
+def samples(run: Run, examples: Sequence[Example], chosen: Float[Tensor, "pairs"], rejected: Float[Tensor, "pairs"]) -> Samples:
+    """Pairs from all over the data as rows of the sample log, with their implicit rewards; `examples` are chosen and rejected ones in turn."""
+    count = min(run.config.run.samples_per_step, len(chosen))
     found: Samples = []
-    for i in (place * len(rows) // count for place in range(count)):
-        texts = [[run.tokenizer.decode(list(ids)) for ids in halves(example)] for example in rows[i]]
+    for i in (place * len(chosen) // count for place in range(count)):
+        texts = [[run.tokenizer.decode(list(ids)) for ids in halves(example)] for example in examples[2 * i : 2 * i + 2]]
         values = {"chosen_reward": float(chosen[i]), "rejected_reward": float(rejected[i]), "margin": float(chosen[i] - rejected[i])}
         found.append({"prompt": texts[0][0], "chosen": texts[0][1], "rejected": texts[1][1], **values})
     return found
@@ -157,7 +158,7 @@ def with_reference_logprobs(run: Run, data: Comparisons) -> Comparisons:
                 result.append(tuple(replace(e, reference_logprobs=array("f", piece.tolist())) for e, piece in zip(row, pieces, strict=True)))
         return result
 
-    return Comparisons(rows=computed(data.rows), mismatched=computed(data.mismatched))
+    return replace(data, rows=computed(data.rows), mismatched=computed(data.mismatched))
 
 
 def in_chunks(compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch, *, rows: int) -> Float[Tensor, "batch seq"]:
@@ -169,32 +170,38 @@ def in_chunks(compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch, *, r
 def comparisons(config: DPOConfig, rows: Sequence[Any], tokenizer: Any, *, in_pairs: bool = False) -> tuple[Comparisons, list[Any], Lengths]:
     """Preferences as tokens, the row that each came from, and how long the sequences are; `data.too_long` says what happens to those over the limit.
 
-    KTO takes the responses apart; with `in_pairs` those that come as pairs stay together, so that the two can be compared.
+    KTO takes the responses apart; with `in_pairs` those that come as pairs stay next to each other, so that the two can be compared.
     """
     length, policy = config.data.max_total_sequence_length, config.data.too_long
     single = isinstance(config.loss, KTOLoss)
-    if single and not (in_pairs and all(row.get("label") is None for row in rows)):
+    paired = not single or (in_pairs and all(row.get("label") is None for row in rows))
+    if not paired:
         sources = labelled_rows(rows)
         judged, report = limit_length(to_labelled(rows, tokenizer), max_length=length, policy=policy, rows=sources)
         found: list[Together] = [(with_label(example, desirable),) for example, desirable in judged]
+        if not in_pairs and len({desirable for _, desirable in judged}) == 1:
+            warnings.warn(
+                f"all responses are {'desirable' if judged[0][1] else 'undesirable'}, so kto has nothing to compare them with: add some of the other "
+                "kind",
+                stacklevel=2,
+            )
     else:
         sources = pair_rows(rows)
         pairs, report = limit_length(to_pairs(rows, tokenizer), max_length=length, policy=policy, rows=sources)
         found = [(pair.chosen, pair.rejected) for pair in pairs]
-        if single:
-            found = [(with_label(chosen, True), with_label(rejected, False)) for chosen, rejected in found]
+        alike = sum(pair.chosen.input_ids == pair.rejected.input_ids for pair in pairs)
+        if alike:
+            warnings.warn(f"{alike} of {len(pairs)} pairs have the same response on both sides, which teaches nothing: leave them out", stacklevel=2)
+        if single:  # a row each, because the limits on a row's size are for one response
+            found = [(half,) for pair in pairs for half in (with_label(pair.chosen, True), with_label(pair.rejected, False))]
     warn_of_cuts("responses" if single else "pairs", report)
     kept = [sources[i] for i in report.kept]
     counts = [example.num_tokens for row in found for example in row]
     lengths = Lengths(tokens=counts, limit=length, num_truncated=report.num_truncated, num_dropped=report.num_dropped)
-    alike = sum(len(row) == 2 and row[0].input_ids == row[1].input_ids for row in found)
-    if alike:
-        warnings.warn(f"{alike} of {len(found)} pairs have the same response on both sides, which teaches nothing: leave them out", stacklevel=2)
     if not (isinstance(config.loss, KTOLoss) and config.loss.baseline == "mismatched"):
-        return Comparisons(rows=found), kept, lengths
+        return Comparisons(rows=found, in_pairs=paired), kept, lengths
     others = mismatched([example for row in found for example in row], max_length=length, seed=config.run.seed)
-    ends = accumulate((len(row) for row in found), initial=0)
-    return Comparisons(rows=found, mismatched=[tuple(others[first:end]) for first, end in pairwise(ends)]), kept, lengths
+    return Comparisons(rows=found, mismatched=[(other,) for other in others], in_pairs=paired), kept, lengths
 
 
 def with_label(example: Example, desirable: bool) -> Example:

@@ -80,7 +80,10 @@ def train_step(
     run = replace(run, state=run.state.advance(rows=num_groups(everything)))
     generator.wake()
     generator.update_weights(trainer.export_weights(), version=run.state.policy_version)
-    metrics = {**rollout_metrics(everything), "groups_kept": num_groups(rollouts) / num_groups(everything), **finalize(measured)}
+    metrics = rollout_metrics(everything)
+    # Where no group was informative, the last round is trained on all the same (its advantages are 0), but none of it was worth keeping.
+    metrics["groups_kept"] = metrics["informative_groups"] if config.dynamic_sampling else 1.0
+    metrics |= finalize(measured)
     return run, metrics | timing(start, generated, everything), samples_of(rollouts, batch, config.run.samples_per_step)
 
 

@@ -63,6 +63,7 @@ class Recorder(Callback):
         self.loggers: dict[str, MetricLogger] = {}
         self.lost: dict[str, int] = {}
         self.finished = False
+        self.untold: tuple[Callable[[MetricLogger], None], dict[str, MetricLogger]] | None = None
 
     def on_train_begin(self, trainer: Run) -> None:
         self.close()
@@ -85,6 +86,11 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         self.finished = True
 
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
+        """An interrupt in the midst of a record: it is written all the same, since a checkpoint of its step may follow."""
+        if self.untold is not None:
+            self._tell(*self.untold)
+
     def close(self) -> None:
         loggers, self.loggers = self.loggers, {}
         self._tell(lambda logger: logger.close(finished=self.finished), loggers)
@@ -94,13 +100,17 @@ class Recorder(Callback):
         self.lost = {}
 
     def _tell(self, verb: Callable[[MetricLogger], None], loggers: Mapping[str, MetricLogger] | None = None) -> None:
-        for name, logger in (self.loggers if loggers is None else loggers).items():
+        waiting = dict(self.loggers if loggers is None else loggers)
+        self.untold = (verb, waiting)
+        for name in list(waiting):
             try:
-                verb(logger)
+                verb(waiting[name])
             except Exception as error:
                 self.lost[name] = self.lost.get(name, 0) + 1
                 if self.lost[name] == 1:
                     warnings.warn(f"the logger {name} failed, and the run goes on without this record: {error!r}", stacklevel=2)
+            del waiting[name]
+        self.untold = None
 
 
 def chosen_loggers(names: Sequence[str] | None) -> dict[str, LoggerFactory]:

@@ -14,7 +14,7 @@ MOST_POINTS = 1000
 
 TITLES = {
     "reward": ("Reward", "mean reward of the responses"),
-    "accuracy": ("Accuracy", "share of responses with a reward of at least 1; of pairs: chosen above rejected"),
+    "accuracy": ("Accuracy", "share of responses with a reward (of several: the first) of at least 1; of pairs: chosen above rejected"),
     "loss": ("Loss", "the loss that is minimised"),
     "margin": ("Margin", "by how much chosen responses are preferred"),
     "chosen_reward": ("Reward of chosen", "implicit reward of the chosen responses"),

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import REWARDS
-from nemorl.rollout.environments.answers import last_number, math_equal, think_format
+from nemorl.rollout.environments.answers import contains_answer, last_number, math_equal, think_format
 
 
 def test_every_reward_is_of_the_usual_kind():
@@ -25,6 +26,13 @@ def test_every_reward_is_of_the_usual_kind():
         ("3 apples (5.)", "5", 1.0),
         ("none at all", "5", 0.0),
         ("", "5", 0.0),
+        ("3-1", "1", 1.0),
+        ("between 1990-2000", 2000, 1.0),
+        ("(x+2)-4", 4, 1.0),
+        ("GPT-4", 4, 1.0),
+        (r"x=-4, so \boxed{-4}", -4, 1.0),
+        ("10 - -.5", -0.5, 1.0),
+        ("-7", "5-12 = -7", 1.0),
     ],
 )
 def test_last_number(response, answer, expected):
@@ -34,6 +42,16 @@ def test_last_number(response, answer, expected):
 def test_last_number_needs_one():
     with pytest.raises(ValueError, match="needs an answer with a number in it, but the answer is 'blue': use exact_match"):
         last_number("", "5", "blue")
+
+
+def test_contains_answer_needs_one():
+    assert contains_answer("", "It is 2.", " 2 ") == 1.0
+    assert contains_answer("", "It is 3.", 2) == 0.0
+    with pytest.raises(ValueError, match="contains_answer needs an answer, because every response contains ''") as caught:
+        FunctionalRewardWrapper(contains_answer).step(
+            [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]], [{"answer": ""}]
+        )
+    assert "prompt '1+1='" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

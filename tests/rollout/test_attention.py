@@ -1,0 +1,50 @@
+"""Attention of decoding, and the model as it is found again after it."""
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from nemorl.rollout.attention import ATTENTION_NAME, cached_attention, decoding
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.config import GenerationConfig
+from tests.models import random_prompts, tiny_model, tiny_tokenizer
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("new", [1, 3])
+def test_it_is_attention_with_repeated_keys_and_values(key_heads: int, new: int):
+    torch.manual_seed(0)
+    query = torch.randn(5, 4, new, 8, dtype=torch.float64)
+    key, value = torch.randn(2, 5, key_heads, 7, 8, dtype=torch.float64)
+    mask = torch.rand(5, 1, new, 7) < 0.6
+    mask[..., 0] = True
+    out = cached_attention(None, query, key, value, mask, scaling=0.3)[0]
+    key, value = (x.repeat_interleave(4 // key_heads, dim=1) for x in (key, value))
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_gets_its_own_attention_and_mode_back_also_after_an_error(training: bool):
+    model = tiny_model().train(training)
+    before = model.config._attn_implementation
+    with pytest.raises(KeyError), decoding(model):
+        assert model.config._attn_implementation == ATTENTION_NAME and not model.training
+        raise KeyError
+    assert model.config._attn_implementation == before and model.training is training
+
+
+def test_a_cache_is_used_again_by_shorter_and_longer_requests():
+    """What an earlier request left in the slots is never seen by a later one."""
+    model, params = tiny_model(scale=2.0), SamplingParams(max_new_tokens=6, seed=3)
+    prompts = random_prompts(9, seed=4)
+    engine = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
+    engine.setup(GenerationConfig(max_batch_size=4))
+    alone = []
+    for prompt in prompts:
+        fresh = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
+        fresh.setup(GenerationConfig(max_batch_size=4))
+        alone.append(fresh.generate([prompt], params)[0].token_ids)
+    engine.generate(prompts, SamplingParams(max_new_tokens=20, seed=1))
+    assert [engine.generate([prompt], params)[0].token_ids for prompt in prompts] == alone

@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 SEED ?= 0
 DIR ?= runs/quickstart-$(SEED)
 INSTALLED := $(VENV)/.installed
+PEERS ?= .venv-peers
 # OpenMP threads that wait by spinning stand still for each other where other programs want the cores, too: 50 times slower was seen.
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint format bench clean
+.PHONY: help install quickstart test test-slow lint format bench bench-peers mutants clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -40,8 +41,19 @@ format: $(INSTALLED)  ## Put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## Every benchmark; each prints a ratio against a baseline in the same run
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(INSTALLED)  ## Every benchmark that needs no peer; each prints a ratio against a baseline in the same run
+	@for script in $(filter-out benchmarks/common.py %_vs_trl.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+$(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e . -r benchmarks/requirements.txt
+	@touch $@
+
+bench-peers: $(PEERS)/.installed  ## The benchmarks against TRL, which gets an environment of its own
+	@for script in $(wildcard benchmarks/*_vs_trl.py); do echo "== $$script"; $(PEERS)/bin/python $$script || exit 1; done
+
+mutants: $(INSTALLED)  ## Mutation testing of losses and data; over an hour of one core, resumable (MUTANTS='--sample 300' for a part)
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutation.run $(MUTANTS)
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

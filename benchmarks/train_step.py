@@ -1,0 +1,111 @@
+"""An optimizer step on packed rows against the plainest PyTorch loop on the same tokens, and packed rows against padded ones on skewed lengths.
+
+    python benchmarks/train_step.py
+
+The plain loop is what one writes without a library: the model's logits, cross entropy, backward, clipping, AdamW. It gets sequences of one length,
+which need no padding, in the number of rows per forward pass that suits it best. nemorl packs them several to a row, keeps them apart, and computes
+logprobs from hidden states and their entropy besides.
+"""
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from common import VOCABULARY, interleaved, median_ratio, quiet, save_model, skewed_lengths
+from torch.nn import functional
+
+from nemorl.data.batch import Example, TokenBatch, collate
+from nemorl.losses.masks import token_mean_weights
+from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.runtime.algorithms.sft import loss_fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a step is made of."""
+
+    num_sequences: int = 128
+    """Of a step."""
+    length: int = 128
+    """Of each sequence, in the comparison with the plain loop."""
+    row_tokens: int = 1024
+    """Of a packed row."""
+    micro_batch_tokens: int = 4096
+    """Of a forward pass, with packed rows."""
+    rounds: int = 9
+    """Turns of each; the median of their ratios counts."""
+    hidden: int = 64
+    """Width of the model; 64 makes 0.3 M parameters."""
+    layers: int = 4
+    """Of the model."""
+
+
+def batch_of(lengths: list[int]) -> TokenBatch:
+    rng = np.random.default_rng(0)
+    examples = [
+        Example(input_ids=rng.integers(2, VOCABULARY, length).tolist(), loss_mask=(mask := [False] + [True] * (length - 1)), response_mask=mask)
+        for length in lengths
+    ]
+    batch = collate(examples)
+    return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
+
+
+def our_step(folder: Path, batch: TokenBatch, trainer: TrainerConfig) -> Callable[[], Any]:
+    backend = DTensorBackend()
+    backend.setup(BackendConfig(model=ModelConfig(path=str(folder)), trainer=trainer, optimizer=OptimizerConfig(lr=1e-5)))
+    return lambda: backend.train_step(batch, loss_fn)
+
+
+def plain_step(folder: Path, ids: torch.Tensor, rows: int) -> Callable[[], Any]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for part in ids.split(rows):
+            logits = model(part, use_cache=False).logits
+            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+            (loss / ids[:, 1:].numel()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return step
+
+
+def main(options: Options) -> None:
+    quiet()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        size = save_model(folder, hidden=options.hidden, layers=options.layers, positions=options.row_tokens)
+        print(f"{size / 1e6:.1f} M parameters, {torch.get_num_threads()} threads")
+        packed = TrainerConfig(sequence_packing=True, packed_row_tokens=options.row_tokens, micro_batch_tokens=options.micro_batch_tokens)
+
+        batch = batch_of([options.length] * options.num_sequences)
+        sizes = [n for n in (16, 32, 64) if n <= options.num_sequences]
+        ours, *plain = interleaved([our_step(folder, batch, packed), *(plain_step(folder, batch.input_ids, rows) for rows in sizes)], options.rounds)
+        print(f"{options.num_sequences} sequences of {options.length} tokens: nemorl, packed {statistics.median(ours):.3f} s a step")
+        ratios = [median_ratio(theirs, ours) for theirs in plain]
+        for rows, theirs, ratio in zip(sizes, plain, ratios, strict=True):
+            print(f"  plain loop, {rows} rows a pass {statistics.median(theirs):.3f} s, time of nemorl / plain loop {ratio:.2f}")
+        print(f"  time against the fastest plain loop: {max(ratios):.2f}")
+
+        lengths = skewed_lengths(options.num_sequences, mean=options.length, longest=4 * options.length)
+        batch = batch_of(lengths)
+        rows = max(1, options.micro_batch_tokens // max(lengths))
+        padded = TrainerConfig(train_micro_batch_size=rows)
+        ours, padded_times = interleaved([our_step(folder, batch, packed), our_step(folder, batch, padded)], options.rounds)
+        print(f"log-normal lengths, mean {np.mean(lengths):.0f}, longest {max(lengths)}: packed {statistics.median(ours):.3f} s, ", end="")
+        print(f"padded {statistics.median(padded_times):.3f} s, packed is {median_ratio(ours, padded_times):.2f} times as fast")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -1,11 +1,13 @@
 """Cases (a function and its options), layouts (how the same sequences can lie in a batch), and the evaluation of one in the other."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from typing import Any
 
+import jaxtyping
 import torch
 from torch import Tensor
 
@@ -142,3 +144,13 @@ def assert_same_metrics(one: dict[str, float], other: dict[str, float], toleranc
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert abs(value - other[name]) <= tolerance * (1 + abs(value)), f"metric {name}: {value} and {other[name]}"
+
+
+@contextmanager
+def shapes_checked(on: bool) -> Iterator[None]:
+    """With `on=False` without the checks of all annotations, as users run it: they refuse some wrong values before the code itself does."""
+    jaxtyping.config.update("jaxtyping_disable", not on)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

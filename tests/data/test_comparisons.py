@@ -53,7 +53,7 @@ def test_all_responses_take_part():
     assert mismatched(examples, max_length=9, seed=1) != mismatched(examples, max_length=9, seed=2)
 
 
-@pytest.mark.parametrize(("max_length", "expected"), [(9, [1, 2, 3, 7, 8, 9]), (5, [1, 2, 3, 7, 8])])
+@pytest.mark.parametrize(("max_length", "expected"), [(9, [1, 2, 3, 7, 8, 9]), (5, [1, 2, 3, 7, 8]), (3, [1, 2, 3]), (2, [1, 2, 3])])
 def test_worked_and_cut(max_length, expected):
     long, short = example([1, 2, 3], [4]), example([6], [7, 8, 9])
     first, second = mismatched([long, short], max_length=max_length)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemorl.data.datasets import load_rows, prompt_of, to_examples, to_prompts
+from nemorl.data.datasets import load_rows, messages_of, prompt_of, to_examples, to_prompts
 from nemorl.data.rows import Row
 from tests.data.tokenizers_small import MARKED, character_tokenizer, trained_text
 
@@ -135,6 +135,42 @@ def test_errors_name_file_and_line(tmp_path):
 def test_a_content_that_the_template_cannot_join_names_its_row():
     with pytest.raises(ValueError, match="row 1: the chat template refuses messages with the roles user"):
         to_prompts([{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}], TOKENIZER)
+
+
+def test_what_is_no_list_of_messages_or_tools_is_refused():
+    user, tool = {"role": "user", "content": "a"}, {"name": "add"}
+    for wrong in (5, "a", [], ["a"], [user, {"content": "b"}], [user, "b"]):
+        with pytest.raises(ValueError, match=r"^messages must be a list of messages like"):
+            prompt_of({"messages": wrong})
+    with pytest.raises(ValueError, match="row 1: tools must be a list of tools"):
+        to_prompts([{"prompt": [user], "tools": [tool, "add"]}], TOKENIZER)
+    with pytest.raises(ValueError, match="row 1: prompt must have at least one token, got ''"):
+        to_prompts([{"prompt": ""}], TOKENIZER)
+    with pytest.raises(ValueError, match=r"row 1: response must be text or messages, got 5 \(columns: prompt, response\)"):
+        to_examples([{"prompt": "a", "response": 5}], TOKENIZER)
+
+
+def test_a_message_may_have_no_content_but_keeps_the_key():
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "name": None}
+    assert messages_of([calls], "messages") == [{"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}]
+
+
+def test_without_an_end_token_where_nobody_wants_one():
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for row in ({"messages": talk}, {"prompt": talk[:1], "response": "b"}):
+        for add_eos, said in ((True, "b<|im_end|>"), (False, "b")):
+            example = to_examples([row], TOKENIZER, add_eos=add_eos, chat_template="passthrough")[0]
+            assert trained_text(TOKENIZER, example) == [said]
+
+
+def test_as_many_splits_as_sources():
+    with pytest.raises(ValueError, match=r"^split must be one for all sources or one for each of them, 1, got "):
+        load_rows([{"prompt": "a"}], split=["train", "test"])
+
+
+def test_a_missing_column_is_told_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"prompt_column \(data\.prompt_column\) is 'question', but row 1 has the columns a, b$"):
+        load_rows([{"a": 1, "b": 2}], prompt_column="question")
 
 
 def test_prompt_of_prefers_the_prompt():

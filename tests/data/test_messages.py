@@ -171,6 +171,10 @@ def test_errors_say_what_is_wrong():
         (lambda: tokenize_prompt_response(endless, "a", "b"), "set tokenizer.eos_token"),
         (lambda: tokenize_prompt_response(CHARACTERS, "a", "", add_eos=False), "response must give a token"),
         (lambda: limit_length([[1]], max_length=0), "max_length"),
+        (
+            lambda: tokenize_messages(CHARACTERS, talk("a", "b"), chat_template=MARKED + "{{ raise_exception('no') }}"),
+            "^the chat template refuses messages with the roles user, assistant: no",
+        ),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

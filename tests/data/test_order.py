@@ -100,11 +100,30 @@ def test_without_weights_it_is_the_order_of_all_rows_together(sizes, cursor, cou
 def test_the_order_of_one_set_stays_what_it_was():
     """So that a run that was begun with an earlier version goes on as it would have."""
     assert rows_at(10, 0, 12, seed=3) == [9, 6, 0, 2, 1, 4, 7, 5, 3, 8, 4, 1]
+    rows = [{"n": n} for n in range(10)]
+    assert [row["n"] for row in split_rows(rows, validation=3, seed=3)[1]] == [0, 6, 9]
+
+
+def test_the_order_of_a_mixture_stays_what_it_was():
+    order = RowOrder(sizes=(4, 6), weights=(1, 2), seed=3)
+    assert order.take(0, 12) == [7, 2, 6, 5, 8, 9, 0, 4, 7, 1, 8, 9]
+    assert order.take(995, 10) == [2, 8, 7, 1, 5, 4, 6, 2, 7, 0]
+
+
+def test_a_mixture_gives_as_many_rows_as_were_asked_for():
+    order = RowOrder(sizes=(4, 6), weights=(1, 2), seed=3)
+    assert [len(order.take(cursor, count)) for cursor, count in ((0, 0), (5, 7), (990, 20), (995, 2010))] == [0, 7, 20, 2010]
+
+
+def test_what_is_left_of_a_block_goes_to_the_largest_remainders():
+    assert RowOrder(sizes=(5, 5), weights=(1, 2)).quotas == (333, 667)
+    assert RowOrder(sizes=(5, 5, 5), weights=(1, 1, 1)).quotas == (334, 333, 333), "the first of equal ones"
 
 
 def test_an_even_mixture_without_shuffling_spreads_the_sets():
     order = RowOrder(sizes=(4, 4), weights=(3, 1), shuffle=False)
     assert order.take(0, 8) == [0, 1, 4, 2, 3, 0, 5, 1]
+    assert RowOrder(sizes=(1, 1), weights=(1, 1), shuffle=False).take(0, 1000) == [0, 1] * 500
 
 
 def test_sets_of_a_mixture_have_orders_of_their_own():
@@ -128,6 +147,7 @@ def test_the_sets_of_rows_are_counted_by_their_source():
         (lambda: rows_at(1, -1, 1, 0), "cursor"),
         (lambda: RowOrder(sizes=()), "sizes must hold at least one row"),
         (lambda: RowOrder(sizes=(0,)), "sizes must hold at least one row"),
+        (lambda: RowOrder(sizes=(-1, 5)), "sizes must hold at least one row"),
         (lambda: RowOrder(sizes=(1,), seed=-1), "seed"),
         (lambda: RowOrder(sizes=(1, 2), weights=(1.0,)), r"weights \(data\.weights\) must be as many as data sets, 2, got \(1\.0,\)"),
         (lambda: RowOrder(sizes=(1, 2), weights=(1.0, 0.0)), r"must be positive.*leave set 2 out of data\.train"),
@@ -154,4 +174,5 @@ def test_split_rows_takes_a_share_or_a_number():
     assert [len(part) for part in split_rows(rows, validation=0.3)] == [7, 3]
     assert [len(part) for part in split_rows(rows, validation=3)] == [7, 3]
     assert [len(part) for part in split_rows(rows, validation=3.0)] == [7, 3]
+    assert [len(part) for part in split_rows(rows, validation=1.0)] == [9, 1], "a share is below 1"
     assert split_rows(rows, validation=3, seed=1) != split_rows(rows, validation=3, seed=2)

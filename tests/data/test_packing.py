@@ -1,5 +1,6 @@
 """Laws 2 and 15 for packing: nothing lost or doubled, capacities kept, pack and unpack inverse; how tight the plans are."""
 
+import itertools
 import subprocess
 import sys
 
@@ -9,8 +10,9 @@ import torch
 from hypothesis import given
 
 from nemorl.data.bins import ALGORITHMS
-from nemorl.data.packing import pack, pack_plan, unpack
+from nemorl.data.packing import num_segments, pack, pack_plan, unpack
 from tests.data.batches import SPECS, assert_equal, batch_of, built, tokens_of
+from tests.helpers import shapes_checked
 
 ALGORITHM = st.sampled_from(sorted(ALGORITHMS))
 WEIGHTS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 60)), max_size=40)
@@ -67,6 +69,60 @@ def test_indexed_search_finds_what_a_linear_search_finds(lengths, spare):
     assert rooms == naive_best_fit_decreasing(lengths, capacity)
 
 
+def naive_modified_first_fit_decreasing(lengths, capacity):
+    """The five phases with plain lists, as lengths in rows."""
+    bounds = (capacity / 2, capacity / 3, capacity / 6, 0)
+    large, *kinds = (sorted(x for x in lengths if low < x and (k == 0 or x <= bounds[k - 1])) for k, low in enumerate(bounds))
+    medium, small, _ = kinds
+    rows = [[x] for x in reversed(large)]
+
+    def room(row):
+        return capacity - sum(row)
+
+    def move(kind, row, size):
+        kind.remove(size)
+        row.append(size)
+
+    bare = []
+    for row in rows:
+        fitting = [x for x in medium if x <= room(row)]
+        if fitting:
+            move(medium, row, max(fitting))
+        else:
+            bare.append(row)
+    for row in reversed(bare):
+        if len(small) >= 2 and small[0] + small[1] <= room(row):
+            move(small, row, small[0])
+            move(small, row, max(x for x in small if x <= room(row)))
+    for row in rows:
+        for kind in kinds:
+            while fitting := [x for x in kind if x <= room(row)]:
+                move(kind, row, max(fitting))
+    rest = sorted(itertools.chain(*kinds), reverse=True)
+    return rows + [[rest[i] for i in row] for row in naive_first_fit_decreasing(rest, capacity)]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(30, 90))
+def test_modified_first_fit_decreasing_is_its_five_phases(lengths, capacity):
+    plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, capacity)
+    assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(lengths, capacity)
+
+
+def test_modified_first_fit_decreasing_at_its_borders():
+    """Exactly a half is medium, exactly a third small, exactly a sixth tiny."""
+    for lengths in ([6, 6], [7, 6, 5], [8, 4, 4, 4], [8, 3, 2, 2], [9, 2, 2, 1], [7, 4, 4], [7, 3, 2, 3], [8, 2, 2, 4, 4], [7, 2, 2, 3, 3], [12, 1]):
+        plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, 12)
+        assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(lengths, 12), lengths
+    for lengths, rows in (([51, 40, 20, 25], [[51, 40], [25, 20]]), ([51, 17, 20], [[51, 17, 20]]), ([60, 17, 20], [[60, 17, 20]])):
+        plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, 100)
+        assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(lengths, 100) == rows
+    assert ALGORITHMS["modified_first_fit_decreasing"]([16, 10, 6, 7], 30) == [[0, 2, 3], [1]], "as medium, 10 would stand beside 16"
+
+
+def test_concatenative_takes_empty_sequences_along():
+    assert ALGORITHMS["concatenative"]([0, 3, 7, 0, 1], 10) == [[0, 1, 2, 3], [4]]
+
+
 def test_worked_plans():
     lengths = [6, 7, 3, 4, 2, 2]
     assert pack_plan(lengths, 10) == ((1, 2), (0, 3), (4, 5))
@@ -74,6 +130,7 @@ def test_worked_plans():
     assert pack_plan(lengths, 10, algorithm="concatenative") == ((0,), (1, 2), (3, 4, 5))
     assert pack_plan(lengths, 10, num_rows_multiple=4) == ((1,), (0, 3), (4, 5), (2,))
     assert pack_plan([5, 5], 10, num_rows_multiple=4) == ((0,), (1,), (), ())
+    assert pack_plan([1, 1], 10, num_rows_multiple=2) == ((0,), (1,))
     assert pack_plan([], 10, num_rows_multiple=4) == ()
 
 
@@ -84,6 +141,9 @@ def test_modified_first_fit_decreasing_wins_where_johnson_and_garey_say():
     assert len(pack_plan(lengths, 100, algorithm="modified_first_fit_decreasing")) == 10
     # Phase 3 begins with the row that has most room: 51 gets the smallest (20) and the largest that fits beside it (25).
     assert pack_plan([60, 51, 25, 20, 20], 100, algorithm="modified_first_fit_decreasing") == ((0, 3), (1, 2, 4))
+    # The two smallest just fit beside 60; beside 58 the two smallest, 20 and 25, don't.
+    assert pack_plan([60, 25, 20, 20], 100, algorithm="modified_first_fit_decreasing") == ((0, 2, 3), (1,))
+    assert pack_plan([58, 20, 25], 100, algorithm="modified_first_fit_decreasing") == ((0, 2), (1,))
 
 
 MEASURE = """
@@ -235,8 +295,8 @@ def test_errors_say_what_is_wrong():
     cases = [
         (lambda: pack_plan([3, 11], 10), "sequence 1 has 11 tokens, but a row holds 10"),
         (lambda: pack_plan([3], 10, algorithm="worst"), "best_fit_decreasing"),
-        (lambda: pack_plan([3], 0), "capacity"),
-        (lambda: pack_plan([3], 10, num_rows_multiple=0), "num_rows_multiple"),
+        (lambda: pack_plan([3], 0), "^capacity and num_rows_multiple must be at least 1, got 0 and 1"),
+        (lambda: pack_plan([3], 10, num_rows_multiple=0), "^capacity and num_rows_multiple must be at least 1, got 10 and 0"),
         (lambda: pack(batch, ((0,),)), "sequence 1 is there 0 times"),
         (lambda: pack(batch, ((0, 1), (1,))), "sequence 1 is there 2 times"),
         (lambda: pack(batch, ((0, 1, 2),)), "it holds 3"),
@@ -250,3 +310,29 @@ def test_errors_say_what_is_wrong():
     for call, message in cases:
         with pytest.raises(Exception, match=message):
             call()
+
+
+def test_errors_name_the_sequence_that_is_wrong():
+    with pytest.raises(ValueError, match=r"^sequence 2 has 11 tokens"):
+        pack_plan([0, 10, 11], 10)  # an empty one is fine, and one that fills a row
+    with pytest.raises(ValueError, match=r"^sequence 0 has -1 tokens"):
+        pack_plan([-1, 3], 10)
+    with pytest.raises(ValueError, match=r"^multiple_of must be at least 1"):
+        pack(batch_of([1]), ((0,),), multiple_of=0)
+    with shapes_checked(False), pytest.raises(ValueError, match=r"^algorithm must be one of best_fit_decreasing, .*, got 'worst'"):
+        pack_plan([3], 10, algorithm="worst")
+    with pytest.raises(ValueError, match="sequence 1 is there 2 times"):
+        pack(batch_of([1, 1, 1]), ((0, 1, 1),))
+    for wrong in (-1, 5):
+        with pytest.raises(ValueError, match="sequence 1 is there 0 times"):
+            pack(batch_of([1, 1]), ((0, wrong),))
+
+
+def test_rows_without_a_token_come_back():
+    assert unpack(torch.zeros(1, 0), ((0, 1),), [0, 0]).shape == (2, 0)
+    assert unpack(torch.zeros(0, 0), (), []).shape == (0, 0)
+    assert num_segments(torch.zeros(2, 0, dtype=torch.long)).tolist() == [0, 0]
+    empty = batch_of([0, 0])
+    packed = pack(empty, ((0, 1),))
+    assert packed.input_ids.shape == (1, 0)
+    assert_equal(unpack(packed, ((0, 1),), empty.lengths), empty)

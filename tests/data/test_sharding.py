@@ -66,6 +66,8 @@ def test_worked_shares():
     batch = batch_of([9, 1, 8, 2])
     assert row_costs(batch, linear=1.0, quadratic=0.5) == (49.5, 1.5, 40.0, 4.0)
     assert shard_by_rank(batch, 2) == ((0, 1), (2, 3))
+    assert row_costs(batch_of([96]))[0] == 96 + 96 * 96 / 24576, "what attention costs at a width of 2048"
+    assert [part.input_ids.shape[1] for part in split(batch, ((0, 1), (2, 3)), multiple_of=6)] == [12, 12]
     assert balance([8, 7, 6, 5, 4, 2], 2) == ((0, 3, 4), (1, 2, 5))
     assert balance([], 3) == ((), (), ())
     assert balance([5.0], 3) == ((0,), (), ())
@@ -106,3 +108,7 @@ def test_errors_say_what_is_wrong():
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_a_batch_without_columns_costs_nothing():
+    assert row_costs(batch_of([0, 0])) == (0.0, 0.0)

@@ -76,6 +76,7 @@ def test_passthrough_is_the_contents_and_nothing_else(by_name):
     assert example.response_mask.index(True) == 3 and all(example.response_mask[3:])
     assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=3, add_eos=False, **options)) == ["d"]
     assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:4], **options)) == "s:abc"
+    assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:3], **options)) == "s:ab", "what the assistant has begun goes on"
     assert tokenize_messages(tokenizer, TALK, **options) == tokenize_prompt_response(tokenizer, "a", "b"), "as plain text"
     assert tokenizer.decode(tokenize_messages(tokenizer, talk[:4], **options).input_ids) == "s:abc", "no end token behind the user's words"
     assert tokenize_messages(tokenizer, [{"role": "user", "content": None}, TALK[1]], **options).num_tokens == 2

@@ -194,14 +194,17 @@ def test_the_matrix_form_runs_under_vmap():
 
 def test_errors_say_what_to_do():
     rewards, groups = torch.tensor([1.0, 2.0]), torch.tensor([1, 1])
-    with pytest.raises(ValueError, match="baseline must be one of 'group_mean'"):
+    with pytest.raises(ValueError, match=r"^baseline must be one of 'group_mean'"):
         advantages(rewards, groups, baseline="mean")
-    with pytest.raises(ValueError, match="lengths must be given with baseline='length_weighted'"):
+    with pytest.raises(ValueError, match=r"^scale must be one of 'group_std'"):
+        advantages(rewards, groups, scale="std")
+    with pytest.raises(ValueError, match=r"^advantages: lengths must be given with baseline='length_weighted'.*lengths missing"):
         advantages(rewards, groups, baseline="length_weighted")
-    with pytest.raises(ValueError, match="greedy_rewards must be given with baseline='greedy' and with no other"):
+    with pytest.raises(ValueError, match=r"^advantages: greedy_rewards must be given with baseline='greedy' and with no other.*greedy_rewards given"):
         advantages(rewards, groups, greedy_rewards=rewards)
-    with pytest.raises(ValueError, match=r"needs at least 2 \(got 1\); raise num_generations_per_prompt"):
-        group_advantages(rewards[:, None], baseline="leave_one_out", scale="none")
+    for baseline, scale in (*OF_GROUP, ("none", "group_std"), ("batch_mean", "leave_one_out_std")):
+        with pytest.raises(ValueError, match=r"needs at least 2 \(got 1\); raise num_generations_per_prompt"):
+            group_advantages(rewards[:, None], baseline=baseline, scale=scale)
     assert group_advantages(rewards[:, None], baseline="batch_mean", scale="batch_std").shape == (2, 1)
     with pytest.raises(ValueError, match=r"weights must have one number per reward component, 2 \(got 1\)"):
         gdpo(torch.zeros(2, 2), groups, weights=(1.0,))
@@ -216,6 +219,53 @@ def test_gdpo_by_hand():
     total = torch.tensor([half, -half, half - 2 * half, -half + 2 * half])
     expected = total / total.std()
     assert gdpo(components, torch.tensor([1, 1, 2, 2]), weights=(1.0, 2.0)).tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+
+
+def test_gdpo_is_its_formula_to_the_last_digits():
+    components, groups = torch.tensor([[1.0, 5.0], [0.0, 2.0], [0.5, 9.0]], dtype=torch.float64), torch.tensor([1, 1, 1])
+    total = sum(w * (x - x.mean()) / (x.std() + 1e-6) for w, x in zip((1.0, 2.0), components.unbind(1), strict=True))
+    expected = (total - total.mean()) / (total.std() + 1e-6)
+    assert gdpo(components, groups, weights=(1.0, 2.0)).tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+
+
+def test_advantages_are_computed_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    rewards, groups = torch.rand(60, 2, generator=generator), torch.arange(60) // 6
+    one = rewards[:, 0]
+    for function in (
+        advantages,
+        nemo_grpo,
+        max_rl,
+        lambda r, g: pass_at_k(r, g, k=3),
+        lambda r, g: whiten(r[:, None], torch.ones_like(g, dtype=torch.bool)[:, None]),
+    ):
+        assert torch.equal(function(one, groups), function(one.double(), groups).float())
+    assert torch.equal(gdpo(rewards, groups, weights=(1.0, 0.3)), gdpo(rewards.double(), groups, weights=(1.0, 0.3)).float())
+    mask, lam = torch.ones(1, 3, dtype=torch.bool), torch.tensor([0.5], dtype=torch.float64)
+    assert gae(torch.ones(1, 3), torch.ones(1, 3), mask, lam=lam)[0].dtype == torch.float32, "the type is that of the values"
+
+
+def test_a_batch_without_differences_teaches_nothing():
+    rewards, groups = torch.tensor([0.7, 0.7, 0.7]), torch.tensor([1, 1, 2])
+    assert not advantages(rewards, groups, baseline="none", scale="batch_std").any()
+    assert not advantages(rewards, groups, baseline="greedy", scale="batch_std", greedy_rewards=torch.tensor([0.0, 0.0, 1.0])).any()
+    assert not advantages(rewards, groups, baseline="batch_mean", scale="none").any()
+    assert advantages(rewards, groups, baseline="none", scale="none").tolist() == rewards.tolist()
+
+
+def test_a_deviation_that_is_not_defined_leaves_the_difference_as_it_is():
+    rewards, groups = torch.tensor([1.0, 3.0]), torch.tensor([1, 1])
+    assert advantages(rewards, groups, ddof=2).tolist() == [-1, 1]
+    assert group_advantages(rewards[None], ddof=2).tolist() == [[-1, 1]]
+
+
+def test_a_deviation_that_rounding_takes_below_zero_is_zero():
+    rewards = torch.tensor([1e8, 0.1, 0.10001], dtype=torch.float64)
+    assert nemo_grpo(rewards, torch.tensor([1, 1, 1])).isfinite().all()
+
+
+def test_max_rl_of_negative_rewards_is_zero():
+    assert max_rl(torch.tensor([-1.0, -3.0, -1.0, 1.0]), torch.tensor([1, 1, 2, 2])).tolist() == [0, 0, 0, 0]
 
 
 def test_max_rl_by_hand():
@@ -290,6 +340,7 @@ def test_gae_with_lambda_one_is_the_reward_to_go_less_the_value():
 
 
 def test_length_adaptive_lambda_by_hand():
+    assert length_adaptive_lambda(torch.tensor([0, 1, 2]), alpha=2.0).tolist() == [0.5, 0.5, 0.75], "nothing is as short as one token"
     assert length_adaptive_lambda(torch.tensor([0, 1, 20, 100]), alpha=0.1).tolist() == pytest.approx([0, 0, 0.5, 0.9])
     with pytest.raises(ValueError, match="alpha must be above 0"):
         length_adaptive_lambda(torch.tensor([1]), alpha=0.0)
@@ -308,11 +359,24 @@ def test_reinforce_plus_plus_by_hand():
     baseline = reinforce_plus_plus(rewards, torch.zeros_like(kl), mask, kl_coef=0.5, group_id=torch.tensor([4, 4]))
     raw = torch.tensor([0.5, 0.5, -0.5])
     assert baseline[mask].tolist() == pytest.approx(((raw - raw.mean()) / raw.std()).tolist(), abs=1e-5)
+    # Two groups of unlike spread: the baseline takes the mean away and leaves the spread.
+    mask, groups = torch.ones(4, 1, dtype=torch.bool), torch.tensor([1, 1, 2, 2])
+    result = reinforce_plus_plus(torch.tensor([5.0, 3.0, 12.0, 0.0]), torch.zeros(4, 1), mask, kl_coef=0.5, group_id=groups)
+    raw = torch.tensor([1.0, -1.0, 6.0, -6.0])
+    assert result[:, 0].tolist() == pytest.approx((raw / raw.std()).tolist(), abs=1e-5)
 
 
 def test_whitening():
     values, mask = torch.tensor([[0.1, 0.1, 5.0], [0.1, 7.0, 0.1]]), torch.tensor([[True, True, False], [True, False, True]])
     assert not whiten(values, mask).any()
+    assert not whiten(values.double(), mask).any(), "not even rounding: 0.1 three times over is not exact in float64"
+    for value in (0.1, -0.1):
+        equal, there = torch.full((1, 4), value, dtype=torch.float64), torch.tensor([[True, True, True, False]])
+        assert not whiten(equal, there).any() and not whiten(equal, torch.ones_like(there)).any()
+    exact = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64)
+    assert whiten(exact, torch.ones(1, 3, dtype=torch.bool)).tolist() == [
+        pytest.approx([(x - 7 / 3) / (math.sqrt(7 / 3) + 1e-6) for x in (1, 2, 4)], rel=1e-12)
+    ]
     assert not whiten(values, torch.zeros_like(mask)).any()
     result = whiten(values, torch.ones_like(mask), ddof=0)
     assert result.mean().item() == pytest.approx(0, abs=1e-6) and result.std(correction=0).item() == pytest.approx(1, abs=1e-5)
@@ -326,3 +390,35 @@ def test_token_forms():
     teacher = torch.tensor([[math.nan, -1.0, -2.0], [0.0, 0.0, 0.0]], requires_grad=True)
     result = opd(teacher, torch.tensor([[0.0, -3.0, -1.0], [0.0, 0.0, math.inf]]), mask)
     assert result.tolist() == [[0, 2, -1], [0, 0, 0]] and not result.requires_grad
+
+
+def test_lengths_of_zero_leave_the_group_mean():
+    rewards, groups = torch.tensor([1.0, 3.0, 0.0, 2.0]), torch.tensor([1, 1, 2, 2])
+    result = advantages(rewards, groups, baseline="length_weighted", scale="none", lengths=torch.tensor([0, 0, 1, 0]))
+    assert result.tolist() == [-1, 1, 0, 2]
+
+
+def test_gdpo_takes_any_baseline_and_scale():
+    components, groups = torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.5, 1.0], [4.0, 4.0]]), torch.tensor([1, 1, 1, 2])
+    for baseline, scale in (("leave_one_out", "none"), ("none", "group_std"), ("group_mean", "none")):
+        total = sum(w * advantages(components[:, k], groups, baseline=baseline, scale=scale).double() for k, w in enumerate((1.0, 0.5)))
+        expected = (total - total.mean()) / total.std()
+        result = gdpo(components, groups, weights=(1.0, 0.5), baseline=baseline, scale=scale)
+        assert result.tolist() == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
+
+
+def test_every_advantage_is_a_constant_and_float32_at_least():
+    rewards, groups, mask = torch.tensor([1.0, 0.0, 2.0, 0.5]).requires_grad_(), torch.tensor([1, 1, 2, 2]), torch.ones(4, 2, dtype=torch.bool)
+    tokens = torch.arange(8.0).view(4, 2).requires_grad_()
+    for result in (
+        *(function(rewards, groups) for function in (advantages, grpo, rloo, dr_grpo, nemo_grpo, max_rl)),
+        *(pass_at_k(rewards, groups, k=k) for k in (1, 2)),
+        advantages(rewards, groups, baseline="greedy", scale="none", greedy_rewards=rewards),
+        gdpo(torch.stack([rewards, rewards], 1), groups, weights=(1.0, 1.0)),
+        group_advantages(rewards.view(2, 2)),
+        whiten(tokens, mask),
+        reinforce_plus_plus(rewards, tokens, mask, kl_coef=0.1),
+        *gae(tokens, tokens, mask),
+        opd(tokens, 2 * tokens, mask),
+    ):
+        assert not result.requires_grad and result.dtype == torch.float32

@@ -266,7 +266,7 @@ def test_the_teacher_is_a_constant():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"direction": "sideways"}, "direction must be one of .* but it is 'sideways'"),
+        ({"direction": "sideways"}, "^direction must be one of .* but it is 'sideways'"),
         ({"direction": "mixed", "mix": 1.5}, r"mix must be in \[0, 1\] for 'mixed', but it is 1.5"),
         ({"direction": "jensen_shannon", "mix": 1.0}, r"mix must be inside \(0, 1\) for 'jensen_shannon', but it is 1.0"),
         ({"temperature": 0.0}, "temperature must be > 0, but it is 0.0"),
@@ -280,5 +280,18 @@ def test_bad_options_are_named(options, message):
 
 
 def test_an_unknown_outside_is_named():
-    with pytest.raises(ValueError, match="outside must be one of 'renormalize', 'rest_mass', 'zero', but it is 'ignore'"):
+    with pytest.raises(ValueError, match=r"^outside must be one of 'renormalize', 'rest_mass', 'zero', but it is 'ignore'"):
         distillation_topk(logits(Q, Q), *topk(logits(P, P), 2), WEIGHTS, outside="ignore")
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_topk_of_other_types_and_its_agreement(outside):
+    """Ids of 16 bits, a float32 teacher of a float64 student; both think token 1 (the second of the list) most likely in two of three."""
+    student = torch.tensor([[[0.2, 0.7, 0.1], [0.3, 0.6, 0.1], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]], dtype=torch.float64).log()
+    logprobs = torch.tensor([[[0.5, 0.5], [0.3, 0.6], [0.3, 0.6], [0.3, 0.6]]]).log()
+    ids = torch.tensor([[[0, 1]] * 4])
+    weights = torch.tensor([[0.0, 0.25, 0.25, 0.5]])
+    output = distillation_topk(student, logprobs, ids.short(), weights, outside=outside)
+    assert output.loss.dtype == torch.float64
+    assert output.loss.item() == pytest.approx(distillation_topk(student, logprobs.double(), ids, weights, outside=outside).loss.item(), rel=1e-5)
+    assert finalize(output.metrics)["top1_agreement"] == pytest.approx(2 / 3)

@@ -80,16 +80,25 @@ def test_the_trainers_own_nan_is_not_hidden():
 
 def test_weights_are_constants():
     prev = torch.zeros(1, 2, requires_grad=True)
-    weights, _ = importance_weights(prev, torch.zeros(1, 2), torch.tensor([[True, True]]))
-    assert not weights.requires_grad
+    for arguments in ((prev, torch.zeros(1, 2)), (torch.zeros(1, 2), prev)):
+        for level in LEVELS:
+            weights, metrics = importance_weights(*arguments, torch.tensor([[True, True]]), level=level)
+            assert not weights.requires_grad
+            assert not any(value.requires_grad for metric in metrics.values() for value in vars(metric).values())
+
+
+def test_the_geometric_mean_of_one_token_is_its_ratio():
+    prev, generation = torch.tensor([[4.0, 9.0]]).log(), torch.zeros(1, 2)
+    weights, _ = importance_weights(prev, generation, torch.tensor([[True, False]]), level="geometric", max=10.0)
+    assert weights.tolist() == [[pytest.approx(4.0), 0.0]]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "word"}, "level must be one of 'token', 'sequence', 'geometric', but it is 'word'"),
-        ({"mode": "drop"}, "mode must be one of 'truncate', 'mask', 'sequence_mask', but it is 'drop'"),
-        ({"min": 3.0}, "0 <= min <= max, but they are 3.0 and 2.0"),
+        ({"level": "word"}, "^level must be one of 'token', 'sequence', 'geometric', but it is 'word'"),
+        ({"mode": "drop"}, "^mode must be one of 'truncate', 'mask', 'sequence_mask', but it is 'drop'"),
+        ({"min": 3.0}, "^min and max must be 0 <= min <= max, but they are 3.0 and 2.0"),
         ({"min": -1.0}, "0 <= min <= max, but they are -1.0 and 2.0"),
     ],
 )

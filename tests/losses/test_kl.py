@@ -88,8 +88,8 @@ def test_score_and_importance_weights_have_the_right_value():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"estimator": "k4"}, "estimator must be"),
-        ({"gradient": "none"}, "gradient must be"),
+        ({"estimator": "k4"}, "^estimator must be"),
+        ({"gradient": "none"}, "^gradient must be"),
         ({"gradient": "importance"}, "generation_logprobs missing"),
         ({"generation_logprobs": torch.zeros(1, 1)}, "generation_logprobs given"),
     ],
@@ -171,3 +171,51 @@ def test_divergences_are_positive_and_the_jensen_shannon_is_bounded(seed, mix):
         assert abs(divergence(p, p, direction=direction, mix=mix).item()) < 1e-12
     assert divergence(p, q, direction="jensen_shannon", mix=mix).item() <= -mix * math.log(mix) - (1 - mix) * math.log(1 - mix) + 1e-12
     torch.testing.assert_close(divergence(p, q, direction="forward"), divergence(q, p, direction="reverse"))
+
+
+def test_mix_concerns_mixed_and_jensen_shannon_only():
+    p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
+    reverse, forward = (divergence(p, q, direction=name).item() for name in ("reverse", "forward"))
+    assert reverse != forward and divergence(p, q).item() == reverse
+    for mix in (0.0, 1.0):
+        assert divergence(p, q, direction="reverse", mix=mix).item() == reverse
+        assert divergence(p, q, direction="forward", mix=mix).item() == forward
+
+
+def test_the_sampler_and_its_clamp_are_constants_of_the_importance_form():
+    mask, reference = torch.tensor([[True]]), torch.tensor([[-2.0]])
+    logprobs, generation = torch.tensor([[-1.0]]).requires_grad_(), torch.tensor([[-31.0]]).requires_grad_()
+    options = {"estimator": "k1", "gradient": "importance", "generation_logprobs": generation}
+    value = kl(logprobs, reference, mask, **options)
+    assert value.item() == pytest.approx(math.exp(20), rel=1e-5), "the ratio is clamped at 20 as well"
+    assert kl(logprobs, reference, mask, **options, input_clamp=None).item() == pytest.approx(math.exp(30), rel=1e-5)
+    near = kl(logprobs, reference, mask, **options | {"generation_logprobs": generation + 30})
+    assert torch.autograd.grad(near.sum(), generation, allow_unused=True) == (None,)
+
+
+def test_an_unknown_direction_is_named():
+    with pytest.raises(ValueError, match=r"^direction must be one of 'forward'"):
+        divergence(torch.zeros(1), torch.zeros(1), direction="sideways")
+
+
+def test_the_ends_of_mixed_do_not_look_at_the_other_side():
+    half, inside = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
+    assert divergence(inside, half, direction="mixed", mix=0.0).item() == pytest.approx(math.log(2))  # forward is infinite
+    assert divergence(half, inside, direction="mixed", mix=1.0).item() == pytest.approx(math.log(2))  # reverse is
+    assert divergence(half, inside, direction="mixed", mix=0.5).item() == math.inf
+
+
+@pytest.mark.parametrize("mix", [0.0, 1.0])
+def test_the_jensen_shannon_needs_both_sides(mix):
+    with pytest.raises(ValueError, match=rf"^mix must be inside \(0, 1\) for 'jensen_shannon', but it is {mix}"):
+        divergence(torch.zeros(1), torch.zeros(1), direction="jensen_shannon", mix=mix)
+    for direction in ("forward", "reverse", "mixed"):
+        assert divergence(torch.zeros(1), torch.zeros(1), direction=direction, mix=mix).item() == 0
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("mix", [0.3, 0.8])
+def test_full_kl_is_the_divergence_of_the_logits(direction, mix):
+    student, reference = torch.randn(2, 1, 3, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = divergence(student.log_softmax(-1), reference.log_softmax(-1), direction=direction, mix=mix)
+    torch.testing.assert_close(full_kl(student, reference, direction=direction, mix=mix)[:, 1:], expected[:, :-1])

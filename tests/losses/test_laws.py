@@ -7,15 +7,13 @@ import ast
 import importlib
 import inspect
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import jaxtyping
 import pytest
 from hypothesis import given, is_hypothesis_test, seed, settings
 
 from nemorl import losses
+from tests.helpers import shapes_checked
 from tests.losses import cases
 from tests.losses.cases import CASES, EXCEPTIONS
 from tests.losses.laws import LAWS
@@ -32,18 +30,9 @@ def test_law(case: str, law: str):
     def holds(drawn: Problem) -> None:
         LAWS[law](CASES[case], drawn)
 
+    # The checks take more time than the losses: 200 examples of each case run under them, the other laws call the same functions without.
     with shapes_checked(law == "1 padding"):
         holds()
-
-
-@contextmanager
-def shapes_checked(on: bool) -> Iterator[None]:
-    """The shape checks take more time than the losses. 200 examples of each case run under them; the other laws call the same functions without."""
-    jaxtyping.config.update("jaxtyping_disable", not on)
-    try:
-        yield
-    finally:
-        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.parametrize(("case", "law"), EXCEPTED, ids=[f"{case}: {law}" for case, law in EXCEPTED])

@@ -27,6 +27,20 @@ from nemorl.losses.logprobs import (
 )
 
 INF = math.inf
+
+
+class Operations(TorchDispatchMode):
+    """The names of all operations that are done."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 SEEDS = st.integers(0, 2**20)
 KINDS = st.builds(
     LogprobKind, st.sampled_from([1.0, 0.5, 1.7]), st.sampled_from([0, 1, 3, 50]), st.sampled_from([1.0, 0.9, 0.4]), st.sampled_from([0.0, 0.1, 0.5])
@@ -105,6 +119,48 @@ def test_filters_by_hand(options, expected):
     assert filter_logits(logits, **options).exp().tolist() == pytest.approx(expected)
 
 
+def test_what_is_off_costs_nothing():
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    assert filter_logits(logits) is logits and filter_logits(logits, top_p=1.0, min_p=0.0, top_k=0, temperature=1.0) is logits
+    assert filter_logits(logits, temperature=2.0).tolist() == [[1.0, 0.5, 0.0]]
+    for options, costly in (({"top_k": 2}, "sort"), ({"min_p": 0.5}, "sort"), ({"top_k": torch.tensor([2])}, "softmax")):
+        with Operations() as done:
+            filter_logits(logits, **options)
+        assert not any(costly in name for name in done.names), (options, done.names)
+    with Operations() as done:
+        filter_logits(logits, top_p=0.5, top_k=torch.tensor([2]))
+    assert all(any(costly in name for name in done.names) for costly in ("sort", "softmax")), "the measure sees them"
+
+
+def test_borders_of_the_filters_in_float64():
+    tenth = torch.tensor([1.0, 0.1], dtype=torch.float64).log()
+    assert filter_logits(tenth, min_p=0.1).isfinite().all(), "at least min_p times the largest"
+    assert filter_logits(torch.tensor([1.0, 0.4], dtype=torch.float64).log(), min_p=0.4).isfinite().all(), "log 0.4 in float32 is a little more"
+    nearly = torch.tensor([0.699999995, 0.300000005], dtype=torch.float64).log()
+    assert filter_logits(nearly, top_p=0.7).isfinite().all(), "0.7 in float32 is a little less"
+    half = torch.tensor([math.log(2), 0.0, 0.0], dtype=torch.float64)
+    assert filter_logits(half, top_p=0.5).tolist() == [math.log(2), -INF, -INF], "half of the mass is there already"
+    far = torch.tensor([[0.0, -50.0], [0.0, -50.0]])
+    assert filter_logits(far, top_p=torch.tensor([1.0, 0.9])).tolist() == [[0.0, -50.0], [0.0, -INF]], "off, although rounding says it is enough"
+
+
+def test_whole_numbers_may_have_16_bits():
+    logits, ids, segments = randn(2, 4, 5), torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]), torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])
+    short = {"segment_ids": segments.short()}
+    for kind in (LogprobKind(), LogprobKind(top_k=2, top_p=0.9)):
+        expected = token_logprobs_and_entropy(logits, ids, segment_ids=segments, kind=kind)
+        for a, b in zip(token_logprobs_and_entropy(logits, ids.short(), **short, kind=kind), expected, strict=True):
+            assert torch.equal(a, b)
+        assert torch.equal(token_logprobs(logits, ids.short(), **short, kind=kind), expected[0])
+        head = torch.eye(5, dtype=torch.float64)
+        for a, b in zip(linear_token_logprobs(logits, head, ids.short(), **short, kind=kind, with_entropy=True), expected, strict=True):
+            torch.testing.assert_close(a, b, **EXACT)
+    plain = token_logprobs(logits, ids, segment_ids=segments)
+    torch.testing.assert_close(vocab_parallel_token_logprobs(logits, ids.short(), **short), plain, **EXACT)
+    top_k, keep = torch.tensor([1, 2]), torch.tensor([4, 4])
+    assert torch.equal(filter_logits(logits[:, 0], top_k=top_k.short(), keep=keep.short()), filter_logits(logits[:, 0], top_k=top_k, keep=keep))
+
+
 def test_equal_logits_stay_or_go_together():
     logits = torch.tensor([1.0, 2.0, 1.0, 0.0])
     assert filter_logits(logits, top_k=2).tolist() == [1, 2, 1, -INF]
@@ -152,9 +208,12 @@ def test_a_filtered_distribution_sums_to_one_over_the_support(seed, kind):
 def test_unlike_kinds_are_not_subtracted():
     values = torch.tensor([-1.0])
     plain, filtered = Logprobs(values, LogprobKind()), Logprobs(values, LogprobKind(top_p=0.9, temperature=0.5))
-    with pytest.raises(LogprobKindError, match=r"temperature: 1.0 and 0.5; top_p: 1.0 and 0.9.*left is LogprobKind\(.*right is LogprobKind\("):
+    with pytest.raises(
+        LogprobKindError,
+        match=r"^left and right log-probabilities are.*temperature: 1.0 and 0.5; top_p: 1.0 and 0.9.*left is LogprobKind\(.*right is LogprobKind\(",
+    ):
         plain - filtered
-    with pytest.raises(ValueError, match=r"prev and generation log-probabilities"):
+    with pytest.raises(ValueError, match=r"^prev and generation log-probabilities.*; compute both with the same temperature and filters$"):
         require_same_support(plain.kind, filtered.kind, what_a="prev", what_b="generation")
     with pytest.raises(LogprobKindError):
         log_ratio(plain, filtered)
@@ -163,8 +222,13 @@ def test_unlike_kinds_are_not_subtracted():
 def test_versions_may_differ_in_a_ratio_only():
     old, new, unknown = (Logprobs(torch.tensor([x]), LogprobKind(policy_version=v)) for x, v in ((-3.0, 1), (-1.0, 2), (-2.0, None)))
     assert log_ratio(new, old).tolist() == [2] and (new - unknown).tolist() == [1] and (new - new).tolist() == [0]
-    with pytest.raises(LogprobKindError, match=r"policy_version: 2 and 1.*use log_ratio"):
+    with pytest.raises(LogprobKindError, match=r"policy_version: 2 and 1.*; for a ratio between two versions use log_ratio$"):
         new - old
+
+
+def test_a_kind_is_filtered_when_some_token_may_be_outside():
+    assert not LogprobKind().filtered and not LogprobKind(temperature=0.5, policy_version=3).filtered
+    assert all(LogprobKind(**options).filtered for options in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}, {"top_k": 5, "top_p": 0.5}))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +266,22 @@ def test_the_chunked_head_is_the_plain_one(seed, batch, seq, kind, chunk, packed
             torch.testing.assert_close(b, a, **EXACT)
     for a, b in zip(*(torch.autograd.grad(r, (hidden, weight)) for r in results), strict=True):
         torch.testing.assert_close(b, a, **EXACT)
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_gradients_for_several_cotangents_at_once_are_those_for_each(chunk):
+    """Sums over chunks grow in place only as this allows it: a gradient may have a batch dimension where hidden states and weight have none."""
+    hidden, weight, ids = randn(1, 6, 4), randn(7, 4, seed=1), torch.tensor([[0, 1, 2, 3, 4, 5]])
+
+    def chunked(hidden, weight):
+        return linear_token_logprobs(hidden, weight, ids, chunk=chunk)[0]
+
+    one_by_one = torch.autograd.functional.jacobian(chunked, (hidden, weight))
+    for together in (
+        torch.autograd.functional.jacobian(chunked, (hidden, weight), vectorize=True),
+        torch.func.jacrev(chunked, (0, 1))(hidden, weight),
+    ):
+        torch.testing.assert_close(together, one_by_one, **EXACT)
 
 
 @pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.9, min_p=0.02)])
@@ -254,6 +334,21 @@ def test_either_output_may_go_without_a_gradient(kind, used):
             torch.testing.assert_close(got, value, **EXACT)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(with_entropy):
+    hidden, weight, ids = randn(2, 4, 3), randn(5, 3, seed=1), torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]])
+
+    def gradient_of(trained: str):
+        h, w = (x.clone().requires_grad_(name in trained) for name, x in (("hidden", hidden), ("weight", weight)))
+        logprobs, entropies = linear_token_logprobs(h, w, ids, chunk=2, with_entropy=with_entropy)
+        (logprobs.sum() + (entropies.sum() if with_entropy else 0)).backward()
+        return h.grad, w.grad
+
+    both, only_hidden, only_weight = gradient_of("hidden weight"), gradient_of("hidden"), gradient_of("weight")
+    assert torch.equal(only_hidden[0], both[0]) and only_hidden[1] is None
+    assert torch.equal(only_weight[1], both[1]) and only_weight[0] is None
+
+
 class LargestTensor(TorchDispatchMode):
     """The number of elements of the largest tensor that any operation made, and how many had that many."""
 
@@ -277,6 +372,10 @@ def test_an_entropy_that_is_only_reported_costs_nothing_backward():
             logprobs.sum().backward()
         operations.append((made.numel, made.count))
     assert operations[0] == operations[1]
+    values = linear_token_logprobs(hidden, weight, ids, chunk=16, with_entropy=True)
+    with LargestTensor() as made:
+        sum(value.sum() for value in values).backward()
+    assert made.count > operations[0][1], "the measure sees what the entropy's gradient costs"
 
 
 @pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.9, min_p=0.02)])
@@ -350,12 +449,22 @@ def test_vocabulary_parallel_with_one_process_is_the_plain_form(seed, temperatur
     torch.testing.assert_close(vocab_parallel_token_logprobs(logits, ids, segment_ids=segments, temperature=temperature), expected, **EXACT)
 
 
+def test_vocabulary_parallel_keeps_to_numbers_that_float32_holds():
+    logits = torch.tensor([[[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]]])
+    for token, expected in enumerate((0.0, -1e4, -2e4)):
+        assert vocab_parallel_token_logprobs(logits, torch.tensor([[0, token]])).tolist() == [[0.0, expected]]
+
+
 def _shard_of_the_vocabulary(rank: int, store: str, results: str):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     logits = randn(2, 4, 6)[..., 3 * rank : 3 * rank + 3].clone().requires_grad_()
     values = vocab_parallel_token_logprobs(logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), dist.group.WORLD, temperature=0.7)
     (values * torch.arange(8.0).view(2, 4)).sum().backward()
     torch.save((values.detach(), logits.grad), f"{results}{rank}")
+    # Each process in a group of its own: nothing of the other may come in.
+    alone, own = [dist.new_group([other]) for other in range(2)][rank], (rank + 1) * randn(1, 3, 6)
+    plain = token_logprobs(own, torch.tensor([[0, 1, 2]]))
+    torch.testing.assert_close(vocab_parallel_token_logprobs(own, torch.tensor([[0, 1, 2]]), alone), plain, **EXACT)
     dist.destroy_process_group()
 
 

@@ -31,8 +31,11 @@ def test_sequence_mean_of_packed_rows():
 
 
 def test_constant_length_counts_all_sequences_also_those_without_tokens():
+    assert constant_weights(MASK, length=1).unique().tolist() == pytest.approx([0, 1 / 3])
     assert constant_weights(MASK, length=4).unique().tolist() == pytest.approx([0, 1 / 12])
     assert constant_weights(PACKED_MASK, PACKED_SEGMENTS, length=2).unique().tolist() == [0, 1 / 8]
+    one = torch.ones(1, 4, dtype=torch.long)
+    assert constant_weights(MASK[:1], length=2).tolist() == constant_weights(MASK[:1], one, length=2).tolist() == [[0, 0.5, 0.5, 0]]
 
 
 def test_group_mean_of_rows_and_of_packed_tokens():
@@ -80,6 +83,7 @@ def test_segments():
     values = torch.tensor([[1.0, 2.0, 3.0, 9.0, 9.0], [9.0, 4.0, 5.0, 6.0, 7.0]])
     assert segment_sum(values, ids).tolist() == [[3, 3, 3, 0, 0], [0, 4, 18, 18, 18]]
     assert segment_sum(values).tolist() == [[24] * 5, [31] * 5]
+    assert torch.equal(segment_sum(values, ids.short()), segment_sum(values, ids)), "16 bits are enough"
     assert segment_sum(ids > 0, ids).tolist() == [[2, 2, 1, 0, 0], [0, 1, 3, 3, 3]]
     mask = torch.tensor([[True, False, False, True, True], [True, True, True, False, True]])
     assert segment_mean(values, mask, ids).tolist() == [[1, 1, 0, 0, 0], [0, 4, 6, 6, 6]]

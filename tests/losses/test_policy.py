@@ -198,10 +198,10 @@ def test_constants_get_no_gradient(loss):
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
-        (policy.clipped, {"clip_low": -0.1}, "clip_low must be >= 0, but it is -0.1"),
-        (policy.gspo, {"clip_high": -1.0}, "clip_high must be >= 0, but it is -1.0"),
+        (policy.clipped, {"clip_low": -0.1}, "^clip_low must be >= 0, but it is -0.1"),
+        (policy.gspo, {"clip_high": -1.0}, "^clip_high must be >= 0, but it is -1.0"),
         (policy.gspo_token, {"dual_clip": 1.0}, "dual_clip must be > 1, but it is 1.0"),
-        (policy.cispo, {"clip_low": -0.1}, "clip_low must be >= 0"),
+        (policy.cispo, {"clip_low": -0.1}, "^clip_low must be >= 0"),
     ],
 )
 def test_bad_options_are_named(loss, options, message):
@@ -332,3 +332,55 @@ def test_masked_slots_are_not_read(loss, importance, bad):
     assert output.loss.isfinite()
     assert gradient(output, now) == pytest.approx([-1.0 if importance is None else -2.0, 0.0])
     assert all(math.isfinite(value) for value in finalize(output.metrics).values())
+
+
+def test_a_ratio_on_the_border_is_not_counted_as_clipped():
+    now, prev = ratios(1.0)
+    for advantage in (1.0, -1.0):
+        for loss in (policy.clipped, policy.cispo):
+            metrics = finalize(loss(now, prev, row(advantage), row(1.0), clip_low=0.0, clip_high=0.0).metrics)
+            assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
+    prev = row(0.0)
+    now = prev + row(2.0).log()
+    assert now.exp().item() == 2.0
+    assert finalize(policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=2.0).metrics)["clip_fraction_dual"] == 0
+    assert finalize(policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=1.5).metrics)["clip_fraction_dual"] == 1
+
+
+def test_a_clip_of_zero_is_allowed_and_holds_the_ratio_at_one():
+    now, prev = ratios(1.5, 0.5)
+    assert policy.clipped(now, prev, row(1.0, -1.0), row(1.0, 1.0), clip_low=0.0, clip_high=0.0).loss.item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_dropped_tokens_loss_may_be_infinite():
+    now = row(-1.0, -INF).requires_grad_()  # a token that the current policy excludes
+    output = policy.cispo(now, row(-1.0, -1.0), row(1.0, 1.0), row(0.5, 0.5), row(1.0, 0.0))
+    assert output.loss.item() == pytest.approx(0.5) and gradient(output, now) == [-0.5, 0.0]
+
+
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+def test_metrics_hold_no_graph(loss):
+    now, prev = ratios(1.1, 0.7)
+    output = loss(now, prev, row(1.0, -1.0), row(0.5, 0.5), importance_weights=row(1.0, 0.5).requires_grad_()) + terms.kl_loss(
+        now, prev, row(0.5, 0.5), coef=0.1
+    )
+    assert output.loss.requires_grad
+    assert not any(value.requires_grad for metric in output.metrics.values() for value in vars(metric).values())
+
+
+def test_on_policy_is_a_constant():
+    logprobs = row(-1.0, -2.0).requires_grad_()
+    assert torch.equal(policy.on_policy(logprobs), logprobs) and not policy.on_policy(logprobs).requires_grad
+
+
+def test_without_an_advantage_nothing_counts_as_clipped():
+    now, prev = ratios(0.1, 10.0)
+    metrics = finalize(policy.clipped(now, prev, row(0.0, 0.0), row(0.5, 0.5), dual_clip=2.0).metrics)
+    assert [metrics[f"clip_fraction_{name}"] for name in ("low", "high", "dual")] == [0, 0, 0]
+
+
+def test_kl_loss_passes_its_clamps_on():
+    far = {"coef": 1.0, "estimator": "k1", "output_clamp": None}
+    assert terms.kl_loss(row(0.0), row(-50.0), row(1.0), **far).loss.item() == 20.0
+    assert terms.kl_loss(row(0.0), row(-50.0), row(1.0), **far, input_clamp=30.0).loss.item() == 30.0
+    assert terms.kl_loss(row(0.0), row(-50.0), row(1.0), coef=1.0, estimator="k1").loss.item() == 10.0

@@ -46,6 +46,11 @@ class TestSequenceLogprobs:
         averaged = preference.sequence_logprobs(self.logprobs, self.mask, segments, num_sequences=5, average=True)
         assert averaged.tolist() == [-1.0, -3.0, -8.0, 0.0, -32.0]
 
+    def test_padding_is_no_sequence_whatever_the_mask_says(self):
+        logprobs, segments = torch.tensor([[-1.0, -2.0, -99.0], [-4.0, -99.0, -99.0]]), torch.tensor([[1, 2, 0], [1, 0, 0]])
+        result = preference.sequence_logprobs(logprobs, torch.ones_like(segments, dtype=torch.bool), segments, num_sequences=3, average=True)
+        assert result.tolist() == [-1.0, -2.0, -4.0]
+
     def test_gradient_reaches_the_masked_tokens_only(self):
         logprobs = self.logprobs.clone().requires_grad_()
         preference.sequence_logprobs(logprobs, self.mask).sum().backward()
@@ -242,9 +247,35 @@ def test_an_sft_term_is_added_by_the_caller():
     [
         (lambda: preference.dpo(*PAIR, ONE, label_smoothing=0.5), r"label_smoothing must be in \[0, 0.5\), but it is 0.5"),
         (lambda: preference.simpo(*PAIR[:2], ONE, label_smoothing=-0.1), r"label_smoothing must be in \[0, 0.5\), but it is -0.1"),
-        (lambda: preference.ipo(*PAIR, ONE, beta=0.0), "beta must be > 0, but it is 0"),
+        (lambda: preference.ipo(*PAIR, ONE, beta=0.0), "^beta must be > 0, but it is 0"),
     ],
 )
 def test_bad_options_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_accuracy_counts_the_pairs_with_the_chosen_one_ahead_and_no_ties():
+    chosen, rejected = torch.tensor([1.0, 2.0, 3.0, 5.0, 0.0]), torch.tensor([0.0, 1.0, 4.0, 5.0, 9.0])
+    weights = torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0])
+    zero = torch.zeros(5)
+    for output in (preference.dpo(chosen, rejected, zero, zero, weights), preference.bradley_terry(chosen, rejected, weights)):
+        assert finalize(output.metrics)["accuracy"] == 0.5
+    assert finalize(preference.dpo(chosen, rejected, chosen, rejected, weights).metrics)["accuracy"] == 0
+
+
+@pytest.mark.parametrize(("loss", "scale"), [("dpo", 0.1), ("ipo", 0.1), ("hinge", 0.1), ("simpo", 2.0), ("orpo", 0.1), ("bradley_terry", 1.0)])
+def test_rewards_are_reported_in_their_units_and_hold_no_graph(loss, scale):
+    chosen, rejected = one(-2.0).requires_grad_(), one(-5.0).requires_grad_()
+    reference = (one(0.0), one(0.0)) if loss in ("dpo", "ipo", "hinge") else ()
+    output = getattr(preference, loss)(chosen, rejected, *reference, ONE)
+    assert finalize(output.metrics) == pytest.approx(
+        {"accuracy": 1.0, "margin": 3 * scale, "chosen_reward": -2 * scale, "rejected_reward": -5 * scale}, rel=1e-6
+    )
+    assert not any(value.requires_grad for metric in output.metrics.values() for value in vars(metric).values())
+
+
+def test_what_kto_and_bradley_terry_compare_with_is_a_constant():
+    policy, other = one(1.0).requires_grad_(), one(0.5).requires_grad_()
+    for output in (preference.kto(policy, other, torch.tensor([True]), ONE), preference.bradley_terry(policy, one(0.0), ONE, other)):
+        assert torch.autograd.grad(output.loss, [policy, other], allow_unused=True)[1] is None

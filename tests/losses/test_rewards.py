@@ -59,3 +59,10 @@ def test_dynamic_sampling_keeps_whole_groups():
 def test_a_group_is_informative_when_two_of_its_rewards_differ(rows):
     expected = [any(g == group and r != reward for g, r in rows) for group, reward in rows]
     assert informative_groups(torch.tensor([r for _, r in rows]), torch.tensor([g for g, _ in rows])).tolist() == expected
+
+
+def test_the_ends_of_every_range_are_allowed():
+    assert overlong_penalty(torch.tensor([0, 5, 10]), max_length=10, buffer=10, penalty=1.0).tolist() == [0, -0.5, -1]
+    assert overlong_penalty(torch.tensor([10]), max_length=10, buffer=5, penalty=0.0).tolist() == [0]
+    rewards, truncated = torch.tensor([1.0, 2.0]), torch.tensor([False, True])
+    assert stop_properly(rewards, truncated, factor=0.0).tolist() == [1, 0] and stop_properly(rewards, truncated, factor=1.0).tolist() == [1, 2]

@@ -17,6 +17,7 @@ def test_by_hand():
     assert output.loss.item() == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(4))
     assert torch.autograd.grad(output.loss, logprobs)[0].tolist() == [[-0.5, -0.25, 0.0]]
     assert finalize(output.metrics) == pytest.approx({"nll": 1.5 * math.log(2), "token_probability": 0.375, "num_tokens": 2.0})
+    assert all(value.dtype == torch.float32 and not value.requires_grad for metric in output.metrics.values() for value in vars(metric).values())
 
 
 def test_is_torchs_cross_entropy():

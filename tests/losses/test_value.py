@@ -22,6 +22,9 @@ def row(*values: float) -> torch.Tensor:
         (0.0, 1.0, 3.0, 0.5, 0.5 * 3.0**2, -3.0),  # moved too far away: the larger one is the unclipped
         (2.0, 1.0, 3.0, None, 0.5, -1.0),
         (3.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 0.0),
+        (0.0, 1.0, -1.0, 0.5, 0.5 * 1.5**2, 0.0),  # the same downwards
+        (1.25, 1.0, 0.0, 0.5, 0.5 * 1.25**2, 1.25),
+        (-1.25, -1.0, 0.0, 0.5, 0.5 * 1.25**2, -1.25),
     ],
 )
 def test_by_hand(value, old, target, clip, loss, slope):
@@ -70,3 +73,12 @@ def test_only_the_values_are_trained():
 def test_bad_clip_is_named():
     with pytest.raises(ValueError, match="clip must be > 0 or None, but it is 0"):
         value_loss(row(1.0), row(1.0), row(1.0), row(1.0), clip=0.0)
+
+
+def test_the_clip_fraction_counts_where_the_clipped_square_is_the_larger():
+    values, old, returns, weights = row(2.0, 1.0, 1.0, 0.0), row(1.0, 1.0, 1.0, 1.0), row(3.0, 3.0, 3.0, 3.0), torch.full((1, 4), 0.25)
+    assert finalize(value_loss(values, old, returns, weights, clip=0.5).metrics)["value_clip_fraction"] == 0.25  # the first
+    output = value_loss(values, old, returns, weights, clip=None)
+    assert finalize(output.metrics)["value_clip_fraction"] == 0
+    output = value_loss(values.requires_grad_(), old, returns, weights)
+    assert output.loss.requires_grad and not any(value.requires_grad for metric in output.metrics.values() for value in vars(metric).values())

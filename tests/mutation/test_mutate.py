@@ -1,0 +1,140 @@
+"""The mutants of small sources, and that a mutant is really in the way when the tests run."""
+
+import sys
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+from tests.mutation import session
+from tests.mutation.mutate import mutants_of
+
+
+def changes(line: str, *, before: str = "") -> list[str]:
+    """Every mutated form of the body of `def f(x, y)`; `before` are further lines of it."""
+    lines = [f"    {text}\n" for text in (*before.splitlines(), line)]
+    source = ("def f(x, y):\n" + "".join(lines)).encode()
+    return [mutant.apply(source).decode().splitlines()[-1].strip() for mutant in mutants_of("a.py", source) if mutant.line == 1 + len(lines)]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("g(x < y)", ["g((x <= y))", "g((x >= y))"]),
+        ("g(x is y)", ["g((x is not y))"]),
+        ("g(x + y)", ["g((x - y))"]),
+        ("g(x & y)", ["g((x | y))"]),
+        ("g(x and y)", ["g((x or y))"]),
+        ("g(not x)", ["g(x)"]),
+        ("g(3)", ["g(4)", "g(2)"]),
+        ("g(0)", ["g(1)"]),
+        ("g(-1)", ["g(0)", "g(-2)"]),
+        ("g(0.0, 1e-6)", ["g(1.0, 1e-6)", "g(0.0, 2e-06)"]),
+        ("g(True)", ["g(False)"]),
+        ("g('a')", ["g('XXa')"]),
+        ("g(x if y else 'a')", ["g(x if (not y) else 'a')", "g(x if y else 'XXa')"]),
+        ("g([z for z in x if z])", ["g([z for z in x if (not z)])"]),
+        ("g(x[y:])", ["g(x[:])"]),
+        ("g(x, dim=y)", ["g(x)"]),
+        ("g(x, keepdim=True)", ["g(x, keepdim=False)"]),
+        ("g(x.min(y))", ["g(x.max(y))"]),
+        ("g(x.detach())", ["g(x)"]),
+        ("g(torch.where(x, y, z))", ["g(y)"]),
+        ("g(torch.float32)", ["g(torch.float64)"]),
+        ("x = y", ["pass"]),
+        ("z = y", []),  # without it there is no z: any test would see that
+        ("x += y", ["pass", "x -= y"]),
+        ("raise ValueError('text')", ["pass"]),
+        ("return x", ["return None"]),
+        ("return None", []),
+        ("'a docstring'", []),
+        ("assert x > 1", []),
+        ("del x", []),
+        ("z = f'{x + 1}'", []),
+        ("z: list[int] = y", []),
+        ("g(zip(x, y, strict=True))", []),
+        ("g(torch.zeros(x, device=y))", ["g(torch.ones(x, device=y))"]),
+    ],
+)
+def test_operators(line: str, expected: list[str]):
+    found = changes(line)
+    assert [text for text in found if text != "pass" or line[0] != "g"] == expected
+
+
+def test_a_condition_is_negated_at_its_border_or_as_a_whole():
+    source = b"def f(x):\n    if x:\n        g()\n    while x < 1:\n        g()\n"
+    assert [(mutant.line, mutant.text) for mutant in mutants_of("a.py", source) if mutant.line in (2, 4)] == [
+        (2, "(not x)"),
+        *((4, text) for text in ("(x <= 1)", "(x >= 1)", "2", "0")),
+    ]
+
+
+def test_what_is_not_executed_as_it_stands_is_left_alone():
+    source = b"from a import b\n__all__ = ['b']\nA = Literal['a']\nB = int | str\n@overload\ndef f(x: int = 1): ...\nif TYPE_CHECKING:\n    C = 1\n"
+    assert mutants_of("a.py", source) == []
+
+
+def test_where_a_mutant_is():
+    lines = (
+        "class A:",
+        "    b = 1",
+        "",
+        "    def f(self, x=7):",
+        "        # π",
+        "        def g():",
+        "            return x * 'é' * 4",
+        "        return g",
+    )
+    source = "\n".join(lines).encode()
+    mutants = {mutant.text: mutant for mutant in mutants_of("a.py", source)}
+    assert (mutants["5"].where, mutants["5"].in_body, mutants["5"].lines) == ("A.f", True, (7, 7))
+    assert (mutants["8"].where, mutants["8"].in_body, mutants["8"].lines) == ("A.f", False, (6, 8)), "a default matters wherever the body runs"
+    assert (mutants["0"].where, mutants["0"].in_body) == ("", False)
+    assert b"'XX\xc3\xa9'" in mutants["'XXé'"].apply(source) and b"* 4" in mutants["'XXé'"].apply(source)
+
+
+def test_names_are_unique_and_stay_when_other_lines_change():
+    source = b"def f(x):\n    g(1, 1)\n"
+    names = [mutant.name for mutant in mutants_of("a.py", source)]
+    assert len(set(names)) == len(names) and any("(#2)" in name for name in names)
+    assert [mutant.name for mutant in mutants_of("a.py", b"import b\n\n\n" + source)] == names
+
+
+def test_the_live_function_gets_the_mutants_code(monkeypatch: pytest.MonkeyPatch):
+    from nemorl.data import batch
+    from nemorl.data.padding import round_up as as_imported
+
+    path = session.ROOT / "nemorl/data/padding.py"
+    source = path.read_bytes()
+    mutant = next(mutant for mutant in mutants_of("nemorl/data/padding.py", source) if mutant.where == "round_up" and mutant.operator == "unary")
+    function: Any = as_imported
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    monkeypatch.setattr(function, "__code__", function.__code__)  # put back after the test
+    assert as_imported(5, 4) == 8
+    functions: dict[tuple[str, str, int], list[FunctionType]] = {(str(path), "round_up", function.__code__.co_firstlineno): [function]}
+    assert session.swap(mutant, source, functions)
+    assert as_imported(5, 4) == -8 and batch.round_up is as_imported
+
+
+def test_results_of_a_fork(monkeypatch: pytest.MonkeyPatch):
+    assert session.in_fork(lambda: "test_x") == ("killed", "test_x")
+    assert session.in_fork(lambda: "") == ("survived", "")
+    assert session.in_fork(lambda: sys.exit(3))[0] == "crash"
+    monkeypatch.setattr(session, "MEMORY", 1 << 28)
+    assert session.in_fork(lambda: str(len(bytearray(1 << 30)))) == ("crash", "1"), "memory has a bound"
+
+
+def test_an_endless_test_is_ended():
+    class Item:
+        nodeid = "endless"
+
+    def endless(*_: Any, **__: Any) -> Any:
+        while True:
+            pass
+
+    def run() -> str:
+        session.runtestprotocol = endless
+        return session.first_failure([Item()], {"endless": -0.25})  # type: ignore[list-item]
+
+    assert session.in_fork(run) == ("timeout", "")

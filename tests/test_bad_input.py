@@ -162,7 +162,7 @@ SETTINGS = {
         r"num_generations_per_prompt must be at least 2 .*but it is 1: a group of one teaches nothing; use 2", num_generations_per_prompt=1
     ),
     "a batch that doesn't divide": grpo_setting(
-        r"train_global_batch_size must divide the 24 responses of a rollout batch, but it is 7: so that", train_global_batch_size=7
+        r"train_global_batch_size must divide the 24 responses of a rollout batch \(.*\), but it is 7: so that", train_global_batch_size=7
     ),
     "greedy training": grpo_setting(r"generation\.temperature must be above 0 for training, but it is 0\.0: greedy", generation={"temperature": 0.0}),
     "no room for the prompt": grpo_setting(

@@ -66,6 +66,12 @@ def test_an_int_is_a_float_and_a_list_a_tuple() -> None:
     assert isinstance(config.kl.coef, float) and config.generation.stop_strings == ("a",) and config.generation.stop_token_ids == (1, 2)
 
 
+def test_a_commit_is_no_number(tmp_path: Path) -> None:
+    """13e3c19… begins like one."""
+    (tmp_path / "a.yaml").write_text("environment: {commit: 13e3c196936031fc5a55466bad49d9578c6bc4ce}\nrun: {dir: 1e5x}\n")
+    assert load_config(GRPOConfig, tmp_path / "a.yaml").run.dir == "1e5x"
+
+
 @pytest.mark.parametrize(
     "text, value", [("1e-5", 1e-5), ("1E-5", 1e-5), ("1.5e3", 1500.0), ("+.5e0", 0.5), ("3", 3.0), ("0.1", 0.1), ("1.e-5", 1e-5)]
 )

@@ -15,10 +15,10 @@ from tests.runtime.runs import addition_rows, sft_config, start
 
 def test_it_learns_its_demonstrations(tmp_path: Path):
     """35 different sums: the loss falls on rows that were held out only because they are among those trained on; every answer becomes right."""
-    config = sft_config(tmp_path, steps=120, run={"val_period": 60, "export": True})
+    config = sft_config(tmp_path, steps=180, run={"val_period": 90, "export": True})
     result = start(config, validation=addition_rows(35), scale=1.0)
     validations = [line for line in result.history if line["phase"] == "validation"]
-    assert [line["step"] for line in validations] == [60, 120]
+    assert [line["step"] for line in validations] == [90, 180]
     assert validations[-1]["loss"] < 0.2
     assert result.metrics["val_accuracy"] > 0.9
     assert result.metrics["loss"] < result.history[0]["loss"] / 5

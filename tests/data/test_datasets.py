@@ -99,6 +99,12 @@ def test_a_prompt_is_not_trained_on_even_where_the_assistant_says_something_in_i
         assert trained_text(tokenizer, whole) == ["b<|im_end|>", "d<|im_end|>"]
 
 
+def test_a_prompt_of_the_assistants_own_words_is_not_trained_on():
+    tokenizer = character_tokenizer(MARKED)
+    row = {"prompt": [{"role": "assistant", "content": "b"}], "response": "d"}
+    assert trained_text(tokenizer, to_examples([row], tokenizer)[0]) == ["d<|im_end|>"]
+
+
 def test_a_response_may_be_messages():
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     wanted = to_examples([{"prompt": [user], "response": "b"}], TOKENIZER)
@@ -117,6 +123,9 @@ def test_a_rows_tools_reach_the_template():
         row = {"prompt": messages[:1], "tools": given}
         assert tokenizer.decode(to_prompts([row], tokenizer)[0]) == "add useraassistant"
         assert tokenizer.decode(to_examples([{"messages": messages, "tools": given}], tokenizer)[0].input_ids) == "add useraassistantb"
+    marked = character_tokenizer(template.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"))
+    example = to_examples([{"messages": messages[1:], "tools": tools}], marked)[0]
+    assert marked.decode(example.input_ids) == "add assistantb" and trained_text(marked, example) == ["b"]
     for wrong, message in (("[", "JSON text"), (5, "a list of tools"), (["add"], "a list of tools")):
         with pytest.raises(ValueError, match=f"row 1: tools must be .*{message}"):
             to_prompts([{"prompt": messages[:1], "tools": wrong}], tokenizer)

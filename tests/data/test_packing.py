@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from nemorl.data.batch import take
 from nemorl.data.bins import ALGORITHMS
 from nemorl.data.packing import num_segments, pack, pack_plan, unpack
 from tests.data.batches import SPECS, assert_equal, batch_of, built, tokens_of
@@ -131,6 +132,10 @@ def test_worked_plans():
     assert pack_plan(lengths, 10, num_rows_multiple=4) == ((1,), (0, 3), (4, 5), (2,))
     assert pack_plan([5, 5], 10, num_rows_multiple=4) == ((0,), (1,), (), ())
     assert pack_plan([1, 1], 10, num_rows_multiple=2) == ((0,), (1,))
+    assert pack_plan([1, 2, 3], 6, num_rows_multiple=2) == ((2,), (0, 1)), "halves of three tokens each"
+    # The fullest row first, then the fuller half of it before a row that holds less.
+    assert pack_plan([1, 2, 2, 2], 4, algorithm="concatenative", num_rows_multiple=3) == ((0, 1), (2,), (3,))
+    assert pack_plan([2, 2, 2, 2, 1, 2], 8, algorithm="concatenative", num_rows_multiple=4) == ((0,), (4, 5), (1, 3), (2,))
     assert pack_plan([], 10, num_rows_multiple=4) == ()
 
 
@@ -332,6 +337,7 @@ def test_rows_without_a_token_come_back():
     assert unpack(torch.zeros(1, 0), ((0, 1),), [0, 0]).shape == (2, 0)
     assert unpack(torch.zeros(0, 0), (), []).shape == (0, 0)
     assert num_segments(torch.zeros(2, 0, dtype=torch.long)).tolist() == [0, 0]
+    assert pack(take(batch_of([2]), []), ()).input_ids.shape == (0, 0)
     empty = batch_of([0, 0])
     packed = pack(empty, ((0, 1),))
     assert packed.input_ids.shape == (1, 0)

@@ -58,3 +58,9 @@ def test_errors_name_the_sequence():
         unpad(torch.zeros(2, 3), [1, 4])
     with pytest.raises(ValueError, match="got 1 lengths"):
         unpad(torch.zeros(2, 3), [1])
+
+
+def test_no_sequence_at_all_and_lists_beside_tensors():
+    padded, lengths = pad([], value=0)
+    assert padded.shape == (0, 0) and lengths.tolist() == []
+    assert pad([torch.tensor([1]), [2, 3]], value=0)[0].tolist() == pad([[1], torch.tensor([2, 3])], value=0)[0].tolist() == [[1, 0], [2, 3]]

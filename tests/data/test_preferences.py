@@ -100,6 +100,42 @@ def test_conversations_part_where_the_assistant_last_said_the_same():
     assert pair_rows([{"chosen": same, "rejected": same}])[0]["prompt"] == [user("a")], "no preference, but no error either"
 
 
+def test_an_answer_that_goes_on_where_the_other_ends():
+    talk = [user("a"), assistant("b"), user("c"), assistant("d")]
+    (row,) = pair_rows([{"chosen": talk[:2], "rejected": talk}])
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (talk[:1], talk[1:2], talk[1:])
+
+
+def test_two_messages_of_the_assistant_in_a_row():
+    begin = [user("a"), assistant("b")]
+    (row,) = pair_rows([{"chosen": [*begin, assistant("c")], "rejected": [*begin, assistant("d")]}])
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (begin, [assistant("c")], [assistant("d")])
+
+
+def test_rows_of_one_set_belong_to_it():
+    assert [row.source for row in pair_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])] == [0]
+
+
+def test_a_verdict_on_a_conversation():
+    (row,) = labelled_rows([{"messages": [user("a")], "response": "b", "label": " true "}])
+    assert (row["prompt"], row["response"], row["label"]) == ([user("a")], "b", True)
+
+
+def test_errors_name_the_column():
+    answers = {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")]}
+    for column in ("chosen", "rejected"):
+        with pytest.raises(ValueError, match=f"^row 1: {column} must be a list of messages"):
+            pair_rows([answers | {column: 5}])
+    ranked = [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}]
+    for row, message in (
+        ({"context": 5, "completions": ranked}, "context must be a list of messages"),
+        ({"context": "a", "completions": [*ranked, {"completion": "d"}]}, "completions must be a list of"),
+        ({"context": "a", "completions": [*ranked, {"rank": "last", "completion": "d"}]}, r"rank must be a number, .* got ranks \[0, 1, 'last'\]"),
+    ):
+        with pytest.raises(ValueError, match=f"^row 1: {message}"):
+            pair_rows([row])
+
+
 def test_all_pairs_of_unlike_rank():
     completions = [{"rank": rank, "completion": str(rank) + suffix} for rank, suffix in ((2, ""), (0, ""), (1, "x"), (1, "y"))]
     rows = pair_rows([Row({"context": "a", "completions": completions, "id": 7}, origin="a.jsonl, line 3", source=1)])

@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
+from torch.utils import _pytree as pytree
 
 from nemorl.data.batch import take, trim
 from nemorl.data.packing import pack
@@ -82,6 +83,7 @@ def test_attention_cost_moves_rows_that_tokens_alone_would_not():
     lengths = [100, 60, 50, 40, 30, 20]
     assert shard_by_rank(batch_of(lengths), 2, quadratic=0.0) == ((0, 3, 5), (1, 2, 4))  # 160 and 140 tokens
     assert shard_by_rank(batch_of(lengths), 2, quadratic=1.0) == ((0, 4, 5), (1, 2, 3))  # 150 and 150 tokens; squares 11300 and 7700
+    assert shard_by_rank(batch_of(lengths), 2, linear=1e6, quadratic=1.0) == ((0, 3, 5), (1, 2, 4)), "again as if the tokens alone counted"
 
 
 @given(st.integers(0, 99), st.sampled_from([2, 4, 8]))
@@ -112,3 +114,20 @@ def test_errors_say_what_is_wrong():
 
 def test_a_batch_without_columns_costs_nothing():
     assert row_costs(batch_of([0, 0])) == (0.0, 0.0)
+
+
+def test_rows_that_cost_nothing_are_spread_as_well():
+    assert [len(part) for part in balance([0.0] * 5, 4)] == [2, 1, 1, 1]
+
+
+def test_what_cannot_be_halved_is_followed_by_empty_ones():
+    assert split_microbatches(batch_of([3]), rows=1, min_microbatches=3) == ((0,), (), ())
+    assert split_microbatches(take(batch_of([3]), []), rows=2, min_microbatches=2) == ((), ())
+
+
+def test_a_budget_counts_padding_on_the_left_unless_rows_are_packed():
+    batch = batch_of([2], width=4)
+    shifted = pytree.tree_map_only(torch.Tensor, lambda values: torch.roll(values, 1, -1), batch)
+    assert split_microbatches(shifted, token_budget=2, packed=True) == ((0,),)
+    with pytest.raises(ValueError, match="row 0 has 3 tokens, token_budget is 2"):
+        split_microbatches(shifted, token_budget=2)

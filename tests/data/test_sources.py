@@ -8,7 +8,7 @@ import pytest
 
 from nemorl.data.datasets import load_rows
 from nemorl.data.rows import Row, origin_of
-from nemorl.data.sources import has_splits, sources_of
+from nemorl.data.sources import has_splits, short, sources_of
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}]
 
@@ -82,7 +82,7 @@ def test_an_unreachable_hub_is_an_error_that_names_the_set(monkeypatch):
         raise ConnectionError("offline")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"can't load 'openai/gsm8k'.*offline"):
+    with pytest.raises(ValueError, match=r"can't load 'openai/gsm8k'.*offline$"):
         load_rows("openai/gsm8k")
 
 
@@ -105,6 +105,7 @@ def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
         ("bad.json", '{"a": 1}', r"bad\.json, line 1: a \.json file must hold a list"),
         ("bad.json", "[1]", r"bad\.json, row 1: a row must be a dict"),
         ("bad.csv", "a,b\n1,2\n3\n", r"bad\.csv, line 3: the header has 2 columns, this row has 1"),
+        ("bad.csv", "a,b,c\n1,2\n", r"bad\.csv, line 2: the header has 3 columns, this row has 2"),
         ("bad.csv", "a,b\n1,2,3,4\n", r"bad\.csv, line 2: the header has 2 columns, this row has 4"),
         ("bad.csv", 'a,b\n1,"2\n', r"bad\.csv, line 2: not CSV"),
         ("bad.csv", "a,b\n", "holds no rows"),
@@ -119,7 +120,7 @@ def test_malformed_files_are_named_with_their_line(tmp_path, name, text, message
 def test_text_that_is_not_utf8_is_named(tmp_path):
     for name in ("bad.jsonl", "bad.json", "bad.csv"):
         (tmp_path / name).write_bytes(b'{"a": "\xff"}\n')
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=f"{name}: not UTF-8 text .*: convert the file"):
             load_rows(tmp_path / name)
 
 
@@ -209,3 +210,23 @@ def test_rows_survive_pickling_and_keep_their_place():
     assert row.but(prompt="b") == {"prompt": "b"} and row == {"prompt": "a"}
     assert origin_of(row, 7) == "a.jsonl, line 3"
     assert origin_of(Row({"prompt": "a"}), 7) == origin_of({}, 7) == "row 8"
+
+
+def test_line_ends_within_a_csv_field_stay_as_they_are(tmp_path):
+    (tmp_path / "rows.csv").write_bytes(b'prompt,answer\r\n"a\r\nb",c\r\n')
+    assert load_rows(tmp_path / "rows.csv") == [{"prompt": "a\r\nb", "answer": "c"}]
+
+
+def test_a_saved_dict_of_splits_is_one_source_and_so_is_a_list_that_is_not_all_sources(tmp_path):
+    table = datasets.Dataset.from_list(ROWS)
+    both = datasets.DatasetDict(train=table, test=table.select([1]))
+    both.save_to_disk(tmp_path / "saved")
+    assert load_rows(tmp_path / "saved", split="test") == ROWS[1:]
+    assert len(sources_of([both, tmp_path / "saved"])) == 2
+    mixed = ["a.jsonl", ROWS[0]]
+    assert sources_of(mixed) == [mixed]
+
+
+def test_values_in_errors_are_at_most_120_characters():
+    assert short("x" * 118) == repr("x" * 118)
+    assert short("x" * 119) == repr("x" * 119)[:117] + "..." and len(short("x" * 119)) == 120

@@ -31,7 +31,7 @@ def test_what_the_limit_took():
     found = length_statistics(Lengths(tokens=[4, 8], limit=8, num_truncated=1, num_dropped=2))
     assert (found.num_truncated, found.num_dropped, found.num_over_limit) == (1, 2, 3)
     assert found.to_dict()["median"] == 6.0
-    assert length_statistics([5]).limit == 5
+    assert [length_statistics(tokens).limit for tokens in ([5], [5, 9, 7], [])] == [5, 9, 1]
 
 
 def test_nothing_at_all():
@@ -44,3 +44,9 @@ def test_the_packed_fill_of_many_sequences_is_estimated():
     few, many = [3, 5, 7, 9] * 100, [3, 5, 7, 9] * (SAMPLE // 2)
     assert length_statistics(many, limit=16).packed_fill == pytest.approx(length_statistics(few, limit=16).packed_fill, abs=0.25)
     assert length_statistics(many, limit=16).total_tokens == 6 * len(many)
+
+
+def test_classes_of_a_histogram():
+    assert length_statistics([1, 1]).histogram == ((1, 2),)
+    assert length_statistics(list(range(1, 11))).histogram == tuple((edge, 1) for edge in range(1, 11))
+    assert length_statistics([1, 11]).histogram == ((2, 1), (4, 0), (6, 0), (8, 0), (10, 0), (12, 1))

@@ -28,6 +28,7 @@ def test_a_template_as_text_file_or_name(tmp_path):
         ({"suffix": None}, "{}None"),
         ({"suffix": 1.5}, "{}1.5"),
         ({"suffix": ["x", {"y": True}]}, "{}['x', {'y': True}]"),
+        ({"suffix": {"x": 1, "y": 2}}, "{}{'x': 1, 'y': 2}"),
     ],
 )
 def test_arguments_become_the_templates_defaults(kwargs, wanted, tmp_path):
@@ -50,7 +51,7 @@ def test_what_cannot_be_a_template_is_refused(tmp_path):
     cases = [
         (
             lambda: with_chat_template(own, str(tmp_path / "none.jinja")),
-            r"model\.chat_template must be a Jinja template, a file with one, or passthrough",
+            r"model\.chat_template must be a Jinja template, a file with one, or passthrough, .* can't be read \(No such file or directory\)",
         ),
         (lambda: with_chat_template(own, "{% for %}"), r"model\.chat_template must be a Jinja template, but its line 1 isn't"),
         (
@@ -58,6 +59,7 @@ def test_what_cannot_be_a_template_is_refused(tmp_path):
             r"has 'thinkin', but the chat template doesn't ask for it; it asks for suffix, thinking",
         ),
         (lambda: with_chat_template(own, "passthrough", {"thinking": True}), "it asks for no names of its own"),
+        (lambda: with_chat_template(own, "{{ messages }}{{ tools }}{{ a }}", {"b": 1}), "it asks for a$"),
         (lambda: with_chat_template(character_tokenizer(None), None, {"a": 1}), "the tokenizer has none.*add model.chat_template"),
     ]
     for call, message in cases:

@@ -332,6 +332,12 @@ def test_gae_is_the_backward_loop_over_the_masked_tokens(seed, batch, seq, gamma
         assert returns[row].tolist() == pytest.approx(expected, abs=1e-9)
 
 
+def test_gae_defaults():
+    rewards, values = torch.randn(2, 1, 6, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    assert torch.equal(gae(rewards, values, mask)[0], gae(rewards, values, mask, gamma=1.0, lam=0.95)[0])
+
+
 def test_gae_with_lambda_one_is_the_reward_to_go_less_the_value():
     mask = torch.tensor([[False, True, True, False, True]])
     rewards, values = at_last_token(torch.tensor([2.0]), mask), torch.tensor([[9.0, 0.5, 1.0, 9.0, 1.5]])

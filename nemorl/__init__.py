@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.launch import run as run
     from nemorl.runtime.policy_config import CISPOLoss as CISPOLoss
     from nemorl.runtime.policy_config import ClippedLoss as ClippedLoss
+    from nemorl.runtime.policy_config import GapConfig as GapConfig
     from nemorl.runtime.policy_config import GroupAdvantage as GroupAdvantage
     from nemorl.runtime.policy_config import GSPOLoss as GSPOLoss
     from nemorl.runtime.policy_config import KLConfig as KLConfig
@@ -102,6 +103,7 @@ _NAMES = {
     "nemorl.runtime.policy_config": [
         "CISPOLoss",
         "ClippedLoss",
+        "GapConfig",
         "GroupAdvantage",
         "GSPOLoss",
         "KLConfig",

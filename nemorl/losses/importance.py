@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemorl.losses.masked import masked, max_of, mean_of, min_of, require_one_of, share_of
-from nemorl.losses.segments import segment_sum
+from nemorl.losses.segments import segment_mean, segment_sum
 from nemorl.losses.types import Metrics
 
 LEVELS = ("token", "sequence", "geometric")
@@ -77,24 +77,32 @@ def importance_weights(
 
 
 def sampler_gap(
-    prev_logprobs: Float[Tensor, "batch seq"], generation_logprobs: Float[Tensor, "batch seq"], loss_mask: Bool[Tensor, "batch seq"]
+    prev_logprobs: Float[Tensor, "batch seq"],
+    generation_logprobs: Float[Tensor, "batch seq"],
+    loss_mask: Bool[Tensor, "batch seq"],
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
 ) -> Metrics:
     """How far the sampler's logprobs are from the trainer's for the same weights: the first thing to look at when a run goes wrong.
 
     With d = log π_prev − log π_gen: `token_mult_prob_error` = mean exp|d| (1 = identical, 1.02 = 2 % off), `gen_kl_error` = mean (eᵈ − 1 − d), the k3
     estimate of KL(π_gen‖π_prev) in nats, both over the tokens whose sampler logprob is finite; `generation_nonfinite_fraction` is the share of the
-    others.
-    Source: NeMo RL's metrics of the same names.
+    others. `token_mult_prob_error_max` and `gen_kl_error_max` are the same means over the tokens of that sequence alone in which they are largest:
+    far above the mean of the batch where a few sequences, or a few tokens, are at fault.
+
+    Args: `segment_ids` 0 = padding, 1.. = the sequences of the row; None: a row is one sequence.
+    Source: NeMo RL's metrics of the same names; its `max_seq_mult_prob_error` is `token_mult_prob_error_max`.
 
     >>> from nemorl.losses.types import finalize
-    >>> metrics = sampler_gap(torch.tensor([[0.25, 0.5]]).log(), torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[True, True]]))
-    >>> round(finalize(metrics)["token_mult_prob_error"], 6)
-    2.0
+    >>> prev, generation = torch.tensor([[0.25, 0.5], [0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log()
+    >>> metrics = finalize(sampler_gap(prev, generation, torch.ones(2, 2, dtype=torch.bool)))
+    >>> round(metrics["token_mult_prob_error"], 6), round(metrics["token_mult_prob_error_max"], 6)
+    (1.5, 2.0)
     """
     usable = loss_mask & generation_logprobs.isfinite()
     gap = masked(usable, prev_logprobs.detach()) - masked(usable, generation_logprobs.detach())
+    errors = {"token_mult_prob_error": gap.abs().exp(), "gen_kl_error": gap.expm1() - gap}
     return {
-        "token_mult_prob_error": mean_of(gap.abs().exp(), usable),
-        "gen_kl_error": mean_of(gap.expm1() - gap, usable),
+        **{name: mean_of(error, usable) for name, error in errors.items()},
+        **{f"{name}_max": max_of(segment_mean(error, usable, segment_ids), usable) for name, error in errors.items()},
         "generation_nonfinite_fraction": share_of(~usable, loss_mask),
     }

@@ -109,3 +109,9 @@ def decoder_of(model: nn.Module) -> nn.Module:
 def head_weight(model: nn.Module) -> torch.Tensor:
     """The LM head, `[vocab, hidden]`."""
     return model.get_output_embeddings().weight  # type: ignore[operator]
+
+
+def end_tokens(model: Any, tokenizer: Any) -> set[int]:
+    """The tokens that end a response: the tokenizer's, and those that the model's generation configuration names, as instruction models' do."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return {getattr(tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])} - {None}

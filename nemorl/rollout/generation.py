@@ -100,9 +100,21 @@ def checked_requests(
     return params
 
 
+def text_before(stop_strings: Sequence[str], text: str) -> str:
+    """A response's text without what follows, and includes, the first of its stop strings.
+
+    >>> text_before(["b", "cd"], "abcd")
+    'a'
+    """
+    return text[: min((text.index(stop) for stop in stop_strings if stop in text), default=len(text))]
+
+
 @runtime_checkable
 class GenerationBackend(Protocol):
     """An engine that turns prompts into completions. tests/rollout/test_generation_conformance.py is the contract that each one passes."""
+
+    policy_version: int | None
+    """Of its weights, as the last update said. None: it has none, or an update failed."""
 
     def __init__(self, *, model: Any, tokenizer: Any, precision: str = "float32") -> None:
         """`model` is the trainer's, live: an engine in the same process shares it, another one makes a copy that follows by `update_weights`."""
@@ -114,13 +126,19 @@ class GenerationBackend(Protocol):
         """`n` completions for each prompt (token ids), prompt by prompt in the order given."""
 
     def update_weights(self, weights: Iterable[tuple[str, "Tensor"]], version: int) -> None:
-        """Take over new weights (Hugging Face names); completions carry `version` from now on."""
+        """Take over new weights (Hugging Face names); completions carry `version` from now on. After an update that failed nothing is generated.
+
+        The loops give weights that can be iterated again until the next update, so that an engine that has to start anew gets the present ones.
+        """
 
     def sleep(self) -> None:
         """Give memory back while the trainer works; generating while asleep is an error."""
 
     def wake(self) -> None:
-        """Be ready to generate again."""
+        """Be ready to generate again. Nothing happens to one that is awake."""
+
+    def metrics(self) -> dict[str, float]:
+        """What the engine measured of itself since this was last asked, by name: a run's metrics show it as generation/NAME. May be empty."""
 
     def shutdown(self) -> None:
         """Free everything. The last call."""

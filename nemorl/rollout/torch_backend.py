@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from nemorl.rollout.adapters import has_adapters
 from nemorl.rollout.attention import decoding
-from nemorl.rollout.causal_lm import check_supported, decoder_of, head_weight, load_causal_lm
-from nemorl.rollout.generation import Completion, FinishReason, SamplingParams, checked_requests
+from nemorl.rollout.causal_lm import check_supported, decoder_of, end_tokens, head_weight, load_causal_lm
+from nemorl.rollout.generation import Completion, FinishReason, SamplingParams, checked_requests, text_before
 from nemorl.rollout.kv_cache import SlotCache
 from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 
@@ -30,8 +30,8 @@ class TorchGenerationBackend:
 
     def __init__(self, *, model: nn.Module | None = None, tokenizer: Any = None, model_path: str = "", precision: str = "float32") -> None:
         self.model, self.tokenizer, self.model_path, self.precision = model, tokenizer, model_path, precision
-        self.policy_version = 0
-        self.end_tokens: set[Any] = set()
+        self.policy_version: int | None = 0
+        self.end_tokens: set[int] = set()
         self.max_batch_size = 256
         self.cache: SlotCache | None = None
         self.asleep = False
@@ -42,12 +42,12 @@ class TorchGenerationBackend:
         if self.model is None:
             self.model = load_causal_lm(self.model_path)
         check_supported(self.model)
-        ends = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
-        self.end_tokens = {getattr(self.tokenizer, "eos_token_id", None), *(ends if isinstance(ends, list) else [ends])} - {None}
+        self.end_tokens = end_tokens(self.model, self.tokenizer)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Copy what is not already the same memory; with the trainer's own model that is nothing, also where it has adapters."""
         own, adapted = self._model.state_dict(keep_vars=True), has_adapters(self._model)
+        self.policy_version = None  # until all of them are there
         with torch.no_grad():
             for name, tensor in weights:
                 if adapted and name in own and own[name].data_ptr() == tensor.data_ptr():
@@ -71,6 +71,9 @@ class TorchGenerationBackend:
     def wake(self) -> None:
         self.asleep = False
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def shutdown(self) -> None:
         self.cache = self.model = None
 
@@ -87,6 +90,8 @@ class TorchGenerationBackend:
     def generate(self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
         if self.asleep:
             raise RuntimeError("the generation backend sleeps: call wake() before generate()")
+        if self.policy_version is None:
+            raise RuntimeError("the generation backend's weights are incomplete, because an update failed: call update_weights() with all of them")
         waiting = self._requests(prompts, sampling_params)
         finished: list[Slot] = []
         active: list[Slot] = []
@@ -211,13 +216,12 @@ class TorchGenerationBackend:
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
     def _completion(self, s: Slot, text: str) -> Completion:
-        assert s.finish_reason is not None
-        ends = [text.index(stop) for stop in s.params.stop_strings if stop in text]
+        assert s.finish_reason is not None and self.policy_version is not None
         return Completion(
             token_ids=tuple(s.token_ids),
             logprobs=tuple(s.logprobs),
             finish_reason=s.finish_reason,
-            text=text[: min(ends)] if ends else text,
+            text=text_before(s.params.stop_strings, text),
             policy_version=self.policy_version,
         )
 

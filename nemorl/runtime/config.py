@@ -6,15 +6,16 @@ and on the command line a variant is chosen by its `name` (`loss: {name: gspo}`,
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from nemorl.checks import at_least, require
 from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig, check_lora
-from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.generation_config import GenerationConfig
 from nemorl.runtime.metric_rules import Condition, Ranking
 from nemorl.runtime.policy_config import (
     AdvantageConfig,
     ClippedLoss,
+    GapConfig,
     GroupAdvantage,
     KLConfig,
     OffPolicyConfig,
@@ -77,45 +78,6 @@ class DataConfig:
                 self.held_out, "0.05 holds out every twentieth row, 100 a hundred rows")  # fmt: skip
         alone = not (self.held_out and self.validation)
         require(alone, "data.held_out", "is for runs without data.validation", self.held_out, "leave one of the two out")
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationConfig:
-    """How responses are sampled."""
-
-    backend: str = "torch"
-    """Name of the generation backend; torch is embedded and shares the trainer's weights."""
-    temperature: float = 1.0
-    """Divides the logits; 0 is greedy (evaluation only)."""
-    top_k: int = 0
-    """Sample among the k likeliest tokens; 0: all."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
-    min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest one's probability."""
-    max_new_tokens: int = 256
-    """Longest response, in tokens."""
-    stop_strings: tuple[str, ...] = ()
-    """A response ends where one of these appears in its text."""
-    stop_token_ids: tuple[int, ...] = ()
-    """A response ends with one of these tokens, as with the tokenizer's end-of-sequence token."""
-    max_batch_size: int = 256
-    """Sequences that the embedded engine decodes at a time; the rest wait for a free place."""
-
-    def __post_init__(self) -> None:
-        at_least(1, generation__max_new_tokens=self.max_new_tokens, generation__max_batch_size=self.max_batch_size)
-        self.sampling_params()
-
-    def sampling_params(self, *, greedy: bool = False) -> SamplingParams:
-        """What a request of this run asks for; greedy: the same limits and stops, but always the likeliest token."""
-        filters: dict[str, Any] = {} if greedy else {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        return SamplingParams(
-            temperature=0.0 if greedy else self.temperature,
-            max_new_tokens=self.max_new_tokens,
-            stop_strings=tuple(self.stop_strings),
-            stop_token_ids=tuple(self.stop_token_ids),
-            **filters,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +200,7 @@ class GRPOConfig(BaseConfig):
     kl: KLConfig = field(default_factory=KLConfig)
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    gap: GapConfig = field(default_factory=GapConfig)
     reward: str | tuple[str, ...] = "exact_match"
     """Rewards by name, or module:function of your own, called as fn(prompt, response) with any data columns that it names as parameters."""
     reward_weights: tuple[float, ...] = ()

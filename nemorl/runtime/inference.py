@@ -1,6 +1,7 @@
 """Using a model rather than training it: answers to a data set (`evaluate`), to prompts (`generate`), and a folder for others (`export`)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from nemorl.data.templates import with_chat_template
 from nemorl.rollout.collect import Prompts, Rollouts, join
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
+from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime import checkpoint
 from nemorl.runtime.algorithms.common import evaluate as evaluate_prompts
@@ -33,11 +35,12 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     )
     rows = (read_rows(data, "validation") or [])[: config.max_rows]
     check_rows(environment, rows)
-    prompts, generator = _loaded(config, rows)
     sampling = replace(config.generation.sampling_params(), n=config.n)
     parts: list[Rollouts] = []
-    for part, first in _with_progress(prompts, max(1, config.generation.max_batch_size // config.n)):
-        parts.append(evaluate_prompts(generator, environment, part, sampling, seed=config.seed, first_group=first)[1])
+    with _loaded(config, rows) as (prompts, generator):
+        at_a_time = max(1, max(1, config.generation.num_replicas) * config.generation.max_batch_size // config.n)
+        for part, first in _with_progress(prompts, at_a_time):
+            parts.append(evaluate_prompts(generator, environment, part, sampling, seed=config.seed, first_group=first)[1])
     rollouts = join(parts)
     answers: list[dict[str, Any]] = [
         {
@@ -62,10 +65,10 @@ def generate(config: GenerateConfig) -> list[dict[str, Any]]:
     """Answers to prompts, with the log-probability of each as it was sampled, in nats."""
     texts = config.prompts()
     rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": text}] if config.chat else text} for text in texts]
-    prompts, generator = _loaded(config, rows)
     sampling = replace(config.generation.sampling_params(), n=config.n)
     requests = [sampling if config.seed is None else replace(sampling, seed=derive_seed(config.seed, i)) for i in range(len(rows))]
-    completions = generator.generate(prompts.token_ids, requests)
+    with _loaded(config, rows) as (prompts, generator):
+        completions = generator.generate(prompts.token_ids, requests)
     return [
         {
             "prompt": texts[i // config.n],
@@ -100,13 +103,19 @@ def export(config: ExportConfig) -> Path:
     return write_checkpoint(Path(config.output), found / "trainer", tokenizer, lora=config.lora, base=config.base_model)
 
 
-def _loaded(config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]) -> tuple[Prompts, Any]:
+@contextmanager
+def _loaded(config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Prompts, GenerationBackend]]:
+    """The prompts as tokens, and a generator with the model, which is shut down at the end of the block."""
     folder = model_folder(config.model)
     tokenizer = with_chat_template(load_tokenizer(config.tokenizer or folder), config.chat_template, config.chat_template_kwargs)
     token_ids = to_prompts(rows, tokenizer)
-    generator = get_generation_backend(config.generation.backend)(model=load_model(folder, device=config.device), tokenizer=tokenizer)
-    generator.setup(config.generation)
-    return Prompts(rows, token_ids), generator
+    device = "cpu" if config.generation.backend == "vllm" else config.device  # an engine with a copy of its own needs the GPU for that
+    generator = get_generation_backend(config.generation.backend)(model=load_model(folder, device=device), tokenizer=tokenizer)
+    try:
+        generator.setup(config.generation)
+        yield Prompts(rows, token_ids), generator
+    finally:
+        generator.shutdown()
 
 
 def _with_progress(prompts: Prompts, size: int) -> Any:

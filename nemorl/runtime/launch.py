@@ -20,18 +20,21 @@ from nemorl.runtime.checkpoint import CheckpointError
 from nemorl.runtime.config import BaseConfig
 from nemorl.runtime.config_io import dump_yaml, load_config, to_dict
 from nemorl.runtime.display import make_display
+from nemorl.runtime.generation_config import GenerationConfig
 from nemorl.runtime.inspect import show_lengths
 from nemorl.runtime.job import Inputs, Job, Rows, read_data
 from nemorl.runtime.locking import locked, signals_in_order
 from nemorl.runtime.loggers.base import LoggedRun, LoggerFactory, Recorder, chosen_loggers, flat
 from nemorl.runtime.metric_rules import require_validation
-from nemorl.runtime.observers import PlotCallback, SignalWatch
+from nemorl.runtime.observers import GapWatch, PlotCallback, SignalWatch
+from nemorl.runtime.policy_config import GapConfig
 from nemorl.runtime.pretrained import ExportCallback, check_vocabulary, load_tokenizer, model_folder
 from nemorl.runtime.registry import algorithm_of, get_algorithm, get_generation_backend, get_training_backend, load
 from nemorl.runtime.run_directory import RunDirectory, free_directory
 from nemorl.runtime.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.state import LoopState, Run
 from nemorl.runtime.structured_log import RunLog, recorded
+from nemorl.runtime.weight_sync import TrainerWeights, check_agreement
 
 Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
 """A reward by name, a function, an environment, or several of them (a list, or a mapping from names)."""
@@ -100,7 +103,7 @@ def run(
             check_vocabulary(live_model, tokenizer)
             if job.generates:
                 generator = generator_class(model=live_model, tokenizer=tokenizer, precision=config.trainer.precision)
-                generator.setup(config.generation)
+                generator.setup(generation_config(config, directory))
             current = Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path)
             if job.with_initial_model is not None:
                 job = job.with_initial_model(current)
@@ -108,15 +111,18 @@ def run(
             tokenizer.save_pretrained(directory.path / "tokenizer")
             directory.write_data(lengths)
             if generator is not None:
-                generator.update_weights(trainer.export_weights(), version=current.state.policy_version)
+                generator.update_weights(TrainerWeights(trainer), version=current.state.policy_version)
+                check_agreement(trainer, generator, probe(config, live_model), precision=config.trainer.precision)
             log.total_steps = job.num_steps
             everyone = all_callbacks(config, directory, live_model, callbacks, log=log, loggers=loggers)
             with closing(everyone):
                 job.run(current, callbacks=everyone)
         finally:
-            trainer.shutdown()
-            if generator is not None:
-                generator.shutdown()
+            try:
+                if generator is not None:
+                    generator.shutdown()
+            finally:
+                trainer.shutdown()
     history = directory.read_metrics()
     return TrainResult(final_metrics(history), history, directory, live_model, tokenizer)
 
@@ -186,6 +192,20 @@ def backend_config(config: BaseConfig, job: Job, folder: str, found: Path | None
     )
 
 
+def generation_config(config: BaseConfig, directory: RunDirectory) -> GenerationConfig:
+    """What an engine is set up with: its place for logs and the longest sequence are the run's, unless they were given."""
+    given = config.generation
+    if given.backend == "torch":
+        return given
+    longest = config.data.max_total_sequence_length
+    return replace(given, log_dir=given.log_dir or str(directory.path / "logs"), max_model_len=given.max_model_len or longest)
+
+
+def probe(config: BaseConfig, model: Any) -> list[int]:
+    """A prompt for `check_agreement`: any tokens do, as long as they leave room for an answer."""
+    return [token % model.config.vocab_size for token in range(max(1, min(8, config.data.max_total_sequence_length // 2)))]
+
+
 def set_up(trainer: Any, config: BackendConfig) -> None:
     """Set up a training backend; one that fails gives back the model that it was made with.
 
@@ -251,6 +271,8 @@ def all_callbacks(
     every, keep, condition = config.run.save_period, config.run.keep_checkpoints, config.run.stop_condition()
     savers: list[Callback] = [EarlyStop(condition, directory, quiet=config.run.display == "none")] if condition else []
     savers += [CheckpointCallback(directory, period=every, keep=keep, ranking=config.run.ranking(), observers=tuple(observers))]
+    gap = getattr(config, "gap", None)
+    savers += [GapWatch(gap, directory)] if isinstance(gap, GapConfig) else []
     savers += [ExportCallback(directory, model, adapter=config.lora.export == "adapter")] if config.run.export else []
     savers += [PlotCallback(directory)] if config.run.plots else []
     return [*observers, *savers]

@@ -1,4 +1,4 @@
-"""The choices that make GRPO one of its relatives: policy loss, advantage, KL penalty, off-policy correction, overlong responses."""
+"""The choices that make GRPO one of its relatives: policy loss, advantage, KL penalty, off-policy correction, overlong responses, gap."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -147,3 +147,20 @@ class OverlongConfig:
         require(
             0 <= self.buffer <= 1, "overlong.buffer", "must lie in 0 … 1", self.buffer, "it is a share of generation.max_new_tokens; DAPO's is 0.2"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapConfig:
+    """What happens where the sampler's probabilities are too far from the trainer's for the same tokens and weights.
+
+    The measure is a step's token_mult_prob_error: the mean of exp |log π_trainer - log π_sampler|, 1 where they agree.
+    """
+
+    warn: float | None = 1.05
+    """Warn in the first step that has more, and again whenever the excess over 1 has doubled; null: never."""
+    stop: float | None = None
+    """End the run with an error after a step that has more; null: never."""
+
+    def __post_init__(self) -> None:
+        for name, bound in (("warn", self.warn), ("stop", self.stop)):
+            require(bound is None or bound > 1, f"gap.{name}", "must be above 1 or None", bound, "1 is agreement; 1.05 is 5 % off on average")

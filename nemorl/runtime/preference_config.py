@@ -5,6 +5,7 @@ from typing import Literal
 
 from nemorl.checks import at_least, require
 from nemorl.runtime.config import BaseConfig
+from nemorl.runtime.generation_config import GenerationConfig
 
 
 def check_beta(beta: float) -> None:
@@ -159,9 +160,12 @@ class DPOConfig(BaseConfig):
             self.reference,
             "leave it out, or choose --loss dpo",
         )
-        for item in fields(self.generation):
+        default = GenerationConfig()
+        for item in fields(default):
             value = getattr(self.generation, item.name)
-            require(value == item.default, f"generation.{item.name}", "can't be set for dpo, which samples nothing", value, "leave it out")
+            require(
+                value == getattr(default, item.name), f"generation.{item.name}", "can't be set for dpo, which samples nothing", value, "leave it out"
+            )
 
     @property
     def needs_reference(self) -> bool:

@@ -35,7 +35,10 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dpo": Algorithm(DPOConfig, "nemorl.runtime.algorithms.dpo:prepare"),
 }
 TRAINING_BACKENDS: dict[str, str | type] = {"dtensor": "nemorl.parallel.dtensor.backend:DTensorBackend"}
-GENERATION_BACKENDS: dict[str, str | type] = {"torch": "nemorl.rollout.torch_backend:TorchGenerationBackend"}
+GENERATION_BACKENDS: dict[str, str | type] = {
+    "torch": "nemorl.rollout.torch_backend:TorchGenerationBackend",
+    "vllm": "nemorl.runtime.vllm.backend:VLLMGenerationBackend",
+}
 LOGGERS: dict[str, Any] = {
     "tensorboard": "nemorl.runtime.loggers.tensorboard:TensorBoardLogger",
     "wandb": "nemorl.runtime.loggers.wandb:WandbLogger",

@@ -85,12 +85,12 @@ def _importance_cases() -> list[Case]:
         values, metrics = importance.importance_weights(prev, generation, mask, segment_ids, **options)
         return _as_loss(values, cotangent, metrics)
 
-    def gap(prev: Tensor, generation: Tensor, mask: Tensor) -> LossOutput:
-        return LossOutput(torch.zeros(()), importance.sampler_gap(prev, generation, mask))
+    def gap(prev: Tensor, generation: Tensor, mask: Tensor, segment_ids: Tensor) -> LossOutput:
+        return LossOutput(torch.zeros(()), importance.sampler_gap(prev, generation, mask, segment_ids))
 
     return [
         Case("importance_weights", weights, inputs, (), options, family="constant"),
-        Case("sampler_gap", gap, inputs[:3], (), family="constant"),
+        Case("sampler_gap", gap, inputs[:4], (), family="constant"),
     ]
 
 

@@ -116,14 +116,17 @@ def test_equal_policies_give_one_everywhere(level, mode, seed):
 
 
 def test_sampler_gap_by_hand():
-    prev, generation = torch.tensor([[0.25, 0.5, 0.5, NAN]]).log(), torch.tensor([[0.5, 0.125, 0.0, 0.5]]).log()
-    metrics = finalize(sampler_gap(prev, generation, torch.tensor([[True, True, True, False]])))
+    """Two sequences in a row: one token half as likely and one four times as likely, then one that agrees; one that the sampler can't tell of."""
+    prev, generation = torch.tensor([[0.25, 0.5, 0.5, 0.5, NAN]]).log(), torch.tensor([[0.5, 0.125, 0.5, 0.0, 0.5]]).log()
+    mask, segments = torch.tensor([[True, True, True, True, False]]), torch.tensor([[1, 1, 2, 2, 2]])
     log2 = math.log(2)
-    assert metrics == pytest.approx(
-        {
-            "token_mult_prob_error": 3.0,  # half as likely counts 2, four times as likely 4
-            "gen_kl_error": ((0.5 - 1 + log2) + (4 - 1 - 2 * log2)) / 2,
-            "generation_nonfinite_fraction": 1 / 3,
-        },
-        rel=1e-5,
-    )
+    kl = (0.5 - 1 + log2) + (4 - 1 - 2 * log2)
+    expected = {
+        "token_mult_prob_error": (2 + 4 + 1) / 3,
+        "token_mult_prob_error_max": (2 + 4) / 2,
+        "gen_kl_error": kl / 3,
+        "gen_kl_error_max": kl / 2,
+        "generation_nonfinite_fraction": 1 / 4,
+    }
+    assert finalize(sampler_gap(prev, generation, mask, segments)) == pytest.approx(expected, rel=1e-5)
+    assert finalize(sampler_gap(prev, generation, mask))["token_mult_prob_error_max"] == pytest.approx(7 / 3, rel=1e-5)  # a row is one sequence

@@ -11,7 +11,10 @@ from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config import GenerationConfig
 from tests.examples import load_example
-from tests.models import KINDS, random_prompts, tiny_model, tiny_tokenizer
+from tests.models import KINDS, random_prompts, tiny_tokenizer
+from tests.runtime.vllm.pool import vllm_ray_backend
+from tests.vllm_engines import small_model as tiny_model
+from tests.vllm_engines import vllm_backend
 
 
 def torch_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
@@ -27,10 +30,23 @@ def transformers_backend(model: nn.Module, max_batch_size: int) -> GenerationBac
     return backend
 
 
-BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {"torch": torch_backend, "transformers": transformers_backend}
+BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {
+    "torch": torch_backend,
+    "transformers": transformers_backend,
+    "vllm": vllm_backend,
+    "vllm-ray": vllm_ray_backend,
+}
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    groups = {"vllm": [pytest.mark.xdist_group("vllm")], "vllm-ray": [pytest.mark.xdist_group("ray")]}
+    if "make" in metafunc.fixturenames:
+        if "kind" in metafunc.fixturenames:  # two engines for each kind of model, which takes as long as all the rest
+            groups["vllm-ray"].append(pytest.mark.slow)
+        metafunc.parametrize("make", [pytest.param(name, marks=groups.get(name, [])) for name in sorted(BACKENDS)], indirect=True)
+
+
+@pytest.fixture
 def make(request: pytest.FixtureRequest) -> Callable[..., GenerationBackend]:
     return lambda model=None, max_batch_size=64: BACKENDS[request.param](model or tiny_model(scale=3.0), max_batch_size)
 
@@ -193,6 +209,26 @@ def test_weights_of_another_model_are_refused(make):
     other = tiny_model(hidden_size=16)
     with pytest.raises(ValueError, match=r"embed_tokens.weight' does not fit"):
         make().update_weights(((name, p.detach()) for name, p in other.named_parameters()), version=1)
+
+
+def test_nothing_is_generated_after_an_update_that_failed(make):
+    model = tiny_model(scale=3.0)
+    backend, weights = make(model), {name: p.detach().clone() for name, p in model.named_parameters()}
+    prompts, params = random_prompts(2), SamplingParams(temperature=0.0, max_new_tokens=4)
+    before = backend.generate(prompts, params)
+    last = next(reversed(weights))
+    with pytest.raises(ValueError, match="does not fit"):
+        backend.update_weights({**weights, last: weights[last][:-1]}.items(), version=1)
+    with pytest.raises(RuntimeError, match="call update_weights"):
+        backend.generate(prompts, params)
+    backend.update_weights(weights.items(), version=0)
+    assert backend.generate(prompts, params) == before
+
+
+def test_metrics_are_numbers_by_name(make):
+    backend = make()
+    backend.generate([[2]], SamplingParams(max_new_tokens=2))
+    assert all(isinstance(name, str) and isinstance(value, float) for name, value in backend.metrics().items())
 
 
 def test_every_end_token_of_the_model_stops(make):

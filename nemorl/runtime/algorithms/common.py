@@ -1,5 +1,7 @@
 """What the loops share: the way from step to step with validation and callbacks, rows as tokens, validation by answering, and the sample log."""
 
+import heapq
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,6 +21,7 @@ from nemorl.runtime.locking import deferred, interruptible
 from nemorl.runtime.resources import ResourceMeter
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.state import Run
+from nemorl.runtime.weight_sync import sync_weights
 
 
 def due(step: int, period: int, last_step: int) -> bool:
@@ -161,12 +164,22 @@ def answering(config: Any, environment: EnvironmentInterface | None, prompts: Pr
     check_rows(environment, prompts.rows)
 
     def validate(run: Run) -> tuple[dict[str, float], Samples]:
-        assert run.generator is not None
         sampling = config.generation.sampling_params(greedy=True)
-        metrics, rollouts = evaluate(run.generator, environment, prompts, sampling, seed=config.run.seed)
+        metrics, rollouts = evaluate(ready_generator(run), environment, prompts, sampling, seed=config.run.seed)
         return metrics, samples_of(rollouts, None, config.run.samples_per_step)
 
     return validate
+
+
+def ready_generator(run: Run) -> GenerationBackend:
+    """The run's generator, awake and with the trainer's present weights.
+
+    They are sent when they are needed, rather than at the end of the step that made them, which is whole without it, whatever becomes of the engine.
+    """
+    assert run.generator is not None
+    run.generator.wake()
+    sync_weights(run.trainer, run.generator, version=run.state.policy_version)
+    return run.generator
 
 
 def evaluate(
@@ -182,11 +195,21 @@ def evaluate(
     }, rollouts
 
 
+def spread(total: int, count: int) -> list[int]:
+    """`count` rows from all over a batch of `total`; all of them where there are no more.
+
+    >>> spread(10, 3), spread(2, 3)
+    ([0, 3, 6], [0, 1])
+    """
+    count = min(count, total)
+    return [place * total // count for place in range(count)]
+
+
 def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
-    """`count` responses from all over the batch as rows of the sample log; with the batch, the advantage of each of their tokens as well."""
+    """`count` responses from all over the batch as rows of the sample log; with the batch, what it knows of each of their tokens as well: advantage
+    and the trainer's logprob."""
     samples: Samples = []
-    count = min(count, len(rollouts))
-    for i in (place * len(rollouts) // count for place in range(count)):
+    for i in spread(len(rollouts), count):
         completion = rollouts.completions[i]
         sample: dict[str, Any] = {
             "prompt": rollouts.texts[i],
@@ -200,11 +223,30 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samp
             "logprobs": list(completion.logprobs),
             "columns": plain(rollouts.rows[i]),
         }
-        if batch is not None and batch.advantages is not None:
-            begin = len(rollouts.prompts[i])
-            sample["advantages"] = batch.advantages[i, begin : begin + len(completion.token_ids)].tolist()
+        known = {} if batch is None else {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
+        begin = len(rollouts.prompts[i])
+        sample |= {name: values[i, begin : begin + len(completion.token_ids)].tolist() for name, values in known.items() if values is not None}
         samples.append(sample)
     return samples
+
+
+def worst_tokens(sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3) -> list[dict[str, Any]]:
+    """The tokens of a sample on which sampler and trainer differ most, the worst first: place in the response (from 0), text, both logprobs."""
+    pairs = list(zip(sample["logprobs"], sample["trainer_logprobs"], strict=True))
+
+    def gap(place: int) -> float:
+        difference = abs(pairs[place][0] - pairs[place][1])
+        return math.inf if math.isnan(difference) else difference
+
+    return [
+        {
+            "position": place,
+            "token": tokenizer.decode([sample["token_ids"][place]]),
+            "logprob": pairs[place][0],
+            "trainer_logprob": pairs[place][1],
+        }
+        for place in heapq.nlargest(count, range(len(pairs)), key=gap)
+    ]
 
 
 def plain(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemorl.data.batch import TokenBatch, take
+from nemorl.data.batch import TokenBatch, take, trim
 from nemorl.data.order import RowOrder
 from nemorl.losses import advantages as adv
 from nemorl.losses import masks, policy
@@ -24,7 +24,18 @@ from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Prompts, Rollouts, collect, join, select, to_token_batch
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.algorithms.common import Samples, Validate, answering, loop, row_order, samples_of, tokenised_prompts
+from nemorl.runtime.algorithms.common import (
+    Samples,
+    Validate,
+    answering,
+    loop,
+    ready_generator,
+    row_order,
+    samples_of,
+    spread,
+    tokenised_prompts,
+    worst_tokens,
+)
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.config import GRPOConfig
 from nemorl.runtime.job import Inputs, Job
@@ -68,23 +79,23 @@ def train_step(
     run: Run, *, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder, loss_fn: LossFn
 ) -> tuple[Run, dict[str, float], Samples]:
     """Sample groups of responses, judge them, compare them within their groups, and update the policy on the batch."""
-    config, generator, trainer, start = run.config, run.generator, run.trainer, time.perf_counter()
-    assert generator is not None
+    config, trainer, start = run.config, run.trainer, time.perf_counter()
+    generator = ready_generator(run)
+    synced = time.perf_counter()
     rollouts, everything = roll_out(run, environment, prompts, order)
     generated = time.perf_counter()
     generator.sleep()  # the cache's memory is the trainer's for now
     batch = batch_of(run, rollouts)
+    samples = compared_samples(run, rollouts, batch)
     measured: Metrics = {}
     for minibatch in minibatches(batch, rollouts, config, seed=derive_seed(run.state.seed, run.state.step)):
         measured = merge(measured, trainer.train_step(minibatch, loss_fn))
     run = replace(run, state=run.state.advance(rows=num_groups(everything)))
-    generator.wake()
-    generator.update_weights(trainer.export_weights(), version=run.state.policy_version)
-    metrics = rollout_metrics(everything)
+    metrics = rollout_metrics(everything) | {f"generation/{name}": value for name, value in generator.metrics().items()}
     # Where no group was informative, the last round is trained on all the same (its advantages are 0), but none of it was worth keeping.
     metrics["groups_kept"] = metrics["informative_groups"] if config.dynamic_sampling else 1.0
     metrics |= finalize(measured)
-    return run, metrics | timing(start, generated, everything), samples_of(rollouts, batch, config.run.samples_per_step)
+    return run, metrics | timing(start, synced, generated, everything), samples
 
 
 def roll_out(run: Run, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder) -> tuple[Rollouts, Rollouts]:
@@ -120,6 +131,30 @@ def batch_of(run: Run, rollouts: Rollouts) -> TokenBatch:
     if config.overlong.filter:
         batch = replace(batch, loss_mask=overlong_filter(batch.loss_mask, rollouts.truncated))
     return replace(batch, advantages=advantages(config, rollouts, batch))
+
+
+def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples:
+    """Responses for the sample log, with the trainer's logprobs of their tokens before the update, and the tokens where the sampler's differ most.
+
+    Of a batch that has these logprobs, the response with the worst token of all is among them. Of another they cost a forward pass of these few.
+    """
+    rows = spread(len(batch), run.config.run.samples_per_step)
+    if not rows:
+        return []
+    if batch.prev_logprobs is not None and (worst := worst_row(batch)) not in rows:
+        rows = sorted([*rows[:-1], worst])
+    part = trim(take(batch, rows))
+    if part.prev_logprobs is None:
+        part = replace(part, prev_logprobs=of_this_batch(run.trainer.get_logprobs(part), part, "prev_logprobs"))
+    samples = samples_of(select(rollouts, rows), part, len(rows))
+    return [{**sample, "worst_tokens": worst_tokens(sample, run.tokenizer)} for sample in samples]
+
+
+def worst_row(batch: TokenBatch) -> int:
+    """The response with the trained token on which sampler and trainer differ most."""
+    assert batch.prev_logprobs is not None and batch.generation_logprobs is not None
+    gap = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=torch.inf)
+    return int(torch.where(batch.loss_mask, gap, 0.0).amax(-1).argmax())
 
 
 def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Tensor, "batch seq"]:
@@ -180,7 +215,7 @@ def make_loss(config: GRPOConfig) -> LossFn:
         logprobs, weights, mask = output.token_logprobs, batch.loss_weights, batch.loss_weights != 0
         # Without prev_logprobs this is the only update on the batch, so the policy is its own predecessor.
         prev = policy.on_policy(logprobs) if batch.prev_logprobs is None else batch.prev_logprobs
-        metrics = merge(sampler_gap(prev, batch.generation_logprobs, mask), {"entropy": mean_of(output.entropy, mask)})
+        metrics = merge(sampler_gap(prev, batch.generation_logprobs, mask, batch.segment_ids), {"entropy": mean_of(output.entropy, mask)})
         importance = None
         if config.off_policy.mode != "none":
             bounds: dict[str, Any] = {"level": config.off_policy.level, "min": config.off_policy.min, "max": config.off_policy.max}
@@ -238,12 +273,13 @@ def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
     }
 
 
-def timing(start: float, generated: float, rollouts: Rollouts) -> dict[str, float]:
+def timing(start: float, synced: float, generated: float, rollouts: Rollouts) -> dict[str, float]:
     now = time.perf_counter()
     tokens = sum(len(prompt) for prompt in rollouts.prompts) + int(rollouts.lengths.sum())
     return {
         "seconds": now - start,
-        "seconds_generate": generated - start,
+        "seconds_sync": synced - start,
+        "seconds_generate": generated - synced,
         "seconds_train": now - generated,
         "tokens_per_second": tokens / (now - start),
     }

@@ -13,8 +13,9 @@ import random
 import shutil
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Literal
 
 import tyro
 from rich.console import Console
@@ -42,6 +43,8 @@ class Quickstart:
     """Share of the demonstrations whose answer is wrong."""
     num_held_out: int = 1000
     """Sums that are never trained on; accuracy is measured on them."""
+    engine: Literal["torch", "vllm"] = "torch"
+    """What answers in reinforcement learning: the embedded engine, or vLLM in a process of its own that Ray starts."""
 
 
 def save_tokenizer(folder: Path) -> int:
@@ -89,9 +92,9 @@ def save_rows(folder: Path, settings: Quickstart) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
-def show_answers(title: str, model: Path, count: int = 6) -> None:
+def show_answers(title: str, model: Path, engine: dict[str, Any], count: int = 6) -> None:
     """What the model answers to the first sums that were held out; the last digit comes first, as in the demonstrations."""
-    limits = nemorl.GenerationConfig(temperature=0.0, max_new_tokens=5)
+    limits = nemorl.GenerationConfig(temperature=0.0, max_new_tokens=5, **engine)
     result = nemorl.evaluate(nemorl.EvalConfig(model=str(model), data=str(model.parent / "held_out.jsonl"), max_rows=count, generation=limits))
     print(f"\n[bold]{title}[/] (the last digit comes first)")
     for answer in result["answers"]:
@@ -109,6 +112,7 @@ def main(settings: Quickstart) -> None:
     save_rows(folder, settings)
     data = nemorl.DataConfig(train=str(folder / "train.jsonl"), validation=str(folder / "held_out.jsonl"), max_total_sequence_length=16)
     generation = nemorl.GenerationConfig(max_new_tokens=5, max_batch_size=1024)
+    engine: dict[str, Any] = {"backend": "vllm", "num_replicas": 1} if settings.engine == "vllm" else {}
 
     start = time.perf_counter()
     print(f"[bold]Supervised fine-tuning[/] on demonstrations of which {settings.wrong_share:.0%} are wrong")
@@ -124,7 +128,9 @@ def main(settings: Quickstart) -> None:
         )
     )
     seconds = time.perf_counter() - start
-    show_answers("Answers after supervised fine-tuning", folder / "sft")
+    if engine:
+        print("From here on vLLM answers; it takes some 15 seconds to start, each time that a model is loaded")
+    show_answers("Answers after supervised fine-tuning", folder / "sft", engine)
 
     start = time.perf_counter()
     print("[bold]Reinforcement learning[/] (GRPO), reward 1 for the exact answer")
@@ -133,7 +139,7 @@ def main(settings: Quickstart) -> None:
             model=nemorl.ModelConfig(path=str(folder / "sft" / "hf")),
             data=data,
             optimizer=nemorl.OptimizerConfig(lr=3e-4, schedule="linear", min_lr_ratio=0.1),
-            generation=generation,
+            generation=replace(generation, **engine),
             kl=nemorl.KLConfig(coef=0.001),
             run=nemorl.RunConfig(
                 dir=str(folder / "grpo"),
@@ -149,7 +155,7 @@ def main(settings: Quickstart) -> None:
         )
     )
     seconds += time.perf_counter() - start
-    show_answers("Answers after reinforcement learning", folder / "grpo")
+    show_answers("Answers after reinforcement learning", folder / "grpo", engine)
 
     nemorl_command = "nemorl" if shutil.which("nemorl") else os.path.relpath(Path(sys.executable).with_name("nemorl"))
     print(f"""The curves are in [bold]{folder / "grpo" / "plots" / "overview.png"}[/]. What to try next:

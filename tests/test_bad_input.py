@@ -137,6 +137,26 @@ SETTINGS = {
     "responses of no tokens": setting(
         r"generation\.max_new_tokens must be at least 1, but it is 0: use 1", nemorl.GenerationConfig, max_new_tokens=0
     ),
+    "replicas of the embedded engine": setting(
+        r"generation\.num_replicas is not for torch, .*but it is 2: add --generation\.backend vllm", nemorl.GenerationConfig, num_replicas=2
+    ),
+    "engine arguments for the embedded engine": setting(
+        r"generation\.engine is not for torch", nemorl.GenerationConfig, engine={"gpu_memory_utilization": 0.5}
+    ),
+    "fewer than no replicas": setting(r"generation\.num_replicas must be at least 0", nemorl.GenerationConfig, backend="vllm", num_replicas=-1),
+    "an engine on no device": setting(
+        r"generation\.tensor_parallel_size must be at least 1", nemorl.GenerationConfig, backend="vllm", tensor_parallel_size=0
+    ),
+    "no time at all": setting(r"generation\.timeout_s must be positive, but it is 0", nemorl.GenerationConfig, backend="vllm", timeout_s=0.0),
+    "another interpreter in one process": setting(
+        r"generation\.python needs generation\.num_replicas.*add --generation\.num-replicas 1",
+        nemorl.GenerationConfig,
+        backend="vllm",
+        python="python3",
+    ),
+    "a transport within one process": setting(
+        r"generation\.weight_transport needs generation\.num_replicas", nemorl.GenerationConfig, backend="vllm", weight_transport="nccl"
+    ),
     "negative temperature": setting(r"temperature must be .*but it is -1", nemorl.GenerationConfig, temperature=-1.0),
     "top_p of 0": setting(r"top_p must .*but it is 0", nemorl.GenerationConfig, top_p=0.0),
     "an empty stop string": setting(r"stop_strings must not hold an empty string.*remove it", nemorl.GenerationConfig, stop_strings=("",)),

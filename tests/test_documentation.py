@@ -10,12 +10,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import nemorl
 from nemorl.runtime.config_io import dotted_keys
 from nemorl.runtime.registry import ALGORITHMS
+from tests.examples import load_example
 from tests.models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -127,10 +130,21 @@ def test_a_short_quickstart(tmp_path: Path):
     assert again[2] == last[2]
 
 
+def test_where_the_quickstart_uses_vllm(tmp_path: Path, monkeypatch):
+    """With a run and answers that cost nothing; the real one is among the slow tests below."""
+    seen: list[Any] = []
+    monkeypatch.setattr(nemorl, "run", lambda config: seen.append(config) or SimpleNamespace(metrics={"val_accuracy": 0.5}))
+    monkeypatch.setattr(nemorl, "evaluate", lambda config: seen.append(config) or {"answers": []})
+    example = load_example("quickstart")
+    example.main(example.Quickstart(dir=tmp_path, engine="vllm"))
+    used = [(type(config).__name__, config.generation.backend, config.generation.num_replicas) for config in seen]
+    assert used == [("SFTConfig", "torch", 0), ("EvalConfig", "vllm", 1), ("GRPOConfig", "vllm", 1), ("EvalConfig", "vllm", 1)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_quickstart_learns(tmp_path: Path, seed: int):
-    _, last = quickstart(tmp_path, "--seed", str(seed))
+@pytest.mark.parametrize(("engine", "seed"), [("torch", 0), ("torch", 1), ("torch", 2), ("vllm", 0)])
+def test_the_quickstart_learns(tmp_path: Path, engine: str, seed: int):
+    _, last = quickstart(tmp_path, "--engine", engine, "--seed", str(seed))
     before, after = float(last[1]), float(last[2])
     assert before < 0.5
     assert after >= 0.95

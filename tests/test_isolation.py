@@ -6,14 +6,20 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-BLOCKED = ("ray", "vllm", "torchtitan", "megatron", "transformers", "datasets", "numpy.testing", "tyro", "rich", "pydantic", "matplotlib")
+ENGINES = ("ray", "vllm")
+OF_RAY = {f"nemorl.runtime.{name}" for name in ("cluster", "ray_connection", "workers", "vllm.replica", "vllm.replicas")}
+"""What is imported only where a run uses Ray."""
+BLOCKED = (*ENGINES, "torchtitan", "megatron", "transformers", "datasets", "numpy.testing", "tyro", "rich", "pydantic", "matplotlib")
 
-BLOCKER = f"""
+
+def blocker(*blocked: str) -> str:
+    """Code after which these packages can't be imported."""
+    return f"""
 import sys
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):
-        if any(name == blocked or name.startswith(blocked + ".") for blocked in {BLOCKED}):
+        if any(name == blocked or name.startswith(blocked + ".") for blocked in {blocked}):
             raise ModuleNotFoundError(f"{{name}} is blocked by the test", name=name)
 
 sys.meta_path.insert(0, Blocker())
@@ -29,14 +35,21 @@ def _python(code: str, *options: str) -> subprocess.CompletedProcess[str]:
 def test_losses_import_without_the_big_dependencies():
     names = sorted(f"nemorl.losses.{path.stem}" for path in (ROOT / "nemorl" / "losses").glob("*.py") if path.stem != "__init__")
     imports = "\n".join(f"import {name}" for name in ("nemorl.losses", *names))
-    _python(f"{BLOCKER}\n{imports}\nfor name in {BLOCKED}: assert name not in sys.modules, name")
+    _python(f"{blocker(*BLOCKED)}\n{imports}\nfor name in {BLOCKED}: assert name not in sys.modules, name")
 
 
 def test_the_blocker_blocks():
     """So that the test above can't pass for nothing."""
-    _python(
-        f"{BLOCKER}\ntry:\n    import ray\nexcept ModuleNotFoundError as error:\n    assert 'blocked' in str(error)\nelse:\n    raise AssertionError"
-    )
+    code = "try:\n    import ray\nexcept ModuleNotFoundError as error:\n    assert 'blocked' in str(error)\nelse:\n    raise AssertionError"
+    _python(f"{blocker(*BLOCKED)}\n{code}")
+
+
+def test_the_runtime_imports_without_engines():
+    """Ray and vLLM take seconds to import and are not on every machine: they are imported where a run uses them."""
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "nemorl").rglob("*.py") if path.stem[:2] != "__"}
+    assert modules > OF_RAY
+    imports = "\n".join(f"import {name}" for name in sorted(modules - OF_RAY))
+    _python(f"{blocker(*ENGINES)}\n{imports}\nfor name in {ENGINES}: assert name not in sys.modules, name")
 
 
 def test_importing_nemorl_does_not_import_torch():

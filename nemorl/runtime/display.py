@@ -26,6 +26,7 @@ LABELS = {
     "kl": "KL",
     "entropy": "entropy",
     "response_length": "length",
+    "token_mult_prob_error": "gap",
     "lr": "lr",
     "tokens_per_second": "tok/s",
 }

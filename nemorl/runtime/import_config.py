@@ -159,7 +159,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return {**base, **over, **both}
 
 
-WHOLE = ("policy.tokenizer.chat_template_kwargs",)
+WHOLE = ("policy.tokenizer.chat_template_kwargs", "policy.generation.vllm_kwargs")
 """Mappings that are values."""
 
 

@@ -144,6 +144,26 @@ def generation_backend(value: Any, flat: Flat) -> Settings | Note:
     return Note(f"{value!r}: no such backend here (there are {', '.join(GENERATION_BACKENDS)}); the embedded one is taken")
 
 
+def of_vllm(ours: str, unless: Any = None) -> Rule:
+    """A setting of the engine, which counts only where vLLM generates; one that equals `unless` is its default here, too."""
+
+    def rule(value: Any, flat: Flat) -> Settings:
+        return {} if flat.get("policy.generation.backend") != "vllm" or value in (None, unless) else {ours: value}
+
+    return rule
+
+
+def engine_arguments(value: Any, flat: Flat) -> Settings:
+    """policy.generation.vllm_cfg and vllm_kwargs: arguments of vLLM under its own names."""
+    given = {name: flat.get(f"policy.generation.vllm_cfg.{name}") for name in ENGINE_ARGUMENTS}
+    more = flat.get("policy.generation.vllm_kwargs") or {}
+    arguments = {name: argument for name, argument in given.items() if argument is not None} | dict(more)
+    return {"generation.engine": arguments} if arguments and flat.get("policy.generation.backend") == "vllm" else {}
+
+
+ENGINE_ARGUMENTS = ("gpu_memory_utilization", "enforce_eager", "kv_cache_dtype")
+
+
 def tokenizer(value: Any, flat: Flat) -> Settings:
     """Only one that isn't the model's own."""
     return {} if value == flat.get("policy.model_name") else {"model.tokenizer": value}
@@ -223,6 +243,9 @@ RULES: dict[str, Rule] = {
     "dynamic_sampling_max_gen_batches": "max_sampling_rounds",
     "batch_multiplier": Same((1, 1.0), "dynamic sampling asks for as many prompts as are missing here"),
     "overlong_filtering": overlong,
+    "seq_logprob_error_threshold": Same(
+        (None,), "responses are not left out by their error; gap.stop ends the run, off_policy.mode sequence_mask drops those with an odd ratio"
+    ),
     "reward_shaping.enabled": Unneeded(),
     "reward_shaping.overlong_buffer_length": overlong_buffer,
     "reward_shaping.overlong_buffer_penalty": "overlong.penalty",
@@ -258,6 +281,7 @@ RULES: dict[str, Rule] = {
     "loss_fn.truncated_importance_sampling_ratio": off_policy,
     "loss_fn.truncated_importance_sampling_ratio_min": off_policy,
     "loss_fn.truncated_importance_sampling_type": off_policy,
+    "loss_fn.seq_logprob_error_in_loss": Unneeded(),
     "loss_fn.force_on_policy_ratio": Same((False, None), "with one update per batch the ratio is 1 anyway"),
     # checkpoints
     "checkpointing.enabled": Same((True,), "checkpoints are always written; run.save_period: 0 writes only the last one"),
@@ -321,7 +345,13 @@ RULES: dict[str, Rule] = {
     "policy.generation.top_k": lambda value, flat: {"generation.top_k": value} if value and value > 0 else {},
     "policy.generation.stop_token_ids": "generation.stop_token_ids",
     "policy.generation.stop_strings": "generation.stop_strings",
-    "policy.generation.colocated.enabled": Same((True,), ONE_PROCESS),
+    "policy.generation.colocated.enabled": of_vllm("generation.colocated", unless=True),
+    "policy.generation.vllm_cfg.tensor_parallel_size": of_vllm("generation.tensor_parallel_size", unless=1),
+    "policy.generation.vllm_cfg.pipeline_parallel_size": Same((1,), "an engine is split over devices by tensor_parallel_size alone"),
+    "policy.generation.vllm_cfg.expert_parallel_size": Same((1,), "an engine is split over devices by tensor_parallel_size alone"),
+    "policy.generation.vllm_cfg.max_model_len": of_vllm("generation.max_model_len"),
+    **{f"policy.generation.vllm_cfg.{name}": engine_arguments for name in ENGINE_ARGUMENTS},
+    "policy.generation.vllm_kwargs": engine_arguments,
     # data
     "data.shuffle": "data.shuffle",
     "data.train.data_path": path("train"),
@@ -386,7 +416,6 @@ OPTIONAL_SECTIONS = {
 
 PREFIXES: dict[str, Rule] = {
     "policy.generation.vllm_cfg.": Unneeded(),
-    "policy.generation.vllm_kwargs": Unneeded(),
     "policy.generation.colocated.": Unneeded(),
     "policy.sequence_packing.": Unneeded(),
     "policy.dynamic_batching.": Unneeded(),

@@ -33,6 +33,7 @@ PLOTS = {
     "kl": Plot("kl", "KL to the reference model", "nats per token"),
     "entropy": Plot("entropy", "Entropy", "nats per token"),
     "loss": Plot("loss", "Loss", "loss"),
+    "gap": Plot("token_mult_prob_error", "Sampler against trainer", "mean factor between probabilities"),
     "throughput": Plot("tokens_per_second", "Throughput", "tokens per second"),
 }
 """File name → picture."""
@@ -112,5 +113,8 @@ def _panel(axes: Axes, plot: Plot, train: Series, validation: Series) -> None:
     if plot.metric == "tokens_per_second":
         axes.set_ylim(bottom=0, top=1.1 * max((*values, *validation[1])) or 1.0)
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if plot.metric == "token_mult_prob_error":  # rounding errors must not look like mountains
+        top = max(1.01, *values, *validation[1])
+        axes.set_ylim(1 - 0.05 * (top - 1), 1 + 1.1 * (top - 1))
     if plot.metric == "accuracy":
         axes.set_ylim(-0.03, 1.03)

@@ -21,6 +21,7 @@ TIMES = (
     "seconds_generate",
     "seconds_reference",
     "seconds_train",
+    "seconds_sync",
     "tokens_per_second",
     "cpu_percent",
     "memory_gb",

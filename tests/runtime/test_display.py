@@ -31,6 +31,7 @@ METRICS = {
     "kl": 0.004,
     "entropy": 1.2,
     "response_length": 4.5,
+    "token_mult_prob_error": 1.02,
     "lr": 3e-4,
     "tokens_per_second": 12345.0,
     "grad_norm": 1.0,
@@ -117,7 +118,7 @@ def test_plain_line_says_it_all(clock):
     line = plain_run(clock, steps=140, seconds_per_step=2.0)[9]
     assert (
         re.sub(" +", " ", line)
-        == "step 10/140 reward 0.812 accuracy 0.750 loss -0.0123 KL 0.00400 entropy 1.20 length 4.50 lr 3e-4 12.3k tok/s 4:20 left"
+        == "step 10/140 reward 0.812 accuracy 0.750 loss -0.0123 KL 0.00400 entropy 1.20 length 4.50 gap 1.02 lr 3e-4 12.3k tok/s 4:20 left"
     )
 
 

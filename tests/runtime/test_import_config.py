@@ -40,7 +40,8 @@ def test_grpo(tmp_path: Path) -> None:
     assert (optimizer.schedule, optimizer.warmup_steps, optimizer.max_grad_norm) == ("cosine", 30, 0.5)
     assert optimizer.min_lr_ratio == pytest.approx(0.1)
     generation = config.generation
-    assert (generation.backend, generation.max_new_tokens, generation.temperature, generation.top_p) == ("torch", 256, 0.9, 0.95)
+    assert (generation.backend, generation.max_new_tokens, generation.temperature, generation.top_p) == ("vllm", 256, 0.9, 0.95)
+    assert (generation.tensor_parallel_size, generation.max_model_len, generation.engine) == (1, 512, {"gpu_memory_utilization": 0.6})
     assert generation.stop_strings == ("</answer>",)
     assert (config.data.train, config.data.validation, config.data.prompt_column) == ("questions.jsonl", "held_out.jsonl", "question")
     assert (config.data.answer_column, config.data.max_total_sequence_length) == ("solution", 512)
@@ -49,11 +50,21 @@ def test_grpo(tmp_path: Path) -> None:
     assert (run.save_period, run.keep_checkpoints, run.metric, run.higher_is_better) == (25, 3, "val_accuracy", True)
     assert (run.loggers, run.project) == (("tensorboard", "wandb"), "mine")
     assert set(imported.notes) == {
-        "policy.dtensor_cfg.tensor_parallel_size", "policy.scheduler", "policy.generation.backend", "env.math.num_workers", "cluster.gpus_per_node",
+        "policy.dtensor_cfg.tensor_parallel_size", "policy.scheduler", "env.math.num_workers", "cluster.gpus_per_node",
         "made_up.key",
     }  # fmt: skip
     assert imported.notes["made_up.key"] == "3: no counterpart here"
     assert "one process" in imported.notes["cluster.gpus_per_node"]
+
+
+def test_a_filter_that_is_not_here_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    file.write_text("grpo: {seq_logprob_error_threshold: 2.0}\nloss_fn: {seq_logprob_error_in_loss: true}\n")
+    notes = import_config(file).notes
+    assert notes["grpo.seq_logprob_error_threshold"].startswith("2.0: ") and "gap.stop" in notes["grpo.seq_logprob_error_threshold"]
+    assert not any(key.startswith("loss_fn") for key in notes)
+    file.write_text("grpo: {seq_logprob_error_threshold: null}\n")
+    assert "grpo.seq_logprob_error_threshold" not in import_config(file).notes
 
 
 def test_a_recipe_builds_on_its_defaults(tmp_path: Path) -> None:
@@ -107,7 +118,7 @@ def test_files_that_can_not_be(text: str, message: str, tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["import-config", str(FILES / "grpo.yaml")]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("# nemorl grpo --config") and "# Not carried over, or not quite (6 keys):" in printed
+    assert printed.startswith("# nemorl grpo --config") and "# Not carried over, or not quite (5 keys):" in printed
     output = tmp_path / "mine.yaml"
     assert cli.main(["import-config", str(FILES / "grpo.yaml"), "--output", str(output)]) == 0
     assert output.read_text() == printed

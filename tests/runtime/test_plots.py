@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from nemorl.runtime import plots
 from nemorl.runtime.plots import draw, smooth
 from nemorl.runtime.run_directory import RunDirectory
 
@@ -26,6 +27,7 @@ def learning_run(directory: RunDirectory, *, steps: int) -> None:
                 "kl": step * 1e-4,
                 "entropy": 1.2 * math.exp(-step / 60),
                 "loss": generator.gauss(0, 0.02),
+                "token_mult_prob_error": 1.01 + abs(generator.gauss(0, 0.002)),
                 "tokens_per_second": 12000 + generator.gauss(0, 800),
                 "lr": 3e-4,
             },
@@ -38,7 +40,7 @@ def test_every_metric_has_its_picture(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
     learning_run(directory, steps=60)
     files = draw(directory)
-    assert [path.stem for path in files] == ["reward", "accuracy", "length", "kl", "entropy", "loss", "throughput", "overview"]
+    assert [path.stem for path in files] == ["reward", "accuracy", "length", "kl", "entropy", "loss", "gap", "throughput", "overview"]
     for path in files:
         image = imread(path)
         assert image.shape[0] >= 500 and image.shape[1] >= 900
@@ -62,6 +64,19 @@ def test_only_metrics_that_are_there(tmp_path, lines, expected):
     for step, metrics in lines:
         directory.append_metrics(step, metrics)
     assert [path.stem for path in draw(directory.path)] == expected
+
+
+def test_agreement_of_sampler_and_trainer_is_a_flat_line(tmp_path, monkeypatch):
+    """A picture of rounding errors around 1 must not look like one of a wide gap; one of a wide gap shows it."""
+    limits = []
+    panel = plots._panel
+    monkeypatch.setattr(plots, "_panel", lambda axes, *arguments: (panel(axes, *arguments), limits.append(axes.get_ylim())))
+    for excess in (1e-6, 0.2):
+        directory = RunDirectory.create(tmp_path / str(excess), "")
+        for step in range(1, 4):
+            directory.append_metrics(step, {"token_mult_prob_error": 1 + excess * step / 3})
+        draw(directory)
+    assert limits[0] == pytest.approx((0.9995, 1.011)) and limits[-1] == pytest.approx((0.99, 1.22))
 
 
 def test_a_run_of_validations_only(tmp_path):

@@ -72,7 +72,7 @@ def test_a_backend_without_a_method_is_refused_when_it_registers() -> None:
 
         def generate(self, prompts, sampling_params): ...
 
-    with pytest.raises(ValueError, match=r"must have the methods setup, generate, .*, but 'half' has no update_weights, sleep, wake, shutdown: add"):
+    with pytest.raises(ValueError, match=r"must have the methods setup, .*, but 'half' has no update_weights, sleep, wake, metrics, shutdown: add"):
         nemorl.register_generation_backend("half")(Half)
     with pytest.raises(ValueError, match=r"a training backend must have the methods setup, train_step, .* but 'half' has no train_step"):
         nemorl.register_training_backend("half")(Half)

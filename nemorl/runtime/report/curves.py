@@ -33,7 +33,10 @@ TITLES = {
     "clip_fraction_low": ("Clipped below", "share of tokens"),
     "clip_fraction_high": ("Clipped above", "share of tokens"),
     "token_mult_prob_error": ("Sampler against trainer", "mean factor between their token probabilities; 1 is agreement"),
+    "token_mult_prob_error_max": ("Sampler against trainer, worst response", "the same in the response where it is largest"),
     "gen_kl_error": ("Sampler's KL error", "nats per token"),
+    "gen_kl_error_max": ("Sampler's KL error, worst response", "nats per token"),
+    "generation_nonfinite_fraction": ("Tokens without a sampler's logprob", "share of the tokens"),
     "lr": ("Learning rate", "of the optimizer step"),
     "grad_norm": ("Gradient norm", "before clipping"),
     "num_tokens": ("Tokens", "in a step"),
@@ -41,6 +44,7 @@ TITLES = {
     "seconds": ("Step time", "seconds"),
     "seconds_generate": ("Time to generate", "seconds a step"),
     "seconds_train": ("Time to train", "seconds a step"),
+    "seconds_sync": ("Time to sync weights", "seconds a step"),
     "cpu_percent": ("CPU", "percent; 100 is one core"),
     "memory_gb": ("Memory", "GB, resident"),
     "gpu_memory_gb": ("GPU memory", "GB, the step's peak"),
@@ -52,11 +56,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Learning": ("reward", "accuracy", "loss", "margin", "chosen_reward", "rejected_reward", "nll", "token_probability", "reward/"),
     "Policy": ("kl", "entropy", "response_length", "truncated_fraction", "informative_groups", "reward_std", "groups_kept"),
     "Updates": ("lr", "grad_norm", "approx_kl_k1", "approx_kl_k3", "clip_fraction_", "ratio_", "importance", "num_tokens"),
-    "Sampler": ("token_mult_prob_error", "gen_kl_error", "generation_nonfinite_fraction"),
+    "Sampler": ("token_mult_prob_error", "token_mult_prob_error_max", "gen_kl_error", "gen_kl_error_max", "generation_nonfinite_fraction"),
     "Speed and resources": ("tokens_per_second", "seconds", "cpu_percent", "memory_gb", "gpu_memory_gb", "gpu_percent"),
 }
 """The sections of the curves, and what belongs there in this order; a name that ends in / or _ is a beginning."""
 OPEN = ("Learning", "Policy")
+
+
+SPANS = {"token_mult_prob_error": (1.0, 1.01), "token_mult_prob_error_max": (1.0, 1.01)}
+"""What the axis of a metric covers at least, so that rounding errors don't look like mountains."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +83,11 @@ class Curve:
     @property
     def meaning(self) -> str:
         return TITLES[self.metric][1] if self.metric in TITLES else "one part of the reward" if self.metric.startswith("reward/") else ""
+
+    @property
+    def box(self) -> "Box":
+        """Its place on its picture."""
+        return Box.around(thin(self.train, MOST_POINTS), self.validation, span=SPANS.get(self.metric, ()))
 
     @property
     def constant(self) -> bool:
@@ -115,7 +128,7 @@ def chart(curve: Curve, place: int) -> Html:
         element("span", element("b", curve.title), element("small", curve.meaning), class_="what"),
         element("output", number(last), class_="now"),
     )
-    box = Box.around(train, validation)
+    box = curve.box
     parts: list[Html] = [*box.grid(), *_course(box, train), *_validations(box, validation)]
     cursor = [element("line", class_="cursor", x1=0, x2=0, y1=TOP, y2=HEIGHT - BOTTOM), element("circle", class_="dot", r=3.5, cx=-9, cy=-9)]
     described = f"{curve.title} over {len(curve.train[0]) or len(validation[0])} steps, last {number(last)}"
@@ -155,9 +168,9 @@ class Box:
     high: float
 
     @classmethod
-    def around(cls, *series: Series) -> "Box":
+    def around(cls, *series: Series, span: Sequence[float] = ()) -> "Box":
         steps = [step for part in series for step in part[0]]
-        values = [value for part in series for value in part[1]]
+        values = [*span, *(value for part in series for value in part[1])]
         low, high = min(values), max(values)
         room = 0.06 * (high - low) or 0.1 * abs(high) or 1.0
         low, high = (low - room if low < 0 or low - room > 0 else min(low, 0.0) - 0.02 * (high - low), high + room)
@@ -239,8 +252,7 @@ def curve_data(curves: Sequence[Curve]) -> list[dict[str, Any]]:
     """What the page's script needs to read values off the curves and to smooth them anew."""
     data = []
     for curve in curves:
-        train = thin(curve.train, MOST_POINTS)
-        box = Box.around(train, curve.validation)
+        train, box = thin(curve.train, MOST_POINTS), curve.box
         told = {
             "box": [box.low_step, box.high_step, box.low, box.high],
             "train": [train[0], [float(f"{value:.6g}") for value in train[1]]],

@@ -117,12 +117,14 @@ if (id("find-curve")) id("find-curve").oninput = (event) => {
 const steps = Object.keys(data.samples.steps).map(Number).sort((a, b) => a - b);
 const rewards = steps.flatMap((step) => data.samples.steps[step].map((sample) => sample.w)).filter((value) => value !== undefined);
 const [worst, best] = [Math.min(...rewards), Math.max(...rewards)];
+const WIDE = 0.5; // a gap in nats that has full colour
 let place = steps.length - 1, mode = all(".modes button")[0]?.dataset.mode ?? "none";
 
 function tint(sample, i) {
   const advantage = Array.isArray(sample.a) ? sample.a[i] : sample.a;
   if (mode === "advantage" && advantage && data.samples.most)
     return `rgba(var(--${advantage > 0 ? "plus" : "minus"}), ${(0.08 + 0.47 * Math.min(1, Math.abs(advantage) / data.samples.most)).toFixed(3)})`;
+  if (mode === "gap" && typeof sample.g?.[i] === "number") return `rgba(var(--odd), ${(0.6 * Math.min(1, Math.abs(sample.g[i]) / WIDE)).toFixed(3)})`;
   if (mode === "logprob" && typeof sample.l?.[i] === "number") return `rgba(var(--odd), ${(0.6 * Math.min(1, -sample.l[i] / 5)).toFixed(3)})`;
   return "";
 }
@@ -152,6 +154,8 @@ function tell(event, sample) {
   if (i === undefined) { tip.style.display = "none"; return; }
   const lines = [`token ${Number(i) + 1} of ${sample.n ?? sample.t.length}: ${JSON.stringify(sample.t[i])}`], logprob = sample.l?.[i];
   if (typeof logprob === "number") lines.push(`probability ${fmt(Math.exp(logprob))} (log ${fmt(logprob)})`);
+  const gap = sample.g?.[i];
+  if (typeof gap === "number") lines.push(`of the trainer ${fmt(Math.exp(logprob + gap))}, by a factor of ${Math.exp(gap).toFixed(3)}`);
   const advantage = Array.isArray(sample.a) ? sample.a[i] : sample.a;
   if (typeof advantage === "number") lines.push(`advantage ${fmt(advantage)}`);
   tip.textContent = lines.join("\n");
@@ -210,6 +214,9 @@ function show(where) {
   } else if (mode === "logprob") {
     bar.style.background = "linear-gradient(90deg, transparent, rgba(var(--odd), .6))";
     legend.append("certain", bar, "probability below 0.7 %");
+  } else if (mode === "gap") {
+    bar.style.background = "linear-gradient(90deg, transparent, rgba(var(--odd), .6))";
+    legend.append("agreement", bar, `trainer's and sampler's probability differ by a factor of ${Math.exp(WIDE).toFixed(1)} or more`);
   }
 }
 

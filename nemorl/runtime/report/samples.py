@@ -4,11 +4,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from nemorl.runtime.display import number
 from nemorl.runtime.report.elements import Html, element, join
 from nemorl.runtime.report.gather import SHOWN_TOKENS, Gathered
 from nemorl.runtime.series import is_number
 
-OWN = ("prompt", "response", "chosen", "rejected", "reward", "rewards", "advantages", "logprobs", "token_ids", "pieces", "columns", "finish_reason")
+OWN = (
+    *("prompt", "response", "chosen", "rejected", "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"),
+    *("token_ids", "pieces", "columns", "finish_reason"),
+)
 """What the viewer has a place for; other values of a sample are shown by their names."""
 REPEATED = ("prompt", "response", "messages", "chosen", "rejected")
 """Columns of the data that a sample shows anyway, or that are too long to."""
@@ -24,8 +28,9 @@ def sample_data(run: Gathered) -> dict[str, Any]:
 
 
 def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """One sample under short names: p(rompt), r(esponse), t(exts of tokens), l(ogprobs), a(dvantages, one number if all are the same), w (reward),
-    ws (its parts), c(hosen), j (rejected), f(inish reason), n (number of tokens), o(ther values), cut (tokens that are not shown)."""
+    """One sample under short names: p(rompt), r(esponse), t(exts of tokens), l(ogprobs), g(aps of the trainer's to these), a(dvantages, one number if
+    all are the same), w (reward), ws (its parts), c(hosen), j (rejected), f(inish reason), n (number of tokens), o(ther values), cut (tokens that are
+    not shown)."""
     found: dict[str, Any] = {"p": text(sample.get("prompt")), "r": text(sample.get("response"))}
     for name, key in (("c", "chosen"), ("j", "rejected")):
         if sample.get(key) is not None:
@@ -37,8 +42,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
             found["cut"] = len(ids) - SHOWN_TOKENS
     if isinstance(sample.get("pieces"), list):
         found["t"] = sample["pieces"]
-    for name, key in (("l", "logprobs"), ("a", "advantages")):
-        values = sample.get(key)
+    for name, values in (("l", sample.get("logprobs")), ("g", gaps(sample)), ("a", sample.get("advantages"))):
         if isinstance(values, list) and values:
             rounded = [float(f"{value:.4g}") if is_number(value) else None for value in values[:SHOWN_TOKENS]]
             found[name] = rounded[0] if name == "a" and len(set(rounded)) == 1 and rounded[0] is not None else rounded
@@ -51,8 +55,27 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
     columns = sample.get("columns")
     shown = {str(name): text(value) for name, value in columns.items() if name not in REPEATED} if isinstance(columns, Mapping) else {}
     other = {name: f"{value:.4g}" if isinstance(value, float) else text(value) for name, value in sample.items() if name not in OWN}
-    found["o"] = {name: value[:500] for name, value in {**shown, **other}.items() if value}
+    found["o"] = {name: value[:500] for name, value in {**shown, **other, "widest gap": widest_gap(sample)}.items() if value}
     return found
+
+
+def gaps(sample: Mapping[str, Any]) -> list[float | None]:
+    """By how much the trainer's logprob of each token exceeds the sampler's; None where one is missing."""
+    pairs = zip(as_list(sample.get("logprobs")), as_list(sample.get("trainer_logprobs")), strict=False)
+    return [ours - theirs if is_number(theirs) and is_number(ours) else None for theirs, ours in pairs]
+
+
+def widest_gap(sample: Mapping[str, Any]) -> str:
+    """The token on which sampler and trainer differ most, in words; nothing where they agree to a percent.
+
+    >>> widest_gap({"worst_tokens": [{"position": 4, "token": "ab", "logprob": -1.0, "trainer_logprob": -2.0}]})
+    "×2.72 in 'ab' (token 5)"
+    """
+    worst = next((token for token in as_list(sample.get("worst_tokens")) if isinstance(token, Mapping)), {})
+    (gap,) = gaps({name: [worst.get(name.removesuffix("s"))] for name in ("logprobs", "trainer_logprobs")})
+    if gap is None or abs(gap) < 0.01 or not isinstance(worst.get("position"), int):
+        return ""
+    return f"×{number(math.exp(min(abs(gap), 700)))} in {worst.get('token')!r} (token {worst['position'] + 1})"
 
 
 def text(value: Any) -> str:
@@ -80,6 +103,7 @@ def sample_section(run: Gathered) -> Html | None:
     some = [sample for lines in run.samples.values() for sample in lines]
     modes = [("advantage", "advantage")] if any(sample.get("advantages") and sample.get("pieces") for sample in some) else []
     modes += [("logprob", "surprise")] if any(sample.get("logprobs") and sample.get("pieces") for sample in some) else []
+    modes += [("gap", "gap to the trainer")] if any(sample.get("trainer_logprobs") and sample.get("pieces") for sample in some) else []
     modes += [("none", "nothing")]
     buttons = [element("button", label, type="button", data_mode=mode) for mode, label in modes]
     controls = element(

@@ -38,6 +38,15 @@ def test_every_number_has_its_place():
     }
 
 
+def test_the_gap_is_measured_apart():
+    names = ["gen_kl_error", "gen_kl_error_max", "token_mult_prob_error", "token_mult_prob_error_max"]
+    (curves,) = grouped(curves_of([{"step": 1, "phase": "train", **dict.fromkeys(names, 1.0)}])).values()
+    assert {curve.metric for curve in curves} == set(names) and all(curve.meaning for curve in curves)
+    agreement = Curve("token_mult_prob_error", ([1, 2, 3], [1.000001, 1.000003, 1.000002]), ([], []))
+    assert agreement.box.low < 1 and agreement.box.high > 1.01  # not a mountain of rounding errors
+    assert Curve("token_mult_prob_error", ([1, 2], [1.2, 1.3]), ([], [])).box.high > 1.3
+
+
 def test_what_never_changes_is_told_in_words():
     page = curve_sections(curves_of(METRICS))
     assert "Constant: </b>Learning rate 1e-5 · ratio max 1.00" in page

@@ -108,6 +108,7 @@ def test_samples_token_by_token(run):
     assert list(samples["steps"]) == ["1", "2", "3", "4"] and samples["most"] > 0
     for sample in samples["steps"]["4"]:
         assert len(sample["t"]) == len(sample["l"]) == sample["n"] and isinstance(sample["a"], float)
+        assert len(sample["g"]) == sample["n"] and max(map(abs, sample["g"])) < 1e-4 and "widest gap" not in sample["o"]
         assert {"p", "r", "w", "o"} <= set(sample) and sample["o"]["answer"].isdigit() and "response" not in sample["o"]
 
 

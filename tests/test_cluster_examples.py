@@ -1,0 +1,195 @@
+"""The files of examples/cluster/: the Slurm script starts and ends a Ray cluster of two nodes, the KubeRay file has the fields that KubeRay knows."""
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from nemorl.runtime.cli import main
+
+CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
+SLURM, KUBERAY = CLUSTER / "slurm.sh", CLUSTER / "kuberay.yaml"
+STUBS = {
+    "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',
+    # The command once per node, in a process group of its own; what ends srun ends all of them.
+    "srun": """
+nodes=0
+while [[ $1 == --* ]]; do
+    case $1 in
+    --nodes=*) nodes=${1#*=} ;;
+    --ntasks-per-node=1 | --cpus-per-task=2 | --overlap | --export=ALL | --nodelist=node[12]) ;;
+    *) echo "srun: unknown option $1" >&2 && exit 2 ;;
+    esac
+    shift
+done
+for ((i = 0; i < nodes; i++)); do setsid --wait "$@" & done
+trap 'kill $(jobs -p)' TERM
+wait
+wait""",
+    # What stands for nemorl takes one CPU of each node, and "saves" when it is told to end.
+    "nemorl": """
+exec python -u - "$@" << 'PYTHON'
+import signal, sys, time
+from nemorl.runtime.cluster import Bundle, RayVirtualCluster
+def save(*_):
+    print("saved", *sys.argv[1:])
+    sys.exit(143)
+signal.signal(signal.SIGTERM, save)
+with RayVirtualCluster({"first": [Bundle()], "second": [Bundle()]}, strategy="STRICT_SPREAD") as cluster:
+    print("attached to", len(cluster.nodes), "nodes")
+    time.sleep(60)
+PYTHON""",
+}
+JOB = "4711"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path):
+    """The environment of a Slurm job on two nodes, which are both this machine."""
+    (tmp_path / "bin").mkdir()
+    for name, code in STUBS.items():
+        (tmp_path / "bin" / name).write_text("#!/usr/bin/env bash\n" + code)
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "bin" / "activate").write_text(f'PATH="{tmp_path}/bin:{Path(sys.executable).parent}:$PATH"\n')
+    job = {"SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "node1,node2", "SLURM_CPUS_ON_NODE": "2", "NEMORL_VENV": str(tmp_path)}
+    yield {**{key: value for key, value in os.environ.items() if not key.startswith("RAY_")}, **job}
+    shutil.rmtree(f"/tmp/ray-{JOB}", ignore_errors=True)
+
+
+def of_this_job() -> list[str]:
+    """The processes of the job's Ray cluster, which all name its folder or its port."""
+    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return [line for line in lines if f"/tmp/ray-{JOB}" in line]
+
+
+@pytest.mark.xdist_group("ray")
+def test_the_slurm_script_starts_and_ends_a_cluster(slurm: dict[str, str]):
+    with subprocess.Popen(["bash", SLURM, "grpo"], env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as script:
+        lines = []
+        for line in script.stdout:
+            lines.append(line)
+            if line == "attached to 2 nodes\n":
+                assert of_this_job()
+                script.send_signal(signal.SIGTERM)  # as Slurm does before the time is up
+    assert script.returncode == 143, "".join(lines)
+    assert "saved grpo --run.resume\n" in lines
+    assert not of_this_job()
+
+
+def test_the_slurm_script_says_why_there_is_no_head(slurm: dict[str, str], tmp_path: Path):
+    (tmp_path / "bin" / "ray").write_text("#!/usr/bin/env bash\necho 'no head today' >&2\nexit 3")
+    (tmp_path / "bin" / "ray").chmod(0o755)
+    script = subprocess.run(["bash", SLURM, "grpo"], env=slurm, capture_output=True, text=True, timeout=60, check=False)
+    assert script.returncode == 1
+    assert "no head today" in script.stderr
+
+
+def test_the_slurm_script_is_bash():
+    subprocess.run(["bash", "-n", SLURM], check=True)
+    text = SLURM.read_text()
+    settings, commands = text.split("set -euo pipefail\n")
+    assert re.findall(r"^#SBATCH (.*)$", settings, re.MULTILINE)
+    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", setting) for setting in re.findall(r"^#SBATCH (.*)$", settings, re.MULTILINE))
+    assert "#SBATCH" not in commands  # Slurm reads none after the first command
+
+
+POD = {
+    "spec!": {
+        "containers!": [
+            {
+                "name!": str,
+                "image!": str,
+                "resources": {"limits": {str: str}, "requests": {str: str}},
+                "volumeMounts": [{"name!": str, "mountPath!": str}],
+            }
+        ],
+        "volumes": [{"name!": str, "persistentVolumeClaim": {"claimName!": str}, "emptyDir": {"medium": str, "sizeLimit": str}}],
+    }
+}
+RAY_JOB = {
+    "apiVersion!": str,
+    "kind!": str,
+    "metadata!": {"name!": str},
+    "spec!": {
+        "entrypoint": str,
+        "backoffLimit": int,
+        "shutdownAfterJobFinishes": bool,
+        "ttlSecondsAfterFinished": int,
+        "rayClusterSpec": {
+            "rayVersion": str,
+            "authOptions": {"mode": str},
+            "headGroupSpec!": {"rayStartParams!": {str: str}, "template!": POD},
+            "workerGroupSpecs": [
+                {"groupName!": str, "replicas": int, "minReplicas!": int, "maxReplicas!": int, "rayStartParams!": {str: str}, "template!": POD}
+            ],
+        },
+    },
+}
+"""The fields of KubeRay's RayJob (ray.io/v1) and of a pod that the example uses, with their types; ! marks those that must be there."""
+
+
+def violations(value: Any, schema: Any, where: str = "") -> list[str]:
+    """What of a document the schema does not allow."""
+    if isinstance(schema, type):
+        return [] if type(value) is schema else [f"{where} is no {schema.__name__}"]
+    if type(value) is not type(schema):
+        return [f"{where} is no {type(schema).__name__}"]
+    if isinstance(schema, list):
+        return [problem for index, item in enumerate(value) for problem in violations(item, schema[0], f"{where}[{index}]")]
+    if str in schema:
+        return [problem for key, item in value.items() for problem in violations(item, schema[str], f"{where}.{key}")]
+    fields = {key.rstrip("!"): inner for key, inner in schema.items()}
+    missing = [f"{where}.{key[:-1]} is missing" for key in schema if key.endswith("!") and key[:-1] not in value]
+    unknown = [f"{where}.{key} is unknown" for key in value if key not in fields]
+    return missing + unknown + [problem for key in value.keys() & fields for problem in violations(value[key], fields[key], f"{where}.{key}")]
+
+
+def test_kuberay_knows_the_fields():
+    job = yaml.safe_load(KUBERAY.read_text())
+    assert violations(job, RAY_JOB) == []
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    cluster = job["spec"]["rayClusterSpec"]
+    for pod in (group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        assert {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]} == volumes
+        for container in pod["containers"]:
+            assert container["resources"]["limits"] == container["resources"]["requests"]  # Kubernetes wants it so for GPUs, Ray for the rest
+    from importlib.metadata import version
+
+    assert cluster["rayVersion"] == version("ray")
+
+
+def test_the_schema_finds_faults():
+    job = yaml.safe_load(KUBERAY.read_text())
+    cluster = job["spec"]["rayClusterSpec"]
+    del cluster["headGroupSpec"]["rayStartParams"]
+    cluster["workerGroupSpecs"][0]["replicas"] = "2"
+    cluster["headGroupSpecs"] = {}
+    assert sorted(violations(job, RAY_JOB)) == [
+        ".spec.rayClusterSpec.headGroupSpec.rayStartParams is missing",
+        ".spec.rayClusterSpec.headGroupSpecs is unknown",
+        ".spec.rayClusterSpec.workerGroupSpecs[0].replicas is no int",
+    ]
+
+
+@pytest.mark.parametrize("file", [SLURM, KUBERAY], ids=lambda path: path.name)
+def test_nemorl_takes_the_settings(file: Path, tmp_path: Path, monkeypatch, capsys):
+    """The command of each example, with a configuration that there is."""
+    if file == SLURM:
+        command = next(line for line in file.read_text().splitlines() if "sbatch" in line).partition("slurm.sh ")[2]
+    else:
+        command = yaml.safe_load(file.read_text())["spec"]["entrypoint"].partition("nemorl ")[2]
+    arguments = shlex.split(re.sub(r"--config \S+", f"--config {CLUSTER.parent.parent / 'configs' / 'grpo.yaml'}", command))
+    monkeypatch.chdir(tmp_path)
+    assert main([*arguments, "--print-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["generation"]["backend"], shown["generation"]["num_replicas"]) == ("vllm", 2)

@@ -76,12 +76,14 @@ def bare(folder: Path) -> Iterator[Callable[[list[Any]], tuple[float, int]]]:
 
 @contextmanager
 def backend(folder: Path, num_replicas: int) -> Iterator[Any]:
-    from nemorl.runtime.vllm.backend import VLLMGenerationBackend
     from transformers import AutoModelForCausalLM
 
     from nemorl import GenerationConfig
+    from nemorl.runtime.vllm.backend import VLLMGenerationBackend
 
-    made = VLLMGenerationBackend(model=AutoModelForCausalLM.from_pretrained(folder), tokenizer=load_tokenizer(folder))
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
+    model.generation_config.eos_token_id = tokenizer.eos_token = None  # every response is as long as it may be
+    made = VLLMGenerationBackend(model=model, tokenizer=tokenizer)
     made.setup(GenerationConfig(backend="vllm", num_replicas=num_replicas, engine=ENGINE))
     try:
         yield made
@@ -100,12 +102,11 @@ def through_ray(options: Options, folder: Path) -> None:
     ours, theirs = [], []
     with bare(folder) as bare_generate, backend(folder, 1) as engine:
         for number in range(options.rounds + 1):
-            ends = {engine.tokenizer.eos_token_id}
             start = time.perf_counter()
             completions = engine.generate(prompts, params)
             seconds = time.perf_counter() - start
             own = sum(len(c.token_ids) for c in completions)
-            bare_seconds, made = bare_generate([(prompt, {**o, "stop_token_ids": sorted(ends)}) for prompt, o in requests])
+            bare_seconds, made = bare_generate(requests)
             assert own == made, f"not the same work: {own} and {made} tokens"
             tokens = own
             if number:

@@ -157,6 +157,9 @@ SETTINGS = {
     "a transport within one process": setting(
         r"generation\.weight_transport needs generation\.num_replicas", nemorl.GenerationConfig, backend="vllm", weight_transport="nccl"
     ),
+    "a time for replicas within one process": setting(
+        r"generation\.max_restarts needs generation\.num_replicas, but it is 9", nemorl.GenerationConfig, backend="vllm", max_restarts=9
+    ),
     "negative temperature": setting(r"temperature must be .*but it is -1", nemorl.GenerationConfig, temperature=-1.0),
     "top_p of 0": setting(r"top_p must .*but it is 0", nemorl.GenerationConfig, top_p=0.0),
     "an empty stop string": setting(r"stop_strings must not hold an empty string.*remove it", nemorl.GenerationConfig, stop_strings=("",)),
@@ -272,6 +275,10 @@ FLAGS = {
     "config that isn't there": flags(r"can't read the config file no\.yaml: No such file", "sft", "--config", "no.yaml"),
     "resume of nothing named": flags(r"run\.dir must be given to resume a run", "sft", "--model.path", "m", "--data.train", "d", "--run.resume"),
     "several greedy answers": flags(r"n must be 1 with temperature 0.*add --temperature 1\.0", "eval", "--model", "m", "--data", "d", "-n", "2"),
+    "a device for vLLM": flags(
+        r"device is not for vllm.*but it is 'cuda:1': leave it out, .*CUDA_VISIBLE_DEVICES",
+        *("generate", "--model", "m", "--prompt", "p", "--backend", "vllm", "--device", "cuda:1"),
+    ),
     "no prompt": flags(r"prompt must be given, but it is \(\): add --prompt", "generate", "--model", "m"),
     "template without chat": flags(r"chat_template is for --chat", "generate", "--model", "m", "--prompt", "p", "--chat-template", "t"),
     "file of prompts that isn't there": flags(
@@ -515,6 +522,10 @@ MODELS = {
     "a loaded model without a tokenizer": Case(
         lambda place: nemorl.train(model=tiny_model(), dataset=place.rows, reward_fn="exact_match"),
         r"tokenizer must be given with a model .*pass tokenizer=",
+    ),
+    "an engine without room for the longest sequence": Case(
+        lambda place: nemorl.run(place.grpo(generation={"backend": "vllm", "max_model_len": 16})),
+        r"generation\.max_model_len must be at least data\.max_total_sequence_length \(32\), but it is 16: lower that one",
     ),
     "a device that isn't there": Case(
         lambda place: nemorl.run(place.sft(trainer={"device": "cuda:99"})),

@@ -129,10 +129,11 @@ class GenerationBackend(Protocol):
         """Take over new weights (Hugging Face names); completions carry `version` from now on. After an update that failed nothing is generated.
 
         The loops give weights that can be iterated again until the next update, so that an engine that has to start anew gets the present ones.
+        The tensors must not change before that either: engines would have different weights under one version.
         """
 
     def sleep(self) -> None:
-        """Give memory back while the trainer works; generating while asleep is an error."""
+        """Give memory back while the trainer works; generating while asleep is an error. Nothing happens to one that sleeps."""
 
     def wake(self) -> None:
         """Be ready to generate again. Nothing happens to one that is awake."""

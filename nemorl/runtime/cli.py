@@ -106,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if of_a_reward(error):
             print(*traceback.format_list(_outside(error)), sep="", end="", file=sys.stderr)
         hint = "" if config is None else " (NEMORL_TRACEBACK=1 shows where this came from)"
-        notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+        told = (note for note in getattr(error, "__notes__", ()) if not note.startswith("in worker "))  # that is a worker's traceback
+        notes = "".join(f"\n{note}" for note in told)
         kind = f"{type(error).__name__}: " if of_a_reward(error) else ""
         return _fail(f"nemorl {command}", f"{kind}{error}{notes}{hint}", 2 if isinstance(error, ValueError) else 1)
     finally:

@@ -48,13 +48,15 @@ class EvalConfig:
     seed: int = 0
     """Of the sampling, where temperature is above 0."""
     device: str | None = None
-    """cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
+    """torch: cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What the engine computes in."""
     generation: GenerationConfig = field(default_factory=_greedy, metadata={"flat": True})
 
     def __post_init__(self) -> None:
         at_least(1, n=self.n, max_rows=self.max_rows)
         at_least(0, seed=self.seed)
-        _check_samples(self.n, self.generation)
+        _check_engine(self.n, self.device, self.generation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,9 @@ class GenerateConfig:
     seed: int | None = None
     """Makes sampling repeatable; new answers at each call unless given."""
     device: str | None = None
-    """cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
+    """torch: cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What the engine computes in."""
     generation: GenerationConfig = field(default_factory=GenerationConfig, metadata={"flat": True})
 
     def __post_init__(self) -> None:
@@ -91,7 +95,7 @@ class GenerateConfig:
         for name in ("chat_template", "chat_template_kwargs"):
             require(self.chat or not getattr(self, name), name, "is for --chat", getattr(self, name), "add --chat, or leave it out")
         require(bool(self.prompt or self.file), "prompt", "must be given", self.prompt, 'add --prompt "…" or --file prompts.txt')
-        _check_samples(self.n, self.generation)
+        _check_engine(self.n, self.device, self.generation)
 
     def prompts(self) -> list[str]:
         """The prompts given, then those of the file (empty lines left out)."""
@@ -164,7 +168,9 @@ class InspectConfig:
         at_least(0, rows=self.rows)
 
 
-def _check_samples(n: int, generation: GenerationConfig) -> None:
+def _check_engine(n: int, device: str | None, generation: GenerationConfig) -> None:
+    remedy = "leave it out, and set the variable CUDA_VISIBLE_DEVICES to the GPUs that vLLM is to see"
+    require(device is None or generation.backend != "vllm", "device", "is not for vllm, which takes the first GPU", device, remedy)
     require(n == 1 or generation.temperature > 0, "n", "must be 1 with temperature 0", n, "greedy answers are all the same; add --temperature 1.0")
 
 

@@ -6,6 +6,9 @@ from typing import Any, Literal
 from nemorl.checks import at_least, require
 from nemorl.rollout.generation import SamplingParams
 
+OF_REPLICAS = ("cpus_per_replica", "python", "colocated", "weight_transport", "timeout_s", "start_timeout_s", "max_restarts", "log_dir")
+"""Settings of engines in processes of their own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
@@ -36,7 +39,7 @@ class GenerationConfig:
     cpus_per_replica: int = 1
     """vllm: CPU cores of each replica; where there is no GPU, each device's worker computes with as many threads."""
     max_model_len: int | None = None
-    """vllm: longest prompt and response together that the engine makes room for; data.max_total_sequence_length in a run unless given."""
+    """vllm: room for prompt and response together, in tokens; in a run data.max_total_sequence_length unless given, and no less."""
     engine: dict[str, Any] = field(default_factory=dict)
     """vllm: further arguments of the engine by vLLM's own names, such as gpu_memory_utilization: 0.5."""
     python: str | None = None
@@ -50,11 +53,11 @@ class GenerationConfig:
     timeout_s: float = 300.0
     """vllm: a replica that makes no progress for so many seconds is replaced."""
     start_timeout_s: float = 600.0
-    """vllm: how long an engine may take to start, in seconds."""
+    """vllm: how long a replica may take to start, in seconds."""
     max_restarts: int = 3
     """vllm: how often in a row a replica may be replaced without finishing a prompt before the run ends."""
     log_dir: str | None = None
-    """vllm: folder for the engines' logs; logs/ of the run unless given."""
+    """vllm: folder for the replicas' logs; logs/ of the run unless given."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -73,9 +76,9 @@ class GenerationConfig:
             for name in names[names.index("num_replicas") :]:
                 value, remedy = getattr(self, name), "add --generation.backend vllm, or leave it out"
                 require(value == getattr(default, name), f"generation.{name}", "is not for torch, the embedded engine", value, remedy)
-        for name, unset in (("python", None), ("weight_transport", "auto"), ("colocated", True)):
-            remedy = "an engine in the trainer's own process has its interpreter and its memory; add --generation.num-replicas 1"
-            given = getattr(self, name)
+        for name in OF_REPLICAS:
+            remedy = "an engine in the trainer's own process has its interpreter, its memory and its output; add --generation.num-replicas 1"
+            given, unset = getattr(self, name), next(item.default for item in fields(self) if item.name == name)
             require(given == unset or self.num_replicas > 0, f"generation.{name}", "needs generation.num_replicas", given, remedy)
         self.sampling_params()
 

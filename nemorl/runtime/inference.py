@@ -18,6 +18,7 @@ from nemorl.runtime import checkpoint
 from nemorl.runtime.algorithms.common import evaluate as evaluate_prompts
 from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config import DataConfig
+from nemorl.runtime.engine_start import told
 from nemorl.runtime.job import read_rows
 from nemorl.runtime.pretrained import load_model, load_tokenizer, model_folder, require_replaceable, write_checkpoint
 from nemorl.runtime.registry import get_generation_backend
@@ -110,9 +111,11 @@ def _loaded(config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any
     tokenizer = with_chat_template(load_tokenizer(config.tokenizer or folder), config.chat_template, config.chat_template_kwargs)
     token_ids = to_prompts(rows, tokenizer)
     device = "cpu" if config.generation.backend == "vllm" else config.device  # an engine with a copy of its own needs the GPU for that
-    generator = get_generation_backend(config.generation.backend)(model=load_model(folder, device=device), tokenizer=tokenizer)
+    backend = get_generation_backend(config.generation.backend)
+    generator = backend(model=load_model(folder, device=device), tokenizer=tokenizer, precision=config.precision)
     try:
-        generator.setup(config.generation)
+        with told(config.generation):
+            generator.setup(config.generation)
         yield Prompts(rows, token_ids), generator
     finally:
         generator.shutdown()

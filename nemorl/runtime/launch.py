@@ -20,6 +20,7 @@ from nemorl.runtime.checkpoint import CheckpointError
 from nemorl.runtime.config import BaseConfig
 from nemorl.runtime.config_io import dump_yaml, load_config, to_dict
 from nemorl.runtime.display import make_display
+from nemorl.runtime.engine_start import told
 from nemorl.runtime.generation_config import GenerationConfig
 from nemorl.runtime.inspect import show_lengths
 from nemorl.runtime.job import Inputs, Job, Rows, read_data
@@ -94,6 +95,7 @@ def run(
         inputs = Inputs(train=train_rows, validation=held_out, tokenizer=tokenizer, environment=environment)
         job: Job = load(get_algorithm(name).prepare)(config, inputs)
         lengths = show_lengths(job.lengths, config)
+        engines = generation_config(config, directory) if job.generates else None
 
         trainer = trainer_class() if model is None else trainer_class(model)
         found = checkpoint.latest(directory.path) if config.run.resume else None
@@ -101,9 +103,10 @@ def run(
         live_model, generator = trainer.model, None  # type: ignore[attr-defined]
         try:
             check_vocabulary(live_model, tokenizer)
-            if job.generates:
+            if engines is not None:
                 generator = generator_class(model=live_model, tokenizer=tokenizer, precision=config.trainer.precision)
-                generator.setup(generation_config(config, directory))
+                with told(engines, quiet=config.run.display == "none"):
+                    generator.setup(engines)
             current = Run(config, trainer, generator, tokenizer, LoopState(config.run.seed), directory.path)
             if job.with_initial_model is not None:
                 job = job.with_initial_model(current)
@@ -113,6 +116,7 @@ def run(
             if generator is not None:
                 generator.update_weights(TrainerWeights(trainer), version=current.state.policy_version)
                 check_agreement(trainer, generator, probe(config, live_model), precision=config.trainer.precision)
+                generator.sleep()  # until it is needed
             log.total_steps = job.num_steps
             everyone = all_callbacks(config, directory, live_model, callbacks, log=log, loggers=loggers)
             with closing(everyone):
@@ -193,12 +197,19 @@ def backend_config(config: BaseConfig, job: Job, folder: str, found: Path | None
 
 
 def generation_config(config: BaseConfig, directory: RunDirectory) -> GenerationConfig:
-    """What an engine is set up with: its place for logs and the longest sequence are the run's, unless they were given."""
+    """What an engine is set up with: the replicas' place for logs and the longest sequence are the run's, unless they were given.
+
+    Raises ValueError where the engine's longest sequence is shorter than the run's.
+    """
     given = config.generation
     if given.backend == "torch":
         return given
     longest = config.data.max_total_sequence_length
-    return replace(given, log_dir=given.log_dir or str(directory.path / "logs"), max_model_len=given.max_model_len or longest)
+    fits = given.max_model_len is None or given.max_model_len >= longest
+    require(fits, "generation.max_model_len", f"must be at least data.max_total_sequence_length ({longest})", given.max_model_len,
+            "lower that one, or leave this one out")  # fmt: skip
+    logs = (given.log_dir or str(directory.path / "logs")) if given.num_replicas else None
+    return replace(given, log_dir=logs, max_model_len=given.max_model_len or longest)
 
 
 def probe(config: BaseConfig, model: Any) -> list[int]:

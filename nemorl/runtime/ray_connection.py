@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,12 +15,16 @@ from typing import Any
 import psutil
 import ray
 import ray._private.auto_init_hook
+import ray._private.services
 import ray._private.worker
+from ray.exceptions import AuthenticationError
 
 from nemorl.runtime.worker_host import start_guard
 
 PROBE_PERIOD_S, PROBE_TIMEOUT_S, PROBES_TO_LOSE = 1.0, 2.0, 3
 """A cluster counts as lost when three probes in a row fail: within 4 s where connections are refused, 9 s where nothing answers at all."""
+HEAD_TIMEOUT_S = 5.0
+"""For a head that is to be attached to: Ray itself would try for minutes."""
 
 _RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
 """A process of Ray ends itself, without a word to its caller, when the cluster's head has been away for so long."""
@@ -37,7 +42,7 @@ _DRIVER = {_RECONNECT: "3600"}
 logger = logging.getLogger(__name__)
 
 
-class RayClusterError(RuntimeError):
+class RayClusterError(ConnectionError):
     """Ray can't be reached, can't be started, or refuses."""
 
 
@@ -46,15 +51,18 @@ class ClusterLost(RayClusterError):
 
 
 class Connection:
-    """This process's connection to a Ray cluster; `owned` if the cluster was started for it."""
+    """This process's connection to a Ray cluster; `owned` if the cluster was started for it, `begun` if this process wasn't connected before."""
 
     current: "Connection | None" = None
 
     def __init__(self, address: str | None, num_cpus: int | None, num_gpus: int | None) -> None:
         self.users, self.lost = 0, ""
-        self.owned = address is None and not ray.is_initialized()
-        if not ray.is_initialized():
+        self.begun = not ray.is_initialized()
+        self.owned = self.begun and address is None
+        self._connects_itself = ray._private.auto_init_hook.enable_auto_connect
+        if self.begun:
             _initialize(address, num_cpus, num_gpus)
+            ray._private.auto_init_hook.enable_auto_connect = False  # a call while this ends must not start a cluster of its own
         self._processes = _processes() if self.owned else []
         self._guard = start_guard(others=[process.pid for process in self._processes]) if self.owned else None
         context = ray.get_runtime_context()
@@ -78,7 +86,7 @@ class Connection:
             return cls.current
 
     def release(self) -> None:
-        """The last user's release ends a cluster that was started here, and leaves one that was attached to."""
+        """The last user's release ends a cluster that was started here, leaves one that was attached to, and keeps a connection that it found."""
         with _LOCK:
             self.users -= 1
             if self.users == 0 and not self._ended.is_set():
@@ -87,8 +95,11 @@ class Connection:
                 self._end()
 
     def _end(self) -> None:
+        if not self.begun:
+            return
         session = _session() if self.owned else None
         ray.shutdown()
+        ray._private.auto_init_hook.enable_auto_connect = self._connects_itself
         if session is None or self._guard is None:
             return
         self._guard.kill()
@@ -97,6 +108,10 @@ class Connection:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         shutil.rmtree(session, ignore_errors=True)
+        latest = session.parent / "session_latest"
+        with contextlib.suppress(OSError):
+            if latest.is_symlink() and not latest.exists():
+                latest.unlink()  # Ray doesn't renew a link that leads nowhere
 
     def check(self) -> None:
         """Raise ClusterLost if the cluster is gone, as far as the watcher knows."""
@@ -108,7 +123,12 @@ class Connection:
     def look(self) -> None:
         """As `check`, by looking now: for when something has gone wrong."""
         self.check()
-        self.lost = self._probe()
+        for probe in range(PROBES_TO_LOSE):
+            if probe:
+                self._ended.wait(PROBE_PERIOD_S)
+            if not (told := self._probe()):
+                return
+        self.lost = told
         self.check()
 
     def _probe(self) -> str:
@@ -134,11 +154,10 @@ _LOCK = threading.RLock()
 
 def _initialize(address: str | None, num_cpus: int | None, num_gpus: int | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    ray._private.auto_init_hook.enable_auto_connect = False  # a call after the end must not start a cluster of its own
-    ray._private.worker.listen_error_messages = _silence
-    ray._private.worker.connect = _connect
+    if address is not None:
+        _find(address)
     try:
-        with _environment(_CLUSTER if address is None else _ATTACHED), _signal_handlers():
+        with _environment(_CLUSTER if address is None else _ATTACHED), _signal_handlers(), _own_ways():
             if address is None:
                 ray.init(address="local", num_cpus=num_cpus, num_gpus=num_gpus, include_dashboard=False, **quiet)
             else:
@@ -148,10 +167,24 @@ def _initialize(address: str | None, num_cpus: int | None, num_gpus: int | None)
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if address is None:
             raise RayClusterError(f"a local Ray cluster can't be started ({reason}): is there room in /tmp and /dev/shm?") from error
-        remedy = "is it running (`ray status`), and is RAY_ADDRESS right?"
-        if "InvalidAuthToken" in str(error.__cause__):
-            remedy = "it asks for a token: set RAY_AUTH_MODE=token, and have the token of its head in ~/.ray/auth_token or RAY_AUTH_TOKEN"
+        remedy = _CHECK
+        if isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error.__cause__):
+            remedy = "it asks for a token: set RAY_AUTH_MODE=token, and have the token of its head in RAY_AUTH_TOKEN or ~/.ray/auth_token"
         raise RayClusterError(f"the Ray cluster at {address} can't be reached ({reason}): {remedy}") from error
+
+
+_CHECK = "is it running (`ray status`), is RAY_ADDRESS right, and does a firewall let this machine through?"
+
+
+def _find(address: str) -> None:
+    """Raise RayClusterError unless something listens there."""
+    try:
+        found = ray._private.services.canonicalize_bootstrap_address(address)  # "auto" has its own
+        if found and re.search(r":\d+$", found):
+            socket.create_connection(_endpoint(found), timeout=HEAD_TIMEOUT_S).close()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise RayClusterError(f"the Ray cluster at {address} can't be reached ({reason}): {_CHECK}") from error
 
 
 def _session() -> Path:
@@ -167,6 +200,18 @@ def _processes() -> list[psutil.Process]:
 
 def _silence(worker: Any, threads_stopped: threading.Event) -> None:
     """In the place of Ray's own listener, which prints what the daemons have to say about dead workers over the user's screen."""
+
+
+@contextlib.contextmanager
+def _own_ways() -> Iterator[None]:
+    """Two functions of Ray's replaced, while it connects."""
+    worker = ray._private.worker
+    before = worker.listen_error_messages, worker.connect
+    worker.listen_error_messages, worker.connect = _silence, _connect
+    try:
+        yield
+    finally:
+        worker.listen_error_messages, worker.connect = before
 
 
 _ray_connect = ray._private.worker.connect

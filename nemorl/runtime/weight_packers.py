@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
+import weakref
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,11 +70,9 @@ class SharedPacker:
         self.capacity = capacity
         self._file = os.memfd_create("nemorl-weights", os.MFD_CLOEXEC)
         os.ftruncate(self._file, capacity)
+        weakref.finalize(self, os.close, self._file)
         self._memory = _mapped(self._file, capacity)
         self.clear()
-
-    def __del__(self) -> None:
-        os.close(self._file)
 
     def clear(self) -> None:
         self.used, self._entries = 0, list[Entry]()

@@ -103,11 +103,11 @@ class Fleet:
         return calls
 
     def gather(self, calls: Mapping[int, Pending]) -> None:
-        """Wait for all of them; who has raised or has not answered in time has failed."""
+        """Wait for all of them but those that have failed before; who has raised or has not answered in time has failed."""
         deadline = time.monotonic() + self.timeout_s
-        for index, call in calls.items():
+        for index in [index for index in calls if index not in self.failed]:
             try:
-                call.result(timeout_s=max(deadline - time.monotonic(), 1.0))
+                calls[index].result(timeout_s=max(deadline - time.monotonic(), 1.0))
             except Exception as error:
                 self.failed.setdefault(index, error)
 

@@ -33,10 +33,13 @@ class Host:
         self.target: Any = None
 
     def place(self) -> tuple[str, Any]:
-        """Process id, host, and a port that is free here."""
+        """Process id and when it began, host, the id of Ray's node, and a port that is free here."""
+        import ray
+
+        node = ray.get_runtime_context().get_node_id()
         with socket.socket() as probe:
             probe.bind(("", 0))
-            return "value", (os.getpid(), socket.gethostname(), probe.getsockname()[1])
+            return "value", (os.getpid(), began(os.getpid()), socket.gethostname(), node, probe.getsockname()[1])
 
     def start(self, env: Mapping[str, str], target: str, args: tuple, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
         """Make the target, with the variables of the rendezvous set."""
@@ -67,10 +70,18 @@ def _guarded(function: Callable[[], Any]) -> tuple[str, Any]:
         return "error", {"kind": type(error).__name__, "builtin": builtin, "message": str(error), "traceback": text}
 
 
+def began(pid: int) -> int:
+    """When a process of this machine began, in the kernel's ticks; 0 if there is none. Ids are used again, both together are not."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19])
+    return 0
+
+
 def family(pid: int, marker: str) -> list[int]:
     """The live processes on this machine that belong to the worker `pid`, itself included, but for the one that asks.
 
     They are of its process group or were born with its marker: a child can leave the group, and one that renames itself can lose its environment.
+    With 0 for `pid`, for a worker that is long gone, whose id may be another's by now, the marker alone counts.
     """
     wanted, found = f"{MARKER}={marker}".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):

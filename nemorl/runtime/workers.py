@@ -1,6 +1,5 @@
 """Ranked workers on a placement: processes that host an object each, called by name, restarted by rank, gone at the end with all their children."""
 
-import builtins
 import contextlib
 import re
 import shutil
@@ -19,34 +18,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.checks import require
 from nemorl.runtime.cluster import Placement, RayClusterError
-from nemorl.runtime.worker_host import MARKER, Host, kill_family
+from nemorl.runtime.worker_errors import WorkerDied, WorkerError, WorkerTimeout, last_lines, raised, reason_of
+from nemorl.runtime.worker_host import MARKER, Host, began, kill_family
 from nemorl.runtime.worker_python import worker_variables
 
 CHECK_PERIOD_S = 0.5
 """How often those who wait look whether the cluster is still there."""
 FETCH_TIMEOUT_S = 300
 """For the bytes of a result that is there, on another node."""
-LOG_LINES = 10
-
-
-class WorkerError(RuntimeError):
-    """A worker's method raised `kind`; `traceback` is the worker's."""
-
-    def __init__(self, message: str, *, rank: int, kind: str, traceback: str) -> None:
-        super().__init__(message)
-        self.rank, self.kind, self.traceback = rank, kind, traceback
-
-
-class WorkerDied(RuntimeError):
-    """A worker's process is gone."""
-
-    def __init__(self, message: str, *, rank: int, host: str, pid: int, reason: str) -> None:
-        super().__init__(message)
-        self.rank, self.host, self.pid, self.reason = rank, host, pid, reason
-
-
-class WorkerTimeout(TimeoutError):
-    """A worker has not answered in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +42,7 @@ class WorkerInfo:
 
 @dataclass(kw_only=True)
 class _Worker:
-    """One process of a rank; host and pid are known once it is there."""
+    """One process of a rank. Host, pid and when it began are known once it is there, and whether Ray has moved its bundle to another node."""
 
     rank: int
     incarnation: int
@@ -73,6 +52,9 @@ class _Worker:
     actor: Any
     host: str = "?"
     pid: int = 0
+    began: int = 0
+    up: bool = False
+    """It has its object."""
 
 
 class Pending:
@@ -107,7 +89,13 @@ class Pending:
             raise self._group._died(self._worker, str(error)) from None
         if kind == "value":
             return value
-        raise _raised(value, self.rank)
+        raise raised(value, self.rank)
+
+    def _check(self) -> None:
+        """Raise what makes waiting vain."""
+        self._group.cluster.check()
+        if not self._worker.up:
+            self._group._check()
 
 
 def wait(pending: Sequence[Pending], timeout_s: float | None) -> tuple[list[Pending], list[Pending]]:
@@ -117,8 +105,8 @@ def wait(pending: Sequence[Pending], timeout_s: float | None) -> tuple[list[Pend
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     references = [one.reference for one in pending]
     while True:
-        for group in {id(one._group): one._group for one in pending}.values():
-            group.cluster.check()
+        for one in pending:
+            one._check()
         left = CHECK_PERIOD_S if deadline is None else max(0.0, min(CHECK_PERIOD_S, deadline - time.monotonic()))
         ready = set(ray.wait(references, num_returns=1, timeout=left, fetch_local=False)[0])
         if ready and len(pending) > 1:
@@ -160,8 +148,9 @@ class RayWorkerGroup:
         self._python, self._max_concurrency, self._start_timeout_s = python, max_concurrency, start_timeout_s
         self._own_logs = log_dir is None
         self._log_dir = Path(tempfile.mkdtemp(prefix="nemorl-")) if log_dir is None else log_dir.absolute()
-        self._master: tuple[str, str] | None = None
-        self._lock, self._ended = threading.RLock(), False
+        self._port = ""
+        self._lock, self._ended = threading.Lock(), False
+        self._restarts = [threading.Lock() for _ in range(size)]
         self._workers: dict[int, _Worker] = {}
         self.cluster._groups.add(self)
         try:
@@ -202,41 +191,52 @@ class RayWorkerGroup:
 
     def restart(self, rank: int) -> None:
         """A new process for this rank, in the same bundle, with a new object made as the first was."""
-        with self._lock:
+        with self._restarts[rank]:
             self._check()
             self.kill(rank)
             self._start([rank])
 
     def shutdown(self, timeout_s: float = 20) -> None:
-        """Let every object end in its own way (its method `shutdown`, if it has one), within this time, and then end the processes."""
+        """Let every object end in its own way (its method `shutdown`, if it has one), within this time, and then end the processes.
+
+        Those that are being started are ended at once; `restart` raises what comes of it.
+        """
         with self._lock:
             if self._ended:
                 return
             self._ended = True
-        stops = [self._remote(worker, "stop") for worker in self._workers.values()] if timeout_s > 0 else []
+            up = [worker for worker in self._workers.values() if worker.up]
+        for worker in self._workers.values():
+            if not worker.up:
+                self._end(worker)
+        stops = [self._remote(worker, "stop") for worker in up] if timeout_s > 0 else []
         deadline, failed = time.monotonic() + timeout_s, timeout_s <= 0
         for stop in stops:
             try:
                 stop.result(max(0.0, deadline - time.monotonic()))
             except Exception:  # whatever a target's end may raise: the log has it
                 failed = True
-        for worker in self._workers.values():
+        for worker in up:
             self._end(worker)
         if self._own_logs and not failed:
             shutil.rmtree(self._log_dir, ignore_errors=True)
 
     def _start(self, ranks: Sequence[int]) -> None:
         """Processes for these ranks, and in each the target."""
-        new = [self._launch(rank) for rank in ranks]
-        self._workers.update({worker.rank: worker for worker in new})
+        with self._lock:  # whoever ends the group finds them
+            self._check()
+            new = [self._launch(rank) for rank in ranks]
+            self._workers.update({worker.rank: worker for worker in new})
         places = self._gather([self._remote(worker, "place") for worker in new], self._start_timeout_s)
-        for worker, (pid, host, _) in zip(new, places, strict=True):
-            worker.pid, worker.host = pid, host
-        if self._master is None:
-            alone = len(set(self._placement.nodes)) == 1
-            self._master = "127.0.0.1" if alone else self._host_of(self._placement.nodes[0]), str(places[0][2])
+        for worker, (pid, start, host, node, _) in zip(new, places, strict=True):
+            worker.pid, worker.began, worker.host, worker.node = pid, start, host, node
+        self._port = self._port or str(places[0][-1])
         starts = [self._remote(worker, "start", self._rendezvous(worker.rank), self._target, self._args, self._kwargs) for worker in new]
         self._gather(starts, self._start_timeout_s)
+        with self._lock:
+            self._check()
+            for worker in new:
+                worker.up = True
 
     def _launch(self, rank: int) -> _Worker:
         """A new process in the rank's bundle. Ray has heard of it, no more."""
@@ -255,13 +255,14 @@ class RayWorkerGroup:
         }
         actor = ray.remote(Host).options(**options, scheduling_strategy=where, runtime_env=environment)
         handle = actor.remote(str(log), f"{self.name}-{rank}, incarnation {incarnation}")
-        return _Worker(rank=rank, incarnation=incarnation, node=self._placement.nodes[rank], log=log, marker=marker, actor=handle)
+        node = self._placement.nodes[rank] if before is None else before.node
+        return _Worker(rank=rank, incarnation=incarnation, node=node, log=log, marker=marker, actor=handle)
 
     def _rendezvous(self, rank: int) -> dict[str, str]:
-        assert self._master is not None
-        nodes, (address, port) = self._placement.nodes, self._master
+        nodes = [self._workers[other].node for other in range(len(self))]
+        address = "127.0.0.1" if len(set(nodes)) == 1 else self._host_of(nodes[0])
         local = nodes[:rank].count(nodes[rank])
-        return {"RANK": str(rank), "WORLD_SIZE": str(len(self)), "LOCAL_RANK": str(local), "MASTER_ADDR": address, "MASTER_PORT": port}
+        return {"RANK": str(rank), "WORLD_SIZE": str(len(self)), "LOCAL_RANK": str(local), "MASTER_ADDR": address, "MASTER_PORT": self._port}
 
     def _remote(self, worker: _Worker, method: str, /, *args: Any, **kwargs: Any) -> Pending:
         name = args[0] if method == "call" else method
@@ -285,19 +286,20 @@ class RayWorkerGroup:
 
     def _end(self, worker: _Worker) -> None:
         """End its processes, and wait until they are gone (on this node; on another one its guard does it)."""
+        leader = worker.pid if worker.pid and began(worker.pid) == worker.began else 0  # seen before it dies: its id may be a stranger's soon
         with contextlib.suppress(RayClusterError, ValueError):  # Ray is gone, or doesn't know it any more
             self.cluster.check()
             ray.kill(worker.actor, no_restart=True)
-        if worker.node == self.cluster.driver_node:
-            kill_family(worker.pid, worker.marker)
+        if worker.node == self.cluster.driver_node or not worker.pid:
+            kill_family(leader, worker.marker)
 
     def _host_of(self, node: str) -> str:
         return next(info.host for info in self.cluster.nodes if info.id == node)
 
     def _died(self, worker: _Worker, told: str) -> WorkerDied:
         self.cluster.connection.look()
-        reason = _reason(told)
-        lines = _last_lines(worker.log) if worker.node == self.cluster.driver_node else []
+        reason = reason_of(told)
+        lines = last_lines(worker.log) if worker.node == self.cluster.driver_node else []
         log = "\n  | ".join([" and ends:" if lines else "", *lines])
         message = f"{self.name}-{worker.rank} (process {worker.pid} on {worker.host}) died: {reason}; its log is {worker.log}{log}"
         return WorkerDied(message, rank=worker.rank, host=worker.host, pid=worker.pid, reason=reason)
@@ -306,37 +308,3 @@ class RayWorkerGroup:
 def _timeout(pending: Sequence[Pending], timeout_s: float | None) -> WorkerTimeout:
     who = ", ".join(f"{one._group.name}-{one.rank} (process {one._worker.pid} on {one._worker.host}, log {one._worker.log})" for one in pending)
     return WorkerTimeout(f"no answer to {pending[0].method} within {timeout_s:g} s from {who}")
-
-
-def _raised(error: Mapping[str, str], rank: int) -> Exception:
-    """The worker's exception, as the built-in type that it is, with the worker's traceback below the message."""
-    kind = getattr(builtins, error["builtin"], Exception)
-    if kind in (Exception, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit):
-        raised: Exception = WorkerError(f"{error['kind']}: {error['message']}", rank=rank, kind=error["kind"], traceback=error["traceback"])
-    else:
-        raised = kind(error["message"])
-    raised.add_note(f"in worker {rank}:\n{error['traceback']}")
-    return raised
-
-
-def _reason(told: str) -> str:
-    """Ray's account of a death, in a line.
-
-    >>> _reason("The actor died.\\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker "
-    ...         "unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) ...")
-    'it was killed (the kernel does so, too, when memory is short) or it crashed'
-    """
-    if "connection error code" in told:
-        return "it was killed (the kernel does so, too, when memory is short) or it crashed"
-    if "ray.kill" in told:
-        return "it was ended by us"
-    if "unavailable" in told:
-        return "it doesn't answer any more, or its node doesn't"
-    return next((line.strip() for line in reversed(told.splitlines()) if line.strip()), "for a reason unknown")
-
-
-def _last_lines(log: Path) -> list[str]:
-    with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 20_000))
-        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
-    return []

@@ -362,6 +362,10 @@ def test_errors_of_a_command_are_one_line(
     assert "nemorl grpo: error: the prompt column is missing (NEMORL_TRACEBACK=1 shows" in refused(capsys, "grpo", *NEEDED["grpo"])
     launched.result = OSError("disk full")
     assert cli.main(["grpo", *NEEDED["grpo"]]) == 1 and "error: disk full" in capsys.readouterr().err
+    launched.result = ValueError("no such engine argument")
+    launched.result.add_note("in worker 0:\nTraceback (most recent call last): ...")
+    launched.result.add_note("runs/mine has no checkpoint")
+    assert "argument runs/mine has no checkpoint (NEMORL" in refused(capsys, "grpo", *NEEDED["grpo"]), "and not what is of a worker"
     launched.result = RuntimeError("a bug of ours")
     with pytest.raises(RuntimeError, match="a bug"):  # keeps its traceback
         cli.main(["grpo", *NEEDED["grpo"]])

@@ -118,6 +118,16 @@ def test_generate(workplace: Path, capsys):
     assert "1+1=" in capsys.readouterr().out
 
 
+def test_precision_is_the_engines(workplace: Path, capsys):
+    command = ["generate", "--model", str(workplace / "sft"), "--prompt", "1+1=", "--temperature", "0", "--device", "cpu", "--json"]
+    answers = []
+    for precision in ("float32", "bfloat16"):
+        assert main([*command, "--precision", precision]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0]["response"] == answers[1]["response"]
+    assert 0 < abs(answers[0]["logprob"] - answers[1]["logprob"]) < 0.1
+
+
 def test_export(workplace: Path, capsys):
     assert main(["export", "--run", str(workplace / "sft"), "--output", str(workplace / "exported")]) == 0
     assert main(["generate", "--model", str(workplace / "exported"), "--prompt", "1+1=", "--temperature", "0", "--device", "cpu", "--json"]) == 0

@@ -6,9 +6,11 @@ import torch
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime import registry
 from nemorl.runtime.generation_config import GenerationConfig
 from nemorl.runtime.weight_sync import TrainerWeights, check_agreement, sync_weights
 from tests.models import random_prompts, tiny_model, tiny_tokenizer
+from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
 
 PROMPT = random_prompts(1, seed=4)[0]
 
@@ -51,3 +53,44 @@ def test_weights_can_be_read_again_until_the_next_step_and_not_after_it(trainer)
     trainer.step += 1
     with pytest.raises(RuntimeError, match=r"these are of step 0 and it has done 1: call sync_weights\(\) after every step"):
         list(weights)
+
+
+class Watched(TorchGenerationBackend):
+    """What is asked of a generator, in order."""
+
+    events: list[str]
+
+    def update_weights(self, weights, version) -> None:
+        self.events.append(f"weights {version}")
+        super().update_weights(weights, version)
+
+    def generate(self, prompts, sampling_params):
+        self.events.append("generate")
+        return super().generate(prompts, sampling_params)
+
+    def sleep(self) -> None:
+        self.events.append("sleep")
+        super().sleep()
+
+    def wake(self) -> None:
+        self.events.append("wake")
+        super().wake()
+
+
+STEP, STEP_1 = "wake generate sleep", "wake weights_1 generate sleep"
+
+
+@pytest.mark.parametrize(
+    ("make", "loop"),
+    [
+        (grpo_config, f"{STEP} {STEP_1} wake weights_2 generate {STEP} {STEP_1.replace('1', '3')} wake weights_4 generate"),
+        (sft_config, "sleep sleep wake weights_2 generate sleep sleep wake weights_4 generate"),
+    ],
+)  # fmt: skip
+def test_the_loops_send_weights_when_they_are_needed_and_let_the_generator_sleep_while_they_train(tmp_path, monkeypatch, make, loop):
+    """Validated after steps 2 and 4: with the weights of that step, which are not sent again for the samples of the next one."""
+    monkeypatch.setitem(registry.GENERATION_BACKENDS, "watched", Watched)
+    monkeypatch.setattr(Watched, "events", [], raising=False)
+    config = make(tmp_path, steps=4, run={"val_period": 2}, generation=GenerationConfig(backend="watched", max_new_tokens=4))
+    start(config, validation=addition_rows(4))
+    assert " ".join(Watched.events).replace("weights ", "weights_") == f"weights_0 generate sleep {loop}"

@@ -14,7 +14,7 @@ import torch
 
 from nemorl.runtime.weight_buckets import WeightMismatch
 from nemorl.runtime.weight_packers import ObjectPacker, SharedPacker
-from nemorl.runtime.weight_transport import LocalReceiver, WeightSender, choose_transport
+from nemorl.runtime.weight_transport import Fleet, LocalReceiver, WeightSender, choose_transport
 
 SHAPES = {"embed": (7, 11), **{f"layers.{i}.{part}": (13, 16) for i in range(6) for part in ("a", "b", "c")}, "norm": (5,)}
 MEBI = 2**20
@@ -217,6 +217,25 @@ def test_every_bucket_is_waited_for_before_the_end_and_after_an_error():
         sender.send([*weights, weights[0]], [recorder])
     assert recorder.events[:5] == expected[:5]
     assert recorder.events[-1] == "waited for 4"
+
+
+def test_who_has_failed_is_not_waited_for_again():
+    class Silent:
+        waits = 0
+
+        def start(self, method, *args):
+            return self
+
+        def result(self, timeout_s=None):
+            self.waits += 1
+            raise TimeoutError("no answer")
+
+    silent = Silent()
+    fleet = Fleet([silent], timeout_s=0.1)
+    calls = [fleet.start("load_weights"), fleet.start("load_weights")]
+    for call in calls:
+        fleet.gather(call)
+    assert silent.waits == 1 and list(fleet.failed) == [0]
 
 
 @pytest.mark.parametrize("when", [0, 10])

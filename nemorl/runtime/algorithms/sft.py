@@ -59,6 +59,8 @@ def run(run: Run, examples: Sequence[Example], order: RowOrder, *, validate: Val
 def train_step(run: Run, *, examples: Sequence[Example], order: RowOrder) -> tuple[Run, dict[str, float], Samples]:
     """The next rows of the seeded order, as one optimizer step."""
     config, state, start = run.config, run.state, time.perf_counter()
+    if run.generator is not None:
+        run.generator.sleep()  # its memory is the trainer's between validations
     count = config.train_global_batch_size
     batch = with_loss_weights(collate([examples[i] for i in order.take(state.cursor, count)]), config)
     metrics = finalize(run.trainer.train_step(batch, loss_fn))

@@ -57,12 +57,19 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Policy": ("kl", "entropy", "response_length", "truncated_fraction", "informative_groups", "reward_std", "groups_kept"),
     "Updates": ("lr", "grad_norm", "approx_kl_k1", "approx_kl_k3", "clip_fraction_", "ratio_", "importance", "num_tokens"),
     "Sampler": ("token_mult_prob_error", "token_mult_prob_error_max", "gen_kl_error", "gen_kl_error_max", "generation_nonfinite_fraction"),
+    "Engines": ("generation/",),
     "Speed and resources": ("tokens_per_second", "seconds", "cpu_percent", "memory_gb", "gpu_memory_gb", "gpu_percent"),
 }
 """The sections of the curves, and what belongs there in this order; a name that ends in / or _ is a beginning."""
 OPEN = ("Learning", "Policy")
 
 
+OF_ENGINES = {
+    "tokens": "generated in a step",
+    "tokens_per_second": "while generating",
+    "busy": "share of the time of generating in which it computed",
+    "restarts": "in a step",
+}
 SPANS = {"token_mult_prob_error": (1.0, 1.01), "token_mult_prob_error_max": (1.0, 1.01)}
 """What the axis of a metric covers at least, so that rounding errors don't look like mountains."""
 
@@ -78,10 +85,14 @@ class Curve:
     @property
     def title(self) -> str:
         known = TITLES.get(self.metric)
+        if self.metric.startswith("generation/"):
+            return self.metric.removeprefix("generation/")
         return known[0] if known else self.metric.removeprefix("reward/").replace("_", " ") if "/" in self.metric else self.metric.replace("_", " ")
 
     @property
     def meaning(self) -> str:
+        if self.metric.startswith("generation/"):
+            return OF_ENGINES.get(self.metric.rpartition("/")[2], "")
         return TITLES[self.metric][1] if self.metric in TITLES else "one part of the reward" if self.metric.startswith("reward/") else ""
 
     @property

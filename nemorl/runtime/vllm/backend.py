@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,7 +49,8 @@ class LocalEngine:
     """One engine in this process."""
 
     def __init__(self, spec: EngineSpec, expected: Mapping[str, tuple[int, ...]]) -> None:
-        self.engine = Engine(spec)
+        with _stderr_aside():
+            self.engine = Engine(spec)
         self._sender = WeightSender(expected, dtype=getattr(torch, spec.dtype), transport="direct")
         self._source: tuple[Iterable[tuple[str, Tensor]], int] = (), 0
         self._tokens, self._seconds = 0, 0.0
@@ -59,8 +63,9 @@ class LocalEngine:
             self.engine.add(requests)
             while self.engine.unfinished:
                 samples.update({finished.id: finished.samples for finished in self.engine.step()})
-        finally:
-            self.engine.abort([request.id for request in requests])
+        except BaseException:
+            self.engine.give_up()
+            raise
         self._tokens += self.engine.num_tokens - tokens
         self._seconds += time.perf_counter() - start
         return samples
@@ -98,6 +103,8 @@ class VLLMGenerationBackend:
 
     def setup(self, config: GenerationConfig) -> None:
         """Start the engines. Raises ValueError where they can't start, or can't do what `config` asks for."""
+        if self._engines is not None:
+            raise RuntimeError("the generation backend has its engines already: call setup() once")
         check_sampling(config.sampling_params())
         local = config.num_replicas == 0
         require(not local or config.tensor_parallel_size == 1, "generation.tensor_parallel_size", "needs engines in processes of their own",
@@ -108,8 +115,11 @@ class VLLMGenerationBackend:
         if local:
             self._engines = LocalEngine(spec, expected_weights(self.model.config))
         else:
-            from nemorl.runtime.vllm.replicas import Replicas
-
+            try:
+                from nemorl.runtime.vllm.replicas import Replicas
+            except ImportError as error:
+                missing = f"needs Ray, which can't be imported ({error})"
+                raise ValueError(f"generation.num_replicas {missing}: pip install 'nemorl[ray]', or leave it out") from error
             self._engines = Replicas(config, spec)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
@@ -144,7 +154,8 @@ class VLLMGenerationBackend:
         self.policy_version = version
 
     def sleep(self) -> None:
-        self._running.sleep()
+        if not self.asleep:
+            self._running.sleep()
         self.asleep = True
 
     def wake(self) -> None:
@@ -183,14 +194,35 @@ class VLLMGenerationBackend:
         return requests
 
 
+@contextmanager
+def _stderr_aside() -> Iterator[None]:
+    """What libraries write to the standard error of this process, past Python, is not for its user's screen; errors come as exceptions."""
+    sys.stderr.flush()
+    before = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+
+
 class _Live:
-    """The weights that a model has at the moment, as often as they are asked for."""
+    """The weights that a model has at the moment, as often as they are asked for until they change: those of one version are the same everywhere."""
 
     def __init__(self, model: Any) -> None:
-        self.model = model
+        self.model, self.changes = model, _changes(model)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if _changes(self.model) != self.changes:
+            raise RuntimeError("the model has changed since its weights were taken, so an engine can't get the same again: call update_weights()")
         return merged_tensors(self.model)
+
+
+def _changes(model: Any) -> int:
+    """How often the parameters have been changed in place."""
+    return sum(parameter._version for parameter in model.parameters())
 
 
 def check_sampling(params: SamplingParams) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 import random
+import re
 import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +33,14 @@ A prompt is computed at once: of one in parts, vLLM could not set the seeded gen
 """
 
 
+QUIET = {
+    "vllm.triton_utils.importing": logging.ERROR,
+    "vllm.model_executor.model_loader.reload.layerwise": logging.ERROR,  # warns in every update of layers that have nothing to load
+    "vllm.v1.core.block_pool": logging.WARNING,
+}
+"""What would be said in every start or every update, and worries for nothing."""
+
+
 class EngineStartError(ValueError):
     """An engine that can't start; the message begins with its own reason."""
 
@@ -53,15 +63,13 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self.usable, self.num_tokens = False, 0
         self._samples: dict[int, list[_Tokens]] = {}
-        self._folder = tempfile.TemporaryDirectory(prefix="nemorl-engine-")
-        for name, content in spec.files.items():
-            (Path(self._folder.name) / name).write_bytes(content)
         first = not torch.distributed.is_initialized()
         try:
-            with _process_kept():
-                self._start(spec)
+            with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder, _process_kept():
+                for name, content in spec.files.items():
+                    (Path(folder) / name).write_bytes(content)
+                self._start(spec, folder)
         except Exception as error:
-            self._folder.cleanup()
             if first and torch.distributed.is_initialized():
                 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -70,7 +78,9 @@ class Engine:
                 raise
             raise EngineStartError(f"{_reason(error)} (so the vLLM engine could not start)") from error
 
-    def _start(self, spec: EngineSpec) -> None:
+    def _start(self, spec: EngineSpec, folder: str) -> None:
+        for name, level in QUIET.items():
+            logging.getLogger(name).setLevel(level)
         try:
             from vllm import EngineArgs, LLMEngine
             from vllm.platforms import current_platform
@@ -85,7 +95,7 @@ class Engine:
             raise EngineStartError("generation.engine's enable_chunked_prefill must be off where there is no GPU: leave it out")
         if self._cpu and spec.sleep_level:
             raise EngineStartError(f"generation.sleep_level must be 0 where there is no GPU, but it is {spec.sleep_level}: leave it out")
-        args = EngineArgs(**{**(CPU_DEFAULTS if self._cpu else {}), **self._arguments(spec), **spec.engine})
+        args = EngineArgs(**{**(CPU_DEFAULTS if self._cpu else {}), **self._arguments(spec, folder), **spec.engine})
         self._eager = self._cpu and args.enforce_eager
         if self._eager and spec.tensor_parallel_size > 1:
             os.environ["TORCH_COMPILE_DISABLE"] = "1"  # for the engine's own processes; in this one see _computing
@@ -100,10 +110,11 @@ class Engine:
             self.shutdown()
             raise
 
-    def _arguments(self, spec: EngineSpec) -> dict[str, Any]:
-        folder = self._folder.name
-        transfer: dict[str, Any] = {} if spec.weight_transport is None else {"weight_transfer_config": {"backend": spec.weight_transport}}
-        return transfer | {
+    def _arguments(self, spec: EngineSpec, folder: str) -> dict[str, Any]:
+        chosen: dict[str, Any] = {} if spec.weight_transport is None else {"weight_transfer_config": {"backend": spec.weight_transport}}
+        if spec.tensor_parallel_size > 1:
+            chosen["distributed_executor_backend"] = "mp"  # in a process of Ray's, vLLM would ask Ray for places that are its own already
+        return chosen | {
             "model": folder,
             "skip_tokenizer_init": spec.vocabulary is None,
             "dtype": spec.dtype,
@@ -175,8 +186,7 @@ class Engine:
             sample.finish_reason = part.finish_reason
             self.num_tokens += len(part.token_ids)
             if not math.isfinite(part.cumulative_logprob):
-                self.abort(list(self._samples))
-                self._llm.reset_prefix_cache()
+                self.give_up()
                 self._llm.collective_rpc(_clear_cache)
                 raise FloatingPointError("the model's logits are not finite, so that no token can be sampled: its weights hold NaN or infinity")
             if part.finish_reason and all(other.finish_reason for other in self._samples[int(name)]):
@@ -197,6 +207,11 @@ class Engine:
         for request in ids:
             samples = self._samples.pop(request, [])
             self._llm.abort_request([f"{request}/{j}" for j in range(len(samples))])
+
+    def give_up(self) -> None:
+        """Drop everything after a step that did not come to its end: the cache, too, which counts as computed what such a step was to compute."""
+        self.abort(list(self._samples))
+        self.usable = self._llm.reset_prefix_cache() and self.usable
 
     def recall(self, ids: Iterable[int]) -> list[int]:
         """Drop those of these requests that have no token yet, and say which."""
@@ -222,7 +237,8 @@ class Engine:
     def finish_weights(self) -> None:
         """All weights are there. What was cached of prompts belongs to the old ones."""
         self._llm.collective_rpc("nemorl_finish")
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("the engine's cache must be empty before new weights are used, but vLLM holds on to a part of it: start it anew")
         self.usable = True
 
     def sleep(self) -> None:
@@ -238,7 +254,6 @@ class Engine:
     def shutdown(self) -> None:
         """End it, its processes, and the process group that it began in this one."""
         self._llm.engine_core.shutdown()
-        self._folder.cleanup()
 
 
 def _finished(request: int, samples: list[_Tokens]) -> Finished:
@@ -287,4 +302,16 @@ def _reason(error: BaseException) -> str:
     text, errors = str(error).strip() or repr(error), getattr(error, "errors", None)
     if callable(errors):  # pydantic's
         text = "; ".join(": ".join([*map(str, item["loc"]), item["msg"].removeprefix("Value error, ")]) for item in errors())
+    elif "root cause" in text and (cause := _last_error(Path("/proc/self/fd/1"))):
+        text = cause
+    if "Unsupported CPU attention configuration" in text:
+        text += ": vLLM on CPUs needs heads of 32, 64, 80, 96, 112, 128, 192 or 256 entries; use generation.backend torch"
     return text if len(text) < 500 else f"{text[:500]} …"  # some list all the names that would have been right
+
+
+def _last_error(output: Path) -> str:
+    """What an engine's own process has said last of why it ended, where it could: in a replica's log, which is the output of all its processes."""
+    if not output.is_file():
+        return ""
+    said = re.findall(r"^.*\] ((?:\w+\.)*\w+(?:Error|Exception): .*)$", output.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return said[-1] if said else ""

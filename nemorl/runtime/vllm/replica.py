@@ -9,7 +9,7 @@ from typing import Any
 
 from nemorl.runtime.vllm.spec import EngineSpec
 from nemorl.runtime.vllm.worker import Progress
-from nemorl.runtime.workers import Pending, RayWorkerGroup
+from nemorl.runtime.workers import Pending, RayWorkerGroup, WorkerTimeout
 
 
 class Life:
@@ -35,6 +35,8 @@ class Replica:
         """Of its weights. None: it has none, or not all."""
         self.deaths = 0
         """In a row, without a finished prompt."""
+        self.given_up = False
+        """It is not started again."""
         self.seen, self.progress = 0.0, Progress()
         self._fresh = True
         self._tokens, self._busy_s, self._restarts = 0, 0.0, 0
@@ -49,6 +51,8 @@ class Replica:
                 if again:
                     self.group.restart(self.rank)
                 started.set_result(self.group.call(self.rank, "start", spec).result(timeout_s=timeout_s))
+            except WorkerTimeout as error:
+                started.set_exception(WorkerTimeout(f"{error} (generation.start_timeout_s)"))
             except BaseException as error:
                 started.set_exception(error)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nemorl.checks import require
-from nemorl.runtime.cluster import DRIVER, Bundle, ClusterLost, RayVirtualCluster
+from nemorl.runtime.cluster import DRIVER, Bundle, ClusterLost, RayVirtualCluster, ResourcesError
 from nemorl.runtime.generation_config import GenerationConfig
 from nemorl.runtime.vllm.balance import Balance, Group, Theft
 from nemorl.runtime.vllm.replica import Replica
@@ -26,7 +26,7 @@ from nemorl.runtime.vllm.weights import HUGE_PAGES
 from nemorl.runtime.vllm.worker import Progress
 from nemorl.runtime.weight_buckets import expected_weights
 from nemorl.runtime.weight_transport import WeightSender, choose_transport
-from nemorl.runtime.workers import Pending, RayWorkerGroup, WorkerDied, WorkerTimeout, wait
+from nemorl.runtime.workers import Pending, RayWorkerGroup, WorkerTimeout, wait
 
 TICK_S = 0.25
 """How often the driver looks after the replicas while nothing is finished."""
@@ -67,7 +67,10 @@ class Replicas:
         cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
         # Ray gives GPUs away in their order: the first, which the trainer computes on, is set aside where the engines are to have others.
         apart = {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)]} if self.cuda and not config.colocated else {}
-        self._cluster = RayVirtualCluster({**apart, "generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas})
+        try:
+            self._cluster = RayVirtualCluster({**apart, "generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas})
+        except ResourcesError as error:
+            raise ResourcesError(f"generation.num_replicas is {config.num_replicas}, of {cpus} CPUs and {gpus} GPUs each: {error}") from None
         try:
             self._start(python)
         except BaseException:
@@ -225,7 +228,7 @@ class Replicas:
             self._wait_until(lambda: any(one.life is not None for one in self._replicas))
             failed = self._send([one for one in self._replicas if one.life is not None])
             for rank, error in failed.items():
-                if not isinstance(error, WorkerDied | WorkerTimeout):
+                if isinstance(error, ValueError | ClusterLost):
                     raise error
                 self._ended(self._replicas[rank], error)
             if failed and not self._again and not any(one.version == version for one in self._replicas):
@@ -262,14 +265,22 @@ class Replicas:
             warnings.warn(f"replica {replica.rank} is back after {time.monotonic() - replica.began:.1f} s", stacklevel=4)
 
     def _ended(self, replica: Replica, error: Exception, balance: Balance | None = None) -> None:
-        """Replace one that has died, hangs or can't go on. Raises RuntimeError if that has happened too often in a row."""
+        """Replace one that has died, hangs or can't go on; where that has happened too often in a row, go on without it.
+
+        Raises ChildProcessError if it was the last one.
+        """
         self._cluster.check()
         lost = [] if balance is None else balance.lost(replica.rank)
         self._calls = {pending: call for pending, call in self._calls.items() if call[0] is not replica}
         replica.ended()
         if replica.deaths > self.config.max_restarts:
             times = f"{replica.deaths} times in a row without finishing a prompt (generation.max_restarts is {self.config.max_restarts})"
-            raise RuntimeError(f"replica {replica.rank} has ended {times}, the last time because {error}") from error
+            told = f"replica {replica.rank} has ended {times}, the last time because {error}"
+            if not any(one.life is not None for one in self._replicas):
+                raise ChildProcessError(told) from error
+            replica.given_up = True
+            warnings.warn(f"the run goes on without it: {told}", stacklevel=4)
+            return
         who = "the others" if any(one.life is not None for one in self._replicas) else "it"
         prompts = f", and {who} will do the {len(lost)} prompts that it had" if lost else ""
         warnings.warn(f"replica {replica.rank} is started again{prompts}: {error}", stacklevel=4)
@@ -293,7 +304,7 @@ class Replicas:
         self._asleep = False
         self._everywhere("wake")
         for one in self._replicas:
-            if one.life is None and one.starting is None:
+            if one.life is None and one.starting is None and not one.given_up:
                 one.begin(self.spec, self.config.start_timeout_s)
 
     def _everywhere(self, method: str) -> None:

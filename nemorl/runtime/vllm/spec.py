@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 def engine_spec(model: Any, tokenizer: Any, config: GenerationConfig, *, precision: str) -> EngineSpec:
     """The engine for `model`, a Hugging Face model with or without adapters in it.
 
-    Raises ValueError where `generation.engine` names an argument that nemorl sets itself.
+    Raises ValueError where `generation.engine` names an argument that nemorl sets itself. Sequences longer than the model are a warning.
     """
     import torch
 
@@ -98,6 +99,8 @@ def engine_spec(model: Any, tokenizer: Any, config: GenerationConfig, *, precisi
         require(name not in config.engine, f"generation.engine's {name}", "must be left to nemorl", config.engine.get(name), remedy)
     positions = getattr(model.config, "max_position_embeddings", None)
     lengths = [length for length in (config.max_model_len, positions) if length is not None]
+    if len(lengths) == 2 and lengths[0] > lengths[1]:
+        warnings.warn(f"generation.max_model_len is lowered from {lengths[0]} to {positions}, the positions that the model has", stacklevel=3)
     return EngineSpec(
         files=_files(model, tokenizer),
         vocabulary=None if tokenizer is None else vocabulary_hash(tokenizer),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -44,28 +47,40 @@ class EngineTransfer:
         self._members: list[Receiver] = []
 
     def send(self, weights: Iterable[tuple[str, Tensor]], fleet: Fleet) -> None:
-        """Between begin_weights() and finish_weights(). With NCCL one failure is everybody's: its group is no more."""
+        """Between begin_weights() and finish_weights(). With NCCL a failure on the way is everybody's: its group is no more."""
+        from nemorl.runtime.workers import WorkerTimeout
+
         self._fleet, self._weights = fleet, weights
-        if self.transport == "cuda_ipc" or list(fleet.receivers) != self._members:
-            self.close()
-            self._members = list(fleet.receivers)
-            self._engine = self._connect()
-        thread = ThreadPoolExecutor(max_workers=1)
+        live, before = fleet.live, len(fleet.failed)
+        if not live:
+            return
         try:
-            thread.submit(self._engine.send_weights).result(fleet.timeout_s)
-            if self.transport == "nccl" and fleet.failed:
-                raise next(iter(fleet.failed.values()))
+            _in_time(partial(self._send, [fleet.receivers[index] for index in live]), fleet.timeout_s, self.device)
+            if self.transport == "nccl" and len(fleet.failed) > before:
+                raise RuntimeError("the group is broken")
         except Exception as error:
+            if isinstance(error, TimeoutError):
+                error = WorkerTimeout(
+                    f"the weights were not through by {self.transport} within {fleet.timeout_s:g} s (generation.timeout_s): "
+                    "where a network hangs, set generation.weight_transport object_store"
+                )
+            cause = next(islice(fleet.failed.values(), before, None), error)  # who died has broken it for the others
             for index in fleet.live:
-                fleet.failed[index] = error
-            self._engine, self._members = None, []  # not shut down, for that would wait for those that are gone
-        finally:
-            thread.shutdown(wait=False)
+                fleet.failed[index] = cause
+            self.close()
 
     def close(self) -> None:
+        """Doesn't wait: an engine's end may be waiting for receivers that are gone."""
         if self._engine is not None:
-            self._engine.shutdown()
+            threading.Thread(target=self._engine.shutdown, name="nemorl-transfer-end", daemon=True).start()
         self._engine, self._members = None, []
+
+    def _send(self, members: list[Receiver]) -> None:
+        if self.transport == "cuda_ipc" or members != self._members:
+            self.close()
+            self._members = members
+            self._engine = self._connect()
+        self._engine.send_weights()
 
     def _connect(self) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
@@ -97,8 +112,8 @@ class EngineTransfer:
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         offset = info.get("rank_offset")
         calls = {}
-        for index in self._fleet.live:
-            own = info if offset is None else {**info, "rank_offset": offset + index * self.processes}
+        for position, index in enumerate(self._fleet.live):
+            own = info if offset is None else {**info, "rank_offset": offset + position * self.processes}
             calls[index] = self._fleet.receivers[index].start("load_weights", Message(("init", own)))
         self._fleet.gather(calls)
 
@@ -110,3 +125,21 @@ class EngineTransfer:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Done by finish_weights()."""
+
+
+def _in_time(function: Callable[[], None], timeout_s: float, device: str) -> None:
+    """Call it in a thread that nobody waits for at the end of the process, on this thread's device. Raises TimeoutError, or what it raises."""
+    done: Future[None] = Future()
+    module = torch.get_device_module(device)
+    current = module.current_device()
+
+    def run() -> None:
+        try:
+            module.set_device(current)
+            function()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="nemorl-transfer", daemon=True).start()
+    done.result(timeout_s)

@@ -141,6 +141,7 @@ class VLLMWorker:
         return answer.result()
 
     def _run(self, spec: EngineSpec, started: Future[None]) -> None:
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")  # all that it says goes into a log of its own
         try:
             engine = Engine(spec)
         except BaseException as error:
@@ -175,8 +176,8 @@ class VLLMWorker:
         try:
             finished = engine.step()
         except Exception as error:
-            self._error = error
-            engine.abort(self._submitted)
+            engine.give_up()
+            self._error = error if engine.usable else RuntimeError(f"the engine can't go on after this: {error}")
             self._settle(list(self._submitted))
             return
         self._busy_s += time.perf_counter() - begin

@@ -76,6 +76,15 @@ class Target:
             Path(f"{self.left}-{os.environ['RANK']}").write_text("in order", encoding="utf-8")
 
 
+class Slow:
+    """Made at once unless there is a file, beside which it leaves a trace of itself then."""
+
+    def __init__(self, flag):
+        if Path(flag).exists():
+            Path(f"{flag}-{os.getpid()}").touch()
+            time.sleep(60)
+
+
 class Own(Exception):
     pass
 

@@ -1,8 +1,11 @@
 """Bundles and placements on a real Ray cluster; what doesn't fit, and what can't be reached."""
 
+import json
 import re
 import signal
+import socket
 import time
+from pathlib import Path
 
 import pytest
 
@@ -59,7 +62,29 @@ def test_what_does_not_fit_is_told_with_what_there_is(bundles, row: str):
 
 def test_a_gpu_can_be_set_aside_for_this_process():
     with driver("set_aside") as process:
-        assert told(process) == {"devices": ["1", "2"]}
+        assert told(process) == {"devices": ["1", "2"], "as_before": True}
+
+
+def test_a_connection_that_this_process_had_before_stays():
+    with driver("found") as process:
+        lines = process.communicate(timeout=60)[0].splitlines()  # Ray prints what it has to say, for it is the user's
+    [facts] = [json.loads(line) for line in lines if line.startswith("{")]
+    assert facts == {"sum": 3, "gone": True, "value": 7, "as_before": True}
+
+
+def test_an_address_where_nothing_listens_is_told_at_once():
+    with driver("nowhere", RAY_ADDRESS="127.0.0.1:1") as process:
+        facts = told(process)
+    assert facts["error"].startswith("the Ray cluster at 127.0.0.1:1 can't be reached (Connection refused): is it running") and facts["took"] < 6
+    assert "RAY_ADDRESS" in facts["error"]
+
+
+def test_a_token_that_is_missing_is_told(tmp_path: Path):
+    with socket.create_server(("", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with driver("nowhere", RAY_ADDRESS=address, RAY_AUTH_MODE="token", HOME=str(tmp_path)) as process:
+            facts = told(process)
+    assert "set RAY_AUTH_MODE=token, and have the token of its head in RAY_AUTH_TOKEN or ~/.ray/auth_token" in facts["error"]
 
 
 def test_bundles_that_others_hold_are_waited_for_and_then_told():

@@ -102,4 +102,6 @@ def test_two_nodes():
         assert facts["nodes"] == [[here], [there, there], [here, there]]
         assert facts["local_ranks"] == [{"LOCAL_RANK": "0"}] * 2 and facts["sums"] == [3.0, 3.0] and facts["size"] == 2_000_000
         assert soon_gone(*facts["children"]) and "worker-0 (process" in facts["died"] and facts["gone"] and facts["trainer"] == [1]
+        assert facts["moved"] == [here, str(facts["moved"][2]), facts["moved"][2]], "Ray has moved the bundle"
+        assert facts["of_moved"].endswith("from a child"), "its log is here"
         assert process.wait(60) == 0

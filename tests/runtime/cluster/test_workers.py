@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemorl.runtime import ray_connection
+from nemorl.runtime.cluster import ClusterLost, RayClusterError
 from nemorl.runtime.workers import RayWorkerGroup, WorkerDied, WorkerError, WorkerTimeout, wait
 from tests.runtime.cluster.processes import alive, soon_gone
 
@@ -158,7 +162,7 @@ def test_shutdown_is_in_order_and_may_be_repeated(workers, tmp_path: Path):
     group.shutdown()
     assert [(tmp_path / f"left-{rank}").read_text(encoding="utf-8") for rank in range(2)] == ["in order"] * 2 and not alive(*pids)
     group.shutdown()
-    with pytest.raises(RuntimeError, match="have been shut down"):
+    with pytest.raises(RayClusterError, match="have been shut down"):
         group.run_all("add", 1)
 
 
@@ -168,6 +172,67 @@ def test_shutdown_does_not_wait_for_a_worker_that_is_busy(workers):
     start, pid = time.monotonic(), group.info(0).pid
     group.shutdown(timeout_s=0.5)
     assert time.monotonic() - start < 5 and not alive(pid)
+
+
+SLOW = "tests.runtime.cluster.targets:Slow"
+
+
+def slow_restarts(group: RayWorkerGroup, flag: Path) -> tuple[list[threading.Thread], list[BaseException]]:
+    """Both workers restarted at once; each takes a minute. What that raises."""
+    flag.touch()
+    raised: list[BaseException] = []
+
+    def restart(rank: int) -> None:
+        try:
+            group.restart(rank)
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=restart, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    return threads, raised
+
+
+def test_restarts_do_not_wait_for_each_other_nor_shutdown_for_them(workers, tmp_path: Path):
+    group: RayWorkerGroup = workers(2, SLOW, args=(str(tmp_path / "flag"),))
+    threads, raised = slow_restarts(group, tmp_path / "flag")
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("flag-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [int(path.name.removeprefix("flag-")) for path in tmp_path.glob("flag-*")]
+    assert len(pids) == 2 and not raised, "both are on their way"
+    start = time.monotonic()
+    group.shutdown()
+    for thread in threads:
+        thread.join(10)
+    assert time.monotonic() - start < 8 and not alive(*pids)
+    assert [type(error) for error in raised] == [RayClusterError] * 2 and "have been shut down" in str(raised[0])
+
+
+def test_a_process_that_has_got_the_id_of_a_dead_worker_is_left_alone(workers):
+    group: RayWorkerGroup = workers(1)
+    group.kill(0)
+    with subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], process_group=0) as stranger:
+        group._workers[0].pid = stranger.pid  # as Linux may give it out again
+        group.kill(0)
+        group.restart(0)
+        assert alive(stranger.pid) and group.run_all("add", 1) == [1]
+        stranger.kill()
+
+
+def test_a_probe_that_fails_once_is_not_the_end_of_the_cluster(workers, monkeypatch: pytest.MonkeyPatch):
+    group: RayWorkerGroup = workers(1)
+    connection, probes = group.cluster.connection, iter(["no answer"])
+    monkeypatch.setattr(connection, "_probe", lambda: next(probes, "") if threading.current_thread() is threading.main_thread() else "")
+    with pytest.raises(WorkerDied):
+        group.run_rank_zero("sleep_or_die", None)
+    assert list(probes) == []
+    probes = iter(["no answer"] * 3)
+    monkeypatch.setattr(ray_connection, "PROBE_PERIOD_S", 0.01)
+    with pytest.raises(ClusterLost, match="no answer"):
+        connection.look()
+    connection.lost = ""
 
 
 def test_a_target_that_cannot_be_made_leaves_no_process(workers, tmp_path: Path):

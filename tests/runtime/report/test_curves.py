@@ -47,6 +47,14 @@ def test_the_gap_is_measured_apart():
     assert Curve("token_mult_prob_error", ([1, 2], [1.2, 1.3]), ([], [])).box.high > 1.3
 
 
+def test_engines_have_a_section_with_the_names_that_metrics_have():
+    (curves,) = grouped(curves_of([{"step": 1, "phase": "train", "generation/replica_0/busy": 0.9, "generation/tokens_per_second": 1e4}])).values()
+    assert [(curve.title, curve.meaning) for curve in curves] == [
+        ("replica_0/busy", "share of the time of generating in which it computed"),
+        ("tokens_per_second", "while generating"),
+    ]
+
+
 def test_what_never_changes_is_told_in_words():
     page = curve_sections(curves_of(METRICS))
     assert "Constant: </b>Learning rate 1e-5 · ratio max 1.00" in page

@@ -1,3 +1,4 @@
+import sys
 from dataclasses import replace
 from unittest import mock
 
@@ -9,8 +10,11 @@ from nemorl.losses.logprobs import filter_logits
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config import GenerationConfig
-from nemorl.runtime.vllm.backend import VLLMGenerationBackend
+from nemorl.runtime.launch import generation_config
+from nemorl.runtime.run_directory import RunDirectory
+from nemorl.runtime.vllm.backend import VLLMGenerationBackend, _Live
 from tests.models import random_prompts, tiny_tokenizer
+from tests.runtime.runs import grpo_config
 from tests.vllm_engines import CACHE, small_model, vllm_backend
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -98,6 +102,47 @@ def test_what_ends_a_generation_leaves_nothing_under_way(error):
     assert backend.generate(prompts, params) == expected
 
 
+def test_a_step_that_was_interrupted_leaves_nothing_in_the_cache():
+    backend = vllm_backend(small_model(scale=3.0))
+    prompts, params = [[2 + i % 39 for i in range(100)]], SamplingParams(temperature=0.0, max_new_tokens=12)
+    expected = backend.generate(prompts, params)[0]
+    llm = backend._engines.engine._llm
+    llm.reset_prefix_cache()
+    backend.generate([prompts[0][::-1]], params)  # so that there is something else where the cache is now free
+    runner = llm.model_executor.driver_worker.worker.model_runner
+    with mock.patch.object(runner, "execute_model", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        backend.generate(prompts, params)
+    got = backend.generate(prompts, params)[0]
+    assert got.token_ids == expected.token_ids
+    assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_weights_that_have_changed_since_are_not_given_again():
+    """A replica that comes back would have others than those that have stayed."""
+    model = small_model()
+    live = _Live(model)
+    assert len(list(live)) == len(list(live)) > 0
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(RuntimeError, match=r"the model has changed since its weights were taken.*call update_weights\(\)"):
+        list(live)
+
+
+def test_replicas_need_ray(monkeypatch):
+    for name in ("nemorl.runtime.vllm.replicas", "nemorl.runtime.cluster"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ValueError, match=r"generation.num_replicas needs Ray, which can't be imported .* pip install 'nemorl\[ray\]'"):
+        VLLMGenerationBackend(model=small_model()).setup(GenerationConfig(backend="vllm", num_replicas=1))
+
+
+@pytest.mark.parametrize(("num_replicas", "logs"), [(0, None), (1, "logs")])
+def test_replicas_have_their_logs_in_the_runs_folder(tmp_path, num_replicas, logs):
+    config = grpo_config(tmp_path, generation=GenerationConfig(backend="vllm", num_replicas=num_replicas, max_new_tokens=4))
+    found = generation_config(config, RunDirectory(tmp_path))
+    assert found == replace(config.generation, log_dir=logs and str(tmp_path / logs), max_model_len=32)
+
+
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_temperatures_that_vllm_would_change_or_refuse_are_refused_before_the_start(temperature):
     message = f"temperature must be 0 .greedy. or within 0.01 … 2 for vLLM, but it is {temperature}"
@@ -149,3 +194,14 @@ def test_it_has_an_engine_from_setup_to_shutdown():
     backend.shutdown()
     with pytest.raises(RuntimeError, match=r"nothing after shutdown\(\)"):
         backend.generate([[2]], SamplingParams())
+
+
+def test_it_is_set_up_once_and_says_nothing_past_python(capfd):
+    backend = VLLMGenerationBackend(model=small_model(), tokenizer=tiny_tokenizer())
+    try:
+        backend.setup(GenerationConfig(backend="vllm", engine={"kv_cache_memory_bytes": 2**26}))
+        assert capfd.readouterr().err == ""
+        with pytest.raises(RuntimeError, match="has its engines already"):
+            backend.setup(GenerationConfig(backend="vllm"))
+    finally:
+        backend.shutdown()

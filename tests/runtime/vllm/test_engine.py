@@ -13,8 +13,9 @@ import torch
 
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.generation_config import GenerationConfig
-from nemorl.runtime.vllm.engine import Engine, EngineStartError, _finished, _Tokens
+from nemorl.runtime.vllm.engine import Engine, EngineStartError, _finished, _last_error, _Tokens
 from nemorl.runtime.vllm.spec import EngineSpec, Request, Sample, engine_spec, vocabulary_hash
+from nemorl.runtime.vllm.worker import VLLMWorker
 from nemorl.runtime.weight_buckets import expected_weights
 from nemorl.runtime.weight_transport import LocalReceiver, WeightSender
 from tests.models import random_prompts, tiny_model, tiny_tokenizer
@@ -57,6 +58,10 @@ def run(engine: Engine) -> dict[int, tuple[Sample, ...]]:
 def generate(engine: Engine, *requests: Request) -> dict[int, tuple[Sample, ...]]:
     engine.add(requests)
     return run(engine)
+
+
+def runner_of(engine: Engine) -> Any:
+    return engine._llm.model_executor.driver_worker.worker.model_runner
 
 
 def greedy(model: Any, prompt: list[int], length: int = 8) -> list[int]:
@@ -127,8 +132,23 @@ def test_the_vocabulary_is_told_by_its_numbers():
     assert vocabulary_hash(tiny_tokenizer()) == vocabulary_hash(tiny_tokenizer()) != vocabulary_hash(longer)
 
 
-def test_the_process_stays_as_it_was():
+def test_more_room_than_the_model_has_positions_is_a_warning():
+    with pytest.warns(UserWarning, match=r"generation.max_model_len is lowered from 9999 to 256, the positions that the model has"):
+        assert spec_of(small_model(), max_model_len=9999).max_model_len == 256
+
+
+def test_what_a_process_of_the_engines_has_said_last_is_found_in_a_log(tmp_path):
+    (tmp_path / "log").write_text(
+        "(Worker_TP0 pid=7) ERROR 11-20 18:10:40 [multiproc_executor.py:953] WorkerProc failed to start.\n"
+        "(Worker_TP0 pid=7) ERROR 11-20 18:10:40 [multiproc_executor.py:953] torch.OutOfMemoryError: tried to get [3] GiB\nat last\n"
+    )
+    assert _last_error(tmp_path / "log") == "torch.OutOfMemoryError: tried to get [3] GiB"
+    assert _last_error(Path("/dev/null")) == ""
+
+
+def test_the_process_stays_as_it_was(tmp_path, monkeypatch):
     """The trainer may live in it: its random numbers, its environment, its threads."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def numbers() -> tuple[float, float]:
         return float(torch.rand(())), float(np.random.rand())
@@ -145,6 +165,7 @@ def test_the_process_stays_as_it_was():
     words = random.getstate()[1][:-1]  # the tests' checks of types draw some of them
     engine = Engine(spec)
     assert random.getstate()[1][:-1] == words
+    assert not list(tmp_path.glob("nemorl-*"))
     give(engine, model)
     generate(engine, request(n=3))
     assert numbers() == expected
@@ -154,7 +175,6 @@ def test_the_process_stays_as_it_was():
     torch.set_num_threads(1)
     engine.shutdown()
     assert not torch.distributed.is_initialized()
-    assert not Path(engine._folder.name).exists()
 
 
 def test_samples_share_the_prefill_of_their_prompt(monkeypatch):
@@ -226,6 +246,40 @@ def test_new_weights_end_what_is_under_way_and_what_was_cached():
     assert list(after.token_ids) == greedy(new, LONG) != list(before.token_ids)
 
 
+def test_a_cache_that_cannot_be_emptied_ends_an_update(monkeypatch):
+    model = small_model(scale=3.0)
+    engine = engine_of(model)
+    monkeypatch.setattr(engine._llm, "reset_prefix_cache", lambda: False)
+    engine.begin_weights()
+    monkeypatch.setattr(engine._llm, "collective_rpc", lambda *args: None)
+    with pytest.raises(RuntimeError, match="the engine's cache must be empty"):
+        engine.finish_weights()
+    assert not engine.usable
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+def test_a_step_that_fails_in_a_replica_leaves_nothing_in_the_cache(monkeypatch, emptied):
+    """vLLM counts the prompt as computed, and other ones with the same beginning would build on it."""
+    engine, worker = engine_of(small_model(scale=3.0)), VLLMWorker()
+    other, mine = request(prompt=LONG[::-1], temperature=0.0), request(prompt=LONG, temperature=0.0)
+    expected = generate(engine, mine)
+    engine._llm.reset_prefix_cache()
+    generate(engine, other)
+    with monkeypatch.context() as patched:
+        patched.setattr(runner_of(engine), "execute_model", lambda *args: 1 / 0)
+        if not emptied:
+            patched.setattr(engine._llm, "reset_prefix_cache", lambda: False)
+        engine.add([mine])
+        worker._submitted = {mine.id}
+        worker._step(engine)
+    assert (engine.unfinished, worker._submitted, engine.usable) == (0, set(), emptied)
+    assert isinstance(worker._error, ZeroDivisionError if emptied else RuntimeError)
+    if emptied:
+        for got, wanted in zip(generate(engine, mine)[0], expected[0], strict=True):
+            assert got.token_ids == wanted.token_ids
+            assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
+
+
 def test_what_is_not_finite_is_found_at_the_first_token_and_leaves_nothing():
     model = small_model(scale=3.0)
     engine = engine_of(model)
@@ -259,13 +313,20 @@ def test_a_response_that_ended_otherwise_is_an_error():
         _finished(0, [_Tokens(finish_reason="abort")])
 
 
-def test_two_processes_share_a_model():
+def test_two_processes_share_a_model(tmp_path, monkeypatch):
+    """And need nothing of the folder that they were started from, even for stop strings."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model = small_model(scale=3.0)
     engine = Engine(spec_of(model, num_replicas=1, tensor_parallel_size=2))
     try:
+        assert not list(tmp_path.glob("nemorl-*"))
         give(engine, model)
         prompts = random_prompts(4)
         done = generate(engine, *[request(id=i, prompt=prompt, temperature=0.0) for i, prompt in enumerate(prompts)])
         assert [list(done[i][0].token_ids) for i in range(4)] == [greedy(model, prompt) for prompt in prompts]
+        text = tiny_tokenizer().decode(done[0][0].token_ids)
+        stopped = generate(engine, request(prompt=prompts[0], temperature=0.0, stop_strings=(text[2:4],)))[0][0]
+        assert stopped.finish_reason == "stop"
+        assert len(stopped.token_ids) < 8
     finally:
         engine.shutdown()

@@ -133,6 +133,34 @@ def test_interrupted_it_drops_everything_and_can_go_on(whole):
     assert whole.replicas.generate(requests(10)) == expected
 
 
+def test_an_error_of_one_while_it_takes_weights(whole):
+    """Only wrong weights end an update: what else an engine may say is a reason to start it again."""
+    whole.fault("begin", 0, "out of memory")
+    with pytest.warns(UserWarning, match="replica 0 is started again: out of memory"):
+        whole.update(4.0, version=4)
+    whole.repair()
+    expected = whole.replicas.generate(requests(10))
+    whole.wait_until_all_are_up()
+    assert whole.replicas.generate(requests(10)) == expected
+
+
+def test_the_others_go_on_without_one_that_dies_again_and_again(tmp_path):
+    ray_cpus()
+    with toys(tmp_path, max_restarts=1) as pair:
+        pair.update(1.0)
+        expected = pair.replicas.generate(requests(40))
+        pair.fault("step", 0)
+        with pytest.warns(UserWarning, match=r"the run goes on without it: replica 0 has ended 2 times in a row"):
+            for _ in range(200):
+                assert pair.replicas.generate(requests(40)) == expected
+                if pair.replicas._replicas[0].given_up:
+                    break
+                time.sleep(0.1)
+        pair.update(2.0)
+        assert pair.replicas.generate(requests(40)) != expected
+        assert [one.life is None for one in pair.replicas._replicas] == [True, False]
+
+
 def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
     ray_cpus()
     with toys(tmp_path, step_s=(0.005,), max_restarts=1) as one:
@@ -140,7 +168,7 @@ def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
         with (
             pytest.warns(UserWarning, match="replica 0 is started again, and it will do the 4 prompts"),
             pytest.raises(
-                RuntimeError,
+                ChildProcessError,
                 match=r"(?s)replica 0 has ended 2 times in a row without finishing a prompt \(generation.max_restarts is 1\).*last words in step",
             ),
         ):

@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from nemorl import GenerationConfig, SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.cluster import ResourcesError
 from nemorl.runtime.vllm.backend import VLLMGenerationBackend
 from nemorl.runtime.vllm.replicas import VERSIONS
@@ -82,8 +83,39 @@ def backend_of(**options) -> None:
         backend.shutdown()
 
 
+def test_a_replica_that_splits_the_model(tmp_path: Path):
+    """Over two processes of its own, which take new weights together; what they say is in its log."""
+    end()
+    ray_cpus()
+    prompts, params = random_prompts(4), SamplingParams(max_new_tokens=8, temperature=0.0)
+    models = [tiny_model(seed=seed, **SIZES) for seed in (0, 1)]
+    backend = VLLMGenerationBackend(model=models[0], tokenizer=tiny_tokenizer())
+    engine = {"kv_cache_memory_bytes": 2**25}
+    try:
+        backend.setup(GenerationConfig(backend="vllm", num_replicas=1, tensor_parallel_size=2, log_dir=str(tmp_path), engine=engine))
+        for version, model in enumerate(models):
+            backend.update_weights(list(model.named_parameters()), version)
+            embedded = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
+            embedded.setup(GenerationConfig())
+            expected = [c.token_ids for c in embedded.generate(prompts, params)]
+            assert [c.token_ids for c in backend.generate(prompts, params)] == expected
+    finally:
+        backend.shutdown()
+    log = (tmp_path / "replica-0.log").read_text()
+    assert "Worker_TP1" in log
+    assert len(log.splitlines()) < 300
+
+
+@pytest.mark.slow
+def test_a_process_of_the_engines_that_cannot_start_says_why():
+    """Its reason is in the log alone: what vLLM raises refers to "the stack trace"."""
+    with pytest.raises(ValueError, match=r"^ModuleNotFoundError: No module named 'no' .so the vLLM engine could not start"):
+        backend_of(tensor_parallel_size=2, engine={"kv_cache_memory_bytes": 2**25, "worker_cls": "no.such.Worker"})
+
+
 def test_more_replicas_than_the_cluster_holds():
-    with pytest.raises(ResourcesError, match=rf"(?s)bundles must fit .*asked .*generation .*{NUM_CPUS + 1} x \(1 CPU\).*node .* {NUM_CPUS} CPU"):
+    asked, there = rf"generation +{NUM_CPUS + 1} x \(1 CPU\)", rf"{NUM_CPUS} CPU"
+    with pytest.raises(ResourcesError, match=rf"(?s)generation\.num_replicas is {NUM_CPUS + 1}, .*must fit.*asked +{asked}.*node .* {there}"):
         backend_of(num_replicas=NUM_CPUS + 1)
 
 

@@ -1,6 +1,9 @@
 """New weights in vLLM's workers, in real engines: afterwards they must answer as the model does that the weights came from."""
 
+import threading
+import time
 from contextlib import contextmanager
+from typing import ClassVar
 
 import pytest
 import torch
@@ -173,30 +176,44 @@ def test_each_worker_of_a_split_engine_takes_its_part():
 class FakeEngine:
     """In the place of vLLM's own trainer's end, which needs a GPU: what it asks of its client and its source, and nothing else."""
 
+    hangs: str | None = None
+    daemons: ClassVar[list[bool]] = []
+
     def __init__(self, info, client, source):
-        self.info, self.client, self.source, self.closed = info, client, source, False
+        self.info, self.client, self.source, self.closed = info, client, source, threading.Event()
+        self.hang("connect")
         client.init_weight_transfer_engine({"packed": True} if info.backend == "ipc" else {"rank_offset": 1, "world_size": info.world_size})
 
     def send_weights(self):
         assert [(meta.name, tuple(meta.shape)) for meta in self.source.metadata()] == [("a", (2,)), ("b", (3,))]
+        self.hang("send")
         self.client.start_weight_update()
         self.client.update_weights({"names": [(name, tensor.dtype) for name, tensor in self.source]})
         self.client.finish_weight_update()
 
     def shutdown(self):
-        self.closed = True
+        self.closed.set()
+        self.hang("shutdown")
+
+    def hang(self, where):
+        if self.hangs == where:
+            self.daemons.append(threading.current_thread().daemon)
+            time.sleep(600)
 
 
 class Replica:
     def __init__(self, fails=False):
         self.fails, self.messages = fails, []
 
+    def ranks(self):
+        return [info["rank_offset"] for _, (kind, info) in (message for message in self.messages if message[1:]) if kind == "init"]
+
     def start(self, method, *args):
         self.messages.append((method, *(payload.transfer for payload in args)))
         return LocalReceiver(self).start("answer", method, args)
 
     def answer(self, method, args):
-        if self.fails and args and args[0].transfer[0] == "update":
+        if self.fails and (args[0].transfer[0] == "update" if args else method == self.fails):
             raise RuntimeError("out of memory")
 
 
@@ -238,7 +255,7 @@ def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport):
             assert (first[1][1], others) == ({"rank_offset": 1 + 2 * index, "world_size": 5}, [])
     assert len(fakes) == (1 if transport == "nccl" else 2)
     sender.close()
-    assert fakes[-1].closed
+    assert fakes[-1].closed.wait(10)
 
 
 def test_a_replica_that_fails_fails_alone_by_cuda_ipc_and_with_all_by_nccl(fakes):
@@ -248,6 +265,33 @@ def test_a_replica_that_fails_fails_alone_by_cuda_ipc_and_with_all_by_nccl(fakes
         assert set(failed) == expected
         assert str(failed[1]) == "out of memory"
         assert [("finish_weights",) in replica.messages for replica in replicas] == [index not in expected for index in range(3)]
+
+
+def test_an_nccl_group_is_of_those_that_live_and_made_anew_when_one_dies(fakes, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "hangs", "shutdown")  # as it may when members are gone
+    replicas = [Replica(), Replica("begin_weights"), Replica(), Replica()]
+    sender = WeightSender(PAIR, dtype=torch.float32, transport="nccl", processes=2)
+    assert list(sender.send(pair(), replicas)) == [1]
+    assert fakes[0].info.world_size == 7 and [replica.ranks() for replica in replicas] == [[1], [], [3], [5]]
+    replicas[0].fails = "begin_weights"
+    assert list(sender.send(pair(), replicas)) == [0, 1]
+    assert len(fakes) == 2 and fakes[1].info.world_size == 5 and [replica.ranks() for replica in replicas] == [[1], [], [3, 1], [5, 3]]
+    for replica in replicas:
+        replica.fails = "begin_weights"
+    assert list(sender.send(pair(), replicas)) == [0, 1, 2, 3] and len(fakes) == 2
+    sender.close()
+
+
+@pytest.mark.parametrize("where", ["connect", "send"])
+def test_a_transfer_that_hangs_is_a_time_out_of_all_that_live_and_holds_nothing_up(fakes, monkeypatch, where):
+    monkeypatch.setattr(FakeEngine, "hangs", where)
+    monkeypatch.setattr(FakeEngine, "daemons", [])
+    sender, replicas = WeightSender(PAIR, dtype=torch.float32, transport="nccl", timeout_s=0.3), [Replica(), Replica("begin_weights"), Replica()]
+    failed = sender.send(pair(), replicas)
+    assert {index: type(error).__name__ for index, error in failed.items()} == {0: "WorkerTimeout", 1: "RuntimeError", 2: "WorkerTimeout"}
+    assert str(failed[0]).startswith("the weights were not through by nccl within 0.3 s (generation.timeout_s)") and FakeEngine.daemons == [True]
+    monkeypatch.setattr(FakeEngine, "hangs", None)
+    assert list(sender.send(pair(), replicas)) == [1]
 
 
 def test_weights_in_another_order_are_an_error_before_anything_hangs(fakes):

@@ -76,6 +76,9 @@ class ToyEngine:
         self.waiting = [request for request in self.waiting if request.id not in ids]
         self.running = {i: state for i, state in self.running.items() if i not in ids}
 
+    def give_up(self) -> None:
+        self.abort([*self.running, *(request.id for request in self.waiting)])
+
     def recall(self, ids: Iterable[int]) -> list[int]:
         dropped = [i for i in ids if any(request.id == i for request in self.waiting)]
         self.abort(dropped)

@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from nemorl.runtime.callbacks import Callback as Callback
     from nemorl.runtime.callbacks import StopTraining as StopTraining
     from nemorl.runtime.cli import main as main
+    from nemorl.runtime.cluster import Bundle as Bundle
+    from nemorl.runtime.cluster import RayVirtualCluster as RayVirtualCluster
     from nemorl.runtime.commands import EvalConfig as EvalConfig
     from nemorl.runtime.commands import ExportConfig as ExportConfig
     from nemorl.runtime.commands import GenerateConfig as GenerateConfig
     from nemorl.runtime.config import BaseConfig as BaseConfig
     from nemorl.runtime.config import DataConfig as DataConfig
-    from nemorl.runtime.config import GenerationConfig as GenerationConfig
     from nemorl.runtime.config import GRPOConfig as GRPOConfig
     from nemorl.runtime.config import LoRAConfig as LoRAConfig
     from nemorl.runtime.config import ModelConfig as ModelConfig
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.config import SFTConfig as SFTConfig
     from nemorl.runtime.config import TrainerConfig as TrainerConfig
     from nemorl.runtime.config_io import load_config as load_config
+    from nemorl.runtime.generation_config import GenerationConfig as GenerationConfig
     from nemorl.runtime.inference import evaluate as evaluate
     from nemorl.runtime.inference import export as export
     from nemorl.runtime.inference import generate as generate
@@ -73,6 +75,8 @@ if TYPE_CHECKING:
     from nemorl.runtime.registry import register_training_backend as register_training_backend
     from nemorl.runtime.report.page import write_report as write_report
     from nemorl.runtime.state import Run as Run
+    from nemorl.runtime.weight_sync import sync_weights as sync_weights
+    from nemorl.runtime.workers import RayWorkerGroup as RayWorkerGroup
 
     __version__: str
 
@@ -83,11 +87,11 @@ _NAMES = {
     "nemorl.runtime.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
     "nemorl.runtime.callbacks": ["Callback", "StopTraining"],
     "nemorl.runtime.cli": ["main"],
+    "nemorl.runtime.cluster": ["Bundle", "RayVirtualCluster"],
     "nemorl.runtime.commands": ["EvalConfig", "ExportConfig", "GenerateConfig"],
     "nemorl.runtime.config": [
         "BaseConfig",
         "DataConfig",
-        "GenerationConfig",
         "GRPOConfig",
         "LoRAConfig",
         "ModelConfig",
@@ -97,6 +101,7 @@ _NAMES = {
         "TrainerConfig",
     ],
     "nemorl.runtime.config_io": ["load_config"],
+    "nemorl.runtime.generation_config": ["GenerationConfig"],
     "nemorl.runtime.inference": ["evaluate", "export", "generate"],
     "nemorl.runtime.job": ["Inputs", "Job"],
     "nemorl.runtime.launch": ["TrainResult", "run"],
@@ -124,6 +129,8 @@ _NAMES = {
         "register_training_backend",
     ],
     "nemorl.runtime.state": ["Run"],
+    "nemorl.runtime.weight_sync": ["sync_weights"],
+    "nemorl.runtime.workers": ["RayWorkerGroup"],
     "nemorl.runtime.report.page": ["write_report"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

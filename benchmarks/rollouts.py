@@ -99,20 +99,24 @@ def through_ray(options: Options, folder: Path) -> None:
     prompts = torch.randint(2, VOCABULARY, (options.num_prompts, 16), generator=torch.Generator().manual_seed(0)).tolist()
     params = [SamplingParams(n=options.group_size, max_new_tokens=options.length, seed=1000 * i) for i in range(options.num_prompts)]
     requests = [(prompt, {"n": p.n, "max_tokens": p.max_new_tokens, "seed": p.seed}) for prompt, p in zip(prompts, params, strict=True)]
-    ours, theirs = [], []
+    bare_too = {"with text": requests, "tokens alone": [(prompt, {**o, "detokenize": False}) for prompt, o in requests]}
+    ours, theirs = [], {name: [] for name in bare_too}
     with bare(folder) as bare_generate, backend(folder, 1) as engine:
         for number in range(options.rounds + 1):
             start = time.perf_counter()
             completions = engine.generate(prompts, params)
             seconds = time.perf_counter() - start
-            own = sum(len(c.token_ids) for c in completions)
-            bare_seconds, made = bare_generate(requests)
-            assert own == made, f"not the same work: {own} and {made} tokens"
-            tokens = own
-            if number:
+            tokens = sum(len(c.token_ids) for c in completions)
+            if number:  # one round before is not counted
                 ours.append(seconds)
-                theirs.append(bare_seconds)
-    print(f"through Ray {tokens / median(ours):.0f} tokens/s, bare vLLM {tokens / median(theirs):.0f}: ratio {median_ratio(ours, theirs):.3f}")
+            for name, asked in bare_too.items():
+                bare_seconds, made = bare_generate(asked)
+                assert made == tokens, f"not the same work: {tokens} and {made} tokens"
+                if number:
+                    theirs[name].append(bare_seconds)
+    print(f"through Ray, with text {tokens / median(ours):8.0f} tokens/s")
+    for name, seconds in theirs.items():
+        print(f"bare vLLM, {name:<12} {tokens / median(seconds):7.0f} tokens/s   ratio {median_ratio(ours, seconds):.3f}")
 
 
 def with_replicas(options: Options, folder: Path) -> None:

@@ -20,7 +20,7 @@ from nemorl.parallel.backend import ForwardOutput
 from nemorl.rollout.collect import Prompts, Rollouts, collect, select, to_token_batch
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.algorithms.common import Samples, answering, loop, row_order, samples_of, tokenised_prompts
+from nemorl.runtime.algorithms.common import Samples, answering, loop, ready_generator, row_order, samples_of, tokenised_prompts
 from nemorl.runtime.state import Run
 
 
@@ -66,18 +66,18 @@ def prepare(config: RAFTConfig, inputs: nemorl.Inputs) -> nemorl.Job:
 
 def train_step(run: Run, *, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder) -> tuple[Run, dict[str, float], Samples]:
     """One step: sample, choose, imitate. What was random must come from `run.state`, so that a resumed run goes on as if nothing had happened."""
-    config, state, trainer, generator = run.config, run.state, run.trainer, run.generator
+    config, state, trainer, generator = run.config, run.state, run.trainer, ready_generator(run)
     rows = order.take(state.cursor, config.num_prompts_per_step)
     sampling = replace(config.generation.sampling_params(), n=config.num_generations_per_prompt)
     rollouts = collect(generator, environment, prompts.take(rows), sampling, seed=derive_seed(state.seed, state.step))
     metrics = {**rollouts.reward_metrics(), "response_length": float(rollouts.lengths.float().mean())}
+    generator.sleep()  # its memory is the trainer's for now
     kept = [i for i in best_of_each(rollouts) if rollouts.rewards[i] >= config.min_reward]
     if kept:
         batch = to_token_batch(select(rollouts, kept))
         batch = replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
         metrics |= finalize(trainer.train_step(batch, imitate))
     run = replace(run, state=state.advance(rows=len(rows), updates=int(bool(kept))))
-    generator.update_weights(trainer.export_weights(), version=run.state.policy_version)
     return run, {**metrics, "kept": len(kept) / len(rows)}, samples_of(rollouts, None, config.run.samples_per_step)
 
 

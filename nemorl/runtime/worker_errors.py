@@ -56,6 +56,7 @@ def reason_of(told: str) -> str:
 
 
 def last_lines(log: Path) -> list[str]:
+    """The end of a log; nothing where there is none."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]

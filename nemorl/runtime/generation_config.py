@@ -55,7 +55,7 @@ class GenerationConfig:
     start_timeout_s: float = 600.0
     """vllm: how long a replica may take to start, in seconds."""
     max_restarts: int = 3
-    """vllm: how often in a row a replica may be replaced without finishing a prompt before the run ends."""
+    """vllm: how often in a row a replica may be replaced without finishing a prompt; then the run goes on without it, or ends if it was the last."""
     log_dir: str | None = None
     """vllm: folder for the replicas' logs; logs/ of the run unless given."""
 

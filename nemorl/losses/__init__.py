@@ -30,12 +30,12 @@ from nemorl.losses.logprobs import (
     Logprobs,
     entropy,
     filter_logits,
+    flat_linear_logprobs,
     linear_token_logprobs,
     log_ratio,
     require_same_support,
     token_logprobs,
     token_logprobs_and_entropy,
-    vocab_parallel_token_logprobs,
 )
 from nemorl.losses.masks import constant_weights, group_mean_weights, sequence_mean_weights, token_mean_weights
 from nemorl.losses.policy import cispo, clipped, gspo, gspo_token, on_policy, reinforce
@@ -45,6 +45,7 @@ from nemorl.losses.supervised import nll
 from nemorl.losses.terms import entropy_bonus, kl_loss, positive_nll
 from nemorl.losses.types import LossOutput, Max, Mean, Metric, Metrics, Min, Sum, finalize, merge
 from nemorl.losses.value import explained_variance, value_loss
+from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_token_logprobs
 
 __all__ = [
     "LogprobKind",
@@ -73,6 +74,7 @@ __all__ = [
     "explained_variance",
     "filter_logits",
     "finalize",
+    "flat_linear_logprobs",
     "full_kl",
     "gae",
     "gdpo",
@@ -117,6 +119,7 @@ __all__ = [
     "token_logprobs_and_entropy",
     "token_mean_weights",
     "value_loss",
+    "vocab_parallel_linear_logprobs",
     "vocab_parallel_token_logprobs",
     "whiten",
 ]

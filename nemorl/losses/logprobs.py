@@ -7,7 +7,6 @@ predicts.
 import math
 
 import torch
-import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,12 +20,12 @@ __all__ = [
     "Logprobs",
     "entropy",
     "filter_logits",
+    "flat_linear_logprobs",
     "linear_token_logprobs",
     "log_ratio",
     "require_same_support",
     "token_logprobs",
     "token_logprobs_and_entropy",
-    "vocab_parallel_token_logprobs",
 ]
 
 PerRow = float | Float[Tensor, "*rows"]
@@ -245,6 +244,27 @@ def _chunk_logits(hidden: Tensor, head: Tensor, ids: Tensor, kind: LogprobKind) 
     return _filtered(at_least_float32(hidden @ head.t()), kind, ids)
 
 
+def flat_linear_logprobs(
+    states: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "vocab hidden"],
+    ids: Int[Tensor, "tokens"],
+    *,
+    kind: LogprobKind = LogprobKind(),
+    chunk: int = 1024,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
+    """log p(ids) under softmax(states @ weight.T), without any shift, and its entropy (0 unless asked for); see `linear_token_logprobs`.
+
+    >>> flat_linear_logprobs(torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([1]))[0].tolist()
+    [-0.6931471824645996]
+    """
+    if chunk < 1:
+        raise ValueError(f"linear_token_logprobs: chunk must be at least 1 token (got {chunk}); 1024 suits most vocabularies")
+    device = states.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+    return _LinearLogprobs.apply(states, weight, ids.long(), kind, chunk, dtype, with_entropy)
+
+
 def linear_token_logprobs(
     hidden: Float[Tensor, "batch seq hidden"],
     weight: Float[Tensor, "vocab hidden"],
@@ -268,61 +288,9 @@ def linear_token_logprobs(
     >>> linear_token_logprobs(hidden, weight, torch.tensor([[1, 1]]), with_entropy=True)
     (tensor([[ 0.0000, -0.6931]]), tensor([[0.0000, 0.6931]]))
     """
-    if chunk < 1:
-        raise ValueError(f"linear_token_logprobs: chunk must be at least 1 token (got {chunk}); 1024 suits most vocabularies")
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     states = hidden[:, :-1]
     if segment_ids is not None:
         states = torch.where(same_segment(segment_ids)[:, 1:, None], states, 0.0)
     targets = input_ids[:, 1:]
-    logprobs, entropies = _LinearLogprobs.apply(states.flatten(0, 1), weight, targets.flatten().long(), kind, chunk, dtype, with_entropy)
+    logprobs, entropies = flat_linear_logprobs(states.flatten(0, 1), weight, targets.flatten(), kind=kind, chunk=chunk, with_entropy=with_entropy)
     return _describe(logprobs.view(targets.shape), segment_ids), _describe(entropies.view(targets.shape), segment_ids) if with_entropy else None
-
-
-class _SumOverGroup(torch.autograd.Function):
-    """All-reduce forward, identity backward: every rank of the group goes on with the same value and the same gradient."""
-
-    @staticmethod
-    def forward(values, group):
-        values = values.clone()
-        dist.all_reduce(values, group=group)
-        return values
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def vocab_parallel_token_logprobs(
-    local_logits: Float[Tensor, "batch seq shard"],
-    input_ids: Int[Tensor, "batch seq"],
-    group: dist.ProcessGroup | None = None,
-    *,
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
-    temperature: float = 1.0,
-) -> Float[Tensor, "batch seq"]:
-    """`token_logprobs` from logits whose vocabulary is sharded over `group`, in equal parts in the order of the ranks, without gathering them.
-
-    `group=None`: this process holds the whole vocabulary. Every rank of the group gets the same result and, if all go on to the same loss, the
-    gradient of its own shard. Filters of the sampling support need the whole vocabulary and are not offered.
-
-    >>> vocab_parallel_token_logprobs(torch.tensor([[[0.0, 0.0], [0.0, 9.0]]]), torch.tensor([[1, 1]])).tolist()
-    [[0.0, -0.6931471824645996]]
-    """
-    logits = _predictions(local_logits, segment_ids) / temperature
-    size = logits.shape[-1]
-    targets = input_ids[:, 1:].long() - (0 if group is None else dist.get_rank(group) * size)
-    top = logits.detach().amax(-1)
-    if group is not None:
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
-    logits = logits - top[..., None]
-    mine = (targets >= 0) & (targets < size)
-    target = torch.where(mine, logits.gather(-1, targets.clamp(0, size - 1)[..., None])[..., 0], 0.0)
-    parts = torch.stack([target, logits.exp().sum(-1)])
-    target, total = parts if group is None else _SumOverGroup.apply(parts, group)
-    return _describe(target - total.log(), segment_ids)

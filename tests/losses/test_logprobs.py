@@ -23,8 +23,8 @@ from nemorl.losses.logprobs import (
     require_same_support,
     token_logprobs,
     token_logprobs_and_entropy,
-    vocab_parallel_token_logprobs,
 )
+from nemorl.losses.vocab_parallel import vocab_parallel_token_logprobs
 
 INF = math.inf
 

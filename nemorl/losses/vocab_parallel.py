@@ -1,0 +1,161 @@
+"""Log-probabilities where each rank of a group has a part of the vocabulary (tensor parallelism): from logits, and straight from hidden states."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nemorl.losses.logprob_kind import LogprobKind
+from nemorl.losses.logprobs import _describe, _filtered, _finite, _predictions, flat_linear_logprobs
+from nemorl.losses.segments import at_least_float32
+
+__all__ = ["vocab_parallel_linear_logprobs", "vocab_parallel_token_logprobs"]
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """All-reduce forward, identity backward: every rank of the group goes on with the same value and the same gradient."""
+
+    @staticmethod
+    def forward(values, group):
+        values = values.clone()
+        dist.all_reduce(values, group=group)
+        return values
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def vocab_parallel_token_logprobs(
+    local_logits: Float[Tensor, "batch seq shard"],
+    input_ids: Int[Tensor, "batch seq"],
+    group: dist.ProcessGroup | None = None,
+    *,
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    temperature: float = 1.0,
+) -> Float[Tensor, "batch seq"]:
+    """`token_logprobs` from logits whose vocabulary is sharded over `group`, in equal parts in the order of the ranks, without gathering them.
+
+    `group=None`: this process holds the whole vocabulary. Every rank of the group gets the same result and, if all go on to the same loss, the
+    gradient of its own shard. Filters of the sampling support need the whole vocabulary and are not offered.
+
+    >>> vocab_parallel_token_logprobs(torch.tensor([[[0.0, 0.0], [0.0, 9.0]]]), torch.tensor([[1, 1]])).tolist()
+    [[0.0, -0.6931471824645996]]
+    """
+    logits = _predictions(local_logits, segment_ids) / temperature
+    size = logits.shape[-1]
+    targets = input_ids[:, 1:].long() - (0 if group is None else dist.get_rank(group) * size)
+    top = logits.detach().amax(-1)
+    if group is not None:
+        dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+    logits = logits - top[..., None]
+    mine = (targets >= 0) & (targets < size)
+    target = torch.where(mine, logits.gather(-1, targets.clamp(0, size - 1)[..., None])[..., 0], 0.0)
+    parts = torch.stack([target, logits.exp().sum(-1)])
+    target, total = parts if group is None else _SumOverGroup.apply(parts, group)
+    return _describe(target - total.log(), segment_ids)
+
+
+class _VocabParallelLinearLogprobs(torch.autograd.Function):
+    """`_LinearLogprobs` with a rank's rows of the head. Backward, the gradient of the hidden states is this rank's summand."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, ids, group, kind, chunk, with_entropy):
+        logprobs, normalizers, entropies = [], [], []
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = weight.to(hidden.dtype)
+            for h, y in zip(hidden.split(chunk), ids.split(chunk), strict=True):
+                logits, mine, place = _local_logits(h, head, y, group, kind)
+                top = logits.amax(-1)
+                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+                shifted = logits - top[:, None]
+                target = torch.where(mine, shifted.gather(-1, place[:, None])[:, 0], 0.0)
+                weights = shifted.exp()
+                moments = (weights * _finite(shifted)).sum(-1) if with_entropy else torch.zeros_like(target)
+                parts = torch.stack([target, weights.sum(-1), moments])
+                dist.all_reduce(parts, group=group)
+                target, total, moments = parts
+                logprobs.append(target - total.log())
+                normalizers.append(top + total.log())
+                entropies.append(total.log() - moments / total if with_entropy else moments)
+                del logits, shifted, weights  # not kept while the next chunk is made
+        result = torch.cat(logprobs), torch.cat(entropies)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, ids, torch.cat(normalizers), result[1])
+        ctx.options = group, kind, chunk
+        return result
+
+    @staticmethod
+    def backward(ctx, *grads: Any):
+        hidden, weight, ids, normalizers, entropies = ctx.saved_tensors
+        group, kind, chunk = ctx.options
+        # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
+        g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in grads)
+        offset = torch.zeros_like(entropies)[:, None] - (0.0 if g is None else g) - (0.0 if ge is None else ge * entropies[:, None])
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros(weight.shape, dtype=torch.float32 if weight.dtype != torch.float64 else weight.dtype, device=weight.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head = weight.to(hidden.dtype)
+            for start in range(0, len(hidden), chunk):
+                rows = slice(start, start + chunk)
+                logits, mine, place = _local_logits(hidden[rows], head, ids[rows], group, kind)
+                every = logits - normalizers[rows, None]
+                grad = every.exp() * (offset[rows] if ge is None else torch.addcmul(offset[rows], -ge[rows], _finite(every)))
+                del every, logits
+                if g is not None:
+                    grad = grad.scatter_add_(1, place[:, None], torch.where(mine[:, None], g[rows], 0.0))
+                grad = grad.to(hidden.dtype)
+                grad_hidden[rows] = grad @ head
+                if ctx.needs_input_grad[1]:
+                    if grad.dtype == grad_weight.dtype:
+                        grad_weight.addmm_(grad.t(), hidden[rows])
+                    else:
+                        grad_weight.add_(grad.t() @ hidden[rows])
+        return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, *[None] * 5
+
+
+def _local_logits(hidden: Tensor, head: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind) -> tuple[Tensor, Tensor, Tensor]:
+    """A chunk's logits in this rank's part of the vocabulary, divided by the temperature and filtered; which tokens are in it, and where.
+
+    Filters need the whole vocabulary: the chunk's logits are gathered for them.
+    """
+    size, first = len(head), dist.get_rank(group) * len(head)
+    local = at_least_float32(hidden @ head.t())
+    if kind.filtered:
+        parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, local.contiguous(), group=group)
+        local = _filtered(torch.cat(parts, -1), kind, ids)[:, first : first + size]
+    else:
+        local = _filtered(local, kind, None)
+    place = ids - first
+    return local, (place >= 0) & (place < size), place.clamp(0, size - 1)
+
+
+def vocab_parallel_linear_logprobs(
+    states: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "shard hidden"],
+    ids: Int[Tensor, "tokens"],
+    group: dist.ProcessGroup | None,
+    *,
+    kind: LogprobKind = LogprobKind(),
+    chunk: int = 1024,
+    with_entropy: bool = False,
+) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
+    """`flat_linear_logprobs` where each rank of `group` has an equal part of the head's rows, in the order of ranks, and all have the same states.
+    `group=None`: this process has them all.
+
+    No rank ever holds more than the logits of `chunk` tokens. All ranks get the same result and, if all go on to the same loss, the gradient of their
+    own rows of `weight`, but only their summand of the gradient of `states`: whoever shared the states out sums it.
+
+    >>> vocab_parallel_linear_logprobs(torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([1]), None)[0].tolist()
+    [-0.6931471824645996]
+    """
+    if group is None:
+        return flat_linear_logprobs(states, weight, ids, kind=kind, chunk=chunk, with_entropy=with_entropy)
+    return _VocabParallelLinearLogprobs.apply(states, weight, ids.long(), group, kind, chunk, with_entropy)

@@ -14,7 +14,7 @@ VLLM ?= $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint format bench bench-peers mutants clean
+.PHONY: help install quickstart test test-slow lint format bench bench-peers mutants parity clean
 
 help:  ## What there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -59,6 +59,9 @@ bench-peers: $(PEERS)/.installed  ## The benchmarks against TRL, which gets an e
 
 mutants: $(INSTALLED)  ## Mutation testing of losses and data; over an hour of one core, resumable (MUTANTS='--sample 300' for a part)
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutation.run $(MUTANTS)
+
+parity: $(INSTALLED)  ## Every plan, layout and model against plain PyTorch, number by number; an hour of two cores, resumable (PARITY='--match "TP 2"' for a part)
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.parity.run $(or $(PARITY),--write docs/parity.md)
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

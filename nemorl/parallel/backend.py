@@ -56,8 +56,11 @@ class TrainingBackend(Protocol):
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name, one at a time; tied ones once."""
 
-    def save_checkpoint(self, path: Path) -> None:
-        """Write model, optimizer and schedule into the directory `path`."""
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
+        """Write model, optimizer and schedule into the directory `path`. With `background` return as soon as training may go on."""
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when what `save_checkpoint` was given last is on the disk. Raises what went wrong. Called from another thread than the rest."""
 
     def load_checkpoint(self, path: Path) -> None:
         """Take over what `save_checkpoint` wrote; the next step equals the one that would have followed."""

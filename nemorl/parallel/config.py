@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
+from nemorl.parallel.plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +30,6 @@ class TrainerConfig:
 
     backend: str = "dtensor"
     """Name of the training backend."""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: parameters and optimizer stay float32, the model computes under autocast."""
     train_micro_batch_size: int | None = None
     """Sequences (or packed rows) per forward pass; memory depends on it, the result does not. None: all at once, or as micro_batch_tokens says."""
     micro_batch_tokens: int | None = None
@@ -41,10 +40,10 @@ class TrainerConfig:
     """Length of a packed row. None: the longest sequence, or micro_batch_tokens if that is set."""
     logprob_chunk: int = 1024
     """Tokens whose logits are held at a time; [batch, seq, vocab] never is."""
-    gradient_checkpointing: bool = False
-    """Recompute each layer in the backward pass: less memory, about a third more time."""
     device: str | None = None
-    """cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
+    """cpu, cuda, cuda:1, …; the first GPU if there is one unless given. With several ranks cpu or cuda: each takes a GPU of its own."""
+    deterministic: bool = False
+    """Only use kernels that give the same bits in every run (on GPUs slower; on a CPU they do anyhow)."""
 
     def __post_init__(self) -> None:
         at_least(1, trainer__train_micro_batch_size=self.train_micro_batch_size, trainer__micro_batch_tokens=self.micro_batch_tokens,
@@ -77,6 +76,8 @@ class OptimizerConfig:
     """Added to the root of the latter before dividing."""
     max_grad_norm: float | None = 1.0
     """Clip the global gradient norm to this; None: don't."""
+    implementation: Literal["fused", "foreach"] = "fused"
+    """One kernel for a whole step, or one for each operation on all parameters."""
 
     def __post_init__(self) -> None:
         require(self.lr > 0, "optimizer.lr", "must be positive", self.lr, "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT")
@@ -121,6 +122,32 @@ class LoRAConfig:
                 require(value == item.default, f"lora.{item.name}", "needs lora.rank", value, "add --lora.rank 16, or leave it out")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """Traces of where the time of a training step goes, for https://ui.perfetto.dev or chrome://tracing."""
+
+    steps: str | None = None
+    """First and last optimizer step that are recorded, such as 10:12; a lone 10 is 10:10. None: nothing is."""
+    dir: str | None = None
+    """Folder of the traces, one file per device; profile/ of the run unless given."""
+
+    def __post_init__(self) -> None:
+        span = self.span()
+        require(
+            self.dir is None or span is not None, "profile.dir", "needs profile.steps", self.dir, "name the steps to record (--profile.steps 10:12)"
+        )
+
+    def span(self) -> tuple[int, int] | None:
+        """`steps` as numbers. Raises ValueError for what can't be read."""
+        if self.steps is None:
+            return None
+        first, _, last = self.steps.partition(":")
+        last = last or first
+        fits = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
+        require(fits, "profile.steps", "must be FIRST:LAST, counted from 1", self.steps, "10:12 records three steps")
+        return int(first), int(last)
+
+
 def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
     """Adapters beside weights that are random and stay so would teach the model nothing, and nobody could find those weights again."""
     require(
@@ -136,6 +163,8 @@ class BackendConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    parallel: ParallelPlan = field(default_factory=ParallelPlan)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
     seed: int = 0
     """Of random weights, adapters and dropout."""
     total_steps: int = 1

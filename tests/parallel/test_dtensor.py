@@ -15,6 +15,7 @@ from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, Optim
 from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizer import learning_rate
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.causal_lm import check_supported, load_causal_lm
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -91,7 +92,11 @@ def test_the_sampler_and_the_trainer_agree(packing, precision):
     """Prefill and cached decoding against a whole forward pass, on the very same parameters; also after they have moved."""
     trainer: TrainingBackend = DTensorBackend(tiny_model(scale=2.0))
     trainer.setup(
-        BackendConfig(trainer=TrainerConfig(device="cpu", sequence_packing=packing, precision=precision), optimizer=OptimizerConfig(lr=1e-2))
+        BackendConfig(
+            trainer=TrainerConfig(device="cpu", sequence_packing=packing),
+            parallel=ParallelPlan(param_dtype=precision),
+            optimizer=OptimizerConfig(lr=1e-2),
+        )
     )
     generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer(), precision=precision)
     generator.setup(GenerationConfig())
@@ -160,7 +165,7 @@ def test_the_model_is_handed_back_as_it_came():
     """With its own attention and mode: transformers' generate, which knows nothing of ours, gives what a fresh copy gives."""
     model, fresh = tiny_model(scale=3.0), tiny_model(scale=3.0)
     backend = DTensorBackend(model)
-    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu", gradient_checkpointing=True)))
+    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu"), parallel=ParallelPlan(activation_checkpointing="full")))
     backend.get_logprobs(random_batch([4]))
     backend.shutdown()
     assert not model.training

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.dtensor.lora import adapter_tensors, fingerprint, save_adapter
+from nemorl.parallel.dtensor.lora import adapter_tensors, fingerprint
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.adapters import adapted_layers, merge_adapters, merged_tensors
 from nemorl.rollout.causal_lm import load_causal_lm
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
@@ -29,12 +30,14 @@ LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 
 def backend(model: nn.Module | None = None, *, lora: dict[str, Any] | None = None, lr: float = 1e-2, **options: Any) -> DTensorBackend:
     trainer = options.pop("trainer", {})
+    plan = ParallelPlan(**options.pop("plan", {}))
     made = DTensorBackend(model or tiny_model(scale=2.0))
     made.setup(
         BackendConfig(
             trainer=TrainerConfig(device="cpu", **trainer),
             optimizer=OptimizerConfig(lr=lr),
             lora=LoRAConfig(**{"rank": 4, "alpha": 8.0, **(lora or {})}),
+            parallel=plan,
             **options,
         )
     )
@@ -63,9 +66,12 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize("trainer", [{}, {"sequence_packing": True}, {"gradient_checkpointing": True, "train_micro_batch_size": 3}], ids=str)
-def test_adapters_learn_and_the_base_stays(trainer):
-    made = backend(trainer=trainer)
+FULL = {"activation_checkpointing": "full"}
+
+
+@pytest.mark.parametrize(("trainer", "plan"), [({}, {}), ({"sequence_packing": True}, {}), ({"train_micro_batch_size": 3}, FULL)], ids=str)
+def test_adapters_learn_and_the_base_stays(trainer, plan):
+    made = backend(trainer=trainer, plan=plan)
     batch = random_batch(LENGTHS)
     losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(30)]
     assert losses[-1] < 0.8 * losses[0]
@@ -148,7 +154,7 @@ def test_exported_weights_are_those_of_the_live_model(tied):
 def test_the_model_is_handed_back_plain_and_trained():
     model = tiny_model(scale=2.0)
     model.model.norm.weight.requires_grad_(False)
-    made = trained(model=model, trainer={"gradient_checkpointing": True})
+    made = trained(model=model, plan=FULL)
     live = logits(made.model)
     made.shutdown()
     assert list(model.state_dict()) == list(tiny_model().state_dict())
@@ -196,6 +202,7 @@ def test_a_checkpoint_holds_adapters_alone(tmp_path: Path):
         "adapter_model.safetensors",
         "backend.json",
         "optimizer.safetensors",
+        "written-00001-of-00001.json",
     ]
     size = sum(path.stat().st_size for path in (tmp_path / "saved").iterdir())
     assert size < 0.2 * sum(p.numel() * 4 for p in made.model.parameters() if not p.requires_grad)
@@ -294,8 +301,7 @@ def test_a_missing_peft_is_said(monkeypatch):
 
 def test_an_adapter_folder_that_cannot_be_used(tmp_path: Path):
     made = trained(1)
-    (tmp_path / "adapter").mkdir()
-    save_adapter(made.model, tmp_path / "adapter")
+    made.save_checkpoint(tmp_path / "adapter")
     with pytest.raises(ValueError, match="must name their base model"):
         load_causal_lm(str(tmp_path / "adapter"))
     config = tmp_path / "adapter" / "adapter_config.json"
@@ -346,8 +352,8 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(precision):
     outcomes = []
     for device in ("cpu", "cuda"):
         made = DTensorBackend(tiny_model(scale=2.0))
-        trainer = TrainerConfig(device=device, sequence_packing=True, precision=precision)
-        made.setup(BackendConfig(trainer=trainer, optimizer=OptimizerConfig(lr=1e-2), lora=LoRAConfig(rank=4), keep_reference=True))
+        trainer, plan = TrainerConfig(device=device, sequence_packing=True), ParallelPlan(param_dtype=precision)
+        made.setup(BackendConfig(trainer=trainer, parallel=plan, optimizer=OptimizerConfig(lr=1e-2), lora=LoRAConfig(rank=4), keep_reference=True))
         batch = random_batch(LENGTHS)
         losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(5)]
         outcomes.append((losses, made.get_logprobs(batch).values, made.get_reference_logprobs(batch).values, made._base))

@@ -1,7 +1,7 @@
 """What every TrainingBackend must do. A new backend joins by adding a maker to BACKENDS."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,12 @@ from nemorl.losses.types import LossOutput, finalize
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.plan import ParallelPlan
 from tests.examples import load_example
 from tests.models import KINDS, tiny_model
 from tests.parallel.batches import nll_loss, random_batch
+from tests.runtime.runs import TIMES
+from tests.runtime.training.shared_ranks import ranked
 
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 LAYOUTS = {
@@ -27,7 +30,7 @@ LAYOUTS = {
     "packed": {"sequence_packing": True},
     "packed wide": {"sequence_packing": True, "packed_row_tokens": 64, "train_micro_batch_size": 1},
     "packed budget": {"sequence_packing": True, "micro_batch_tokens": 40},
-    "checkpointed": {"gradient_checkpointing": True},
+    "checkpointed": {"activation_checkpointing": "full"},
     "small chunks": {"logprob_chunk": 7},
 }
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="linear", warmup_steps=1)
@@ -60,6 +63,7 @@ BACKENDS: dict[str, Callable[[nn.Module, BackendConfig], TrainingBackend]] = {
     "dtensor": dtensor,
     "dtensor with lora": dtensor_with_lora,
     "watched": watched,
+    "dtensor on two ranks": ranked,
 }
 ADAPTED = {"dtensor with lora": adapted}
 """Backends that leave the model's weights alone and train something beside them: how the plainest loop gets what it trains."""
@@ -73,10 +77,11 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make(backend_name: str) -> Callable[..., TrainingBackend]:
     def maker(
-        model: nn.Module | None = None, *, optimizer: OptimizerConfig = OPTIMIZER, keep_reference: bool = False, seed: int = 0, **trainer
+        model: nn.Module | None = None, *, optimizer: OptimizerConfig = OPTIMIZER, keep_reference: bool = False, seed: int = 0, **settings
     ) -> TrainingBackend:
-        options = {"optimizer": optimizer, "total_steps": 4, "keep_reference": keep_reference, "seed": seed}
-        return BACKENDS[backend_name](model or tiny_model(scale=2.0), BackendConfig(trainer=TrainerConfig(device="cpu", **trainer), **options))
+        plan = ParallelPlan(**{field.name: settings.pop(field.name) for field in fields(ParallelPlan) if field.name in settings})
+        options = {"optimizer": optimizer, "total_steps": 4, "keep_reference": keep_reference, "seed": seed, "parallel": plan}
+        return BACKENDS[backend_name](model or tiny_model(scale=2.0), BackendConfig(trainer=TrainerConfig(device="cpu", **settings), **options))
 
     return maker
 
@@ -175,7 +180,7 @@ def test_the_batchs_kind_of_logprobs_is_applied(make):
 
 def test_bfloat16_is_close_and_keeps_float32_weights(make):
     batch = random_batch(LENGTHS)
-    exact, rounded = make(), make(precision="bfloat16")
+    exact, rounded = make(), make(param_dtype="bfloat16")
     difference = (exact.get_logprobs(batch).values - rounded.get_logprobs(batch).values).abs()
     assert 1e-4 < difference.max() < 0.15
     metrics = finalize(rounded.train_step(batch, nll_loss))
@@ -205,11 +210,31 @@ def test_a_checkpoint_continues_bit_for_bit(make, backend_name, tmp_path: Path):
     for step in range(2):
         backend.train_step(random_batch(LENGTHS, seed=step), nll_loss)
     backend.save_checkpoint(tmp_path / "saved")
-    expected = [finalize(backend.train_step(random_batch(LENGTHS, seed=step), nll_loss)) for step in (2, 3)]
+
+    def two_more(trainer: TrainingBackend) -> list[dict[str, float]]:
+        found = [finalize(trainer.train_step(random_batch(LENGTHS, seed=step), nll_loss)) for step in (2, 3)]
+        return [{name: value for name, value in metrics.items() if name not in TIMES} for metrics in found]
+
+    expected = two_more(backend)
     other = make(None if backend_name in ADAPTED else tiny_model(seed=5), seed=5)
     other.load_checkpoint(tmp_path / "saved")
-    assert [finalize(other.train_step(random_batch(LENGTHS, seed=step), nll_loss)) for step in (2, 3)] == expected
+    assert two_more(other) == expected
     assert_same_weights(weights(other), weights(backend), atol=0)
+
+
+def test_a_checkpoint_in_the_background_is_of_the_moment_when_it_was_asked_for(make, backend_name, tmp_path: Path):
+    backend, other = make(), make()
+    for made in (backend, other):
+        made.train_step(random_batch(LENGTHS, seed=0), nll_loss)
+    other.save_checkpoint(tmp_path / "at once")
+    backend.save_checkpoint(tmp_path / "meanwhile", background=True)
+    backend.train_step(random_batch(LENGTHS, seed=1), nll_loss)
+    backend.wait_for_checkpoint()
+    backend.wait_for_checkpoint()  # there is nothing to wait for
+    names = {path.name for path in (tmp_path / "at once").glob("*.safetensors")}
+    assert names == {path.name for path in (tmp_path / "meanwhile").glob("*.safetensors")} != set()
+    for name in names:
+        assert (tmp_path / "at once" / name).read_bytes() == (tmp_path / "meanwhile" / name).read_bytes(), name
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(make, tmp_path: Path):

@@ -66,6 +66,7 @@ def _places(buckets: Sequence[Tensor], num_tokens: int) -> Tensor:
     return places.scatter_reduce(0, tokens, torch.arange(len(tokens), device=tokens.device), "amin")
 
 
+@torch.compiler.disable  # it would be compiled anew for each way in which segments can lie
 def segment_attention(
     module: Any,
     query: Tensor,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from nemorl.checks import require
 from nemorl.parallel.config import LoRAConfig
-from nemorl.rollout.adapters import CONFIG, WEIGHTS, adapted_layers
+from nemorl.rollout.adapters import CONFIG, adapted_layers
 
 NAME = "default"
 """PEFT's name of the only adapter that there is."""
@@ -72,40 +72,30 @@ def peft_config(model: Any) -> Any:
     return model.peft_config[NAME]
 
 
-def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write the folder that `PeftModel.from_pretrained(base, folder)` loads."""
+def write_adapter_config(model: nn.Module, folder: Path) -> None:
+    """Write what `PeftModel.from_pretrained(base, folder)` needs besides the adapters' weights."""
     config = peft_config(model)
     values = {**config.to_dict(), "target_modules": sorted(config.target_modules)}
     (folder / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    save_file({name: tensor.detach().contiguous() for name, tensor in adapter_tensors(model).items()}, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-def load_adapter(model: nn.Module, folder: Path) -> None:
-    """Copy what `save_adapter` wrote into the model's adapters. Raises ValueError, before anything is changed, if their shapes or scale differ."""
-    saved, own = load_file(folder / WEIGHTS), adapter_tensors(model)
-    alpha = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
-    wrong = sorted(name for name in saved.keys() | own.keys() if name not in saved or name not in own or saved[name].shape != own[name].shape)
-    if wrong:
-        raise ValueError(
-            f"checkpoint {folder} must be of the adapters in use, but differs in {', '.join(wrong[:3])} ({len(wrong)} in all): "
-            "give the model, lora.rank and lora.target_modules of that run"
-        )
-    now = peft_config(model).lora_alpha
+def check_scale(model: nn.Module, folder: Path) -> None:
+    """Raise ValueError unless the adapters in `folder` were scaled as the model's are."""
+    alpha, now = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["lora_alpha"], peft_config(model).lora_alpha
     require(alpha == now, "lora.alpha", f"must be that of the checkpoint ({alpha:g})", now, "leave it as it was")
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
 
 
 def fingerprint(model: nn.Module) -> str:
     """Of the weights without adapters: a hash of their names, shapes and up to `SAMPLED` evenly spaced numbers of each.
 
-    It tells another model, or the same one after training (which changes about every number), without reading gigabytes.
+    It tells another model, or the same one after training (which changes about every number), without reading gigabytes. A spread model has the same
+    one, for which its tensors are gathered one by one: a collective call.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if ".lora_" not in name:
-            flat = tensor.detach().flatten()
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            flat = whole.detach().flatten()
             sample = flat[:: flat.numel() // SAMPLED | 1].float().cpu()  # odd, so that the steps don't fall into one column
             digest.update(f"{name.replace('.base_layer.', '.')} {tuple(tensor.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -27,13 +28,21 @@ def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> fl
 
 
 def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over all trainable parameters, with weight decay on matrices only."""
+    """AdamW over all trainable parameters, with weight decay on matrices only: what is one in the whole model, however it is cut into shards.
+
+    Parameters on different device meshes are in different groups, because one operation can't take both.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    meshes = list(dict.fromkeys(getattr(p, "device_mesh", None) for p in parameters)) or [None]
+    groups: list[dict[str, Any]] = []
+    for mesh in meshes:
+        of_mesh = [p for p in parameters if getattr(p, "device_mesh", None) == mesh]
+        groups += [
+            {"params": [p for p in of_mesh if p.ndim >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in of_mesh if p.ndim < 2], "weight_decay": 0.0},
+        ]
+    fused = config.implementation == "fused"
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=fused, foreach=not fused)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float | None) -> Float[Tensor, ""]:

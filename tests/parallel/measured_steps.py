@@ -1,0 +1,131 @@
+"""Training steps of the real backend on a rank: the most memory that its tensors take, and the bytes that it sends."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemorl.data.batch import Example, TokenBatch, collate
+from nemorl.losses.masks import token_mean_weights
+from nemorl.losses.types import LossOutput
+from nemorl.parallel.backend import ForwardOutput
+from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.memory import Workload
+from nemorl.parallel.plan import ParallelPlan
+from tests.parallel.batches import nll_loss
+
+
+def measure_steps(folder: Path, plan: ParallelPlan, work: Workload, micro_batches: int) -> tuple[int, int]:
+    """The peak in bytes of the second optimizer step of this rank, and what it sends in the third."""
+    trainer = TrainerConfig(
+        device="cpu",
+        train_micro_batch_size=work.rows,
+        logprob_chunk=work.logprob_chunk,
+        sequence_packing=work.packed,
+        packed_row_tokens=work.seq_len if work.packed else None,
+    )
+    model = ModelConfig(path=str(folder), from_scratch=True)
+    config = BackendConfig(model=model, trainer=trainer, parallel=plan, keep_reference=work.keep_reference)
+    batch = _batch(micro_batches * work.rows * plan.data_ranks, work)
+    loss_fn = _loss_with_entropy if work.entropy_gradient else nll_loss
+    with Allocations() as recorded:
+        backend = DTensorBackend()
+        backend.setup(config)
+        backend.train_step(batch, loss_fn)
+        begin = time.time_ns()
+        backend.train_step(batch, loss_fn)
+        end = time.time_ns()
+    with SentBytes() as sent:
+        backend.train_step(batch, loss_fn)
+    backend.shutdown()
+    return recorded.peak(begin, end), sent.total
+
+
+def _batch(rows: int, work: Workload) -> TokenBatch:
+    """Rows of the workload's width: of one sequence, or for packing four times as many of a quarter's length."""
+    length, count = (work.seq_len // 4, 4 * rows) if work.packed else (work.seq_len, rows)
+    ids = torch.randint(2, 40, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
+    mask = [False] + [True] * (length - 1)
+    batch = collate([Example(input_ids=row, loss_mask=mask, response_mask=mask) for row in ids])
+    return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
+
+
+def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
+    assert batch.loss_weights is not None
+    plain = nll_loss(output, batch)
+    return replace(plain, loss=plain.loss - 0.01 * (output.entropy * batch.loss_weights).sum())
+
+
+class Allocations:
+    """What the allocator gives out and takes back, as torch's profiler sees it; without any of the operations.
+
+    `torch.profiler` would record those, too, and now and then crash when it ends while a thread of gloo still reports one.
+    """
+
+    def __enter__(self) -> "Allocations":
+        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
+        _prepare_profiler(config, {ProfilerActivity.CPU})
+        _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.STATIC_RUNTIME_OP})
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.found = sorted(_allocations(_disable_profiler().experimental_event_tree()))
+
+    def peak(self, begin: int, end: int) -> int:
+        """The most bytes that were held between two times. A pointer that is given out again was freed, if by a thread that is not seen."""
+        live: dict[int, int] = {}
+        total = peak = 0
+        for when, pointer, size in self.found:
+            total -= live.pop(pointer, 0)
+            if size > 0:
+                live[pointer] = size
+                total += size
+            if begin <= when < end:
+                peak = max(peak, total)
+        return peak
+
+
+def _allocations(events: Any) -> Iterator[tuple[int, int, int]]:
+    """Time, pointer and size, which is negative where it is given back."""
+    for event in events:
+        if type(event.extra_fields).__name__.endswith("Allocation"):
+            yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
+        yield from _allocations(event.children)
+
+
+class SentBytes(TorchDispatchMode):
+    """Counts what this rank sends by collectives, as rings do it: of n ranks' whole array all but a part, twice that to sum it up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its own collectives come by as those of plain tensors
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name.startswith(("c10d::", "_c10d_functional::")):
+            self.total += self._sent(name.split("::")[1], (*args, *(kwargs or {}).values()), result)
+        return result
+
+    def _sent(self, name: str, args: Any, result: Any) -> int:
+        if name.startswith(("wait_tensor", "barrier", "_wrap")):
+            return 0
+        boxed = [value for value in args if isinstance(value, torch.ScriptObject)]  # the group comes before the operation
+        named = [value for value in args if isinstance(value, str) and value not in ("sum", "max", "avg")]
+        size = (ProcessGroup.unbox(boxed[0]) if boxed else _resolve_process_group(named[0])).size()
+        arrays = [value for value in torch.utils._pytree.tree_leaves((args, result)) if isinstance(value, torch.Tensor)]
+        whole = max(array.nbytes for array in arrays)
+        rounds = 2 if name.startswith(("allreduce", "all_reduce")) else 1
+        return rounds * whole * (size - 1) // size

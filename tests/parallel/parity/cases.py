@@ -1,0 +1,168 @@
+"""The matrix: which plans, layouts, models and settings are compared with the reference, and which of them in every test run."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from nemorl.parallel.plan import ParallelPlan
+from tests.parallel.parity.golden import PACKED_ROW, Problem
+
+PLANS: dict[str, ParallelPlan | None] = {
+    "one process": None,
+    "FSDP2 1": ParallelPlan(),
+    "FSDP2 2": ParallelPlan(dp_shard=2),
+    "FSDP2 2 + CPU offload": ParallelPlan(dp_shard=2, cpu_offload=True),
+    "FSDP2 4": ParallelPlan(dp_shard=4),
+    "HSDP 2×2": ParallelPlan(dp_replicate=2, dp_shard=2),
+    "TP 2": ParallelPlan(dp_shard=1, tp=2, sequence_parallel=False),
+    "TP 2 + SP": ParallelPlan(dp_shard=1, tp=2),
+    "CP 2 ulysses": ParallelPlan(dp_shard=1, cp=2),
+    "CP 2 allgather": ParallelPlan(dp_shard=1, cp=2, cp_method="allgather"),
+    "FSDP2 2 × TP 2": ParallelPlan(dp_shard=2, tp=2, sequence_parallel=False),
+    "FSDP2 2 × TP 2 + SP": ParallelPlan(dp_shard=2, tp=2),
+    "FSDP2 2 × CP 2 ulysses": ParallelPlan(dp_shard=2, cp=2),
+    "FSDP2 2 × CP 2 allgather": ParallelPlan(dp_shard=2, cp=2, cp_method="allgather"),
+    "CP 2 × TP 2 + SP": ParallelPlan(dp_shard=1, cp=2, tp=2),
+    "TP 4 + SP": ParallelPlan(dp_shard=1, tp=4),
+    "CP 4 ulysses": ParallelPlan(dp_shard=1, cp=4),
+    "HSDP 2×2 × TP 2 + SP": ParallelPlan(dp_replicate=2, dp_shard=2, tp=2),
+    "FSDP2 2 × CP 2 ulysses × TP 2 + SP": ParallelPlan(dp_shard=2, cp=2, tp=2),
+    "FSDP2 2 × CP 2 allgather × TP 2 + SP": ParallelPlan(dp_shard=2, cp=2, tp=2, cp_method="allgather"),
+}
+"""By the names of the table. None: plain tensors in a process without a process group; FSDP2 1: the whole machinery in a single rank."""
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "packed": {"sequence_packing": True, "packed_row_tokens": PACKED_ROW},
+    "one packed row": {"sequence_packing": True, "packed_row_tokens": 4 * PACKED_ROW},
+    "microbatched": {"train_micro_batch_size": 2},
+    "token budget": {"micro_batch_tokens": PACKED_ROW},
+}
+"""Settings of the trainer. One packed row would hold the batch; it is as many as there are ranks with rows of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run of the golden batch: three steps of a plan, compared with the same problem's reference."""
+
+    plan: str
+    layout: str = "padded"
+    problem: Problem = field(default_factory=Problem)
+    activation_checkpointing: str = "none"
+    compile: bool = False
+    sabotage: str = ""
+    """What is broken on purpose, a name in sabotage.py: then the comparison has to fail."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes that the case needs; 0: none but this one."""
+        plan = PLANS[self.plan]
+        return 0 if plan is None else plan.num_ranks
+
+    @property
+    def parallel(self) -> ParallelPlan:
+        options: dict[str, Any] = {"activation_checkpointing": self.activation_checkpointing, "compile": self.compile}
+        return replace(PLANS[self.plan] or ParallelPlan(), param_dtype=self.problem.dtype, **options)
+
+    @property
+    def settings(self) -> str:
+        """All but the plan, in few words."""
+        problem = self.problem
+        words = [problem.model, "tied" if problem.tied else "untied", self.layout, problem.loss]
+        words += [f"{problem.logprobs} logprobs"] if problem.logprobs else []
+        words += [word for word, is_on in (("LoRA", problem.lora), ("two rows", problem.few)) if is_on]
+        words += [f"{self.activation_checkpointing} checkpointing"] if self.activation_checkpointing != "none" else []
+        words += ["compiled"] if self.compile else []
+        words += [problem.dtype] if problem.dtype != "float32" else []
+        return ", ".join(words + ([f"without: {self.sabotage}"] if self.sabotage else []))
+
+    def __str__(self) -> str:
+        return f"{self.plan}, {self.settings}"
+
+
+@cache
+def matrix() -> tuple[Case, ...]:
+    """Every case of `make parity`, each once. Selective checkpointing and compilation need a rank."""
+    return tuple(case for case in dict.fromkeys(_matrix()) if case.ranks or not (case.compile or case.activation_checkpointing == "selective"))
+
+
+def _matrix() -> Iterator[Case]:
+    # In bfloat16 with losses that don't clip: rounding would decide on which side of the clip a ratio falls, and that is no small difference.
+    for plan in PLANS:
+        for layout in LAYOUTS:
+            for tied in (True, False):
+                for checkpointing in ("none", "selective", "full"):
+                    yield Case(plan=plan, layout=layout, problem=Problem(tied=tied), activation_checkpointing=checkpointing)
+                yield Case(plan=plan, layout=layout, problem=Problem(tied=tied, loss="nll" if tied else "pairs", dtype="bfloat16"))
+        for layout in ("padded", "packed"):
+            for model in ("llama", "qwen3", "mistral"):
+                for tied in (True, False):
+                    yield Case(plan=plan, layout=layout, problem=Problem(model=model, tied=tied))
+            for loss in ("pairs", "nll"):
+                yield Case(plan=plan, layout=layout, problem=Problem(loss=loss))
+            for logprobs in ("temperature", "filtered", "min-p"):
+                yield Case(plan=plan, layout=layout, problem=Problem(logprobs=logprobs))
+            if has_lora(plan):
+                yield Case(plan=plan, layout=layout, problem=Problem(lora=True))
+        for layout in ("padded", "microbatched"):
+            yield Case(plan=plan, layout=layout, problem=Problem(few=True))
+        yield Case(plan=plan, layout="packed", compile=True)
+        yield Case(plan=plan, layout="padded", problem=Problem(tied=False), activation_checkpointing="full", compile=True)
+        yield Case(plan=plan, layout="microbatched", problem=Problem(model="qwen3", tied=False), activation_checkpointing="selective", compile=True)
+
+
+def has_lora(plan: str) -> bool:
+    """Adapters are refused with tensor parallelism."""
+    return (PLANS[plan] or ParallelPlan()).tp == 1
+
+
+@cache
+def subset() -> tuple[Case, ...]:
+    """The cases of every test run: each plan, layout, model, loss and setting at least once, the dearest plans not more often."""
+    untied = Problem(tied=False)
+    return (
+        Case(plan="one process", layout="packed"),
+        Case(plan="one process", layout="token budget", problem=untied, activation_checkpointing="full"),
+        Case(plan="FSDP2 1", layout="packed", problem=Problem(logprobs="filtered")),
+        Case(plan="FSDP2 2", layout="packed"),
+        Case(plan="FSDP2 2", layout="one packed row", problem=untied, activation_checkpointing="selective"),
+        Case(plan="FSDP2 2", layout="token budget", problem=Problem(loss="pairs"), activation_checkpointing="full"),
+        Case(plan="FSDP2 2", layout="packed", problem=Problem(loss="nll", dtype="bfloat16")),
+        Case(plan="FSDP2 2", layout="packed", compile=True),
+        Case(plan="TP 2", layout="packed", problem=Problem(model="qwen3", logprobs="filtered")),
+        Case(plan="TP 2", layout="padded", problem=untied, activation_checkpointing="full"),
+        Case(plan="TP 2 + SP", layout="packed"),
+        Case(plan="TP 2 + SP", layout="microbatched", problem=Problem(model="qwen3", tied=False), activation_checkpointing="selective"),
+        Case(plan="TP 2 + SP", layout="packed", problem=Problem(tied=False, loss="pairs", dtype="bfloat16")),
+        Case(plan="CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
+        Case(plan="CP 2 ulysses", layout="padded", problem=untied, activation_checkpointing="full"),
+        Case(plan="CP 2 allgather", layout="packed", problem=Problem(model="llama", tied=False)),
+        Case(plan="CP 2 allgather", layout="token budget"),
+        Case(plan="HSDP 2×2", layout="packed", problem=Problem(model="mistral")),
+        Case(plan="HSDP 2×2", layout="padded", problem=Problem(few=True)),
+        Case(plan="FSDP2 2 × TP 2", layout="packed", problem=Problem(loss="nll")),
+        Case(plan="FSDP2 2 × TP 2 + SP", layout="microbatched", problem=Problem(logprobs="min-p")),
+        Case(plan="FSDP2 2 × CP 2 ulysses", layout="packed"),
+        Case(plan="FSDP2 2 × CP 2 ulysses", layout="padded", problem=Problem(lora=True)),
+        Case(plan="FSDP2 2 × CP 2 allgather", layout="microbatched", problem=untied),
+        Case(plan="CP 2 × TP 2 + SP", layout="packed", problem=Problem(model="qwen3"), activation_checkpointing="selective"),
+        Case(plan="FSDP2 2 × CP 2 ulysses × TP 2 + SP", layout="packed"),
+        Case(plan="FSDP2 2 × CP 2 allgather × TP 2 + SP", layout="token budget", problem=untied, activation_checkpointing="full"),
+    )
+
+
+CONTROLS = (
+    Case(plan="FSDP2 2", layout="packed", sabotage="the reduction of gradients"),
+    Case(plan="CP 2 ulysses", layout="packed", sabotage="the reduction of gradients"),
+    Case(plan="HSDP 2×2", layout="packed", sabotage="the reduction over replicas"),
+    Case(plan="FSDP2 2", layout="microbatched", sabotage="the sum of gradients (a mean instead)"),
+    Case(plan="TP 2 + SP", layout="padded", sabotage="the tied weight"),
+    Case(plan="FSDP2 2", layout="packed", sabotage="the packed mask"),
+    Case(plan="TP 2", layout="packed", sabotage="the packed mask"),
+    Case(plan="CP 2 ulysses", layout="packed", sabotage="the packed mask"),
+    Case(plan="CP 2 allgather", layout="packed", sabotage="the packed mask"),
+    Case(plan="TP 2", layout="padded", sabotage="the gradient of the others' vocabulary"),
+    Case(plan="CP 2 ulysses", layout="padded", sabotage="counting the loss once"),
+)
+"""Negative controls: each must be found to be wrong."""

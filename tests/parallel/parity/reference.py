@@ -1,0 +1,142 @@
+"""The numbers that every plan must give: plain PyTorch over the Hugging Face model, a sequence at a time, in one process.
+
+Nothing here is ours but the golden batch: no packing, no padding, no backend, and the losses are written out as their papers have them.
+"""
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.logprobs import LogprobKind
+from tests.parallel.parity import losses
+from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, Problem, golden_batch, make_model
+
+STEPS = 3
+LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.1, (0.9, 0.95), 1e-4
+"""Adam divides by the root of the gradient's square: with a tiny eps the sign of a gradient that is 0 but for rounding would move a weight by lr."""
+MAX_GRAD_NORM = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a case is judged by. Arrays of tokens are in the golden batch's layout, weights and gradients under their Hugging Face names."""
+
+    logprobs: Tensor
+    """Without gradient, before the first step."""
+    token_logprobs: Tensor
+    """As the loss sees them in the first step."""
+    entropy: Tensor
+    losses: tuple[float, ...]
+    """Of every step; so are the norms, before clipping."""
+    grad_norms: tuple[float, ...]
+    gradients: dict[str, Tensor]
+    """Of the first step, before clipping; of what is trained."""
+    weights: dict[str, Tensor]
+    """After the last step."""
+    after: Tensor
+    """`logprobs` after the last step."""
+
+
+def sequence_logprobs(model: nn.Module, ids: Tensor, kind: LogprobKind) -> tuple[Tensor, Tensor]:
+    """log p and the entropy of every token of one sequence, 0 for the first, under the distribution that `kind` says it was drawn from."""
+    logits = model(ids[None], use_cache=False).logits[0, :-1].float() / kind.temperature
+    ranked = logits.detach().sort(-1, descending=True).values
+    allowed = torch.ones_like(logits, dtype=torch.bool)
+    if kind.min_p:
+        allowed &= logits.detach() >= ranked[:, :1] + math.log(kind.min_p)
+    if kind.top_k:
+        allowed &= logits >= ranked[:, kind.top_k - 1 : kind.top_k]
+    if kind.top_p < 1:
+        among = torch.where(allowed, logits.detach(), -torch.inf).softmax(-1)
+        larger = (among[:, None, :] * (logits[:, None, :] > logits[:, :, None])).sum(-1)  # the mass of the tokens above each one
+        allowed &= larger < kind.top_p
+    allowed = allowed.scatter(-1, ids[1:, None], True)
+    logprobs = torch.where(allowed, logits, -torch.inf).log_softmax(-1)
+    entropy = -torch.where(allowed, logprobs.exp() * torch.where(allowed, logprobs, 0.0), 0.0).sum(-1)
+    zero = logits.new_zeros(1)
+    return torch.cat([zero, logprobs.gather(-1, ids[1:, None])[:, 0]]), torch.cat([zero, entropy])
+
+
+def forward(model: nn.Module, batch: TokenBatch, dtype: str) -> tuple[Tensor, Tensor]:
+    """The same for all sequences of a batch, one after the other."""
+    logprobs, entropies = torch.zeros(batch.input_ids.shape), torch.zeros(batch.input_ids.shape)
+    autocast: AbstractContextManager[Any] = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+    for row, segments in enumerate(batch.segment_ids):
+        for segment in range(1, int(segments.max()) + 1):
+            places = (segments == segment).nonzero()[:, 0]
+            with autocast:
+                values = sequence_logprobs(model, batch.input_ids[row, places], batch.logprob_kind)
+            logprobs, entropies = (old.index_put((torch.tensor(row), places), new) for old, new in zip((logprobs, entropies), values, strict=True))
+    return logprobs, entropies
+
+
+def _policy(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+    mask, weight = batch.loss_mask, 1 / batch.loss_mask.sum()
+    ratio = (logprobs - batch.prev_logprobs).exp()
+    a = batch.advantages
+    token = torch.maximum(-a * ratio, -a * ratio.clamp(1 - losses.CLIP_LOW, 1 + losses.CLIP_HIGH))
+    token = torch.where(a < 0, torch.minimum(token, -a * losses.DUAL_CLIP), token)
+    total = token[mask].sum()
+    for row in range(len(batch)):
+        s = (logprobs - batch.prev_logprobs)[row][mask[row]]
+        if len(s):
+            ratio, advantage = s.mean().exp(), a[row, 0]
+            clip = ratio.clamp(1 - losses.SEQUENCE_CLIP, 1 + losses.SEQUENCE_CLIP)
+            total = total + len(s) * torch.maximum(-advantage * ratio, -advantage * clip)
+    d = (batch.reference_logprobs - logprobs)[mask]
+    return weight * (total + losses.KL_COEF * (d.exp() - 1 - d).sum() - losses.ENTROPY_COEF * entropy[mask].sum())
+
+
+def _pairs(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+    difference = torch.where(batch.loss_mask, logprobs - batch.reference_logprobs, 0.0)
+    chosen, rejected = (torch.where(batch.segment_ids == segment, difference, 0.0).sum(-1) for segment in (1, 2))
+    return -logsigmoid(losses.BETA * (chosen - rejected)).mean()
+
+
+def _nll(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
+    return -logprobs[batch.loss_mask].mean()
+
+
+LOSSES = {"policy": _policy, "pairs": _pairs, "nll": _nll}
+
+
+@cache
+def reference(problem: Problem) -> Outcome:
+    """Three steps of AdamW with clipping and weight decay on matrices, in a loop that anybody can read."""
+    batch, model = golden_batch(problem), make_model(problem).train()
+    if problem.lora:
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear"))  # type: ignore[assignment]
+    parameters = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+    matrices, others = ([p for p in parameters.values() if (p.ndim > 1) is there] for there in (True, False))
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
+    with torch.no_grad():
+        before = forward(model, batch, problem.dtype)[0]
+    values, norms, first, gradients = [], [], None, {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        logprobs, entropy = forward(model, batch, problem.dtype)
+        loss = LOSSES[problem.loss](logprobs, entropy, batch)
+        loss.backward()
+        if step == 0:
+            first = (logprobs.detach(), entropy.detach())
+            gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)))
+        values.append(float(loss.detach()))
+        optimizer.step()
+    assert first is not None and gradients.keys() == parameters.keys()
+    with torch.no_grad():
+        after = forward(model, batch, problem.dtype)[0]
+    whole = model.merge_and_unload() if problem.lora else model  # type: ignore[operator]
+    weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
+    return Outcome(logprobs=before, token_logprobs=first[0], entropy=first[1], losses=tuple(values), grad_norms=tuple(norms), gradients=gradients,
+                   weights=weights, after=after)  # fmt: skip

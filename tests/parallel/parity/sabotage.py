@@ -1,0 +1,97 @@
+"""What is broken on purpose, to see that the comparison notices: each is one line that a plan needs, left out."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def no_reduction() -> AbstractContextManager[Any]:
+    """Each rank keeps the gradient of its own rows (of its own tokens, with cp)."""
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    def own_part(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any) -> None:
+        output_tensor.copy_(input_tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
+
+    return patch.object(DefaultReduceScatter, "__call__", own_part)
+
+
+def no_reduction_over_replicas() -> AbstractContextManager[Any]:
+    """HSDP's second reduction is left out."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    others = {name: getattr(dist, name) for name in dir(dist)}
+    return patch.object(_fsdp_collectives, "dist", SimpleNamespace(**{**others, "all_reduce": lambda *_, **__: None}))
+
+
+def mean_of_gradients() -> AbstractContextManager[Any]:
+    """FSDP2's own way: gradients are averaged over ranks."""
+    from torch.distributed.fsdp import FSDPModule
+
+    from nemorl.parallel.dtensor import fsdp
+
+    def force_sum_alone(model: nn.Module) -> None:  # what gloo needs, with the division that is FSDP2's default
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+
+    return patch.object(fsdp, "sum_gradients", force_sum_alone)
+
+
+@contextmanager
+def untied() -> Iterator[None]:
+    """As `parallelize_module` leaves a tied model: two parameters, which begin alike if the file has both."""
+    from nemorl.parallel.dtensor import tensor_parallel
+
+    whole = tensor_parallel.apply_tensor_parallel
+
+    def untying(model: Any, mesh: Any, **options: Any) -> None:
+        whole(model, mesh, **options)
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+    with patch.object(tensor_parallel, "apply_tensor_parallel", untying):
+        yield
+
+
+@contextmanager
+def no_packed_mask() -> Iterator[None]:
+    """A token sees all that stands before it in its row, whatever sequence that is."""
+    from nemorl.parallel.dtensor import context_parallel, head
+
+    with_mask = context_parallel.ContextState.of
+
+    def without_mask(segment_ids: torch.Tensor, position_ids: torch.Tensor, *more: Any) -> Any:
+        return with_mask(torch.ones_like(segment_ids), torch.arange(segment_ids.shape[1]).expand_as(position_ids), *more)
+
+    with patch.object(head, "segment_buckets", lambda _: None), patch.object(context_parallel.ContextState, "of", without_mask):
+        yield
+
+
+def own_vocabulary_alone() -> AbstractContextManager[Any]:
+    """The gradient of the last hidden states comes from this rank's part of the vocabulary only."""
+    from nemorl.parallel.dtensor import head
+
+    return patch.object(head, "sum_backward", lambda values, _: values)
+
+
+def counted_by_every_rank() -> AbstractContextManager[Any]:
+    """With cp every rank computes the loss of the whole rows, and here each of them counts."""
+    from nemorl.parallel.dtensor import head
+
+    return patch.object(head, "all_gather_same", head.all_gather)
+
+
+SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "the reduction of gradients": no_reduction,
+    "the reduction over replicas": no_reduction_over_replicas,
+    "the sum of gradients (a mean instead)": mean_of_gradients,
+    "the tied weight": untied,
+    "the packed mask": no_packed_mask,
+    "the gradient of the others' vocabulary": own_vocabulary_alone,
+    "counting the loss once": counted_by_every_rank,
+}

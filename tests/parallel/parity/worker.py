@@ -1,0 +1,134 @@
+"""What a rank (or this process, for plans without ranks) does with a case: three steps, and back come the numbers that it is judged by."""
+
+import gc
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.types import finalize
+from nemorl.parallel.backend import ForwardOutput
+from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from tests.parallel.parity.cases import LAYOUTS, Case
+from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, golden_batch
+from tests.parallel.parity.losses import watched
+from tests.parallel.parity.reference import BETAS, EPS, LR, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY, Outcome
+from tests.parallel.parity.sabotage import SABOTAGES
+
+Result = tuple[Outcome | None, dict[str, float], float]
+"""What rank 0 found (other ranks: None), the first step's metrics as this rank has them, and by how much copies of a token's numbers on this rank,
+which the loss saw more than once, differ."""
+
+
+def run_cases(cases: tuple[Case, ...], folders: tuple[Path, ...]) -> list[Result]:
+    """Several cases in the same processes, as starting these takes longer than a case; each with the folder of its model."""
+    return [run_case(case, folder) for case, folder in zip(cases, folders, strict=True)]
+
+
+def run_case(case: Case, folder: Path) -> Result:
+    with ExitStack() as stack:
+        if case.sabotage:
+            stack.enter_context(SABOTAGES[case.sabotage]())
+        backend = DTensorBackend()
+        stack.callback(gc.collect)
+        stack.callback(backend.shutdown)
+        backend.setup(config_of(case, folder))
+        return measure(backend, case)
+
+
+def config_of(case: Case, folder: Path) -> BackendConfig:
+    return BackendConfig(
+        model=ModelConfig(path=str(folder)),
+        trainer=TrainerConfig(device="cpu", logprob_chunk=48, **LAYOUTS[case.layout]),
+        optimizer=OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, max_grad_norm=MAX_GRAD_NORM),
+        lora=LoRAConfig(rank=LORA_RANK, alpha=LORA_ALPHA) if case.problem.lora else LoRAConfig(),
+        parallel=case.parallel,
+        total_steps=STEPS,
+    )
+
+
+def measure(backend: DTensorBackend, case: Case) -> Result:
+    batch = golden_batch(case.problem)
+    seen = Seen(batch)
+    before = backend.get_logprobs(batch).values
+    losses, norms, gradients, metrics = [], [], {}, {}
+    for step in range(STEPS):
+        if step == 0:
+            hook = backend.optimizer.register_step_pre_hook(lambda *_: gradients.update(gradients_of(backend)))
+        found = finalize(backend.train_step(batch, watched(case.problem.loss, seen if step == 0 else lambda *_: None)))
+        if step == 0:
+            hook.remove()
+            metrics = found
+        losses.append(found["loss"])
+        norms.append(found["grad_norm"])
+    clipped = min(1.0, MAX_GRAD_NORM / (norms[0] + 1e-6))
+    outcome = Outcome(
+        logprobs=before,
+        token_logprobs=seen.logprobs,
+        entropy=seen.entropy,
+        losses=tuple(losses),
+        grad_norms=tuple(norms),
+        gradients={name: gradient / clipped for name, gradient in gradients.items()},
+        weights={name: tensor.detach().clone() for name, tensor in backend.export_weights()},
+        after=backend.get_logprobs(batch).values,
+    )
+    whole = merged(seen)
+    outcome = replace(outcome, token_logprobs=whole["token_logprobs"], entropy=whole["entropy"])
+    return outcome if not dist.is_initialized() or dist.get_rank() == 0 else None, metrics, seen.spread
+
+
+def gradients_of(backend: DTensorBackend) -> dict[str, Tensor]:
+    """Of every parameter the whole gradient, under its Hugging Face name; a collective call."""
+    from nemorl.parallel.dtensor.build import parameters_by_name
+
+    found = {}
+    for name, parameter in parameters_by_name(backend.model).items():
+        gradient: Any = parameter.grad
+        if gradient is not None:
+            found[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).detach().clone()
+    return found
+
+
+class Seen:
+    """What a rank's losses were called with, put back into the golden batch's layout by the tokens' numbers; NaN where no call had the token."""
+
+    def __init__(self, batch: TokenBatch) -> None:
+        assert batch.generation_logprobs is not None
+        real = (batch.segment_ids > 0).nonzero().tolist()
+        self.places = {int(batch.generation_logprobs[row, column]): (row, column) for row, column in real}
+        self.logprobs = torch.full(batch.input_ids.shape, torch.nan)
+        self.entropy = self.logprobs.clone()
+        self.spread = 0.0
+
+    def __call__(self, output: ForwardOutput, part: TokenBatch) -> None:
+        assert part.generation_logprobs is not None
+        for row, column in (part.segment_ids > 0).nonzero().tolist():
+            place = self.places[int(part.generation_logprobs[row, column])]
+            for mine, values in ((self.logprobs, output.token_logprobs), (self.entropy, output.entropy)):
+                value = values[row, column].detach()
+                if not mine[place].isnan():
+                    self.spread = max(self.spread, float((mine[place] - value).abs()))
+                mine[place] = value
+
+
+def merged(seen: Seen) -> dict[str, Tensor]:
+    """What the ranks have seen between them; ranks that share rows must have seen the same. Padding is 0, and a token that nobody saw NaN."""
+    arrays = torch.stack([seen.logprobs, seen.entropy])
+    if dist.is_initialized():
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, arrays)
+        arrays = torch.stack(parts)
+        high, low = arrays.nan_to_num(-torch.inf).amax(0), arrays.nan_to_num(torch.inf).amin(0)
+        both = high.isfinite() & low.isfinite()
+        seen.spread = max(seen.spread, float(torch.where(both, high - low, 0.0).max()))
+        arrays = torch.where(both, high, torch.nan)
+    real = torch.zeros(arrays.shape[1:], dtype=torch.bool)
+    for place in seen.places.values():
+        real[place] = True
+    return dict(zip(("token_logprobs", "entropy"), torch.where(real, arrays, 0.0), strict=True))

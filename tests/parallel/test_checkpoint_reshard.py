@@ -1,0 +1,284 @@
+"""A checkpoint is the same whatever plan wrote it, and every other plan goes on with it."""
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nemorl.losses.types import finalize
+from nemorl.parallel import shares
+from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.tensor_files import TensorFiles
+from tests.models import tiny_model
+from tests.parallel.batches import nll_loss, random_batch
+from tests.ranks import run_ranks
+
+LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
+PLANS = {
+    "alone": {},
+    "fsdp 3": {"dp_shard": 3},
+    "hsdp 2 x 1": {"dp_replicate": 2, "dp_shard": 1},
+    "fsdp 2 x tp 2": {"dp_shard": 2, "tp": 2},
+    "cp 2, full checkpointing": {"dp_shard": 1, "cp": 2, "activation_checkpointing": "full"},
+}
+SAVED, NEXT = 2, 2
+"""Steps before the checkpoint, and after it: the first depends on the weights, the second on the optimizer's state, too."""
+
+
+def backend(folder: Path, plan: dict[str, Any], **options: Any) -> DTensorBackend:
+    made = DTensorBackend()
+    optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, schedule="linear")
+    config = BackendConfig(model=ModelConfig(path=str(folder)), trainer=TrainerConfig(device="cpu"), optimizer=optimizer,
+                           parallel=ParallelPlan(**plan), total_steps=9, **options)  # fmt: skip
+    made.setup(config)
+    return made
+
+
+def step(made: DTensorBackend) -> float:
+    return float(finalize(made.train_step(random_batch(LENGTHS, seed=made.step), nll_loss))["loss"])
+
+
+def save_and_go_on(root: Path, name: str, options: dict[str, Any]) -> list[float]:
+    made = backend(root / "model", PLANS[name], **options)
+    for _ in range(SAVED):
+        step(made)
+    made.save_checkpoint(root / name, background="tp" in name)
+    losses = [step(made) for _ in range(NEXT)]
+    made.wait_for_checkpoint()
+    return losses
+
+
+def load_and_go_on(root: Path, name: str, options: dict[str, Any]) -> dict[str, list[float]]:
+    """From each plan's checkpoint; and what was loaded is saved again."""
+    made, losses = backend(root / "model", PLANS[name], **options), {}
+    for other in PLANS:
+        if (root / other).exists():
+            made.load_checkpoint(root / other)
+            assert made.step == SAVED
+            made.save_checkpoint(root / f"{other} by {name}")
+            losses[other] = [step(made) for _ in range(NEXT)]
+    return losses
+
+
+def on(name: str, function: Any, *args: Any) -> Any:
+    """In this process for the plan without ranks; else on as many ranks as the plan has, which must all give the same."""
+    if name == "alone":
+        return function(*args)
+    first, *others = run_ranks(ParallelPlan(**PLANS[name]).num_ranks, function, *args)
+    assert all(other == first for other in others)
+    return first
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """All numbers in it, whole, and the rest."""
+    with TensorFiles([*folder.glob("model*.safetensors"), *folder.glob("optimizer*.safetensors"), *folder.glob("adapter*.safetensors")]) as stored:
+        tensors = {name: stored.read(name) for name in stored.shapes}
+    return tensors | {name: json.loads((folder / name).read_text()) for name in ("backend.json",)}
+
+
+def assert_same(a: dict[str, Any], b: dict[str, Any], *, atol: float) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        if isinstance(value, torch.Tensor):
+            torch.testing.assert_close(b[name], value, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        else:
+            assert b[name] == value, name
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> tuple[Path, dict[str, list[float]]]:
+    """A checkpoint of each plan, and the losses of the steps that followed there."""
+    root = tmp_path_factory.mktemp("reshard")
+    tiny_model(scale=2.0).save_pretrained(root / "model")
+    return root, {name: on(name, save_and_go_on, root, name, {}) for name in PLANS}
+
+
+@pytest.mark.parametrize("name", list(PLANS))
+def test_any_plan_goes_on_from_any_other(saved, name):
+    root, expected = saved
+    found = on(name, load_and_go_on, root, name, {})
+    assert found.keys() == expected.keys()
+    for other, losses in expected.items():
+        assert found[other][0] == pytest.approx(losses[0], rel=5e-7), f"{name} from {other}"  # float32 has a number every 2.4e-7 there
+        assert found[other][1] == pytest.approx(losses[1], rel=2e-6), f"{name} from {other}"
+        assert_same(contents(root / other), contents(root / f"{other} by {name}"), atol=0)
+
+
+def test_no_two_steps_are_alike(saved):
+    """Or nothing would be shown by losses that agree."""
+    losses = saved[1]["alone"]
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_all_plans_write_the_same(saved):
+    """Up to what the order of additions makes of two steps of training; AdamW divides by gradients that are nearly 0."""
+    root, expected = saved
+    first, *others = expected
+    for other in others:
+        assert_same(contents(root / first), contents(root / other), atol=2e-4)
+
+
+def test_transformers_loads_what_any_plan_wrote(saved):
+    root, expected = saved
+    for name in expected:
+        model = AutoModelForCausalLM.from_pretrained(root / name, dtype=torch.float32)
+        with TensorFiles((root / name).glob("model*.safetensors")) as stored:
+            assert stored.shapes.keys() == {key for key, _ in model.named_parameters()}
+            for key, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.detach(), stored.read(key), atol=0, rtol=0)
+
+
+def test_each_rank_writes_its_share(saved):
+    root, _ = saved
+    files = sorted((root / "fsdp 2 x tp 2").glob("optimizer*"))
+    assert [path.name for path in files] == [f"optimizer-{rank:05}-of-00004.safetensors" for rank in range(1, 5)]
+    for kind in ("optimizer", "model"):
+        sizes = [path.stat().st_size for path in (root / "fsdp 2 x tp 2").glob(f"{kind}*.safetensors")]
+        assert len(sizes) == 4 and max(sizes) < 1.6 * min(sizes)
+
+
+def test_replicas_write_nothing_twice(saved):
+    root, expected = saved
+    sizes = {name: sum(path.stat().st_size for path in (root / name).glob("optimizer*")) for name in expected}
+    assert max(sizes.values()) < 1.3 * sizes["alone"]
+
+
+def test_no_pickle_is_written(saved):
+    root, expected = saved
+    for name in expected:
+        assert {path.suffix for path in (root / name).iterdir()} == {".json", ".safetensors"}
+
+
+@pytest.mark.parametrize(("ranks", "options"), [("fsdp 3", {"lora": LoRAConfig(rank=4, alpha=8.0), "keep_reference": True}), ("fsdp 2 x tp 2", {})])
+def test_adapters_and_untied_embeddings_go_from_plan_to_plan(tmp_path: Path, ranks, options):
+    tiny_model(scale=2.0, tied=bool(options)).save_pretrained(tmp_path / "model")
+    names = ["alone", ranks]
+    expected = {name: on(name, save_and_go_on, tmp_path, name, options) for name in names}
+    for name in names:
+        found = on(name, load_and_go_on, tmp_path, name, options)
+        for other in names:
+            assert found[other] == pytest.approx(expected[other], rel=5e-7)
+            assert_same(contents(tmp_path / other), contents(tmp_path / f"{other} by {name}"), atol=0)
+
+
+def refuse(root: Path) -> str:
+    made = backend(root / "other", {"dp_shard": 2})
+    before = {name: tensor.clone() for name, tensor in made.export_weights()}
+    with pytest.raises(ValueError, match="must be of the model in use") as caught:
+        made.load_checkpoint(root / "saved")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in made.export_weights())
+    return str(caught.value)
+
+
+def test_another_models_checkpoint_changes_nothing_on_any_rank(tmp_path: Path):
+    tiny_model(hidden_size=16).save_pretrained(tmp_path / "model")
+    tiny_model().save_pretrained(tmp_path / "other")
+    backend(tmp_path / "model", {}).save_checkpoint(tmp_path / "saved")
+    assert len(set(run_ranks(2, refuse, tmp_path))) == 1
+
+
+def fail_on_the_second(root: Path, how: str, background: bool) -> str:
+    made = backend(root / "model", {"dp_shard": 2})
+    step(made)
+    made.save_checkpoint(root / "before")
+    if made.world.rank == 1 and how == "full disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    if made.world.rank == 1 and how == "not one folder":
+        os.chdir(root / "elsewhere")
+    with pytest.raises(OSError) as caught:
+        made.save_checkpoint(Path("saved") if how == "not one folder" else root / "saved", background=background)
+        step(made)
+        made.wait_for_checkpoint()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    made.save_checkpoint(root / "after")  # and the next one is written
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_rank_that_cannot_write_is_named_by_all(tmp_path: Path, background):
+    tiny_model().save_pretrained(tmp_path / "model")
+    first, second = run_ranks(2, fail_on_the_second, tmp_path, "full disk", background)
+    assert "rank 1 of 2 could not write its part: [Errno 27] File too large" in first
+    assert "File too large" in second
+    assert contents(tmp_path / "before").keys() == contents(tmp_path / "after").keys()
+
+
+def test_ranks_that_do_not_share_the_folder_are_told(tmp_path: Path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path / "model")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for message in run_ranks(2, fail_on_the_second, tmp_path, "not one folder", False):
+        assert "is not the folder that the other ranks see: put the run in one that all machines share" in message
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch):
+    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
+    made, plain = (backend(tmp_path / "model", {}) for _ in range(2))
+    step(made), step(plain)
+    plain.save_checkpoint(tmp_path / "at once")
+    import threading
+
+    from nemorl.parallel.dtensor import checkpoint
+
+    gate, write = threading.Event(), checkpoint.write_tensors
+    monkeypatch.setattr(checkpoint, "write_tensors", lambda *args: gate.wait(60) and write(*args))
+    made.save_checkpoint(tmp_path / "meanwhile", background=True)
+    losses = [step(made) for _ in range(2)]
+    assert not list((tmp_path / "meanwhile").glob("*.safetensors"))
+    gate.set()
+    made.wait_for_checkpoint()
+    made.wait_for_checkpoint()  # for nothing
+    assert_same(contents(tmp_path / "at once"), contents(tmp_path / "meanwhile"), atol=0)
+    assert losses == [step(plain) for _ in range(2)]
+
+
+def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    made = backend(tmp_path / "model", {})
+    for number in range(3):
+        step(made)
+        made.save_checkpoint(tmp_path / str(number), background=True)
+    made.wait_for_checkpoint()
+    for number in range(3):
+        assert contents(tmp_path / str(number))["backend.json"]["step"] == number + 1
+        shares.wait_for_all(tmp_path / str(number), 1)
+
+
+def test_a_checkpoint_in_the_place_of_another_plans(tmp_path: Path):
+    """Nothing is left of the earlier one, whose files have other names."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    on("fsdp 3", save_and_go_on, tmp_path, "fsdp 3", {})
+    made = backend(tmp_path / "model", {})
+    made.save_checkpoint(tmp_path / "fsdp 3")
+    assert sorted(path.name for path in (tmp_path / "fsdp 3").iterdir()) == [
+        "backend.json", "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "written-00001-of-00001.json",
+    ]  # fmt: skip
+
+
+def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    made = backend(tmp_path / "model", {})
+    step(made)
+    made.save_checkpoint(tmp_path / "saved")
+    path = tmp_path / "saved" / "optimizer.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"model.norm.weight.", b"model.morn.weight."))
+    with pytest.raises(ValueError, match=r"must be that of the parameters that train, but differs in model.morn.weight, model.norm.weight"):
+        made.load_checkpoint(tmp_path / "saved")
+
+
+def test_no_time_is_spent_on_waiting_for_oneself(tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    made = backend(tmp_path / "model", {})
+    made.save_checkpoint(tmp_path / "saved")
+    start = time.perf_counter()
+    made.wait_for_checkpoint()
+    assert time.perf_counter() - start < 0.01

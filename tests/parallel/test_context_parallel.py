@@ -1,0 +1,69 @@
+"""Attention over rows that ranks split is that of whole rows, by either method, for packed rows, fewer key heads, and its gradient."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
+from nemorl.parallel.dtensor.context_parallel import ContextState, RowSplit, context_attention, zigzag
+from tests.ranks import run_ranks
+
+SEGMENTS = {
+    "whole rows": [[1] * 16, [1] * 16],
+    "padded": [[1] * 16, [1] * 5 + [0] * 11],
+    "packed": [[1] * 3 + [2] * 7 + [3] * 1 + [0] * 5, [1] * 9 + [2] * 7],
+}
+HEADS = {"as many": (4, 4), "grouped": (4, 2), "one": (4, 1)}
+
+
+def positions(segments: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros_like(segments)
+    for row in range(len(segments)):
+        for segment in range(1, int(segments[row].max()) + 1):
+            inside = segments[row] == segment
+            found[row, inside] = torch.arange(int(inside.sum()))
+    return found
+
+
+def problem(heads: tuple[int, int]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, count, 16, 4, generator=generator, dtype=torch.float64) for count in (heads[0], heads[1], heads[1], heads[0])]
+
+
+def split(method: str) -> dict:
+    """This rank's outputs and gradients."""
+    rank, group, found = dist.get_rank(), dist.group.WORLD, {}
+    for name, rows in SEGMENTS.items():
+        for many, heads in HEADS.items():
+            segments = torch.tensor(rows)
+            row_split = RowSplit.of(16, rank, group, torch.device("cpu"))
+            query, key, value, cotangent = (x.index_select(2, row_split.own).requires_grad_() for x in problem(heads))
+            state = ContextState.of(segments, positions(segments), row_split, method, torch.float64)
+            output, _ = context_attention(None, query, key, value, None, context=state)
+            real = row_split.take(segments > 0)[:, :, None, None]
+            (torch.where(real, output, 0.0) * cotangent.detach().transpose(1, 2)).sum().backward()
+            found[name, many] = [torch.where(real, output, 0.0).detach(), query.grad, key.grad, value.grad]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("method", ["ulysses", "allgather"])
+def test_it_is_attention_over_whole_rows(method, size):
+    parts = run_ranks(size, split, method)
+    order = torch.tensor(zigzag(16, size)).argsort()
+    for name, rows in SEGMENTS.items():
+        for many, heads in HEADS.items():
+            segments = torch.tensor(rows)
+            query, key, value, cotangent = (x.requires_grad_() for x in problem(heads))
+            output, _ = segment_attention(None, query, key, value, None, segment_buckets=segment_buckets(segments))
+            output = torch.where((segments > 0)[:, :, None, None], output, 0.0)
+            (output * cotangent.detach().transpose(1, 2)).sum().backward()
+            joined = [torch.cat([part[name, many][i] for part in parts], dim=1 if i == 0 else 2) for i in range(4)]
+            found = [joined[0].index_select(1, order), *(x.index_select(2, order) for x in joined[1:])]
+            for what, value_, wanted in zip(("output", "query", "key", "value"), found, (output, query.grad, key.grad, value.grad), strict=True):
+                torch.testing.assert_close(value_, wanted, atol=1e-12, rtol=0, msg=lambda text, at=(name, many, what): f"{at}: {text}")
+
+
+def test_a_width_that_does_not_divide_is_an_error():
+    with pytest.raises(ValueError, match="multiple of 4 tokens wide, but they have 6"):
+        zigzag(6, 2)

@@ -1,0 +1,125 @@
+"""Traces of training steps: the steps asked for, whole files only, and no crash however the run ends."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemorl.parallel import profiling
+from nemorl.parallel.config import ProfileConfig
+from nemorl.parallel.profiling import close_profile, profile_folder, profiled
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    close_profile()
+
+
+def train(config: ProfileConfig, steps: range, rank: int = 0) -> None:
+    for step in steps:
+        with profiled(config, step=step, rank=rank):
+            torch.ones(4, 4) @ torch.ones(4, 4)
+
+
+def in_a_process(folder: Path, then: str) -> int:
+    """The exit code of a process that records two steps and then does something else."""
+    code = f"from tests.parallel.test_profiling import *; train(ProfileConfig(steps='1:9', dir={str(folder)!r}), range(1, 3)); {then}"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode
+
+
+def traces(folder: Path) -> dict[str, list[str]]:
+    """The files, and the steps that each has a mark of."""
+    found = {}
+    for path in folder.iterdir():
+        events = json.loads(path.read_text())["traceEvents"]
+        assert any(event["name"] == "aten::mm" for event in events)
+        names = dict.fromkeys(event["name"] for event in events if event.get("name", "").startswith("optimizer step"))
+        found[path.name] = sorted(name.split()[-1] for name in names)
+    return found
+
+
+def test_the_steps_asked_for_and_no_others(tmp_path):
+    train(ProfileConfig(steps="2:3", dir=str(tmp_path)), range(1, 5))
+    assert traces(tmp_path) == {"rank0_steps2-3.json": ["2", "3"]}
+
+
+def test_nothing_is_opened_without_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr(profiling, "profile", None)
+    train(ProfileConfig(), range(1, 4))
+    train(ProfileConfig(steps="7", dir=str(tmp_path / "new")), range(1, 4))
+    assert not (tmp_path / "new").exists()
+
+
+def test_each_rank_and_each_run_has_files_of_its_own(tmp_path):
+    train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 3), rank=3)
+    train(ProfileConfig(steps="5", dir=str(tmp_path / "other")), range(5, 6))  # another run in this process
+    assert set(traces(tmp_path / "other")) == {"rank0_steps5-5.json"}
+    (tmp_path / "other" / "rank0_steps5-5.json").unlink()
+    (tmp_path / "other").rmdir()
+    assert traces(tmp_path) == {"rank3_steps1-2.json": ["1", "2"]}
+
+
+def test_a_run_that_ends_earlier_keeps_what_there_is(tmp_path):
+    config = ProfileConfig(steps="2:9", dir=str(tmp_path))
+    train(config, range(1, 3))
+    with pytest.raises(KeyboardInterrupt), profiled(config, step=3, rank=0):
+        torch.ones(4, 4) @ torch.ones(4, 4)
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+    close_profile()
+    close_profile()
+    assert traces(tmp_path) == {"rank0_steps2-3.json": ["2", "3"]}
+
+
+def test_any_thread_may_end_it(tmp_path):
+    """The profiler of one thread, ended by another, would crash the process."""
+    close = "import threading; thread = threading.Thread(target=close_profile); thread.start(); thread.join()"
+    assert in_a_process(tmp_path, close) == 0
+    assert traces(tmp_path) == {"rank0_steps1-2.json": ["1", "2"]}
+
+
+def test_a_process_that_ends_in_the_midst_does_not_crash(tmp_path):
+    assert in_a_process(tmp_path, "pass") == 0
+    assert traces(tmp_path) == {"rank0_steps1-2.json": ["1", "2"]}
+
+
+def test_a_signal_while_it_is_written_leaves_no_half_a_file(tmp_path, monkeypatch):
+    train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 2))
+    recording = profiling._recording
+    write = recording.profiler.export_chrome_trace
+
+    def interrupted(path: str) -> None:
+        write(path)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(recording.profiler, "export_chrome_trace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        close_profile()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_is_full_ends_no_run(tmp_path, monkeypatch):
+    train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 2))
+
+    def full(path: str) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(profiling._recording.profiler, "export_chrome_trace", full)
+    with pytest.warns(UserWarning, match=r"rank0_steps1-1\.json could not be written: No space left"):
+        close_profile()
+
+
+def test_a_folder_that_can_not_be_is_refused_early(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"profile\.dir must be a folder that can be written to, but .*file/traces can't"):
+        profile_folder(ProfileConfig(steps="1", dir=str(tmp_path / "file" / "traces")))
+    with pytest.raises(ValueError, match=r"profile\.dir must be given where no run has a directory for it, but it is None: name a folder"):
+        profile_folder(ProfileConfig(steps="1"))
+    assert profile_folder(ProfileConfig()) is None
+    assert profile_folder(ProfileConfig(steps="1", dir=str(tmp_path / "a" / "b"))) == tmp_path / "a" / "b"
+    assert not list((tmp_path / "a" / "b").iterdir())

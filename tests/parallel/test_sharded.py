@@ -1,0 +1,195 @@
+"""A model spread over ranks: what is loaded, what is refused, and that its parameters are shards whenever somebody looks. Its numbers: parity/."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from nemorl.losses.types import finalize
+from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.plan import ParallelPlan
+from tests.models import tiny_model
+from tests.parallel.batches import nll_loss, random_batch
+from tests.ranks import run_ranks
+
+LENGTHS = [9, 2, 30, 17]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model(scale=2.0, tied=False).save_pretrained(path)
+    return path
+
+
+def set_up(folder: Path | str, model: nn.Module | None = None, **options: Any) -> DTensorBackend:
+    backend = DTensorBackend(model)
+    config = BackendConfig(
+        model=ModelConfig(path=str(folder), from_scratch=options.pop("from_scratch", False)),
+        trainer=TrainerConfig(device="cpu"),
+        optimizer=OptimizerConfig(lr=1e-2),
+        parallel=ParallelPlan(**options.pop("plan", {})),
+        **options,
+    )
+    backend.setup(config)
+    return backend
+
+
+def refusal(folder: Path | str, options: dict[str, Any]) -> str:
+    try:
+        set_up(folder, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def forms(backend: DTensorBackend) -> set[tuple[str, torch.dtype]]:
+    return {(type(parameter).__name__, parameter.dtype) for parameter in backend.model.parameters()}
+
+
+def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    """Logprobs before and after a step, the forms of the parameters at every point, and a step whose loss raises."""
+    backend = set_up(folder, plan=plan, keep_reference=True)
+    batch = random_batch(LENGTHS)
+    seen, found = [forms(backend)], {"first": backend.get_logprobs(batch).values}
+    seen.append(forms(backend))
+
+    def bad(output: Any, part: Any) -> Any:
+        raise RuntimeError("this loss fails")
+
+    with pytest.raises(RuntimeError, match="this loss fails"):
+        backend.train_step(batch, bad)
+    seen.append(forms(backend))
+    assert backend.step == 0
+    found["metrics"] = finalize(backend.train_step(batch, nll_loss))
+    seen.append(forms(backend))
+    found |= {"after": backend.get_logprobs(batch).values, "reference": backend.get_reference_logprobs(batch).values}
+    found["weights"] = {name: tensor.clone() for name, tensor in backend.export_weights()}
+    found["cast"] = {tensor.dtype for _, tensor in backend.export_weights(torch.bfloat16)}
+    assert all(one == {("DTensor", torch.float32)} for one in seen), seen
+    backend.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    backend = set_up(folder, keep_reference=True)
+    batch = random_batch(LENGTHS)
+    found: dict[str, Any] = {"first": backend.get_logprobs(batch).values, "metrics": finalize(backend.train_step(batch, nll_loss))}
+    found |= {"after": backend.get_logprobs(batch).values, "weights": {name: tensor.clone() for name, tensor in backend.export_weights()}}
+    return found
+
+
+@pytest.mark.parametrize("plan", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "cpu_offload": True}], ids=str)
+def test_a_step_on_ranks(folder, alone, plan):
+    for found in run_ranks(2, life, folder, plan):
+        for name in ("first", "after"):
+            torch.testing.assert_close(found[name], alone[name], atol=1e-4, rtol=0)
+        torch.testing.assert_close(found["reference"], alone["first"], atol=2e-6, rtol=0)
+        assert found["weights"].keys() == alone["weights"].keys()
+        for name, tensor in found["weights"].items():
+            torch.testing.assert_close(tensor, alone["weights"][name], atol=2e-4, rtol=0)
+        assert found["cast"] == {torch.bfloat16}
+        for name in ("loss", "grad_norm", "lr", "num_tokens"):
+            assert found["metrics"][name] == pytest.approx(alone["metrics"][name], rel=1e-5)
+
+
+def test_in_bfloat16_the_parameters_stay_float32(folder, alone):
+    for found in run_ranks(2, life, folder, {"dp_shard": 2, "param_dtype": "bfloat16"}):
+        torch.testing.assert_close(found["first"], alone["first"], atol=0.05, rtol=0)
+
+
+def loaded(folder: Path, scratch: bool, lora: int) -> dict[str, torch.Tensor]:
+    backend = set_up(folder, from_scratch=scratch, lora=LoRAConfig(rank=lora), plan={"dp_shard": 2} if "tp" not in str(folder) else {"tp": 2}, seed=3)
+    metrics = finalize(backend.train_step(random_batch(LENGTHS), nll_loss))
+    return {name: tensor.clone() for name, tensor in backend.export_weights()} | {"loss": torch.tensor(metrics["loss"]), "base": backend._base}
+
+
+@pytest.mark.parametrize(("scratch", "lora"), [(True, 0), (False, 4)], ids=["from scratch", "LoRA"])
+def test_it_begins_with_the_weights_of_one_process(folder, scratch, lora):
+    plain = set_up(folder, from_scratch=scratch, lora=LoRAConfig(rank=lora), seed=3)
+    loss = finalize(plain.train_step(random_batch(LENGTHS), nll_loss))["loss"]
+    for found in run_ranks(2, loaded, folder, scratch, lora):
+        assert float(found.pop("loss")) == pytest.approx(loss, abs=2e-6)
+        assert found.pop("base") == plain._base
+        for name, tensor in plain.export_weights():
+            torch.testing.assert_close(found[name], tensor, atol=2e-4, rtol=0)
+
+
+def given(seed: int) -> float:
+    backend = set_up("", tiny_model(seed=seed), plan={"tp": 2})
+    return float(backend.get_logprobs(random_batch(LENGTHS)).values.sum())
+
+
+def test_a_model_that_every_rank_was_given(folder):
+    plain = set_up("", tiny_model(seed=5))
+    expected = float(plain.get_logprobs(random_batch(LENGTHS)).values.sum())
+    assert run_ranks(2, given, 5) == [pytest.approx(expected, abs=1e-3)] * 2
+
+
+def test_weights_in_another_type_are_read(folder, tmp_path):
+    tiny_model(scale=2.0, tied=False).to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    for found in run_ranks(2, life, tmp_path / "half", {"dp_shard": 2}):
+        torch.testing.assert_close(found["first"], set_up(tmp_path / "half").get_logprobs(random_batch(LENGTHS)).values, atol=2e-6, rtol=0)
+
+
+def broken(folder: Path, target: Path) -> Path:
+    """Without its output layer."""
+    shutil.copytree(folder, target)
+    tensors = load_file(target / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def misshapen(folder: Path, target: Path) -> Path:
+    """With another configuration than its weights."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text()) | {"intermediate_size": 128}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a weight is missing": (broken, {}, "Missing key in checkpoint state_dict: lm_head.weight"),
+    "other shapes": (misshapen, {}, "Size mismatch between saved torch.Size"),
+    "no folder": (lambda folder, target: target / "nowhere", {}, "model.path must be a folder with a Hugging Face model or a hub name"),
+    "no name": (lambda folder, target: "", {}, "model.path must name a model folder"),
+    "adapters under tp": (lambda folder, target: folder, {"plan": {"tp": 2}, "lora": LoRAConfig(rank=4)}, "lora.rank must be 0 with parallel.tp"),
+    "too many devices": (lambda folder, target: folder, {"plan": {"tp": 4}}, "parallel must divide the 2 devices that there are, but it is '4"),
+    "another number": (lambda folder, target: folder, {"plan": {"dp_shard": 3}}, "must ask for the 2 devices that there are, but it is '3"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(REFUSED))
+def test_what_is_refused(folder, tmp_path, case):
+    make, options, message = REFUSED[case]
+    for found in run_ranks(2, refusal, make(folder, tmp_path / "bad"), options):
+        assert message in found
+
+
+def test_heads_that_do_not_divide_are_named(tmp_path):
+    tiny_model(num_attention_heads=3, num_key_value_heads=3).save_pretrained(tmp_path)
+    (found, _) = run_ranks(2, refusal, tmp_path, {"plan": {"tp": 2}})
+    assert "parallel.tp 2 does not divide the model's num_attention_heads 3; parallel.tp 2 does not divide the model's num_key_value_heads 3" in found
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"tp": 2}, "must ask for the 1 devices"),
+        ({"cpu_offload": True}, "parallel.cpu_offload needs a process started as a rank"),
+        ({"compile": True}, "selective checkpointing and for compile"),
+        ({"activation_checkpointing": "selective"}, "selective checkpointing and for compile"),
+    ],
+    ids=str,
+)
+def test_what_one_process_by_itself_refuses(folder, plan, message):
+    with pytest.raises(ValueError, match=message if "must" not in message else "devices"):
+        set_up(folder, plan=plan)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from nemorl import losses as losses
     from nemorl.data.batch import TokenBatch as TokenBatch
     from nemorl.parallel.backend import TrainingBackend as TrainingBackend
+    from nemorl.parallel.config import ProfileConfig as ProfileConfig
+    from nemorl.parallel.plan import ParallelPlan as ParallelPlan
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
@@ -46,7 +48,6 @@ if TYPE_CHECKING:
     from nemorl.runtime.inference import generate as generate
     from nemorl.runtime.job import Inputs as Inputs
     from nemorl.runtime.job import Job as Job
-    from nemorl.runtime.launch import TrainResult as TrainResult
     from nemorl.runtime.launch import run as run
     from nemorl.runtime.policy_config import CISPOLoss as CISPOLoss
     from nemorl.runtime.policy_config import ClippedLoss as ClippedLoss
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from nemorl.runtime.registry import register_logger as register_logger
     from nemorl.runtime.registry import register_training_backend as register_training_backend
     from nemorl.runtime.report.page import write_report as write_report
+    from nemorl.runtime.result import TrainResult as TrainResult
+    from nemorl.runtime.runtime_config import RuntimeConfig as RuntimeConfig
     from nemorl.runtime.state import Run as Run
     from nemorl.runtime.weight_sync import sync_weights as sync_weights
     from nemorl.runtime.workers import RayWorkerGroup as RayWorkerGroup
@@ -83,6 +86,8 @@ if TYPE_CHECKING:
 _NAMES = {
     "nemorl.data.batch": ["TokenBatch"],
     "nemorl.parallel.backend": ["TrainingBackend"],
+    "nemorl.parallel.config": ["ProfileConfig"],
+    "nemorl.parallel.plan": ["ParallelPlan"],
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
     "nemorl.runtime.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
     "nemorl.runtime.callbacks": ["Callback", "StopTraining"],
@@ -104,7 +109,7 @@ _NAMES = {
     "nemorl.runtime.generation_config": ["GenerationConfig"],
     "nemorl.runtime.inference": ["evaluate", "export", "generate"],
     "nemorl.runtime.job": ["Inputs", "Job"],
-    "nemorl.runtime.launch": ["TrainResult", "run"],
+    "nemorl.runtime.launch": ["run"],
     "nemorl.runtime.policy_config": [
         "CISPOLoss",
         "ClippedLoss",
@@ -128,6 +133,8 @@ _NAMES = {
         "register_logger",
         "register_training_backend",
     ],
+    "nemorl.runtime.result": ["TrainResult"],
+    "nemorl.runtime.runtime_config": ["RuntimeConfig"],
     "nemorl.runtime.state": ["Run"],
     "nemorl.runtime.weight_sync": ["sync_weights"],
     "nemorl.runtime.workers": ["RayWorkerGroup"],

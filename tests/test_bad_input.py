@@ -196,11 +196,64 @@ SETTINGS = {
         trainer={"micro_batch_tokens": 16},
     ),
     "no steps": grpo_setting(r"max_num_steps must be at least 1, but it is 0: use 1", max_num_steps=0),
+    "a degree of no devices": setting(r"parallel\.tp must be at least 1, but it is 0: use 1", nemorl.ParallelPlan, tp=0),
+    "no shards": setting(r"parallel\.dp_shard must be at least 1, but it is 0: use 1", nemorl.ParallelPlan, dp_shard=0),
+    "steps of a profile that are none": setting(
+        r"profile\.steps must be FIRST:LAST, counted from 1, but it is '0:3': 10:12 records three steps", nemorl.ProfileConfig, steps="0:3"
+    ),
+    "a profile that ends before it begins": setting(r"profile\.steps must be FIRST:LAST.*but it is '5:3'", nemorl.ProfileConfig, steps="5:3"),
+    "steps of a profile in strange digits": setting(r"profile\.steps must be FIRST:LAST.*but it is '²'", nemorl.ProfileConfig, steps="²"),
+    "a folder for no profile": setting(
+        r"profile\.dir needs profile\.steps, but it is 'traces': name the steps to record", nemorl.ProfileConfig, dir="traces"
+    ),
+    "fewer than no restarts": setting(r"runtime\.max_restarts must be at least 0, but it is -1: use 0", nemorl.RuntimeConfig, max_restarts=-1),
+    "ranks without a core": setting(r"runtime\.cpus_per_rank must be at least 1, but it is 0: use 1", nemorl.RuntimeConfig, cpus_per_rank=0),
+    "no time for a step": setting(r"runtime\.timeout_s must be positive, but it is 0\.0: 600 is ten minutes", nemorl.RuntimeConfig, timeout_s=0.0),
+    "no time to start": setting(r"runtime\.start_timeout_s must be positive, but it is -1\.0", nemorl.RuntimeConfig, start_timeout_s=-1.0),
     "unknown setting of train": Case(
         lambda place: nemorl.train(model=place.model, dataset=place.rows, learning_rat=1e-5), r"unknown setting learning_rat.*did you mean"
     ),
     "unknown algorithm": Case(
         lambda place: nemorl.train(model=place.model, dataset=place.rows, algorithm="gpro"), r"unknown algorithm 'gpro'; did you mean grpo\? Valid"
+    ),
+}
+
+
+# ---- Settings of several devices, against the model and each other: before a process is started
+
+
+def devices(message: str, **options: Any) -> Case:
+    return Case(lambda place: nemorl.run(place.sft(**options)), message)
+
+
+DEVICES = {
+    "heads that don't divide": devices(
+        r"parallel must suit the model, but parallel\.tp 3 does not divide the model's num_attention_heads 4; .*choose degrees", parallel={"tp": 3}
+    ),
+    "adapters that are split": devices(
+        r"lora\.rank must be 0 with parallel\.tp above 1, but it is 4: spread", parallel={"tp": 2}, lora=nemorl.LoRAConfig(rank=4)
+    ),
+    "one GPU for two": devices(
+        r"trainer\.device must be cpu or cuda where the ranks have one each, but it is 'cuda:1'",
+        parallel={"dp_shard": 2},
+        trainer={"device": "cuda:1"},
+    ),
+    "a model in memory for two": Case(
+        lambda place: nemorl.run(place.sft(parallel={"dp_shard": 2}), model=tiny_model(), tokenizer=tiny_tokenizer()),
+        r"model must be a folder or a hub name, from which each of .* loads its own part, but it is 'Qwen2ForCausalLM': save_pretrained\(\) it",
+    ),
+    "offload without shards": devices(
+        r"parallel\.cpu_offload needs FSDP2.*but it is True: add --runtime\.launcher processes", parallel={"cpu_offload": True}
+    ),
+    "restarts of no ranks": devices(
+        r"runtime\.max_restarts is for ranks in processes of their own, but it is 2: add a degree of parallel", runtime={"max_restarts": 2}
+    ),
+    "a profile of steps that never come": devices(
+        r"profile\.steps must begin within the 1 optimizer steps of the run, but it is '2:3': name steps", profile={"steps": "2:3"}
+    ),
+    "traces into a file": Case(
+        lambda place: nemorl.run(place.sft(profile={"steps": "1", "dir": place.write("file", "") + "/traces"})),
+        r"profile\.dir must be a folder that can be written to, but .*file/traces can't .*name another",
     ),
 }
 
@@ -230,6 +283,20 @@ YAML = {
     "no YAML": yaml(r"settings\.yaml, line \d: not valid YAML:", "optimizer: {lr: 1\n"),
     "a list": yaml(r"settings\.yaml must hold keys and sections", "- 1\n"),
     "a wrong value in a file": yaml(r"optimizer\.lr must be positive, but it is -1\.0", "optimizer:\n  lr: -1\n"),
+    "a span without quotes": yaml(
+        r"line 2: profile\.steps must be a string or null, but it is 10: write \"10\", with quotes", "profile:\n  steps: 10\n"
+    ),
+    "unknown launcher": yaml(
+        r"line 2: runtime\.launcher must be one of auto, processes, ray, but it is 'process'; did you mean processes\?",
+        "runtime:\n  launcher: process\n",
+    ),
+    "half precision": yaml(
+        r"line 2: parallel\.param_dtype must be one of float32, bfloat16, but it is 'float16'", "parallel:\n  param_dtype: float16\n"
+    ),
+    "checkpointing that is true": yaml(
+        r"line 2: parallel\.activation_checkpointing must be one of none, selective, full, but it is True",
+        "parallel:\n  activation_checkpointing: true\n",
+    ),
     "no such file": Case(lambda place: nemorl.load_config(nemorl.SFTConfig, "no.yaml"), r"can't read the config file no\.yaml: No such file"),
 }
 
@@ -255,6 +322,20 @@ FLAGS = {
         command_with_rows, r"nemorl sft: error: .*rows\.jsonl, line 1: response must be text or messages, got None .*data\.response_column", Refused
     ),
     "report of no run": flags(r"run\.dir must be the folder of a run, but no/run holds no config\.yaml.*check the path", "report", "no/run"),
+    "plan for no GPU": flags(r"gpus must be at least 1, but it is 0", "plan", "--model", "{place.model}", "--gpus", "0"),
+    "plan that does not divide": flags(
+        r"tp must divide the 4 GPUs, but it is 3: change it or gpus", "plan", "--model", "{place.model}", "--gpus", "4", "--tp", "3"
+    ),
+    "plan without memory": flags(
+        r"gpu_memory must hold a plan, but it is 0\.0001.*the smallest needs .* GB",
+        "plan",
+        "--model",
+        "{place.model}",
+        "--gpus",
+        "2",
+        "--gpu-memory",
+        "0.0001",
+    ),
     "import of no file": flags(r"can't read the config file no\.yaml: No such file", "import-config", "no.yaml"),
     "inspection of nothing": flags(r"data\.train must be given, but it is None: add --data\.train FILE", "data", "inspect"),
     "unknown preference loss": flags(r"loss\.name must be one of dpo, .*but it is 'dpoo'; did you mean dpo\?", "dpo", "--loss", "dpoo"),
@@ -713,7 +794,7 @@ RUNS = {
     ),
 }
 
-GROUPS = {"settings": SETTINGS, "yaml": YAML, "flags": FLAGS, "data": DATA, "models": MODELS, "rewards": REWARDS, "runs": RUNS}
+GROUPS = {"settings": SETTINGS, "devices": DEVICES, "yaml": YAML, "flags": FLAGS, "data": DATA, "models": MODELS, "rewards": REWARDS, "runs": RUNS}
 CASES = {f"{group}: {name}": case for group, cases in GROUPS.items() for name, case in cases.items()}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ENGINES = ("ray", "vllm")
-OF_RAY = {f"nemorl.runtime.{name}" for name in ("cluster", "ray_connection", "workers", "vllm.replica", "vllm.replicas")}
+OF_RAY = {f"nemorl.runtime.{name}" for name in ("cluster", "ray_connection", "training.ray_ranks", "workers", "vllm.replica", "vllm.replicas")}
 """What is imported only where a run uses Ray."""
 BLOCKED = (*ENGINES, "torchtitan", "megatron", "transformers", "datasets", "numpy.testing", "tyro", "rich", "pydantic", "matplotlib")
 

@@ -117,7 +117,11 @@ class GenerationBackend(Protocol):
     """Of its weights, as the last update said. None: it has none, or an update failed."""
 
     def __init__(self, *, model: Any, tokenizer: Any, precision: str = "float32") -> None:
-        """`model` is the trainer's, live: an engine in the same process shares it, another one makes a copy that follows by `update_weights`."""
+        """`model` is the trainer's, live: an engine in the same process shares it, another one makes a copy that follows by `update_weights`.
+
+        Where the trainer's is spread over ranks it is another one of the same configuration, which `update_weights` fills; for a class with the
+        attribute `shares_model = False`, which only looks at the configuration, it is on the meta device.
+        """
 
     def setup(self, config: Any) -> None:
         """Load what is needed to generate. Called once, first."""

@@ -11,11 +11,12 @@ from nemorl.checks import require
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.config import BaseConfig
 from nemorl.runtime.config_io import ConfigError, closest, construct, dotted_keys, layer, to_dict
-from nemorl.runtime.job import Rows
-from nemorl.runtime.launch import Reward, TrainResult, run
+from nemorl.runtime.job import Reward, Rows
+from nemorl.runtime.launch import run
 from nemorl.runtime.presets import preset_overrides
 from nemorl.runtime.pretrained import load_tokenizer
 from nemorl.runtime.registry import get_algorithm
+from nemorl.runtime.result import TrainResult
 
 
 def train(
@@ -40,7 +41,8 @@ def train(
     - `overrides`: any setting, by its name where that is unique (`lr=1e-6`, `max_new_tokens=64`), by section and name (`optimizer__lr=1e-6`), or a
       section at a time (`optimizer={"lr": 1e-6}`, `optimizer=OptimizerConfig(lr=1e-6)`)
 
-    Returns metrics, history, paths and the trained model. Raises ValueError that names the field where something can't work.
+    Returns metrics, history, paths and the trained model (None where it was spread over devices: load paths.hf). Raises ValueError that names the
+    field where something can't work.
     """
     config = make_config(algorithm, preset=preset, **overrides)
     return _run(config, model, tokenizer, train=dataset, validation=validation, reward=reward_fn, callbacks=callbacks)

@@ -7,36 +7,36 @@
     rng.safetensors      generators of torch, one for the CPU and one for every GPU
     manifest.json        size and SHA-256 of all of these
 
-Everything is written to a temporary folder and flushed to the disk; then the folder is renamed to `step_N`, and last of all the file
-`checkpoints/latest` names it (and `checkpoints/best` the best one, where a run ranks them). A process that dies at any point of this leaves the
-previous checkpoint in force. No pickle is read or written.
+Everything is written to a temporary folder and flushed to the disk, by each rank its own part, and, if asked for, while training goes on; then the
+folder is renamed to `step_N`, and last of all the file `checkpoints/latest` names it (and `checkpoints/best` the best one, where a run ranks them). A
+process that dies at any point of this leaves the previous checkpoint in force. No pickle is read or written.
 """
 
 import hashlib
 import json
 import os
-import random
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from safetensors.torch import load_file, save_file
 
+from nemorl.parallel import shares
+from nemorl.runtime.durable import flush, link, lives, replace_text
+from nemorl.runtime.generators import RandomState, random_state, restore_generators
 from nemorl.runtime.metric_rules import Ranking
 from nemorl.runtime.run_directory import step_of, to_json, write_atomically
 from nemorl.runtime.state import LoopState, Run
 
-FORMAT = 1
+FORMAT = 2
 """Of the layout above; a checkpoint of another one is refused."""
 TEMPORARY = ".tmp-"
 REPLACED = ".replaced-"
-RandomState = tuple[dict[str, Any], dict[str, torch.Tensor]]
-"""Of every global random generator, as JSON values and as tensors."""
 
 
 class CheckpointError(OSError):
@@ -57,22 +57,67 @@ def save(
 
     Raises CheckpointError if it can't be written (disk full, no permission, …). The previous checkpoint is then as it was.
     """
-    checkpoints = Path(directory) / "checkpoints"
-    target = checkpoints / f"step_{run.state.step}"
-    temporary = checkpoints / f"{TEMPORARY}{target.name}-{os.getpid()}"
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        _write(temporary, run, metrics or {}, generators or random_state())
-        _put_in_place(temporary, target)
-        write_atomically(checkpoints / "latest", target.name + "\n")
-        _flush(checkpoints)
-        _prune(checkpoints, run.state.step, keep, ranking)
-    except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        free = f"; {shutil.disk_usage(checkpoints).free / 1e9:.3g} GB are free there" if checkpoints.exists() else ""
-        raise CheckpointError(f"the checkpoint {target} could not be written ({error}){free}. The previous one, if any, is intact.") from error
-    return target
+    return begin(directory, run, metrics=metrics, generators=generators).publish(keep=keep, ranking=ranking)
+
+
+def begin(
+    directory: Path,
+    run: Run,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    generators: RandomState | None = None,
+    background: bool = False,
+) -> "Unpublished":
+    """The first half of `save`: everything is written or, with `background`, copied, so that training may go on. Raises as `save`."""
+    unpublished = Unpublished(Path(directory) / "checkpoints", run.state.step, run.trainer, background)
+    with unpublished.or_not_at_all():
+        unpublished.checkpoints.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unpublished.temporary, ignore_errors=True)
+        _write(unpublished.temporary, run, metrics or {}, generators or random_state(), background=background)
+    return unpublished
+
+
+@dataclass(frozen=True)
+class Unpublished:
+    """A checkpoint that is being written under another name."""
+
+    checkpoints: Path
+    step: int
+    trainer: Any
+    background: bool
+
+    @property
+    def target(self) -> Path:
+        """Where it will be."""
+        return self.checkpoints / f"step_{self.step}"
+
+    @property
+    def temporary(self) -> Path:
+        """Where it is until then."""
+        return self.checkpoints / f"{TEMPORARY}{self.target.name}-{os.getpid()}"
+
+    def publish(self, *, keep: int, ranking: Ranking | None) -> Path:
+        """The second half of `save`, which may run in a thread while training goes on."""
+        with self.or_not_at_all():
+            if self.background:
+                self.trainer.wait_for_checkpoint()
+            _seal(self.temporary)
+            _put_in_place(self.temporary, self.target)
+            write_atomically(self.checkpoints / "latest", self.target.name + "\n")
+            flush(self.checkpoints)
+            _prune(self.checkpoints, self.step, keep, ranking)
+        return self.target
+
+    @contextmanager
+    def or_not_at_all(self) -> Iterator[None]:
+        """Clear up after an error, and raise it as a CheckpointError."""
+        try:
+            yield
+        except Exception as error:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+            free = f"; {shutil.disk_usage(self.checkpoints).free / 1e9:.3g} GB are free there" if self.checkpoints.exists() else ""
+            reason = f"the checkpoint {self.target} could not be written ({error}){free}. The previous one, if any, is intact."
+            raise CheckpointError(reason) from error
 
 
 def add_metrics(directory: Path, step: int, metrics: Mapping[str, float], *, keep: int = 2, ranking: Ranking | None = None) -> None:
@@ -85,14 +130,14 @@ def add_metrics(directory: Path, step: int, metrics: Mapping[str, float], *, kee
     temporary = checkpoints / f"{TEMPORARY}{target.name}-{os.getpid()}"
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(target, temporary, copy_function=_link)
+        shutil.copytree(target, temporary, copy_function=link)
         manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
-        _replace(temporary / "metrics.json", json.dumps(to_json({**_metrics_of(target), **metrics}), indent=2) + "\n")
+        replace_text(temporary / "metrics.json", json.dumps(to_json({**_metrics_of(target), **metrics}), indent=2) + "\n")
         size, digest = _fingerprint(temporary / "metrics.json") or (0, "")
         manifest["files"]["metrics.json"] = {"size": size, "sha256": digest}
-        _replace(temporary / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+        replace_text(temporary / "manifest.json", json.dumps(manifest, indent=2) + "\n")
         for path in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
-            _flush(path)
+            flush(path)
         _put_in_place(temporary, target)
         _prune(checkpoints, step, keep, ranking)
     except Exception as error:
@@ -154,7 +199,7 @@ def load(path: Path, run: Run) -> LoopState:
     if state.seed != run.state.seed:
         raise ValueError(f"run.seed must stay as it was when a run is resumed ({state.seed}), but it is {run.state.seed}: leave it out")
     run.trainer.load_checkpoint(path / "trainer")
-    _restore_generators(generators, tensors)  # last: loading may have drawn from them
+    restore_generators(generators, tensors)  # last: loading may have drawn from them
     return state
 
 
@@ -193,48 +238,44 @@ def sweep(directory: Path) -> None:
         else:
             path.rename(original)
     for path in checkpoints.glob(f"{TEMPORARY}*"):
-        if not _lives(path.name.rpartition("-")[2]):
+        if not lives(path.name.rpartition("-")[2]):
             shutil.rmtree(path)
     half_written = [path for name in ("latest", "best") for path in checkpoints.glob(f".{name}.*")]
     for path in (*half_written, *checkpoints.parent.glob(".metrics.jsonl.*"), *checkpoints.parent.glob(".config.yaml.*")):
-        if not _lives(path.name.rpartition(".")[2]):
+        if not lives(path.name.rpartition(".")[2]):
             path.unlink()
 
 
-def _write(folder: Path, run: Run, metrics: Mapping[str, float], random_state: RandomState) -> None:
+def _write(folder: Path, run: Run, metrics: Mapping[str, float], random_state: RandomState, *, background: bool) -> None:
     trainer = folder / "trainer"
     trainer.mkdir(parents=True)
-    run.trainer.save_checkpoint(trainer)
+    if background:
+        run.trainer.save_checkpoint(trainer, background=True)
+    else:
+        run.trainer.save_checkpoint(trainer)
     generators, tensors = random_state
     save_file(tensors, folder / "rng.safetensors")
     (folder / "rng.json").write_text(json.dumps(generators), encoding="utf-8")
     (folder / "state.json").write_text(json.dumps({"algorithm": algorithm_of(run), **run.state.to_dict()}, indent=2) + "\n", encoding="utf-8")
     (folder / "metrics.json").write_text(json.dumps(to_json(metrics), indent=2) + "\n", encoding="utf-8")
+
+
+def _seal(folder: Path) -> None:
+    """Add the manifest, with everything on the disk. What the trainer's ranks have written they have flushed and summed up themselves."""
+    known = {f"trainer/{name}": (file.size, file.sha256) for name, file in shares.files_of(folder / "trainer").items()}
+    shares.clear(folder / "trainer")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {}
     for path in files:
-        size, digest = _fingerprint(path) or (0, "")
-        entries[path.relative_to(folder).as_posix()] = {"size": size, "sha256": digest}
+        name = path.relative_to(folder).as_posix()
+        size, digest = known.get(name) or _fingerprint(path) or (0, "")
+        entries[name] = {"size": size, "sha256": digest}
     manifest = folder / "manifest.json"
     manifest.write_text(json.dumps({"format": FORMAT, "files": entries}, indent=2) + "\n", encoding="utf-8")
+    flushed = {folder / name for name in known}
     for path in (*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
-        _flush(path)
-
-
-def _link(source: str, target: str) -> None:
-    """The same file under another name; a copy where the file system has no such links."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-        _flush(Path(target))
-
-
-def _replace(path: Path, text: str) -> None:
-    """A new file in the place of a link, so that the file that was linked stays as it is."""
-    path.unlink(missing_ok=True)
-    path.write_text(text, encoding="utf-8")
-    _flush(path)
+        if path not in flushed:
+            flush(path)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
@@ -245,7 +286,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
             _discard(aside)
         target.rename(aside)
     temporary.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
     if aside.exists():
         _discard(aside)
 
@@ -290,54 +331,9 @@ def _discard(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _flush(path: Path) -> None:
-    """Have a file's contents, or a folder's list of names, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _fingerprint(path: Path) -> tuple[int, str] | None:
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
     except OSError:
         return None
-
-
-def _lives(pid: str) -> bool:
-    """Whether another process has this number. Our own counts as dead: at a start it is a number used again (containers count from 1)."""
-    if not pid.isdigit() or int(pid) == os.getpid():
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def random_state() -> RandomState:
-    """The present state of every global random generator."""
-    version, internal, gauss_next = random.getstate()
-    kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()
-    values = {"python": [version, list(internal), gauss_next], "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached_gaussian]}
-    tensors = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # a run on the CPU should not wake the GPUs of its machine
-        tensors |= {f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    return values, tensors
-
-
-def _restore_generators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """The inverse; GPUs that this machine doesn't have are passed over."""
-    version, internal, gauss_next = values["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian))
-    torch.set_rng_state(tensors["cpu"])
-    for index in range(torch.cuda.device_count()):
-        if f"cuda:{index}" in tensors:
-            torch.cuda.set_rng_state(tensors[f"cuda:{index}"], index)

@@ -29,7 +29,9 @@ from nemorl.runtime.commands import (
 )
 from nemorl.runtime.config import BaseConfig, GRPOConfig
 from nemorl.runtime.config_io import closest, construct, dump_yaml, layer, yaml_layer
+from nemorl.runtime.following import FollowedRunFailed, follows, wait_for_rank_zero
 from nemorl.runtime.locking import Terminated
+from nemorl.runtime.plan_config import PlanConfig
 from nemorl.runtime.registry import ALGORITHMS
 from nemorl.runtime.run_directory import RunDirectory, free_directory, write_atomically
 
@@ -48,6 +50,8 @@ start here
   nemorl grpo --preset dapo --config my.yaml --optimizer.lr 1e-6      flags win over the file, the file over the preset
   nemorl grpo --preset dapo --print-config > my.yaml                  write a file to start from
   nemorl grpo --run.dir runs/rl --run.resume                          go on with a run that was interrupted, by its own settings
+  nemorl grpo --config my.yaml --parallel.dp-shard 4                  one model on four devices of this machine
+  nemorl plan --model Qwen/Qwen3-32B --gpus 16 --gpu-memory 80        which ways to spread a model fit, and how fast they would be
   nemorl eval --model runs/rl --data test.jsonl --output answers.jsonl
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
   nemorl report runs/rl                                               curves, samples and settings as one web page
@@ -60,8 +64,18 @@ nemorl COMMAND --help lists every setting. NEMORL_TRACEBACK=1 shows where an err
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 done, 1 failed, 2 a setting or input that can't be, 130 interrupted, 143 terminated."""
+    """Run a command; returns the exit code: 0 done, 1 failed, 2 a setting or input that can't be, 130 interrupted, 143 terminated.
+
+    Of several processes that torchrun has started, the one of rank 0 alone says anything.
+    """
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is there: spinning OpenMP threads stall each other on a busy machine
+    if not follows():
+        return _main(argv)
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     command, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     while command == "--import":
         module, command, *args = [*args, *["--help"] * (2 - len(args))]
@@ -84,8 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     claimed: str | None = None
     shown, warnings.formatwarning = warnings.formatwarning, _warning
     try:
-        config = parse(command, args)
-        if isinstance(config, BaseConfig) and config.run.dir is None:
+        with contextlib.redirect_stderr(sys.stdout) if follows() else contextlib.nullcontext():
+            config = parse(command, args)
+        if follows() and command in COMMANDS:
+            return 0  # rank 0 does it
+        if isinstance(config, BaseConfig) and config.run.dir is None and not follows():
             claimed = free_directory(command)
             config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=claimed))
         if config is not None:
@@ -93,7 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except Terminated as stop:
         return _fail(f"nemorl {command}", _interrupted(command, config, "terminated"), int(str(stop.code)))
-    except SystemExit as stop:  # --help, and flags that tyro has refused
+    except SystemExit as stop:  # --help, flags that tyro has refused, and rank 0 where this process follows it
+        if follows() and stop.code and not isinstance(stop, FollowedRunFailed):
+            wait_for_rank_zero()
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return _fail(f"nemorl {command}", _interrupted(command, config), 130)
@@ -234,6 +253,12 @@ def _report(config: ReportConfig) -> None:
     print(f"written to {write_report(config.run, config.output)}; open it in a browser")
 
 
+def _plan(config: PlanConfig) -> None:
+    from nemorl.runtime.plan_command import find_plans, print_plans
+
+    print_plans(config, find_plans(config))
+
+
 class Command(NamedTuple):
     """A command besides the algorithms: what it is asked for, and what it does."""
 
@@ -247,6 +272,7 @@ COMMANDS = {
     "export": Command(ExportConfig, _export),
     "report": Command(ReportConfig, _report),
     "data inspect": Command(InspectConfig, _inspect),
+    "plan": Command(PlanConfig, _plan),
     "import-config": Command(ImportConfig, _import_config),
 }
 
@@ -293,6 +319,8 @@ def _interrupted(command: str, config: Any, how: str = "interrupted") -> str:
 
 
 def _fail(prog: str, message: str, code: int) -> int:
+    if follows():
+        wait_for_rank_zero()
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     error = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
     print(f"{prog}: {message}" if code > 2 else f"{prog}: {error} {message}", file=sys.stderr)

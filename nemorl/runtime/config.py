@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from nemorl.checks import at_least, require
-from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig, check_lora
+from nemorl.parallel.config import LoRAConfig, ModelConfig, OptimizerConfig, ProfileConfig, TrainerConfig, check_lora
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.generation_config import GenerationConfig
 from nemorl.runtime.metric_rules import Condition, Ranking
 from nemorl.runtime.policy_config import (
@@ -23,6 +24,7 @@ from nemorl.runtime.policy_config import (
     PolicyLossConfig,
     ReinforcePlusPlusAdvantage,
 )
+from nemorl.runtime.runtime_config import RuntimeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +102,8 @@ class RunConfig:
     """Write a checkpoint every this many steps (and at the end); 0: only at the end."""
     keep_checkpoints: int = 2
     """How many checkpoints are kept: the newest ones, or with `metric` the best ones besides the newest."""
+    async_save: bool = False
+    """Go on training while a checkpoint is written, from a copy in main memory (about three times the weights, shared by the ranks)."""
     metric: str | None = None
     """A metric that says which checkpoints are best, such as val_accuracy; validations that are among the best then get a checkpoint, too."""
     higher_is_better: bool | None = None
@@ -155,6 +159,9 @@ class BaseConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    parallel: ParallelPlan = field(default_factory=ParallelPlan)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     run: RunConfig = field(default_factory=RunConfig)
 

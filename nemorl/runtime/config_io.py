@@ -37,6 +37,8 @@ ALIASES = {
     "save_period": "run.save_period",
     "seed": "run.seed",
     "output_dir": "run.dir",
+    "dir": "run.dir",
+    "precision": "parallel.param_dtype",
 }
 """Spellings of NeMo RL and other libraries that are accepted in YAML, where they mean the same as ours."""
 

@@ -29,8 +29,11 @@ LABELS = {
     "token_mult_prob_error": "gap",
     "lr": "lr",
     "tokens_per_second": "tok/s",
+    "trainer/mfu": "MFU",
+    "trainer/memory_gb": "mem GB",
 }
 """The metrics that are shown, where a run has them, in this order and under these names."""
+COSTS = ("tokens_per_second", "trainer/mfu", "trainer/memory_gb")  # a plain line ends with the first two and leaves the last out
 
 
 def make_display(mode: Literal["auto", "live", "plain", "none"], *, total_steps: int | None = None, console: Console | None = None) -> Callback:
@@ -206,8 +209,8 @@ class PlainDisplay(Callback):
         self._print(self._line(metrics, f"done in {duration(self.clock.elapsed)}"))
 
     def _line(self, metrics: dict[str, float], *words: str) -> str:
-        values = [f"{label} {number(metrics[name]):<8}" for name, label in LABELS.items() if name in metrics and name != "tokens_per_second"]
-        speed = [f"{number(metrics['tokens_per_second']):>5} tok/s"] if "tokens_per_second" in metrics else []
+        values = [f"{label} {number(metrics[name]):<8}" for name, label in LABELS.items() if name in metrics and name not in COSTS]
+        speed = [f"{number(metrics[name]):>5} {LABELS[name]}" for name in COSTS[:2] if name in metrics]
         return "  ".join([self.clock.label(), *words, *values, *speed]).rstrip()
 
     def _print(self, line: str) -> None:

@@ -6,7 +6,17 @@ from typing import Any, Literal
 from nemorl.checks import at_least, require
 from nemorl.rollout.generation import SamplingParams
 
-OF_REPLICAS = ("cpus_per_replica", "python", "colocated", "weight_transport", "timeout_s", "start_timeout_s", "max_restarts", "log_dir")
+OF_REPLICAS = (
+    "cpus_per_replica",
+    "python",
+    "colocated",
+    "weight_transport",
+    "timeout_s",
+    "start_timeout_s",
+    "max_restarts",
+    "log_dir",
+    "trainer_gpus",
+)
 """Settings of engines in processes of their own."""
 
 
@@ -58,6 +68,8 @@ class GenerationConfig:
     """vllm: how often in a row a replica may be replaced without finishing a prompt; then the run goes on without it, or ends if it was the last."""
     log_dir: str | None = None
     """vllm: folder for the replicas' logs; logs/ of the run unless given."""
+    trainer_gpus: int | None = None
+    """vllm: GPUs of this machine that are set aside for training where colocated is false; as many as train here unless given."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -68,7 +80,12 @@ class GenerationConfig:
             generation__cpus_per_replica=self.cpus_per_replica,
             generation__max_model_len=self.max_model_len,
         )
-        at_least(0, generation__num_replicas=self.num_replicas, generation__max_restarts=self.max_restarts)
+        at_least(
+            0,
+            generation__num_replicas=self.num_replicas,
+            generation__max_restarts=self.max_restarts,
+            generation__trainer_gpus=self.trainer_gpus,
+        )
         for name in ("timeout_s", "start_timeout_s"):
             require(getattr(self, name) > 0, f"generation.{name}", "must be positive", getattr(self, name), "300 is five minutes")
         if self.backend == "torch":

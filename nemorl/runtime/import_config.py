@@ -57,7 +57,6 @@ class Unneeded:
 
 
 Rule = str | Same | Unneeded | Callable[[Any, Mapping[str, Any]], Settings | Note]
-ONE_PROCESS = "training runs in one process so far"
 PARTIAL_WARM_UP = "warm-up starts at 0 instead of a share of the learning rate"
 
 

@@ -3,10 +3,11 @@
 Read off examples/configs/{grpo_math_1B,sft,dpo}.yaml of NeMo RL and its later additions.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from nemorl.runtime.import_config import ONE_PROCESS, PARTIAL_WARM_UP, Note, Rule, Same, Settings, Unneeded
+from nemorl.runtime.import_config import PARTIAL_WARM_UP, Note, Rule, Same, Settings, Unneeded
 
 Flat = Mapping[str, Any]
 
@@ -113,7 +114,23 @@ def scheduler(value: Any, flat: Flat) -> Settings | Note:
 def precision(value: Any, flat: Flat) -> Settings | Note:
     """float32 or bfloat16."""
     known = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
-    return {"trainer.precision": known[value]} if value in known else Note(f"{value!r}: precision is float32 or bfloat16 here")
+    return {"parallel.param_dtype": known[value]} if value in known else Note(f"{value!r}: precision is float32 or bfloat16 here")
+
+
+def sequence_parallel(value: Any, flat: Flat) -> Settings:
+    """Only with tensor parallelism, where it is on here unless given."""
+    return {"parallel.sequence_parallel": value} if (flat.get("policy.dtensor_cfg.tensor_parallel_size") or 1) > 1 else {}
+
+
+def devices(value: Any, flat: Flat) -> Settings | Note:
+    """cluster.gpus_per_node · cluster.num_nodes, of which tensor and context parallelism leave the rest to FSDP."""
+    if flat.get("policy.generation.colocated.enabled") is False:
+        return Note(f"{value!r}: some of them generate; set parallel.dp_shard to what is left for training")
+    total = (flat.get("cluster.gpus_per_node") or 1) * (flat.get("cluster.num_nodes") or 1)
+    of_one = math.prod(flat.get(f"policy.dtensor_cfg.{kind}_parallel_size") or 1 for kind in ("tensor", "context"))
+    if total % of_one:
+        return Note(f"{value!r}: tensor · context parallelism of {of_one} does not divide the {total} devices; set parallel.dp_shard")
+    return {"parallel.dp_shard": total // of_one} if total > of_one else {}
 
 
 def micro_batch_tokens(value: Any, flat: Flat) -> Settings:
@@ -320,12 +337,12 @@ RULES: dict[str, Rule] = {
     "policy.sequence_packing.train_mb_tokens": micro_batch_tokens,
     "policy.dynamic_batching.enabled": Unneeded(),
     "policy.dynamic_batching.train_mb_tokens": micro_batch_tokens,
-    "policy.dtensor_cfg.activation_checkpointing": "trainer.gradient_checkpointing",
-    "policy.dtensor_cfg.tensor_parallel_size": Same((1,), ONE_PROCESS),
-    "policy.dtensor_cfg.context_parallel_size": Same((1,), ONE_PROCESS),
-    "policy.dtensor_cfg.sequence_parallel": Same((False,), ONE_PROCESS),
-    "policy.dtensor_cfg.cpu_offload": Same((False,), "parameters stay on their device"),
-    "policy.dtensor_cfg.custom_parallel_plan": Same((None,), ONE_PROCESS),
+    "policy.dtensor_cfg.activation_checkpointing": lambda value, flat: {"parallel.activation_checkpointing": "full"} if value else {},
+    "policy.dtensor_cfg.tensor_parallel_size": "parallel.tp",
+    "policy.dtensor_cfg.context_parallel_size": "parallel.cp",
+    "policy.dtensor_cfg.sequence_parallel": sequence_parallel,
+    "policy.dtensor_cfg.cpu_offload": "parallel.cpu_offload",
+    "policy.dtensor_cfg.custom_parallel_plan": Same((None,), "how layers are split follows from parallel.tp"),
     "policy.dtensor_cfg.enabled": Unneeded(),
     "policy.dtensor_cfg._v2": Unneeded(),
     "policy.dtensor_cfg.lora_cfg.enabled": Unneeded(),
@@ -395,8 +412,8 @@ RULES: dict[str, Rule] = {
     "logger.swanlab_enabled": Same((False, None), "loggers are tensorboard, wandb and mlflow"),
     "logger.monitor_gpus": Unneeded(),
     "logger.wandb.project": lambda value, flat: {"run.project": value} if flat.get("logger.wandb_enabled") else {},
-    "cluster.gpus_per_node": Same((1,), ONE_PROCESS),
-    "cluster.num_nodes": Same((1,), ONE_PROCESS),
+    "cluster.gpus_per_node": devices,
+    "cluster.num_nodes": devices,
 }
 
 OPTIONAL_SECTIONS = {

@@ -16,6 +16,8 @@ from nemorl.runtime.state import Run
 
 Rows = Any
 """What `load_rows` takes: a path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
+Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
+"""A reward by name, a function, an environment, or several of them (a list, or a mapping from names)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,8 @@ PLOTS = {
     "loss": Plot("loss", "Loss", "loss"),
     "gap": Plot("token_mult_prob_error", "Sampler against trainer", "mean factor between probabilities"),
     "throughput": Plot("tokens_per_second", "Throughput", "tokens per second"),
+    "mfu": Plot("trainer/mfu", "Model FLOPs utilisation", "share of the device's peak"),
+    "memory": Plot("trainer/memory_gb", "Memory of the trainer", "GB, peak of a device"),
 }
 """File name → picture."""
 
@@ -110,8 +112,9 @@ def _panel(axes: Axes, plot: Plot, train: Series, validation: Series) -> None:
     axes.tick_params(length=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     axes.margins(x=0.02, y=0.08)
-    if plot.metric == "tokens_per_second":
+    if plot.metric in ("tokens_per_second", "trainer/mfu", "trainer/memory_gb"):
         axes.set_ylim(bottom=0, top=1.1 * max((*values, *validation[1])) or 1.0)
+    if plot.metric == "tokens_per_second":
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     if plot.metric == "token_mult_prob_error":  # rounding errors must not look like mountains
         top = max(1.01, *values, *validation[1])

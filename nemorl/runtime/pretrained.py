@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from nemorl.checks import require
-from nemorl.parallel.dtensor.lora import check_base, fingerprint, save_adapter
+from nemorl.parallel.dtensor.lora import check_base, fingerprint
+from nemorl.parallel.tensor_files import TensorFiles, write_model_files
 from nemorl.rollout.adapters import CONFIG, WEIGHTS, base_of, merge_folder, merged_tensors
 from nemorl.rollout.causal_lm import load_causal_lm, usable_device
 from nemorl.runtime.callbacks import Callback
@@ -73,24 +74,19 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
 def write_pretrained(directory: Path, weights: Iterable[tuple[str, Tensor]], model: nn.Module, tokenizer: Any) -> Path:
     """A folder that `transformers`, vLLM and others load: safetensors shards of at most 5 GB, configuration, tokenizer.
 
+    The weights are written as they come, so that no more than one shard is in memory at a time.
+
     Raises ValueError if something else than an earlier export is in its place.
     """
-    from huggingface_hub import save_torch_state_dict
+    settings = (model.config, getattr(model, "generation_config", None))
+    return _write(directory, weights, [each for each in settings if each is not None], tokenizer)
 
+
+def _write(directory: Path, weights: Iterable[tuple[str, Tensor]], settings: Iterable[Any], tokenizer: Any) -> Path:
     with replacing(directory) as aside:
-        save_torch_state_dict({name: tensor.cpu() for name, tensor in weights}, aside)
-        model.config.save_pretrained(aside)  # type: ignore[union-attr, operator]
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(aside)  # type: ignore[union-attr, operator]
-        tokenizer.save_pretrained(aside)
-    return directory.resolve()
-
-
-def write_adapter(directory: Path, model: nn.Module, tokenizer: Any) -> Path:
-    """A folder with a model's adapters and the tokenizer, for `PeftModel.from_pretrained(base, directory)`. Raises as `write_pretrained`."""
-    with replacing(directory) as aside:
-        save_adapter(model, aside)
-        tokenizer.save_pretrained(aside)
+        write_model_files(aside, weights)
+        for each in (*settings, tokenizer):
+            each.save_pretrained(aside)
     return directory.resolve()
 
 
@@ -103,8 +99,7 @@ def write_checkpoint(directory: Path, trainer: Path, tokenizer: Any, *, lora: st
     if not (trainer / CONFIG).exists():
         require(lora == "merged", "lora", "must be merged for a run that trained the whole model", lora, "leave it out")
         require(base is None, "base_model", "is for runs with LoRA only, and this one trained the whole model", base, "leave it out")
-        model = load_model(str(trainer))
-        return write_pretrained(directory, merged_tensors(model), model, tokenizer)
+        return _copy_checkpoint(directory, trainer, tokenizer)
     base = base or base_of(trainer)
     if lora == "adapter":
         with replacing(directory) as aside:
@@ -122,6 +117,21 @@ def write_checkpoint(directory: Path, trainer: Path, tokenizer: Any, *, lora: st
     check_base(json.loads((trainer / "backend.json").read_text(encoding="utf-8"))["base"], fingerprint(model), trainer)
     model = merge_folder(model, trainer)
     return write_pretrained(directory, merged_tensors(model), model, tokenizer)
+
+
+def _copy_checkpoint(directory: Path, trainer: Path, tokenizer: Any) -> Path:
+    """The weights of a run without LoRA, tensor by tensor, from however many ranks' files. Raises ValueError where there are none."""
+    from transformers import AutoConfig, GenerationConfig
+
+    files = sorted(trainer.glob("model*.safetensors"))
+    if not files or not (trainer / "config.json").exists():
+        remedy = "its training backend has a form of its own, which that must export itself"
+        raise ValueError(f"the checkpoint must hold config.json and model*.safetensors, but {trainer} does not: {remedy}")
+    settings: list[Any] = [AutoConfig.from_pretrained(trainer)]
+    if (trainer / "generation_config.json").exists():
+        settings.append(GenerationConfig.from_pretrained(trainer))
+    with TensorFiles(files) as stored:
+        return _write(directory, ((name, stored.read(name)) for name in sorted(stored.shapes)), settings, tokenizer)
 
 
 @contextmanager
@@ -166,7 +176,8 @@ class ExportCallback(Callback):
         self.directory, self.model, self.adapter = directory, model, adapter
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        if self.adapter:
-            write_adapter(self.directory.hf, self.model, trainer.tokenizer)
+        if self.adapter:  # the checkpoint of the run's end has them, wherever the model is
+            saved = self.directory.checkpoints / f"step_{trainer.state.step}" / "trainer"
+            write_checkpoint(self.directory.hf, saved, trainer.tokenizer, lora="adapter")
             return
         write_pretrained(self.directory.hf, trainer.trainer.export_weights(), self.model, trainer.tokenizer)

@@ -3,7 +3,7 @@
 import psutil
 import torch
 
-GIGABYTE = 1e9
+from nemorl.parallel.measure import GIGABYTE, gpu_peaks
 
 
 class ResourceMeter:
@@ -22,8 +22,7 @@ class ResourceMeter:
     def read(self) -> dict[str, float]:
         found = {"cpu_percent": self.process.cpu_percent(), "memory_gb": self.process.memory_info().rss / GIGABYTE}
         if self.gpu:
-            found["gpu_memory_gb"] = torch.cuda.max_memory_allocated() / GIGABYTE
-            torch.cuda.reset_peak_memory_stats()
+            found["gpu_memory_gb"] = gpu_peaks.take() / GIGABYTE
             found |= self._utilisation()
         return found
 

@@ -2,13 +2,16 @@
 
 import logging
 import os
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nemorl.checks import require
 from nemorl.runtime import checkpoint
 from nemorl.runtime.callbacks import Callback, StopTraining, notify
-from nemorl.runtime.checkpoint import CheckpointError, RandomState, random_state
+from nemorl.runtime.checkpoint import CheckpointError
+from nemorl.runtime.generators import RandomState, random_state
 from nemorl.runtime.metric_rules import VALIDATION, Condition, MetricWatch, Ranking
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.state import Run
@@ -64,15 +67,35 @@ class WholeStep:
     metrics: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Publication:
+    """A checkpoint that is being written while the run goes on."""
+
+    step: int
+    previous: int | None
+    """The step that was saved before it, which counts if this one fails."""
+    path: "Future[Path]"
+
+
 class CheckpointCallback(Callback):
     """A checkpoint after every `period` steps (0: none of these) and at the end; after an error, too, if the weights still are those of a whole step.
 
     The newest `keep` are kept. With a `ranking` it is the best `keep` and the newest, and where that goes by a metric of the validation, a step whose
     validation is among the best gets a checkpoint, too. `observers` are told of each through `on_checkpoint`.
+
+    With `background` the run goes on while a checkpoint is written and published in a thread. As a later step begins or ends observers are told,
+    or what went wrong is raised. The next checkpoint, the end and an error wait for it.
     """
 
     def __init__(
-        self, directory: RunDirectory, *, period: int = 0, keep: int = 2, ranking: Ranking | None = None, observers: tuple[Callback, ...] = ()
+        self,
+        directory: RunDirectory,
+        *,
+        period: int = 0,
+        keep: int = 2,
+        ranking: Ranking | None = None,
+        observers: tuple[Callback, ...] = (),
+        background: bool = False,
     ) -> None:
         self.directory, self.period, self.keep, self.ranking, self.observers = directory, period, keep, ranking, observers
         self.watch = MetricWatch("run.metric", ranking.metric) if ranking else None
@@ -80,13 +103,18 @@ class CheckpointCallback(Callback):
         self.whole: WholeStep | None = None
         self.metrics: dict[str, float] = {}
         self.is_among_the_best = False
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
+        self.pending: Publication | None = None
 
     def on_train_begin(self, trainer: Run) -> None:
+        able = self.thread is None or hasattr(trainer.trainer, "wait_for_checkpoint")
+        require(able, "run.async_save", "needs a training backend with wait_for_checkpoint", True, "leave it out, or give yours that method")
         self.saved_step = trainer.state.step  # what a run starts from is on the disk already, or is its untrained model
         self.whole = WholeStep(trainer.state.step, trainer.trainer.step, random_state(), {})
 
     def on_step_begin(self, trainer: Run, step: int) -> None:
         self.metrics, self.is_among_the_best = {}, False
+        self.settle(trainer, wait=False)
 
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         found = {VALIDATION + name: value for name, value in metrics.items()}
@@ -94,6 +122,7 @@ class CheckpointCallback(Callback):
         if self.whole and self.whole.step == step:  # the validation of a run that ended early, after the step's end
             self.whole = replace(self.whole, metrics=self.metrics)
         ranked = self.watch is not None and self.watch.look(metrics, validation=True) is not None
+        self.settle(trainer, wait=self.ranking is not None or step == self.saved_step)  # a rival, or the one that this validation belongs to
         if step == self.saved_step:
             if (self.directory.checkpoints / f"step_{step}").exists():
                 checkpoint.add_metrics(self.directory.path, step, found, keep=self.keep, ranking=self.ranking)
@@ -106,41 +135,83 @@ class CheckpointCallback(Callback):
         self.whole = WholeStep(step, trainer.trainer.step, random_state(), self.metrics)
         if self.watch:
             self.watch.look(metrics, validation=False)
+        self.settle(trainer, wait=False)
         if self.is_among_the_best or (self.period and step % self.period == 0):
             self._save(trainer)
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        self.settle(trainer, wait=True)
         if self.saved_step != trainer.state.step:
             self._save(trainer)
+            self.settle(trainer, wait=True)
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
         """Save the last whole step unless it is saved or an update has begun since then; tell the error where the run goes on from."""
         if self.saved_step is None or self.whole is None:
             return  # it never began
-        step, kept = trainer.state.step, ""
+        step, kept = trainer.state.step, self._settled_after(error, trainer)
         of_this_step = self.whole.step == step  # otherwise the step is whole, but something came before this callback was told
         if of_this_step and self.whole.updates != trainer.trainer.step:
-            kept = f"the update of step {step + 1} had begun, so the weights of step {step} are gone; "
+            kept += f"the update of step {step + 1} had begun, so the weights of step {step} are gone; "
         elif self.saved_step != step and not isinstance(error, CheckpointError):
             try:
                 self._save(trainer, self.whole if of_this_step else None)
+                self.settle(trainer, wait=True)
             except Exception as failure:
                 whole = self.saved_step == step
                 failed = "was saved, but a callback's on_checkpoint failed" if whole else "could not be saved"
-                kept = f"step {step} {failed} ({failure}); "
+                kept += f"step {step} {failed} ({failure}); "
         if (self.directory.checkpoints / f"step_{self.saved_step}").exists():
             where = f"{self.directory.path} has a checkpoint of step {self.saved_step}"
             error.add_note(f"{kept}{where}: go on from there with --run.dir {self.directory.path} --run.resume once the cause is mended.")
         elif kept:
             error.add_note(f"{kept}there is no checkpoint to go on from.")
 
+    def close(self) -> None:
+        if self.thread is not None:
+            self.thread.shutdown()
+
+    def settle(self, trainer: Run, *, wait: bool) -> None:
+        """Take note of a checkpoint that was being written: if it is done by now, or once it is. Raises CheckpointError if that failed."""
+        pending = self.pending
+        if pending is None or not (wait or pending.path.done()):
+            return
+        try:
+            path = pending.path.result()
+        except Exception:
+            self.saved_step = pending.previous
+            raise
+        finally:
+            if pending.path.done():
+                self.pending = None
+        notify(self.observers, "on_checkpoint", trainer, pending.step, path)
+
+    def _settled_after(self, error: BaseException, trainer: Run) -> str:
+        """The same after an error, of which it must hide nothing: what went wrong, in words."""
+        pending = self.pending
+        try:
+            self.settle(trainer, wait=True)
+        except Exception as failure:
+            assert pending is not None
+            what = f"step {pending.step} could not be saved" if self.saved_step == pending.previous else "a callback's on_checkpoint failed"
+            return f"{what} ({failure}); "
+        return ""
+
     def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
+        self.settle(trainer, wait=True)
         for file in (self.directory.metrics, *self.directory.samples.glob(f"step_{trainer.state.step}.jsonl")):
             flush_to_disk(file)
         metrics, generators = (whole.metrics, whole.generators) if whole else (self.metrics, random_state())
-        path = checkpoint.save(self.directory.path, trainer, keep=self.keep, ranking=self.ranking, metrics=metrics, generators=generators)
-        self.saved_step = trainer.state.step
-        notify(self.observers, "on_checkpoint", trainer, trainer.state.step, path)
+        options: dict[str, Any] = {"metrics": metrics, "generators": generators}
+        before, step = self.saved_step, trainer.state.step
+        if self.thread is None:
+            path = checkpoint.save(self.directory.path, trainer, keep=self.keep, ranking=self.ranking, **options)
+            self.saved_step = step
+            notify(self.observers, "on_checkpoint", trainer, step, path)
+            return
+        begun = checkpoint.begin(self.directory.path, trainer, background=True, **options)
+        self.saved_step = step
+        self.pending = Publication(step, before, self.thread.submit(begun.publish, keep=self.keep, ranking=self.ranking))
 
 
 def flush_to_disk(path: Path) -> None:

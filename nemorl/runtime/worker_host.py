@@ -49,25 +49,32 @@ class Host:
             self.target = getattr(import_module(module), name)(*args, **kwargs)
 
         os.environ.update(env)
-        return _guarded(make)
+        return guarded(make)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> tuple[str, Any]:
         """("value", what the method returns), or ("error", what it raised in words: its class may not exist where it is read)."""
-        return _guarded(lambda: getattr(self.target, method)(*args, **kwargs))
+        return guarded(lambda: getattr(self.target, method)(*args, **kwargs))
 
     def stop(self) -> tuple[str, Any]:
         """Let the target end in its own way, if it has one."""
-        return _guarded(getattr(self.target, "shutdown", lambda: None))
+        return guarded(getattr(self.target, "shutdown", lambda: None))
 
 
-def _guarded(function: Callable[[], Any]) -> tuple[str, Any]:
+def guarded(function: Callable[[], Any]) -> tuple[str, Any]:
+    """("value", what the function returns), or ("error", what it raised in words), which goes into the log, too."""
     try:
         return "value", function()
     except BaseException as error:
-        text = traceback.format_exc()
-        print(text, file=sys.stderr, flush=True)
-        builtin = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-        return "error", {"kind": type(error).__name__, "builtin": builtin, "message": str(error), "traceback": text}
+        words = in_words(error)
+        print(words["traceback"], file=sys.stderr, flush=True)
+        return "error", words
+
+
+def in_words(error: BaseException) -> dict[str, str]:
+    """An exception for a process in which its class may not exist."""
+    builtin = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    text = "".join(traceback.format_exception(error))
+    return {"kind": type(error).__name__, "builtin": builtin, "message": str(error), "traceback": text}
 
 
 def began(pid: int) -> int:

@@ -1,4 +1,4 @@
-"""YAML as people write it: 1e-5 is a number, a key given twice is an error, and every key knows its line."""
+"""YAML as people write it: 1e-5 is a number and 10:12 is none, a key given twice is an error, and every key knows its line."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -27,6 +27,9 @@ class _Dumper(yaml.SafeDumper):
 _EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+_COLONS = re.compile(r"[-+]?[\d_]+(?::\d+)+(?:\.\d*)?$")
+for _first in "-+0123456789":  # 10:12 is no number to base 60
+    _Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", _COLONS))
 
 
 def dump(mapping: Mapping[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there, whatever happens while it is written."""
 
 import errno
+import hashlib
 import json
 import os
 import pickle
@@ -9,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemorl.parallel import shares
+from nemorl.parallel.shares import Written, report
 from nemorl.runtime import checkpoint
 from nemorl.runtime.checkpoint import CheckpointError
 from nemorl.runtime.run_directory import RunDirectory
-from tests.runtime.tiny import seed_everything, tiny_run
+from tests.runtime.tiny import TinyTrainer, seed_everything, tiny_run
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -95,9 +99,9 @@ def test_random_generators_of_gpus_come_back(tmp_path):
     assert "cuda:0" in load_file(path / "rng.safetensors")
 
 
-@pytest.mark.parametrize("scenario", ["next", "replace"])
+@pytest.mark.parametrize("scenario", ["next", "background", "replace"])
 def test_killed_at_any_point_of_writing(tmp_path, scenario):
-    """next: step 2 follows step 1. replace: step 2 is written over an earlier one, the only checkpoint that there is."""
+    """next: step 2 follows step 1, background: in threads. replace: step 2 is written over an earlier one, the only checkpoint that there is."""
     places = int(play_in_a_process(scenario, tmp_path))
     assert places > 20
     seen = set()
@@ -107,8 +111,8 @@ def test_killed_at_any_point_of_writing(tmp_path, scenario):
         checkpoint.sweep(folder)
         step, value = loaded(checkpoint.latest(folder))
         seen.add(value)
-        assert (step, value) in ([(1, 1.0), (2, 2.0)] if scenario == "next" else [(2, 1.0), (2, 2.0)]), died
-        if scenario == "next":
+        assert (step, value) in ([(2, 1.0), (2, 2.0)] if scenario == "replace" else [(1, 1.0), (2, 2.0)]), died
+        if scenario != "replace":
             assert (folder / "checkpoints" / "latest").read_text() == f"step_{step}\n", f"what `latest` names is in force: {died}"
         assert [name for name in names(folder) if name.startswith(".")] == [], died
         checkpoint.save(folder, tiny_run(step=2, value=5.0), keep=2)
@@ -161,7 +165,7 @@ def test_damaged_file_is_passed_over_with_the_reason(tmp_path, file, damage):
     assert float(run.trainer.tensors["weight"][0]) == 7, "nothing is changed by a checkpoint that can't be loaded"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 1, "files": []}', '{"format": 1, "files": {"state.json": {"size": 3}}}', "\0\0"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"format": 2, "files": []}', '{"format": 2, "files": {"state.json": {"size": 3}}}', "\0\0"])
 def test_damaged_manifest_is_passed_over(tmp_path, text):
     first, second = saved(tmp_path, 1, 2)
     (second / "manifest.json").write_text(text)
@@ -173,7 +177,7 @@ def test_other_format_is_refused(tmp_path):
     (path,) = saved(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
-    with pytest.raises(CheckpointError, match=r"format 99, and this version of nemorl reads format 1"):
+    with pytest.raises(CheckpointError, match=r"format 99, and this version of nemorl reads format 2"):
         checkpoint.load(path, tiny_run())
 
 
@@ -292,3 +296,35 @@ def test_a_moved_run_directory_still_loads(tmp_path):
     saved(tmp_path / "a", 1, 2)
     shutil.move(tmp_path / "a", tmp_path / "b")
     assert loaded(checkpoint.latest(tmp_path / "b")) == (2, 2.0)
+
+
+class Reporting(TinyTrainer):
+    """One that says itself what it has written, and has it on the disk."""
+
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
+        shares.reserve(path, 0, 1)
+        super().save_checkpoint(path)
+        files = {file.name: Written(file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest()) for file in path.glob("*.safetensors")}
+        shares.report(path, 0, 1, files)
+
+
+def test_what_the_trainer_has_summed_up_is_not_read_again(tmp_path, monkeypatch):
+    run = replace(tiny_run(step=1), trainer=Reporting())
+    seen = []
+    fingerprint = checkpoint._fingerprint
+    monkeypatch.setattr(checkpoint, "_fingerprint", lambda path: seen.append(path.name) or fingerprint(path))
+    path = checkpoint.save(tmp_path, run)
+    assert sorted(seen) == ["metrics.json", "rng.json", "rng.safetensors", "state.json"]
+    checkpoint.verify(path)
+    assert sorted(file.name for file in (path / "trainer").iterdir()) == ["model.safetensors", "optimizer.safetensors"]
+    flip_a_bit(path / "trainer" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"trainer/model.safetensors is damaged"):
+        checkpoint.verify(path)
+
+
+def test_a_file_that_is_not_as_the_trainer_said_is_not_published(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    monkeypatch.setattr(shares, "report", lambda path, rank, size, files: report(path, rank, size, {name: Written(3, "") for name in files}))
+    with pytest.raises(CheckpointError, match=r"safetensors has \d+ bytes, but 3 were written"):
+        checkpoint.save(tmp_path, replace(tiny_run(step=2), trainer=Reporting()))
+    assert names(tmp_path) == ["latest", "step_1"]

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
+from nemorl.parallel.config import ProfileConfig
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.commands import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config import GenerationConfig, GRPOConfig, OptimizerConfig, RunConfig, SFTConfig, TrainerConfig
 from nemorl.runtime.config_io import ALIASES, dump_yaml, from_dict, load_config, merge, to_dict
 from nemorl.runtime.policy_config import CISPOLoss, ClippedLoss, GroupAdvantage, GSPOLoss, ReinforceLoss, ReinforcePlusPlusAdvantage
+from nemorl.runtime.runtime_config import RuntimeConfig
 
 CONFIGS: list[Any] = [
     SFTConfig(),
@@ -19,6 +22,7 @@ CONFIGS: list[Any] = [
     GRPOConfig(loss=CISPOLoss(clip_low=None), generation=GenerationConfig(stop_strings=("\n", "1e-5", "null", "ü: #"), stop_token_ids=(3, 4))),
     GRPOConfig(loss=ReinforceLoss(), run=RunConfig(dir="1e-5", loggers=("wandb",)), optimizer=OptimizerConfig(max_grad_norm=None, eps=1e-12)),
     SFTConfig(max_num_steps=3, trainer=TrainerConfig(sequence_packing=True, packed_row_tokens=4096)),
+    SFTConfig(parallel=ParallelPlan(tp=2, dp_shard=4), profile=ProfileConfig(steps="10:12"), runtime=RuntimeConfig(max_restarts=2)),
     EvalConfig(model="m", data="d", n=3, generation=GenerationConfig(temperature=0.5)),
     GenerateConfig(model="m", prompt=("1+1=", "yes", "12:30")),
     ExportConfig(run="runs/a", output="out", step=0),
@@ -70,6 +74,15 @@ def test_a_commit_is_no_number(tmp_path: Path) -> None:
     """13e3c19… begins like one."""
     (tmp_path / "a.yaml").write_text("environment: {commit: 13e3c196936031fc5a55466bad49d9578c6bc4ce}\nrun: {dir: 1e5x}\n")
     assert load_config(GRPOConfig, tmp_path / "a.yaml").run.dir == "1e5x"
+
+
+@pytest.mark.parametrize("text", ["10:12", "1:59", '"10:12"', "12:61"])
+def test_a_span_is_no_number_to_base_60(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"profile:\n  steps: {text}\nrun: {{dir: 01:02:03}}\n")
+    config = load_config(SFTConfig, path)
+    assert (config.profile.steps, config.run.dir) == (text.strip('"'), "01:02:03")
+    assert yaml.safe_load(dump_yaml(config))["profile"]["steps"] == text.strip('"'), "others read what we write, too"
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,8 @@ METRICS = {
     "token_mult_prob_error": 1.02,
     "lr": 3e-4,
     "tokens_per_second": 12345.0,
+    "trainer/mfu": 0.431,
+    "trainer/memory_gb": 61.5,
     "grad_norm": 1.0,
 }
 SAMPLES = [{"prompt": "12+34=", "response": "46", "reward": 1.0}, {"prompt": "9+9=\n", "response": "a\nlong [red]answer[/] " * 20}]
@@ -118,7 +120,7 @@ def test_plain_line_says_it_all(clock):
     line = plain_run(clock, steps=140, seconds_per_step=2.0)[9]
     assert (
         re.sub(" +", " ", line)
-        == "step 10/140 reward 0.812 accuracy 0.750 loss -0.0123 KL 0.00400 entropy 1.20 length 4.50 gap 1.02 lr 3e-4 12.3k tok/s 4:20 left"
+        == "step 10/140 reward 0.812 accuracy 0.750 loss -0.0123 KL 0.00400 entropy 1.20 length 4.50 gap 1.02 lr 3e-4 12.3k tok/s 0.431 MFU 4:20 left"
     )
 
 

@@ -80,7 +80,8 @@ def test_an_error_in_setup_leaves_the_model_as_it_was(rank, tmp_path: Path, monk
     """Without adapters and with its own attention, so that another run may have it."""
     model = tiny_model()
     attention = model.config._attn_implementation
-    config = sft_config(tmp_path, steps=1, lora=nemorl.LoRAConfig(rank=rank), trainer=nemorl.TrainerConfig(device="cpu", gradient_checkpointing=True))
+    plan = nemorl.ParallelPlan(activation_checkpointing="full")
+    config = sft_config(tmp_path, steps=1, lora=nemorl.LoRAConfig(rank=rank), parallel=plan)
     with monkeypatch.context() as patch:
         patch.setattr("nemorl.parallel.dtensor.backend.make_optimizer", lambda *given: [][0])
         with pytest.raises(IndexError):

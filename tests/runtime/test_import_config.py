@@ -32,8 +32,10 @@ def test_grpo(tmp_path: Path) -> None:
     assert (config.overlong.buffer, config.overlong.penalty, config.overlong.filter) == (0.25, 0.5, True)
     assert (config.model.path, config.model.tokenizer, config.model.chat_template_kwargs) == ("Qwen/Qwen2.5-0.5B", None, {"enable_thinking": False})
     assert config.model.chat_template.startswith("{% for")
-    assert (config.trainer.precision, config.trainer.sequence_packing, config.trainer.micro_batch_tokens) == ("bfloat16", True, 1024)
-    assert (config.trainer.train_micro_batch_size, config.trainer.gradient_checkpointing) == (None, True)
+    assert (config.trainer.train_micro_batch_size, config.trainer.sequence_packing, config.trainer.micro_batch_tokens) == (None, True, 1024)
+    plan = config.parallel
+    assert (plan.param_dtype, plan.activation_checkpointing, plan.cpu_offload) == ("bfloat16", "full", False)
+    assert (plan.dp_replicate, plan.dp_shard, plan.tp, plan.cp, plan.sequence_parallel) == (1, 4, 2, 1, False)
     assert (config.lora.rank, config.lora.alpha, config.lora.dropout) == (16, 32, 0.05)
     optimizer = config.optimizer
     assert (optimizer.lr, optimizer.weight_decay, optimizer.beta1, optimizer.beta2, optimizer.eps) == (2e-6, 0.05, 0.9, 0.98, 1e-7)
@@ -49,12 +51,28 @@ def test_grpo(tmp_path: Path) -> None:
     assert (run.dir, run.seed, run.val_period, run.val_at_start, run.max_val_samples) == ("results/mine", 7, 20, True, 64)
     assert (run.save_period, run.keep_checkpoints, run.metric, run.higher_is_better) == (25, 3, "val_accuracy", True)
     assert (run.loggers, run.project) == (("tensorboard", "wandb"), "mine")
-    assert set(imported.notes) == {
-        "policy.dtensor_cfg.tensor_parallel_size", "policy.scheduler", "env.math.num_workers", "cluster.gpus_per_node",
-        "made_up.key",
-    }  # fmt: skip
+    assert set(imported.notes) == {"policy.scheduler", "env.math.num_workers", "made_up.key"}
     assert imported.notes["made_up.key"] == "3: no counterpart here"
-    assert "one process" in imported.notes["cluster.gpus_per_node"]
+
+
+def of_plan(file: Path, dtensor: str, cluster: str, more: str = "") -> Imported:
+    file.write_text(f"sft: {{}}\npolicy: {{dtensor_cfg: {{enabled: true, {dtensor}}}{more}}}\ncluster: {{{cluster}}}\n")
+    return import_config(file)
+
+
+def test_devices(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.yaml"
+    sizes = "tensor_parallel_size: 2, context_parallel_size: 4"
+    given = of_plan(file, f"{sizes}, sequence_parallel: true, cpu_offload: true", "gpus_per_node: 8, num_nodes: 4")
+    plan = config_of(given, tmp_path).parallel
+    assert (plan.dp_shard, plan.tp, plan.cp, plan.sequence_parallel, plan.cpu_offload, plan.num_ranks) == (4, 2, 4, True, True, 32)
+    assert not any(key.startswith(("cluster", "policy.dtensor_cfg")) for key in given.notes)
+    assert "parallel" not in of_plan(file, "activation_checkpointing: false", "gpus_per_node: 1, num_nodes: 1").settings
+    odd = of_plan(file, "tensor_parallel_size: 3", "gpus_per_node: 8")
+    assert odd.notes["cluster.gpus_per_node"] == "8: tensor · context parallelism of 3 does not divide the 8 devices; set parallel.dp_shard"
+    apart = of_plan(file, "tensor_parallel_size: 2", "gpus_per_node: 8", ", generation: {backend: vllm, colocated: {enabled: false}}")
+    assert apart.settings["parallel"] == {"tp": 2} and "some of them generate" in apart.notes["cluster.gpus_per_node"]
+    assert "follows from parallel.tp" in of_plan(file, "custom_parallel_plan: mine.plan", "").notes["policy.dtensor_cfg.custom_parallel_plan"]
 
 
 def test_a_filter_that_is_not_here_is_told(tmp_path: Path) -> None:
@@ -118,7 +136,7 @@ def test_files_that_can_not_be(text: str, message: str, tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["import-config", str(FILES / "grpo.yaml")]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("# nemorl grpo --config") and "# Not carried over, or not quite (5 keys):" in printed
+    assert printed.startswith("# nemorl grpo --config") and "# Not carried over, or not quite (3 keys):" in printed
     output = tmp_path / "mine.yaml"
     assert cli.main(["import-config", str(FILES / "grpo.yaml"), "--output", str(output)]) == 0
     assert output.read_text() == printed

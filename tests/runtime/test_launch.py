@@ -11,8 +11,8 @@ import torch
 
 import nemorl
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.runtime.launch import final_metrics
 from nemorl.runtime.registry import TRAINING_BACKENDS
+from nemorl.runtime.result import final_metrics
 from tests.models import tiny_model, tiny_tokenizer
 from tests.runtime.runs import TIMES, addition_rows, digits, grpo_config, sft_config, start
 

@@ -46,8 +46,8 @@ def by_name(config: Any, base: Path) -> nemorl.TrainResult:
 
 def test_sft_learns_with_adapters(tmp_path: Path):
     """As without: 35 different sums become right answers. hf/ is a whole model, and the result is a plain one with the same answers."""
-    trainer = nemorl.TrainerConfig(device="cpu", sequence_packing=True, gradient_checkpointing=True)
-    config = sft_config(tmp_path, steps=120, run={"export": True}, lora=nemorl.LoRAConfig(rank=16), trainer=trainer)
+    trainer, plan = nemorl.TrainerConfig(device="cpu", sequence_packing=True), nemorl.ParallelPlan(activation_checkpointing="full")
+    config = sft_config(tmp_path, steps=120, run={"export": True}, lora=nemorl.LoRAConfig(rank=16), trainer=trainer, parallel=plan)
     result = start(config, validation=addition_rows(35), scale=10.0)
     assert result.metrics["loss"] < result.history[0]["loss"] / 10
     assert result.metrics["val_accuracy"] > 0.9

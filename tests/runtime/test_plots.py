@@ -29,6 +29,8 @@ def learning_run(directory: RunDirectory, *, steps: int) -> None:
                 "loss": generator.gauss(0, 0.02),
                 "token_mult_prob_error": 1.01 + abs(generator.gauss(0, 0.002)),
                 "tokens_per_second": 12000 + generator.gauss(0, 800),
+                "trainer/mfu": 0.43 + generator.gauss(0, 0.01),
+                "trainer/memory_gb": 61.5,
                 "lr": 3e-4,
             },
         )
@@ -40,7 +42,8 @@ def test_every_metric_has_its_picture(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
     learning_run(directory, steps=60)
     files = draw(directory)
-    assert [path.stem for path in files] == ["reward", "accuracy", "length", "kl", "entropy", "loss", "gap", "throughput", "overview"]
+    expected = ["reward", "accuracy", "length", "kl", "entropy", "loss", "gap", "throughput", "mfu", "memory", "overview"]
+    assert [path.stem for path in files] == expected
     for path in files:
         image = imread(path)
         assert image.shape[0] >= 500 and image.shape[1] >= 900

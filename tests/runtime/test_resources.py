@@ -53,8 +53,9 @@ def test_every_step_has_them(make, tmp_path):
 def test_a_gpu_is_asked_and_may_refuse(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3e9)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
     monkeypatch.setattr(torch.cuda, "utilization", lambda: 71)
     found = ResourceMeter().read()
     assert (found["gpu_memory_gb"], found["gpu_percent"], calls) == (3.0, 71.0, ["reset"])

@@ -1,13 +1,17 @@
 """When checkpoints are written, which are kept, and when a run ends early."""
 
+import threading
+from dataclasses import replace
+
 import pytest
+from safetensors.torch import load_file
 
 from nemorl.runtime import checkpoint
 from nemorl.runtime.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.metric_rules import Condition, MetricWatch, Ranking, require_validation
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.saving import CheckpointCallback, EarlyStop
-from tests.runtime.tiny import recorder, tiny_run
+from tests.runtime.tiny import TinyTrainer, recorder, tiny_run
 
 
 @pytest.fixture
@@ -383,3 +387,147 @@ def test_an_interrupt_in_the_midst_of_a_record_loses_none(directory, monkeypatch
     notify_of_error([record], run, KeyboardInterrupt())
     notify_of_error([record], run, KeyboardInterrupt())
     assert [line["loss"] for line in directory.read_metrics()] == [0.5]
+
+
+class Runs:
+    """A run that saves in the background: `to` takes it through steps whose weights are the step's number."""
+
+    def __init__(self, directory: RunDirectory, **options) -> None:
+        self.told: list[int] = []
+        self.run, self.directory = tiny_run(), directory
+        self.saver = CheckpointCallback(directory, period=1, keep=9, background=True, observers=(Watcher(self.told),), **options)
+        notify([self.saver], "on_train_begin", self.run)
+
+    @property
+    def may_write(self):
+        return self.run.trainer.may_write
+
+    def to(self, step: int) -> None:
+        notify([self.saver], "on_step_begin", self.run, step)
+        self.run.trainer.tensors = {name: tensor * 0 + step for name, tensor in self.run.trainer.tensors.items()}
+        self.run = replace(self.run, state=replace(self.run.state, step=step))
+        self.run.trainer.step += 1
+        notify([self.saver], "on_step_end", self.run, step, {"reward": step / 10})
+
+    def fail(self, path, tensors) -> None:
+        self.may_write.wait()
+        raise OSError("no space")
+
+
+def weight_of(directory: RunDirectory, step: int) -> float:
+    path = directory.checkpoints / f"step_{step}"
+    checkpoint.verify(path)
+    return float(load_file(path / "trainer" / "model.safetensors")["weight"][0])
+
+
+def test_a_run_goes_on_while_its_checkpoint_is_written(directory):
+    runs = Runs(directory)
+    runs.saver.period = 2
+    runs.may_write.clear()
+    for step in (1, 2, 3):
+        runs.to(step)
+    assert steps_of(directory) == [] and runs.told == []
+    runs.may_write.set()
+    runs.saver.pending.path.result(10)
+    assert steps_of(directory) == [2] and runs.told == []
+    runs.saver.on_step_begin(runs.run, 4)
+    assert runs.told == [2]
+    notify([runs.saver], "on_train_end", runs.run, {})
+    assert steps_of(directory) == runs.told == [2, 3]
+    assert [weight_of(directory, step) for step in (2, 3)] == [2.0, 3.0]
+    runs.saver.close()
+
+
+def test_a_checkpoint_waits_for_the_one_before_and_the_end_for_the_last(directory):
+    runs = Runs(directory)
+    for step in range(1, 6):
+        runs.to(step)
+    notify([runs.saver], "on_train_end", runs.run, {})
+    assert steps_of(directory) == runs.told == [1, 2, 3, 4, 5]
+    assert [weight_of(directory, step) for step in runs.told] == runs.told
+    assert checkpoint.latest(directory.path).name == "step_5"
+
+
+def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, monkeypatch):
+    runs = Runs(directory)
+    runs.to(1)
+    runs.saver.settle(runs.run, wait=True)
+    monkeypatch.setattr(runs.run.trainer, "_write", runs.fail)
+    runs.may_write.clear()
+    runs.to(2)
+    runs.may_write.set()
+    runs.saver.pending.path.exception(10)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step_2 could not be written \(no space\).*The previous one, if any, is intact") as caught:
+        runs.to(3)
+    assert steps_of(directory) == runs.told == [1]
+    assert not list(directory.checkpoints.glob(".tmp*"))
+    notify([runs.saver], "on_exception", runs.run, caught.value)
+    assert caught.value.__notes__ == [
+        f"{directory.path} has a checkpoint of step 1: go on from there with --run.dir {directory.path} --run.resume once the cause is mended."
+    ]
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(directory):
+    runs, error = Runs(directory), RuntimeError("a mishap")
+    runs.may_write.clear()
+    runs.to(1)
+    threading.Timer(0.1, runs.may_write.set).start()
+    notify([runs.saver], "on_exception", runs.run, error)
+    assert steps_of(directory) == runs.told == [1]
+    assert "has a checkpoint of step 1" in error.__notes__[0]
+
+
+def test_an_error_hides_nothing_of_a_checkpoint_that_failed(directory, monkeypatch):
+    runs, error = Runs(directory), RuntimeError("a mishap")
+    runs.to(1)
+    runs.saver.settle(runs.run, wait=True)
+    monkeypatch.setattr(runs.run.trainer, "_write", runs.fail)
+    runs.to(2)
+    runs.run.trainer.step += 1  # an update has begun
+    notify([runs.saver], "on_exception", runs.run, error)
+    (note,) = error.__notes__
+    assert note.startswith("step 2 could not be saved (the checkpoint") and "no space" in note
+    assert "the weights of step 2 are gone" in note and "has a checkpoint of step 1" in note
+
+
+def test_an_interrupt_while_waiting_is_waited_out_by_its_own_end(directory, monkeypatch):
+    runs = Runs(directory)
+    runs.may_write.clear()
+    runs.to(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(runs.saver.pending.path), "result", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            runs.to(2)
+    runs.may_write.set()
+    notify([runs.saver], "on_exception", runs.run, KeyboardInterrupt())
+    assert steps_of(directory) == [1, 2]
+
+
+def test_a_validation_is_added_to_the_checkpoint_that_is_being_written(directory):
+    runs = Runs(directory)
+    runs.may_write.clear()
+    runs.to(1)
+    threading.Timer(0.1, runs.may_write.set).start()
+    notify([runs.saver], "on_validation_end", runs.run, 1, {"accuracy": 0.9})
+    assert checkpoint.metrics_by_step(directory.path)[1] == {"reward": 0.1, "val_accuracy": 0.9}
+
+
+def test_rivals_that_are_being_written_count(directory):
+    runs = Runs(directory, ranking=Ranking(metric="val_accuracy"))
+    runs.saver.keep, runs.saver.period = 1, 0
+    for step, accuracy in enumerate([0.3, 0.5, 0.4], start=1):
+        runs.saver.on_step_begin(runs.run, step)
+        runs.run = replace(runs.run, state=replace(runs.run.state, step=step))
+        notify([runs.saver], "on_validation_end", runs.run, step, {"accuracy": accuracy})
+        notify([runs.saver], "on_step_end", runs.run, step, {})
+    runs.saver.settle(runs.run, wait=True)
+    assert runs.told == [1, 2]
+    assert checkpoint.best(directory.path).name == "step_2"
+
+
+def test_a_backend_that_cannot_save_in_the_background_is_refused(directory, monkeypatch):
+    run = tiny_run()
+    monkeypatch.delattr(TinyTrainer, "wait_for_checkpoint")
+    with pytest.raises(ValueError, match=r"run.async_save needs a training backend with wait_for_checkpoint.*leave it out"):
+        notify([CheckpointCallback(directory, background=True)], "on_train_begin", run)
+    notify([CheckpointCallback(directory)], "on_train_begin", run)

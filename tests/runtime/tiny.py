@@ -7,6 +7,8 @@ import random
 import shutil
 import signal
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +31,8 @@ class TinyTrainer:
     def __init__(self) -> None:
         self.tensors = {"weight": torch.zeros(3), "momentum": torch.zeros(3)}
         self.step = 0
+        self.may_write = threading.Event()  # what keeps a checkpoint waiting
+        self.may_write.set()
 
     def setup(self, config) -> None: ...
 
@@ -45,13 +49,24 @@ class TinyTrainer:
 
     def export_weights(self): ...
 
-    def save_checkpoint(self, path: Path) -> None:
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
+        tensors = dict(self.tensors)  # a step makes new ones
+        if background:
+            self.writing = ThreadPoolExecutor(1).submit(self._write, path, tensors)
+        else:
+            self._write(path, tensors)
+
+    def wait_for_checkpoint(self) -> None:
+        self.writing.result()
+
+    def _write(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        self.may_write.wait()
         half_written = path / "optimizer.safetensors"
         with half_written.open("wb") as file:
             file.write(b"half of ")
             os.fsync(file.fileno())  # one of the places where `die_at` strikes
-        save_file({"momentum": self.tensors["momentum"]}, half_written)
-        save_file({"weight": self.tensors["weight"]}, path / "model.safetensors")
+        save_file({"momentum": tensors["momentum"]}, half_written)
+        save_file({"weight": tensors["weight"]}, path / "model.safetensors")
 
     def load_checkpoint(self, path: Path) -> None:
         torch.rand(7)  # a loader that draws random numbers must do no harm
@@ -141,12 +156,16 @@ def die_while_saving(root: Path, scenario: str) -> None:
     """root/1, root/2, …: in each a process died a bit later while it wrote a checkpoint with value 2 after one with value 1."""
     for place in itertools.count(1):
         folder = root / str(place)
-        old_step, keep = (1, 2) if scenario == "next" else (2, 1)
+        old_step, keep = (2, 1) if scenario == "replace" else (1, 2)
         checkpoint.save(folder, tiny_run(step=old_step, value=1.0), keep=keep)
 
         def save(place=place, folder=folder, keep=keep):
             die_at(place, folder / "died.txt")
-            checkpoint.save(folder, tiny_run(step=2, value=2.0), keep=keep)
+            if scenario == "background":
+                begun = checkpoint.begin(folder, tiny_run(step=2, value=2.0), background=True)
+                ThreadPoolExecutor(1).submit(begun.publish, keep=keep, ranking=None).result()
+            else:
+                checkpoint.save(folder, tiny_run(step=2, value=2.0), keep=keep)
 
         if not in_a_process(save):
             print(json.dumps(place))

@@ -208,30 +208,31 @@ def loss_weights(mask: Bool[Tensor, "batch seq"], group_id: Tensor, config: GRPO
 
 
 def make_loss(config: GRPOConfig) -> LossFn:
-    """The configured policy loss with its optional terms, as a function of what the model says about a part of the batch."""
+    """The configured loss, as a function of what the model says about a part of the batch: one that can be sent to other processes."""
+    return partial(policy_loss, config=config)
 
-    def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
-        assert batch.advantages is not None and batch.loss_weights is not None and batch.generation_logprobs is not None
-        logprobs, weights, mask = output.token_logprobs, batch.loss_weights, batch.loss_weights != 0
-        # Without prev_logprobs this is the only update on the batch, so the policy is its own predecessor.
-        prev = policy.on_policy(logprobs) if batch.prev_logprobs is None else batch.prev_logprobs
-        metrics = merge(sampler_gap(prev, batch.generation_logprobs, mask, batch.segment_ids), {"entropy": mean_of(output.entropy, mask)})
-        importance = None
-        if config.off_policy.mode != "none":
-            bounds: dict[str, Any] = {"level": config.off_policy.level, "min": config.off_policy.min, "max": config.off_policy.max}
-            importance, more = importance_weights(prev, batch.generation_logprobs, mask, batch.segment_ids, mode=config.off_policy.mode, **bounds)
-            metrics = merge(metrics, more)
-        result = policy_term(config, logprobs, prev, batch, importance)
-        if config.kl.coef:
-            assert batch.reference_logprobs is not None
-            sampled = batch.generation_logprobs if config.kl.gradient == "importance" else None
-            options: dict[str, Any] = {"coef": config.kl.coef, "estimator": config.kl.estimator, "gradient": config.kl.gradient}
-            result += kl_loss(logprobs, batch.reference_logprobs, weights, sampled, **options)
-        if config.entropy_coef:
-            result = replace(result, loss=result.loss + entropy_bonus(output.entropy, weights, coef=config.entropy_coef).loss)
-        return replace(result, metrics=merge(metrics, result.metrics))
 
-    return loss_fn
+def policy_loss(output: ForwardOutput, batch: TokenBatch, *, config: GRPOConfig) -> LossOutput:
+    """The policy's term with its optional ones."""
+    assert batch.advantages is not None and batch.loss_weights is not None and batch.generation_logprobs is not None
+    logprobs, weights, mask = output.token_logprobs, batch.loss_weights, batch.loss_weights != 0
+    # Without prev_logprobs this is the only update on the batch, so the policy is its own predecessor.
+    prev = policy.on_policy(logprobs) if batch.prev_logprobs is None else batch.prev_logprobs
+    metrics = merge(sampler_gap(prev, batch.generation_logprobs, mask, batch.segment_ids), {"entropy": mean_of(output.entropy, mask)})
+    importance = None
+    if config.off_policy.mode != "none":
+        bounds: dict[str, Any] = {"level": config.off_policy.level, "min": config.off_policy.min, "max": config.off_policy.max}
+        importance, more = importance_weights(prev, batch.generation_logprobs, mask, batch.segment_ids, mode=config.off_policy.mode, **bounds)
+        metrics = merge(metrics, more)
+    result = policy_term(config, logprobs, prev, batch, importance)
+    if config.kl.coef:
+        assert batch.reference_logprobs is not None
+        sampled = batch.generation_logprobs if config.kl.gradient == "importance" else None
+        options: dict[str, Any] = {"coef": config.kl.coef, "estimator": config.kl.estimator, "gradient": config.kl.gradient}
+        result += kl_loss(logprobs, batch.reference_logprobs, weights, sampled, **options)
+    if config.entropy_coef:
+        result = replace(result, loss=result.loss + entropy_bonus(output.entropy, weights, coef=config.entropy_coef).loss)
+    return replace(result, metrics=merge(metrics, result.metrics))
 
 
 def policy_term(config: GRPOConfig, logprobs: Tensor, prev: Tensor, batch: TokenBatch, importance: Tensor | None) -> LossOutput:

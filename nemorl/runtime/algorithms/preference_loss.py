@@ -1,6 +1,7 @@
 """The loss of a preference step, whose constants come from the whole step, so that parts of it add up however it is cut."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
@@ -26,17 +27,18 @@ def make_loss(config: DPOConfig, batch: TokenBatch, kl: Float[Tensor, ""] | None
     metric, and as `loss_weights` say (see `with_loss_weights`), times `sft_coef`, a term of the loss.
     """
     weight = 1 / max(1, int(trained(config.loss, batch).sum()))
+    return partial(preference_loss, config=config, weight=weight, kl=kl)
 
-    def loss_fn(output: ForwardOutput, part: TokenBatch) -> LossOutput:
-        assert part.loss_weights is not None
-        weights = torch.where(trained(config.loss, part), weight, 0.0)
-        result = preference_term(config.loss, output.token_logprobs, part, weights, kl)
-        likelihood = nll(output.token_logprobs, part.loss_weights)
-        metrics = {"nll": likelihood.metrics["nll"], "entropy": mean_of(output.entropy, part.loss_mask)}
-        loss = result.loss + config.sft_weight * likelihood.loss if config.sft_weight else result.loss
-        return LossOutput(loss, merge(result.metrics, metrics))
 
-    return loss_fn
+def preference_loss(output: ForwardOutput, part: TokenBatch, *, config: DPOConfig, weight: float, kl: Float[Tensor, ""] | None) -> LossOutput:
+    """What `make_loss` makes, which can be sent to other processes; `weight` is that of a pair (KTO: a response)."""
+    assert part.loss_weights is not None
+    weights = torch.where(trained(config.loss, part), weight, 0.0)
+    result = preference_term(config.loss, output.token_logprobs, part, weights, kl)
+    likelihood = nll(output.token_logprobs, part.loss_weights)
+    metrics = {"nll": likelihood.metrics["nll"], "entropy": mean_of(output.entropy, part.loss_mask)}
+    loss = result.loss + config.sft_weight * likelihood.loss if config.sft_weight else result.loss
+    return LossOutput(loss, merge(result.metrics, metrics))
 
 
 def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:

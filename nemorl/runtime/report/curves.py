@@ -49,6 +49,10 @@ TITLES = {
     "memory_gb": ("Memory", "GB, resident"),
     "gpu_memory_gb": ("GPU memory", "GB, the step's peak"),
     "gpu_percent": ("GPU", "percent"),
+    "trainer/mfu": ("Model FLOPs utilisation", "share of the peak that a device has in bfloat16, in an optimizer step"),
+    "trainer/tflops_per_device": ("Training speed", "10^12 model operations per second and device"),
+    "trainer/seconds": ("Time of an optimizer step", "seconds"),
+    "trainer/memory_gb": ("Memory of the trainer", "GB, the peak of the device that has most; on CPUs since the process began"),
 }
 """Metric → title, and what it is measured in."""
 
@@ -58,7 +62,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Updates": ("lr", "grad_norm", "approx_kl_k1", "approx_kl_k3", "clip_fraction_", "ratio_", "importance", "num_tokens"),
     "Sampler": ("token_mult_prob_error", "token_mult_prob_error_max", "gen_kl_error", "gen_kl_error_max", "generation_nonfinite_fraction"),
     "Engines": ("generation/",),
-    "Speed and resources": ("tokens_per_second", "seconds", "cpu_percent", "memory_gb", "gpu_memory_gb", "gpu_percent"),
+    "Speed and resources": ("tokens_per_second", "trainer/mfu", "seconds", "trainer/", "cpu_percent", "memory_gb", "gpu_memory_gb", "gpu_percent"),
 }
 """The sections of the curves, and what belongs there in this order; a name that ends in / or _ is a beginning."""
 OPEN = ("Learning", "Policy")

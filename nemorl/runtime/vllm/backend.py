@@ -94,6 +94,8 @@ class LocalEngine:
 class VLLMGenerationBackend:
     """`GenerationBackend` "vllm". It has a copy of the trainer's weights, which follows by `update_weights`; the first one it takes by itself."""
 
+    shares_model = False
+
     def __init__(self, *, model: Any, tokenizer: Any = None, precision: str = "float32") -> None:
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self.policy_version: int | None = None

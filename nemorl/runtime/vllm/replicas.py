@@ -65,8 +65,9 @@ class Replicas:
             check_python(python, {"torch": None, "transformers": None, "vllm": VERSIONS}, field="generation.python")
         gpus = config.tensor_parallel_size if self.cuda else 0
         cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
-        # Ray gives GPUs away in their order: the first, which the trainer computes on, is set aside where the engines are to have others.
-        apart = {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)]} if self.cuda and not config.colocated else {}
+        # Ray gives GPUs away in their order: the first ones, which the trainer computes on, are set aside where the engines are to have others.
+        taken = (1 if config.trainer_gpus is None else config.trainer_gpus) if self.cuda and not config.colocated else 0
+        apart = {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken} if taken else {}
         try:
             self._cluster = RayVirtualCluster({**apart, "generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas})
         except ResourcesError as error:

@@ -18,7 +18,7 @@ from nemorl.runtime.generation_config import GenerationConfig
 OURS = {
     "model": "it is the run's, which model.path names",
     "skip_tokenizer_init": "the engine gets the run's tokenizer",
-    "dtype": "set trainer.precision",
+    "dtype": "set parallel.param_dtype",
     "seed": "set run.seed, from which each request has its own",
     "max_num_seqs": "set generation.max_batch_size",
     "max_model_len": "set generation.max_model_len",

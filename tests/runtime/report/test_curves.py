@@ -55,6 +55,14 @@ def test_engines_have_a_section_with_the_names_that_metrics_have():
     ]
 
 
+def test_what_the_trainer_costs_is_told_with_the_speed():
+    names = ["trainer/seconds", "trainer/memory_gb", "trainer/tflops_per_device", "trainer/mfu", "tokens_per_second", "seconds"]
+    (group,) = grouped(curves_of([{"step": 1, "phase": "train", **dict.fromkeys(names, 1.0)}])).items()
+    assert (group[0], [curve.metric for curve in group[1]][:3]) == ("Speed and resources", ["tokens_per_second", "trainer/mfu", "seconds"])
+    assert {curve.metric for curve in group[1]} == set(names) and all(curve.meaning for curve in group[1])
+    assert time_shares(group[1]) is None, "an optimizer step is part of a phase, not another one"
+
+
 def test_what_never_changes_is_told_in_words():
     page = curve_sections(curves_of(METRICS))
     assert "Constant: </b>Learning rate 1e-5 · ratio max 1.00" in page

@@ -10,8 +10,9 @@ from nemorl.losses.logprobs import filter_logits
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config import GenerationConfig
-from nemorl.runtime.launch import generation_config
+from nemorl.runtime.devices import Devices
 from nemorl.runtime.run_directory import RunDirectory
+from nemorl.runtime.run_settings import generation_config
 from nemorl.runtime.vllm.backend import VLLMGenerationBackend, _Live
 from tests.models import random_prompts, tiny_tokenizer
 from tests.runtime.runs import grpo_config
@@ -139,8 +140,8 @@ def test_replicas_need_ray(monkeypatch):
 @pytest.mark.parametrize(("num_replicas", "logs"), [(0, None), (1, "logs")])
 def test_replicas_have_their_logs_in_the_runs_folder(tmp_path, num_replicas, logs):
     config = grpo_config(tmp_path, generation=GenerationConfig(backend="vllm", num_replicas=num_replicas, max_new_tokens=4))
-    found = generation_config(config, RunDirectory(tmp_path))
-    assert found == replace(config.generation, log_dir=logs and str(tmp_path / logs), max_model_len=32)
+    found = generation_config(config, RunDirectory(tmp_path), Devices.of(config, {}, num_gpus=0))
+    assert found == replace(config.generation, log_dir=logs and str(tmp_path / logs), max_model_len=32, trainer_gpus=0 if num_replicas else None)
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])

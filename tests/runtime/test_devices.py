@@ -1,0 +1,126 @@
+"""On which devices a run trains: what the plan becomes, and what is refused before anything starts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import nemorl
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.devices import Devices
+from nemorl.runtime.replica import shares_model
+from tests.models import tiny_model
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
+
+
+def config(*, plan: dict[str, Any] | None = None, runtime: dict[str, Any] | None = None, **options: Any) -> nemorl.SFTConfig:
+    return nemorl.SFTConfig(parallel=ParallelPlan(**(plan or {})), runtime=nemorl.RuntimeConfig(**(runtime or {})), **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "runtime", "environ", "dp_shard", "ranked", "through_ray"),
+    [
+        ({}, {}, {}, 1, False, False),
+        ({}, {}, {"RAY_ADDRESS": "auto"}, 1, False, False),
+        ({"tp": 2}, {}, {}, 1, True, False),
+        ({"tp": 2, "dp_shard": 2}, {}, {}, 2, True, False),
+        ({"dp_shard": 2}, {}, {"RAY_ADDRESS": "auto"}, 2, True, True),
+        ({"dp_shard": 2}, {"launcher": "processes"}, {"RAY_ADDRESS": "auto"}, 2, True, False),
+        ({"dp_shard": 2}, {"launcher": "ray"}, {}, 2, True, True),
+        ({}, {"launcher": "ray"}, {}, 1, True, True),
+        ({}, {"launcher": "processes", "max_restarts": 2, "cpus_per_rank": 2}, {}, 1, True, False),
+        ({}, {}, TORCHRUN, 4, True, False),
+        ({"tp": 2}, {}, TORCHRUN, 2, True, False),
+        ({"tp": 2}, {}, {**TORCHRUN, "RAY_ADDRESS": "auto"}, 2, True, False),
+        ({}, {}, {**TORCHRUN, "WORLD_SIZE": "1"}, 1, True, False),
+    ],
+)
+def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, ranked, through_ray):
+    found = Devices.of(config(plan=plan, runtime=runtime), environ, num_gpus=0)
+    assert (found.plan.dp_shard, found.ranked, found.through_ray) == (dp_shard, ranked, through_ray)
+    assert found.torchrun is ("RANK" in environ)
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "gpus", "message"),
+    [
+        ({"plan": {"tp": 3}}, TORCHRUN, 0, r"parallel must divide the 4 devices that there are, but it is '3 = dp_replicate 1 · tp 3 · cp 1'"),
+        ({"plan": {"dp_shard": 2}}, TORCHRUN, 0, r"parallel must ask for the 4 devices that there are, but it is '2 = "),
+        ({"runtime": {"launcher": "ray"}}, TORCHRUN, 0, r"runtime.launcher is not for runs under torchrun"),
+        ({"runtime": {"max_restarts": 1}}, TORCHRUN, 0, r"runtime.max_restarts is not for runs under torchrun.*--max-restarts"),
+        (
+            {"runtime": {"max_restarts": 1}},
+            {},
+            0,
+            r"runtime.max_restarts is for ranks in processes of their own, but it is 1: add a degree of parallel",
+        ),
+        ({"runtime": {"timeout_s": 9}}, {}, 0, r"runtime.timeout_s is for ranks"),
+        ({"runtime": {"cpus_per_rank": 2}}, {}, 0, r"runtime.cpus_per_rank is for ranks"),
+        ({"plan": {"cpu_offload": True}}, {}, 0, r"parallel.cpu_offload needs FSDP2"),
+        ({"plan": {"tp": 2}, "lora": nemorl.LoRAConfig(rank=2)}, {}, 0, r"lora.rank must be 0 with parallel.tp above 1"),
+        ({"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="cuda:1")}, {}, 2, r"trainer.device must be cpu or cuda .* 'cuda:1'"),
+        ({"plan": {"tp": 4}}, {}, 2, r"parallel must ask for at most the 2 GPUs that this machine has, but it is 4"),
+        ({}, {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}, 0, r"run.dir must be given where torchrun may start the run again"),
+        ({"generation": nemorl.GenerationConfig(backend="vllm")}, TORCHRUN, 0, r"generation.num_replicas must be at least 1 under torchrun"),
+    ],
+)
+def test_refused_before_anything_starts(options, environ, gpus, message):
+    with pytest.raises(ValueError, match=message):
+        Devices.of(config(**options), environ, num_gpus=gpus)
+
+
+def test_more_ranks_than_gpus_where_no_gpu_is_wanted_or_others_have_them():
+    for options, environ in (
+        ({"trainer": nemorl.TrainerConfig(device="cpu")}, {}),
+        ({}, {"RAY_ADDRESS": "elsewhere:6379"}),
+    ):
+        assert Devices.of(config(plan={"tp": 4}, **options), environ, num_gpus=2).ranked
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "gpus", "taken"),
+    [
+        ({}, {}, 0, 0),
+        ({}, {}, 8, 1),
+        ({"plan": {"dp_shard": 4}}, {}, 8, 4),
+        ({"plan": {"dp_shard": 4}, "runtime": {"launcher": "ray"}}, {}, 8, 0),
+        ({}, TORCHRUN, 8, 2),
+        ({"plan": {"dp_shard": 4}, "trainer": nemorl.TrainerConfig(device="cpu")}, {}, 8, 0),
+    ],
+)
+def test_gpus_that_engines_leave_alone(options, environ, gpus, taken, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert Devices.of(config(**options), environ, num_gpus=gpus).local_gpus == taken
+
+
+def test_the_plan_must_suit_the_model():
+    devices = Devices.of(config(plan={"tp": 4, "dp_shard": 2}), {}, num_gpus=0)
+    with pytest.raises(ValueError, match=r"parallel.tp 4 does not divide the model's num_key_value_heads 2.*choose degrees"):
+        devices.check_model(tiny_model().config)
+    devices.check_model(tiny_model(num_key_value_heads=4, vocab_size=64).config)
+    devices.check_model(None)  # loading it will say what is wrong
+
+
+def test_a_model_in_memory_is_for_one_process():
+    model = tiny_model()
+    Devices.of(config(), {}).check_given(model)
+    with pytest.raises(ValueError, match=r"model must be a folder or a hub name, from which each of the 2 processes .* 'Qwen2ForCausalLM': save_pre"):
+        Devices.of(config(plan={"tp": 2}), {}, num_gpus=0).check_given(model)
+    with pytest.raises(ValueError, match=r"from which each of torchrun's processes loads its own part"):
+        Devices.of(config(), TORCHRUN, num_gpus=0).check_given(model)
+
+
+def test_a_restart_by_torchrun_is_seen():
+    given = replace(config(), run=nemorl.RunConfig(dir="runs/mine"))
+    environ = {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert not Devices.of(given, environ, num_gpus=0).restarted
+    assert Devices.of(given, {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, num_gpus=0).restarted
+
+
+def test_which_engines_need_a_model_of_their_own():
+    assert shares_model(nemorl.get_generation_backend("torch"))
+    assert shares_model(type("Mine", (), {}))
+    pytest.importorskip("vllm")
+    assert not shares_model(nemorl.get_generation_backend("vllm"))

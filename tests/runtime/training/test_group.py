@@ -1,0 +1,120 @@
+"""What is made of the answers of ranks, without any."""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+from nemorl.runtime.training import group as module
+from nemorl.runtime.training.group import Answer, Place, Status, gather, worst
+from nemorl.runtime.worker_errors import WorkerDied, WorkerTimeout
+
+FINE = Answer("value", 1, 5)
+
+
+def failed(message: str, kind: str = "RuntimeError", builtin: str = "RuntimeError") -> Answer:
+    return Answer("error", {"kind": kind, "builtin": builtin, "message": message, "traceback": "trace"}, 5)
+
+
+class Fake:
+    """Ranks that answer what `answers` says when so many seconds have passed."""
+
+    size = 2
+
+    def __init__(self, answers: Callable[[float], Mapping[int, Answer]], statuses: Mapping[int, Status] = {}, log: Path | None = None) -> None:
+        self.answers, self.found, self.log, self.began = answers, statuses, log, time.monotonic()
+
+    def poll(self, wait_s):
+        time.sleep(min(wait_s, 0.01))
+        return self.answers(time.monotonic() - self.began)
+
+    def place(self, rank):
+        return Place(rank=rank, host="node", pid=100 + rank, log=self.log)
+
+    def statuses(self, timeout_s):
+        return self.found
+
+    def note(self, rank):
+        return "not a word"
+
+    def start(self, method, /, *args, **kwargs):
+        return self
+
+    def shutdown(self, timeout_s, farewell=None):
+        pass
+
+
+def gathered(fake: Fake, timeout_s: float = 0.1):
+    return gather(fake, fake, phase="train_step of optimizer step 3", timeout_s=timeout_s, limit="runtime.timeout_s")
+
+
+def test_all_answers_come_back():
+    assert gathered(Fake(lambda passed: {0: FINE} if passed < 0.05 else {0: FINE, 1: FINE}), 5) == {0: FINE, 1: FINE}
+
+
+def test_an_error_of_one_rank_is_not_waited_upon_for_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "ALONE_S", 0.05)
+    bad = failed("broken")
+    assert gathered(Fake(lambda passed: {1: bad}), 60) == {1: bad}
+    monkeypatch.setattr(module, "ALONE_S", 60)
+    assert gathered(Fake(lambda passed: {1: bad} if passed < 0.05 else {1: bad, 0: bad}), 60) == {0: bad, 1: bad}
+
+
+def test_a_death_is_told_with_what_it_was_at_and_the_end_of_its_log(tmp_path: Path):
+    (tmp_path / "rank-1.log").write_text("first\nlast words\n", encoding="utf-8")
+
+    def die(passed):
+        raise WorkerDied("", rank=1, host="", pid=0, reason="it was killed by SIGKILL")
+
+    with pytest.raises(WorkerDied) as caught:
+        gathered(Fake(die, log=tmp_path / "rank-1.log"))
+    lines = str(caught.value).splitlines()
+    log = tmp_path / "rank-1.log"
+    assert lines[0] == f"rank 1 (process 101 on node) died in train_step of optimizer step 3: it was killed by SIGKILL; its log is {log} and ends:"
+    assert lines[-1] == "  | last words" and (caught.value.rank, caught.value.pid, caught.value.host) == (1, 101, "node")
+
+
+def status(rank: int, *frames: str) -> Status:
+    return Status(rank=rank, step=2, phase="train_step", seconds=7.0, frames=frames)
+
+
+COLLECTIVE = ("torch/distributed/distributed_c10d.py:3000 all_reduce", "loss.py:3 loss")
+
+
+@pytest.mark.parametrize(
+    ("answers", "statuses", "named"),
+    [
+        ({}, {0: status(0, *COLLECTIVE), 1: status(1, "mine.py:3 loss")}, "rank 1 (process 101 on node) hung"),
+        ({}, {0: status(0, *COLLECTIVE)}, "rank 1 (process 101 on node) hung"),
+        ({}, {0: status(0, "mine.py:3 loss"), 1: status(1, *COLLECTIVE)}, "rank 0 (process 100 on node) hung"),
+        ({}, {0: status(0, *COLLECTIVE), 1: status(1, *COLLECTIVE)}, "rank 0 (process 100 on node) and rank 1 (process 101 on node) hung"),
+        ({0: FINE}, {0: status(0), 1: status(1, *COLLECTIVE)}, "rank 1 (process 101 on node) hung"),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_named(answers, statuses, named):
+    with pytest.raises(WorkerTimeout) as caught:
+        gathered(Fake(lambda passed: answers, statuses))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{named} in train_step of optimizer step 3: no answer within 0.1 s (runtime.timeout_s). What every rank was doing:"
+    assert len(lines) == 3 and lines[1].startswith("  rank 0 (process 100 on node): 7.0 s in train_step, after 2 optimizer steps")
+    assert ("not a word" in lines[2]) == (1 not in statuses)
+
+
+def test_time_in_which_the_driver_itself_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    """As by Ctrl-Z: the ranks' answers are there, but nobody has read them."""
+    clock = iter([0.0, 0.1, 5000.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock, 5000.1))
+    fake = Fake(dict)
+    calls = iter([{}, {}, {0: FINE, 1: FINE}])
+    fake.poll = lambda wait_s: next(calls)
+    assert gathered(fake, 10) == {0: FINE, 1: FINE}
+
+
+def test_the_cause_is_told_and_not_what_follows_from_it():
+    gone = failed("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3")
+    error = worst({0: gone, 1: failed("only here", "ZeroDivisionError", "ZeroDivisionError")})
+    assert isinstance(error, ZeroDivisionError) and str(error) == "only here"
+    assert "closed by peer" in str(worst({0: gone, 1: failed("remote process exited", "DistBackendError")}))
+    own = KeyError("of this process")
+    assert worst({0: Answer("error", {"kind": "KeyError", "message": ""}, 1, own)}) is own

@@ -20,7 +20,7 @@ from nemorl.rollout.random import derive_seed
 
 @nemorl.register_generation_backend("transformers")
 class TransformersBackend:
-    """Made with the trainer's live model, whose weights need no sending, its tokenizer, and trainer.precision. For evaluation without the latter.
+    """Made with the trainer's live model, whose weights need no sending, its tokenizer, and parallel.param_dtype. For evaluation without the latter.
 
     Not for LoRA, whose adapters it doesn't know; generation.max_batch_size means nothing to it.
     """

@@ -59,10 +59,13 @@ class WatchedBackend:
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.inner.export_weights()
 
-    def save_checkpoint(self, path: Path) -> None:
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """What it knows besides goes along, or a resumed run would go on with other numbers (the suite finds that out)."""
-        self.inner.save_checkpoint(path)
+        self.inner.save_checkpoint(path, background=background)
         save_file(self.first, path / "first.safetensors")
+
+    def wait_for_checkpoint(self) -> None:
+        self.inner.wait_for_checkpoint()
 
     def load_checkpoint(self, path: Path) -> None:
         self.inner.load_checkpoint(path)

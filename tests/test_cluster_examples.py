@@ -1,5 +1,6 @@
-"""The files of examples/cluster/: the Slurm script starts and ends a Ray cluster of two nodes, the KubeRay file has the fields that KubeRay knows."""
+"""The files of examples/cluster/: the Slurm scripts start and end Ray, or torchrun, on two nodes; the KubeRay file has fields that KubeRay knows."""
 
+import json
 import os
 import re
 import shlex
@@ -15,9 +16,10 @@ import pytest
 import yaml
 
 from nemorl.runtime.cli import main
+from tests.test_documentation import write_example_files
 
 CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
-SLURM, KUBERAY = CLUSTER / "slurm.sh", CLUSTER / "kuberay.yaml"
+SLURM, TORCHRUN, KUBERAY = CLUSTER / "slurm.sh", CLUSTER / "torchrun.sh", CLUSTER / "kuberay.yaml"
 STUBS = {
     "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',
     # The command once per node, in a process group of its own; what ends srun ends all of them.
@@ -93,9 +95,26 @@ def test_the_slurm_script_says_why_there_is_no_head(slurm: dict[str, str], tmp_p
     assert "no head today" in script.stderr
 
 
-def test_the_slurm_script_is_bash():
-    subprocess.run(["bash", "-n", SLURM], check=True)
-    text = SLURM.read_text()
+def test_the_torchrun_script_trains_one_model_on_two_nodes(slurm: dict[str, str], tmp_path: Path):
+    """Its name is given once, and the second time the run goes on."""
+    (tmp_path / "bin" / "nemorl").unlink()
+    write_example_files(tmp_path)
+    settings = ["sft", "--model.path", "model", "--data.train", "demonstrations.jsonl", "--run.dir", "run", "--trainer.device", "cpu"]
+    environment = {**slurm, "SLURM_NNODES": "2", "SLURM_JOB_ID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CLUSTER.parent.parent)}
+    command = ["bash", str(TORCHRUN), *settings, "--run.display", "none", "--run.no-plots"]
+    for steps in (1, 2):
+        done = subprocess.run([*command, "--max-num-steps", str(steps)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
+                              check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert json.loads((tmp_path / "run" / "checkpoints" / "step_2" / "state.json").read_text())["cursor"] == 64
+
+
+@pytest.mark.parametrize("script", [SLURM, TORCHRUN], ids=lambda path: path.name)
+def test_the_slurm_scripts_are_bash(script: Path):
+    subprocess.run(["bash", "-n", script], check=True)
+    text = script.read_text()
     settings, commands = text.split("set -euo pipefail\n")
     assert re.findall(r"^#SBATCH (.*)$", settings, re.MULTILINE)
     assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", setting) for setting in re.findall(r"^#SBATCH (.*)$", settings, re.MULTILINE))
@@ -166,6 +185,13 @@ def test_kuberay_knows_the_fields():
     from importlib.metadata import version
 
     assert cluster["rayVersion"] == version("ray")
+
+
+def test_the_torchrun_script_names_settings_that_there_are(monkeypatch, capsys):
+    command = next(line for line in TORCHRUN.read_text().splitlines() if "sbatch" in line).partition("torchrun.sh ")[2]
+    arguments = shlex.split(re.sub(r"--config \S+", f"--config {CLUSTER.parent.parent / 'configs' / 'sft.yaml'}", command))
+    assert main([*arguments, "--print-config"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["parallel"]["tp"] == 8
 
 
 def test_the_schema_finds_faults():

@@ -17,6 +17,7 @@ BRIEFLY = {
     "custom_backend.py": ("2", "differs by a factor of 1.0000"),
     "custom_reward.py": ("2", "first_try/solved: "),
     "custom_training_backend.py": ("5", "from the start"),
+    "several_devices.py": ("2", "the trained model, whole again: runs/several_devices/run/hf"),
 }
 """The number of steps of a short run, and what its output has to hold."""
 ELSEWHERE = {"quickstart.py": "tests/test_documentation.py"}

@@ -201,6 +201,7 @@ SETTINGS = {
     "steps of a profile that are none": setting(
         r"profile\.steps must be FIRST:LAST, counted from 1, but it is '0:3': 10:12 records three steps", nemorl.ProfileConfig, steps="0:3"
     ),
+    "a profile without its last step": setting(r"profile\.steps must be FIRST:LAST.*but it is '5:'", nemorl.ProfileConfig, steps="5:"),
     "a profile that ends before it begins": setting(r"profile\.steps must be FIRST:LAST.*but it is '5:3'", nemorl.ProfileConfig, steps="5:3"),
     "steps of a profile in strange digits": setting(r"profile\.steps must be FIRST:LAST.*but it is '²'", nemorl.ProfileConfig, steps="²"),
     "a folder for no profile": setting(
@@ -242,8 +243,8 @@ DEVICES = {
         lambda place: nemorl.run(place.sft(parallel={"dp_shard": 2}), model=tiny_model(), tokenizer=tiny_tokenizer()),
         r"model must be a folder or a hub name, from which each of .* loads its own part, but it is 'Qwen2ForCausalLM': save_pretrained\(\) it",
     ),
-    "offload without shards": devices(
-        r"parallel\.cpu_offload needs FSDP2.*but it is True: add --runtime\.launcher processes", parallel={"cpu_offload": True}
+    "norms split between no ranks": devices(
+        r"parallel\.sequence_parallel is for parallel\.tp above 1, but it is False: leave it out", parallel={"sequence_parallel": False}
     ),
     "restarts of no ranks": devices(
         r"runtime\.max_restarts is for ranks in processes of their own, but it is 2: add a degree of parallel", runtime={"max_restarts": 2}
@@ -744,7 +745,7 @@ RUNS = {
     "resumed from a damaged checkpoint": with_run(NONE_WHOLE, resume_damaged("trainer/optimizer.safetensors", flip_a_bit), CheckpointError),
     "resumed from a checkpoint without its state": with_run(NONE_WHOLE, resume_damaged("state.json", Path.unlink), CheckpointError),
     "a checkpoint of another version": with_run(
-        r"it has format 99, and this version of nemorl reads format 1",
+        r"it has format 99, and this version of nemorl reads format 2",
         lambda place, run: (
             damage(run, "manifest.json", lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))),
             checkpoint.verify(run / "checkpoints" / "step_1"),

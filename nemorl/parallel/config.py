@@ -141,8 +141,8 @@ class ProfileConfig:
         """`steps` as numbers. Raises ValueError for what can't be read."""
         if self.steps is None:
             return None
-        first, _, last = self.steps.partition(":")
-        last = last or first
+        first, *rest = self.steps.split(":", 1)
+        last = rest[0] if rest else first
         fits = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
         require(fits, "profile.steps", "must be FIRST:LAST, counted from 1", self.steps, "10:12 records three steps")
         return int(first), int(last)
@@ -171,6 +171,8 @@ class BackendConfig:
     """Optimizer steps of the whole run, which the learning-rate schedule is stretched over."""
     keep_reference: bool = False
     """Keep a frozen copy of the initial model for `get_reference_logprobs`; with LoRA none is needed, as that is the model without its adapters."""
+    collective_timeout_s: float | None = None
+    """How long ranks may wait for each other before they give up, in seconds; None: as long as torch does."""
     same_initial_model_as: Path | None = None
     """A checkpoint whose run must have begun with the same weights, or `setup` refuses them: where a resumed run needs its initial model anew."""
 

@@ -55,6 +55,11 @@ class ParallelPlan:
         return self.dp_replicate * (self.dp_shard or 1)
 
     @property
+    def needs_ranks(self) -> bool:
+        """Whether it takes processes started as ranks, be it a single one: what FSDP2 or torchtitan do is not done to a plain model."""
+        return self.num_ranks > 1 or self.compile or self.cpu_offload or self.activation_checkpointing == "selective"
+
+    @property
     def row_multiple(self) -> int:
         """What the width of a row must be a multiple of: two chunks per device of cp (zig-zag), each divisible by tp."""
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)

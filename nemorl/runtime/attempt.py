@@ -67,8 +67,14 @@ class Prepared:
 def with_restarts(prepared: Prepared) -> TrainResult:
     """`attempt`, and again from the last checkpoint with new ranks where some have died or hung, up to runtime.max_restarts times.
 
-    The numbers are those of a run without the failure. Each time is a warning that says what went wrong.
+    The numbers are those of a run without the failure. Each time is a warning that says what went wrong. The caller's callbacks see all attempts, and
+    are closed when the last one is over.
     """
+    with closing(prepared.callbacks):
+        return _with_restarts(prepared)
+
+
+def _with_restarts(prepared: Prepared) -> TrainResult:
     config, generators = prepared.config, checkpoint.random_state()
     for restart in itertools.count(1):
         try:
@@ -81,7 +87,7 @@ def with_restarts(prepared: Prepared) -> TrainResult:
         point = checkpoint.latest(prepared.directory.path)
         where = "begins anew, as there is no checkpoint yet," if point is None else f"goes on from {point}"
         event("restart", f"restart {restart} of {config.runtime.max_restarts}", restart=restart)
-        warnings.warn(f"the run {where} with new ranks (restart {restart} of {config.runtime.max_restarts}): {reason}", stacklevel=3)
+        warnings.warn(f"the run {where} with new ranks (restart {restart} of {config.runtime.max_restarts}): {reason}", stacklevel=4)
         checkpoint.restore_generators(*generators)  # a run that begins anew draws the same numbers
         prepared = replace(prepared, config=replace(config, run=replace(config.run, resume=point is not None or config.run.resume)))
     raise AssertionError
@@ -95,7 +101,7 @@ def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | No
 
 
 def attempt(prepared: Prepared) -> TrainResult:
-    """From the loaded model to the end of the run. Trainer and generator are shut down in any case."""
+    """From the loaded model to the end of the run. Trainer, generator and nemorl's own callbacks are shut down in any case."""
     config, directory, job, devices = prepared.config, prepared.directory, prepared.job, prepared.devices
     engines = generation_config(config, directory, devices) if job.generates else None
     trainer, generator = make_backend(prepared), None
@@ -122,7 +128,7 @@ def attempt(prepared: Prepared) -> TrainResult:
             generator.sleep()  # until it is needed
         prepared.log.total_steps = job.num_steps
         everyone = all_callbacks(prepared, model)
-        with closing(everyone):
+        with closing([one for one in everyone if not any(one is other for other in prepared.callbacks)]):  # the caller's may be needed again
             job.run(current, callbacks=everyone)
         result = TrainResult.of(directory, model=None if devices.ranked else model, tokenizer=prepared.tokenizer)
         if devices.torchrun:

@@ -40,11 +40,10 @@ class Devices:
         started = torchrun_size(environ)
         torchrun, num_ranks = started is not None, started or config.parallel.num_ranks
         plan = config.parallel.on(num_ranks)
-        ranked = torchrun or num_ranks > 1 or config.runtime.launcher != "auto"
+        ranked = torchrun or plan.needs_ranks or config.runtime.launcher != "auto"
         through_ray = ranked and launcher(config.runtime, environ) == "ray"
         check_runtime(config.runtime, torchrun=torchrun, ranked=ranked)
-        require(ranked or not plan.cpu_offload, "parallel.cpu_offload", "needs FSDP2, which a process that trains alone does without", True,
-                "add --runtime.launcher processes, or leave it out")  # fmt: skip
+        check_heeded(plan, ranked=ranked)
         require(not (config.lora.rank and plan.tp > 1), "lora.rank", "must be 0 with parallel.tp above 1", config.lora.rank,
                 "spread adapters by parallel.dp_shard and cp")  # fmt: skip
         device = config.trainer.device
@@ -76,6 +75,14 @@ class Devices:
         why = "torchrun's processes" if self.torchrun else f"the {self.plan.num_ranks} processes of parallel and runtime.launcher"
         require(model is None or not self.ranked, "model", f"must be a folder or a hub name, from which each of {why} loads its own part",
                 type(model).__name__, "save_pretrained() it, with its tokenizer, and name that folder")  # fmt: skip
+
+
+def check_heeded(plan: ParallelPlan, *, ranked: bool) -> None:
+    """Raise a ValueError for settings of the plan that nothing would heed."""
+    require(plan.cp > 1 or plan.cp_method == "ulysses", "parallel.cp_method", "is for parallel.cp above 1", plan.cp_method, "leave it out")
+    require(plan.tp > 1 or plan.sequence_parallel, "parallel.sequence_parallel", "is for parallel.tp above 1", False, "leave it out")
+    alone = ranked or plan.reduce_dtype == "float32"
+    require(alone, "parallel.reduce_dtype", "is for gradients that several devices sum", plan.reduce_dtype, "leave it out")
 
 
 def check_runtime(runtime: RuntimeConfig, *, torchrun: bool, ranked: bool) -> None:

@@ -88,6 +88,7 @@ def backend_config(config: BaseConfig, job: Job, folder: str, found: Path | None
         profile=profile_config(config.profile, directory, total_steps=job.num_updates or job.num_steps),
         total_steps=job.num_updates or job.num_steps,
         keep_reference=job.keep_reference,
+        collective_timeout_s=max(config.runtime.timeout_s, config.runtime.start_timeout_s) + 60,  # those who watch the ranks speak first
         same_initial_model_as=found / "trainer" if found is not None and needs_initial_model else None,
     )
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from nemorl.losses import advantages as adv
 from nemorl.losses import distillation as distill
-from nemorl.losses import importance, kl, logprobs, masks, policy, preference, supervised, terms, value
+from nemorl.losses import importance, kl, logprobs, masks, policy, preference, supervised, terms, value, vocab_parallel
 from nemorl.losses import rewards as rewards_module
 from nemorl.losses.types import LossOutput
-from nemorl.losses.vocab_parallel import vocab_parallel_token_logprobs
 from tests.helpers import Case
 
 
@@ -113,7 +112,7 @@ def _logprob_cases() -> list[Case]:
         return _as_loss(values + 0.7 * entropies, cotangent)
 
     def parallel(logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor) -> LossOutput:
-        return _as_loss(vocab_parallel_token_logprobs(logits, input_ids, segment_ids=segment_ids, temperature=0.7), cotangent)
+        return _as_loss(vocab_parallel.vocab_parallel_token_logprobs(logits, input_ids, segment_ids=segment_ids, temperature=0.7), cotangent)
 
     inputs = ("logits", "input_ids", "segment_ids", "cotangent")
     chunked, linear_inputs = tuple({**kind, "chunk": chunk} for kind in kinds[:3] for chunk in (2, 64)), ("hidden", "head", *inputs[1:])

@@ -117,6 +117,8 @@ WITHOUT_CASE = {
     "nemo_grpo": "names a choice of `advantages`",
     "divergence": "what `full_kl` is of every token",
     "filter_logits": "what `token_logprobs` applies to its logits",
+    "flat_linear_logprobs": "what `linear_token_logprobs` is of tokens that are shifted and flat already",
+    "vocab_parallel_linear_logprobs": "of one rank the above; of two compared with it in test_vocab_parallel.py",
     "log_ratio": "a difference of two arrays and a check of their kinds",
     "require_same_support": "a check of two kinds",
     "explained_variance": "a number from finalized metrics, by hand in test_value.py",

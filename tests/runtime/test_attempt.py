@@ -3,6 +3,7 @@
 import json
 import re
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,31 @@ class Seen(Callback):
 
     def on_step_end(self, trainer, step, metrics) -> None:
         self.steps.append(step)
+
+
+class Closed(Seen):
+    """It can't be told anything after its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = 0
+
+    def on_train_begin(self, trainer) -> None:
+        assert not self.closed
+        super().on_train_begin(trainer)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("fatal", [False, True])
+def test_the_callers_callbacks_are_closed_once_after_all_attempts(fatal, folder, ranks, tmp_path: Path):
+    config = on_ranks(sft_config(tmp_path / "run", steps=3, run={"save_period": 1}), folder, max_restarts=1)
+    ranks["deaths"][("train_step", 2)] = killed
+    mine, deadly = Closed(), [Arm(ranks["deaths"], killed)] if fatal else []
+    with pytest.warns(UserWarning, match="restart 1 of 1"), pytest.raises(ChildProcessError) if fatal else nullcontext():
+        go(config, callbacks=[mine, *deadly])
+    assert (mine.begun, mine.closed) == (2, 1)
 
 
 @pytest.mark.parametrize("make", [grpo_config, sft_config])

@@ -57,7 +57,9 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
         ),
         ({"runtime": {"timeout_s": 9}}, {}, 0, r"runtime.timeout_s is for ranks"),
         ({"runtime": {"cpus_per_rank": 2}}, {}, 0, r"runtime.cpus_per_rank is for ranks"),
-        ({"plan": {"cpu_offload": True}}, {}, 0, r"parallel.cpu_offload needs FSDP2"),
+        ({"plan": {"sequence_parallel": False}}, {}, 0, r"parallel.sequence_parallel is for parallel.tp above 1"),
+        ({"plan": {"cp_method": "allgather"}}, {}, 0, r"parallel.cp_method is for parallel.cp above 1"),
+        ({"plan": {"reduce_dtype": "bfloat16"}}, {}, 0, r"parallel.reduce_dtype is for gradients that several devices sum"),
         ({"plan": {"tp": 2}, "lora": nemorl.LoRAConfig(rank=2)}, {}, 0, r"lora.rank must be 0 with parallel.tp above 1"),
         ({"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="cuda:1")}, {}, 2, r"trainer.device must be cpu or cuda .* 'cuda:1'"),
         ({"plan": {"tp": 4}}, {}, 2, r"parallel must ask for at most the 2 GPUs that this machine has, but it is 4"),
@@ -68,6 +70,12 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
 def test_refused_before_anything_starts(options, environ, gpus, message):
     with pytest.raises(ValueError, match=message):
         Devices.of(config(**options), environ, num_gpus=gpus)
+
+
+@pytest.mark.parametrize("plan", [{"compile": True}, {"cpu_offload": True}, {"activation_checkpointing": "selective"}], ids=str)
+def test_what_a_plain_model_can_not_do_gets_a_rank(plan):
+    assert Devices.of(config(plan=plan), {}, num_gpus=0).ranked
+    assert not Devices.of(config(plan={"activation_checkpointing": "full"}), {}, num_gpus=0).ranked
 
 
 def test_more_ranks_than_gpus_where_no_gpu_is_wanted_or_others_have_them():

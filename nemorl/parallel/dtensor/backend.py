@@ -82,8 +82,8 @@ class DTensorBackend:
     def _set_up_plain(self) -> None:
         config = self.config
         plan = config.parallel.on(1)
-        require(not plan.cpu_offload, "parallel.cpu_offload", "needs a process started as a rank", True,
-                "torchrun --nproc-per-node 1 starts one, --runtime.launcher processes too")  # fmt: skip
+        require(not plan.needs_ranks, "parallel", "with compile, cpu_offload or selective checkpointing needs a process started as a rank", plan,
+                "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself")  # fmt: skip
         self.device = usable_device(config.trainer.device)
         self.world = World.alone(self.device, plan)
         model = self._given
@@ -100,14 +100,12 @@ class DTensorBackend:
         model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
         if plan.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        require(plan.activation_checkpointing != "selective" and not plan.compile, "parallel", "needs a process started as a rank for selective "
-                "checkpointing and for compile", plan, "torchrun --nproc-per-node 1 starts one, --runtime.launcher processes too")  # fmt: skip
         if config.keep_reference and not config.lora.rank:
             self._reference = copy.deepcopy(model).eval().requires_grad_(False)
 
     def _set_up_sharded(self) -> None:
         config = self.config
-        self.world = World.of(config.parallel, config.trainer.device)
+        self.world = World.of(config.parallel, config.trainer.device, timeout_s=config.collective_timeout_s)
         self.device = self.world.device
         self._model = build(config, self.world, given=self._given)
         self._base = fingerprint(self._model)

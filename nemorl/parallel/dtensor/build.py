@@ -1,15 +1,15 @@
 """A Hugging Face model spread over the ranks of a mesh, in the order that works: meta build, tensor parallelism, head, checkpointing, compile, FSDP2,
 memory, weights."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nemorl.checks import require
@@ -19,6 +19,8 @@ from nemorl.parallel.dtensor.context_parallel import CONTEXT_ATTENTION, register
 from nemorl.parallel.dtensor.head import install_head
 from nemorl.parallel.dtensor.lora import NAME, add_adapters
 from nemorl.parallel.dtensor.mesh import World
+from nemorl.parallel.dtensor.pieces import fill, full_tensor
+from nemorl.parallel.tensor_files import INDEX, TensorFiles
 from nemorl.rollout.adapters import CONFIG, adapted_layers
 from nemorl.rollout.causal_lm import check_supported, load_causal_lm
 
@@ -40,11 +42,6 @@ def canonical(name: str) -> str:
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """Every parameter by its Hugging Face name, tied ones once."""
     return {canonical(name): parameter for name, parameter in model.named_parameters()}
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that ranks share; a collective call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def build(config: BackendConfig, world: World, *, given: nn.Module | None = None, frozen: bool = False) -> nn.Module:
@@ -145,28 +142,46 @@ def weights_folder(name: str) -> Path | None:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
         try:
-            folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+            folder = Path(snapshot_download(name, allow_patterns=["model*.safetensors", "*.json"], ignore_patterns=["*/*"]))
         except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ValueError(
                 f"model.path must be a folder with a Hugging Face model or a hub name, but {name!r} could not be loaded ({reason}): check it"
             ) from error
-    return None if (folder / CONFIG).is_file() or not any(folder.glob("*.safetensors")) else folder
+    return None if (folder / CONFIG).is_file() or not weight_files(folder) else folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors of a model's folder that `transformers` takes: model.safetensors, else those that the index names; others may be stale."""
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not (folder / INDEX).is_file():
+        return []
+    try:
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise ValueError(f"model.path must be a whole model, but {folder / INDEX} can't be read ({error!r}): fetch the model anew") from error
+    return [folder / name for name in sorted(names)]
 
 
 def load_folder(model: nn.Module, folder: Path) -> None:
-    """Read each rank's shards of every parameter from a folder of safetensors; a collective call. Raises ValueError where some are missing."""
-    import torch.distributed.checkpoint as dcp
-
+    """Read this rank's piece of every parameter from a folder of safetensors. Raises ValueError where some are missing or of other shapes."""
     wanted = {without_adapter(name): parameter.detach() for name, parameter in parameters_by_name(model).items() if ".lora_" not in name}
     try:
-        dcp.load(wanted, storage_reader=HuggingFaceStorageReader(str(folder)))
-    except (CheckpointException, OSError, ValueError, RuntimeError) as error:
-        text = str(error).strip().splitlines()
-        reason = next((line for line in reversed(text) if "issing" in line or "ismatch" in line), text[-1] if text else type(error).__name__)
-        raise ValueError(
-            f"model.path must hold all weights of its model, but {str(folder)!r} could not be loaded ({reason.strip()}): check it"
-        ) from error
+        with TensorFiles(weight_files(folder)) as stored:
+            shapes = stored.shapes
+            wrong = [f"{name} is missing" for name in wanted if name not in shapes]
+            wrong += [
+                f"{name} is {list(shapes[name])}, where {list(tensor.shape)} is expected"
+                for name, tensor in wanted.items()
+                if name in shapes and tuple(shapes[name]) != tuple(tensor.shape)
+            ]
+            if wrong:
+                raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")
+            for name, tensor in wanted.items():
+                fill(tensor, stored, name)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"model.path must hold all weights of its model, but {str(folder)!r} could not be loaded ({error}): check it") from error
 
 
 def without_adapter(name: str) -> str:

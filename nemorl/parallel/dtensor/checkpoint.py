@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 
 from nemorl.parallel import shares
-from nemorl.parallel.dtensor.build import canonical, full_tensor
+from nemorl.parallel.dtensor.build import canonical
 from nemorl.parallel.dtensor.lora import adapter_tensors, check_scale, write_adapter_config
 from nemorl.parallel.dtensor.mesh import World
+from nemorl.parallel.dtensor.pieces import fill, full_tensor, own_part, replicas
 from nemorl.parallel.shares import Written
 from nemorl.parallel.tensor_files import INDEX, Piece, TensorFiles, file_name, index_text, write_tensors
 from nemorl.rollout.adapters import CONFIG, WEIGHTS, has_adapters
@@ -228,36 +228,6 @@ def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
     seen: dict[int, str] = {}
     state = model.state_dict(keep_vars=True)
     return {canonical(name): tensor for name, tensor in state.items() if seen.setdefault(id(tensor), name) == name}
-
-
-def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank has of a tensor, and where it begins in the whole."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor, (0,) * tensor.ndim
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    local = tensor.to_local()
-    assert tuple(local.shape) == tuple(shape), f"{tuple(local.shape)} here, {shape} by {tensor.placements}"
-    return local, tuple(offsets)
-
-
-def replicas(tensor: DTensor) -> tuple[int, int]:
-    """How many ranks have the same part of a tensor as this one, and the how-manieth of them this is."""
-    count, this = 1, 0
-    for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, Replicate):
-            size = tensor.device_mesh.size(axis)
-            count, this = count * size, this * size + tensor.device_mesh.get_local_rank(axis)
-    return count, this
-
-
-def fill(tensor: Tensor, stored: TensorFiles, name: str) -> Tensor:
-    """Copy this rank's part of a stored tensor into its own, and return that."""
-    with torch.no_grad():
-        local, offsets = own_part(tensor)
-        if local.numel():
-            local.copy_(stored.read(name, offsets, local.shape))
-    return tensor
 
 
 def num_files(tensors: Mapping[str, Tensor], ranks: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
 from nemorl.parallel.plan import ParallelPlan
@@ -62,14 +63,17 @@ class World:
         return cls(plan=plan, device=device)
 
     @classmethod
-    def of(cls, plan: ParallelPlan, device_name: str | None) -> World:
+    def of(cls, plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None) -> World:
         """This process's place among those that were started together (RANK, WORLD_SIZE, … in the environment); a collective call.
 
-        Raises ValueError where the plan asks for another number of them.
+        A collective may take `timeout_s` (torch's default unless given). Raises ValueError where the plan asks for another number of ranks.
         """
         from nemorl.parallel.dtensor.titan import make_dims
 
-        device = start_process_group(device_name)
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        device = start_process_group(device_name, timeout=timeout)
+        if timeout is not None:  # those of the mesh's axes take torch's default, and there is no other way to say it
+            distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
         plan = plan.on(dist.get_world_size())
         dims = make_dims(plan, device.type)
         groups = {name: dims.get_optional_mesh(name) for name in ("batch", "cp", "tp")}
@@ -104,7 +108,8 @@ def start_process_group(device_name: str | None, *, timeout: timedelta | None = 
     """This rank's device, with torch.distributed initialised, as whoever started the ranks says in the environment."""
     kind = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if kind.type == "cuda":
-        kind = torch.device("cuda", kind.index if kind.index is not None else int(os.environ.get("LOCAL_RANK", 0)))
+        alone = torch.cuda.device_count() == 1  # as where each process is shown its own GPU alone
+        kind = torch.device("cuda", kind.index if kind.index is not None else 0 if alone else int(os.environ.get("LOCAL_RANK", 0)))
     device = usable_device(str(kind))
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -122,4 +127,4 @@ def is_started_as_rank() -> bool:
 
     A process group of one by itself says nothing: vLLM leaves one behind in the process that it ran in.
     """
-    return "WORLD_SIZE" in os.environ or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    return ("WORLD_SIZE" in os.environ and "RANK" in os.environ) or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)

@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -151,11 +152,16 @@ class TorchrunGroup:
 
     def start(self, method: str, /, *args: Any, **kwargs: Any) -> LeaderCall:
         limit_s = self._runtime.start_timeout_s if method == "setup" else self._runtime.timeout_s
-        with self._lock:  # every rank gets the calls in the same order
-            ticket = next(self._tickets)
-            self._peers.broadcast((ticket, method, limit_s, dumps((args, kwargs))))
-        beside = method in BESIDE
-        answer = self._peers.host.beside(method, args, kwargs) if beside else self._peers.perform(method, args, kwargs, limit_s)
+        payload = dumps((args, kwargs))  # what can't be sent is nobody's call
+        with signals_held():  # the others are in the midst of a collective where this rank leaves one
+            with self._lock:  # every rank gets the calls in the same order
+                ticket = next(self._tickets)
+                self._peers.broadcast((ticket, method, limit_s, payload))
+            if method not in BESIDE:
+                answer = self._peers.perform(method, args, kwargs, limit_s)
+                self._peers.report(ticket, answer)
+                return LeaderCall(self._peers, ticket, answer)
+        answer = self._peers.host.beside(method, args, kwargs)
         if isinstance(answer.error, KeyboardInterrupt | SystemExit):
             raise answer.error
         self._peers.report(ticket, answer)
@@ -177,11 +183,15 @@ class TorchrunGroup:
         self._ended = True
         if timeout_s > 0:
             message = (next(self._tickets), "shutdown", timeout_s, dumps(farewell))
-            told = threading.Thread(target=self._peers.broadcast, args=(message,), daemon=True)  # which hangs where a follower does
+            told = threading.Thread(target=self._say, args=(message,), daemon=True)  # which hangs where a follower does
             told.start()
             told.join(timeout_s)
         self._peers.host.perform("shutdown", (), {})
         self._peers.close()
+
+    def _say(self, message: Any) -> None:
+        with suppress(RuntimeError):  # a follower that is gone needs no farewell; torchrun ends the others
+            self._peers.broadcast(message)
 
 
 class LeaderCall:
@@ -225,6 +235,32 @@ def end(message: str) -> None:
     sys.stdout.flush()
     os.write(2, f"{message}\n".encode())
     os._exit(1)
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """A block that neither SIGINT nor SIGTERM parts: they come to whoever handles them when it is over, each once. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():  # signals don't come here
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if number not in held:
+            held.append(number)
+
+    def deliver() -> None:
+        with ExitStack() as stack:  # all of them, though the first one raises
+            for number in reversed(held):
+                stack.callback(signal.raise_signal, number)
+
+    with ExitStack() as stack:
+        stack.callback(deliver)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if (before := signal.getsignal(number)) is not None:  # None: not Python's
+                stack.callback(signal.signal, number, before)
+                signal.signal(number, hold)
+        yield
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -20,9 +21,12 @@ from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.adapters import CONFIG, base_of
 from nemorl.runtime.training.group import Ongoing, RankGroup, gather, worst
+from nemorl.runtime.training.wire import dumps
 
 SHUTDOWN_S = 20.0
 """For ranks to end in order."""
+PROFILED_SHUTDOWN_S = 120.0
+"""Where they may have a profile to write first."""
 
 
 class RankedTrainer:
@@ -38,6 +42,7 @@ class RankedTrainer:
         self._group: RankGroup | None = None
         self._model: nn.Module | None = None
         self._lost: BaseException | None = None
+        self._losing, self._shutdown_s = threading.Lock(), SHUTDOWN_S
         self._exports, self._closed = itertools.count(), deque[int]()
         self.step = 0
         """Optimizer steps begun. While one is under way it counts as begun: nobody here knows whether it has."""
@@ -46,6 +51,7 @@ class RankedTrainer:
 
     def setup(self, config: BackendConfig) -> None:
         config = _findable(config)
+        self._lost, self._shutdown_s = None, SHUTDOWN_S if config.profile.steps is None else PROFILED_SHUTDOWN_S
         try:
             self._group = self._start()
             self._call("setup", config)
@@ -62,9 +68,14 @@ class RankedTrainer:
         return self._model
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        self._ready()
-        self.step += 1
-        return self._call("train_step", batch, loss_fn)
+        before, self.step = self.step, self.step + 1
+        try:
+            call = self._begin("train_step", batch, loss_fn)
+        except Exception:
+            if not _can_be_sent((batch, loss_fn)):  # and so no rank has been told
+                self.step = before
+            raise
+        return self._finish("train_step", call)
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._call("get_logprobs", batch)
@@ -81,9 +92,9 @@ class RankedTrainer:
         closed = [self._closed.popleft() for _ in range(len(self._closed))]
         try:
             self._call("export_open", export, closed, {} if dtype is None else {"dtype": dtype})
-            following = self._ready().start("export_next", export)
+            following = self._begin("export_next", export)
             while (bucket := self._finish("export_weights", following)) is not None:
-                following = self._ready().start("export_next", export)  # gathered while this one is used
+                following = self._begin("export_next", export)  # gathered while this one is used
                 for name, tensor in bucket.tensors():
                     yield name, tensor if bucket.lasts else tensor.clone()
                     if self.step != step:
@@ -103,16 +114,30 @@ class RankedTrainer:
         self._call("load_checkpoint", path.absolute())
 
     def shutdown(self) -> None:
-        self._end(SHUTDOWN_S)
+        self._end(self._shutdown_s)
 
     def _ready(self) -> RankGroup:
-        if self._group is None:
-            cause = f"its ranks were ended: {str(self._lost).splitlines()[0]}" if self._lost else "call setup() first, and nothing after shutdown()"
-            raise RuntimeError(f"the training backend has no model: {cause}")
-        return self._group
+        if (group := self._group) is None:
+            raise self._gone() from self._lost
+        return group
+
+    def _gone(self) -> RuntimeError:
+        told = "call setup() first, and nothing after shutdown()"
+        if self._lost is not None:
+            told = f"its ranks were ended: {(str(self._lost) or repr(self._lost)).splitlines()[0]}"
+        return RuntimeError(f"the training backend has no model: {told}")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._finish("export_weights" if method == "export_open" else method, self._ready().start(method, *args, **kwargs))
+        return self._finish("export_weights" if method == "export_open" else method, self._begin(method, *args, **kwargs))
+
+    def _begin(self, method: str, *args: Any, **kwargs: Any) -> Ongoing:
+        group = self._ready()
+        try:
+            return group.start(method, *args, **kwargs)
+        except Exception:
+            if self._lost is not None:  # another thread has found out meanwhile, and ended them
+                raise self._gone() from self._lost
+            raise
 
     def _finish(self, method: str, call: Ongoing) -> Any:
         """Rank 0's result. Where the ranks are good for nothing any more they are ended."""
@@ -122,8 +147,8 @@ class RankedTrainer:
         try:
             answers = gather(group, call, phase=phase, timeout_s=limit[1], limit=limit[0])
         except Exception as error:  # WorkerDied, WorkerTimeout, or a cluster that is gone
-            self._lost = error
-            self._end()
+            if not self._lose(error):
+                raise self._gone() from self._lost
             raise
         steps = {answer.step for answer in answers.values()}
         failed = [rank for rank, answer in answers.items() if answer.kind == "error"]
@@ -136,14 +161,34 @@ class RankedTrainer:
         if not together:
             where = " and ".join(str(group.place(rank)) for rank in sorted(failed))
             raising.add_note(f"raised by {where} in {phase}, but not by the other ranks: all were ended")
-            self._lost = raising
-            self._end()
+            if not self._lose(raising):
+                raise self._gone() from self._lost
         raise raising
+
+    def _lose(self, error: BaseException) -> bool:
+        """End the ranks for good. Whether this error is why: another thread may have noticed first, and what follows from that is no news."""
+        with self._losing:
+            first = self._lost is None
+            if first:
+                self._lost = error
+        try:
+            self._end()
+        except Exception as failure:
+            error.add_note(f"to end the ranks failed as well: {failure!r}")
+        return first
 
     def _end(self, timeout_s: float = 0.0) -> None:
         group, self._group, self._model = self._group, None, None
         if group is not None:
             group.shutdown(timeout_s, self.farewell)
+
+
+def _can_be_sent(value: Any) -> bool:
+    try:
+        dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 def structure(path: str) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.runtime.registry import register_training_backend
+from nemorl.runtime.registry import TRAINING_BACKENDS, register_training_backend
 from nemorl.runtime.runtime_config import RuntimeConfig
 from nemorl.runtime.training.processes import LocalRankGroup
 from nemorl.runtime.training.rank import TrainingRank
@@ -21,7 +21,6 @@ from nemorl.runtime.training.trainer import RankedTrainer
 SIZE = 2
 
 
-@register_training_backend("several")
 class Several:
     """A rank within a rank for each trainer: the backend of this name does not keep the Protocol's ways, but has its methods."""
 
@@ -68,7 +67,11 @@ class View:
 @functools.cache
 def group() -> LocalRankGroup:
     """The ranks of this test process; they end with it."""
-    made = LocalRankGroup("several", SIZE, log_dir=Path(tempfile.mkdtemp(prefix="nemorl-ranks-")), runtime=RuntimeConfig())
+    register_training_backend("several")(Several)
+    try:
+        made = LocalRankGroup("several", SIZE, log_dir=Path(tempfile.mkdtemp(prefix="nemorl-ranks-")), runtime=RuntimeConfig())
+    finally:
+        del TRAINING_BACKENDS["several"]  # other tests list what there is
     call = made.start("setup", BackendConfig())
     while len(call.poll(1)) < SIZE:
         pass

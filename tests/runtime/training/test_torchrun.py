@@ -1,13 +1,19 @@
 """Ranks that torchrun has started: what users see of a job."""
 
+import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+from nemorl.runtime.runtime_config import RuntimeConfig
+from nemorl.runtime.training.group import Answer
+from nemorl.runtime.training.torchrun import TorchrunGroup
 from tests.runtime.cluster.processes import soon_gone
 
 
@@ -44,3 +50,77 @@ def test_a_job_that_fails_ends_and_says_why(model_folder: Path, what: str, told:
     code, said = torchrun(what, model_folder)
     assert code == 1 and re.search(told, said), said
     assert soon_gone(*map(int, re.findall(r"follower (\d+)", said)))
+
+
+class FakePeers:
+    """Two ranks without the other one: what rank 0 does is written down, and a signal comes where `signals` says."""
+
+    size = 2
+
+    def __init__(self, signals: dict[str, list[int]]) -> None:
+        self.signals, self.seen, self.host = signals, [], self
+
+    def _at(self, place: str) -> None:
+        for number in self.signals.get(place, []):
+            signal.raise_signal(number)
+        self.seen.append(place)
+
+    def broadcast(self, message):
+        self._at("broadcast")
+
+    def perform(self, method, args, kwargs, limit_s=0.0):
+        self._at("perform")
+        return Answer("value", None, 1)
+
+    def report(self, ticket, answer):
+        self._at("report")
+
+    def close(self):
+        self.seen.append("close")
+
+
+def group_of(peers: FakePeers) -> TorchrunGroup:
+    group = object.__new__(TorchrunGroup)
+    group._peers, group._runtime, group.size, group._lock, group._tickets, group._ended = (
+        peers, RuntimeConfig(), 2, threading.Lock(), itertools.count(), False)  # fmt: skip
+    return group
+
+
+class Told(Exception):
+    """What a handler raises."""
+
+
+@pytest.mark.parametrize("method", ["get_logprobs", "train_step", "export_next", "setup"])
+@pytest.mark.parametrize("place", ["broadcast", "perform", "report"])
+def test_a_signal_waits_until_rank_zero_has_done_its_part(method, place):
+    """Else the others would wait for it in a collective, while it goes on to save."""
+    came = []
+
+    def handle(number, frame):
+        came.append((number, len(peers.seen)))
+        raise Told
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        peers = FakePeers({place: [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]})
+        with pytest.raises(Told):
+            group_of(peers).start(method)
+        assert peers.seen == ["broadcast", "perform", "report"]
+        assert came == [(signal.SIGTERM, 3), (signal.SIGINT, 3)]
+        assert [signal.getsignal(number) for number in numbers] == [handle, handle]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_follower_that_is_gone_is_bidden_no_farewell(monkeypatch: pytest.MonkeyPatch):
+    peers, printed = FakePeers({}), []
+    monkeypatch.setattr(threading, "excepthook", printed.append)
+
+    def broadcast(message):
+        raise RuntimeError("[gloo] Connection closed by peer")
+
+    peers.broadcast = broadcast
+    group_of(peers).shutdown(5.0)
+    assert peers.seen == ["perform", "close"] and not printed

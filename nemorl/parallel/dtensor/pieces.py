@@ -1,0 +1,43 @@
+"""Tensors that ranks share: the whole of one, and a rank's own piece of it."""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from nemorl.parallel.tensor_files import TensorFiles
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that ranks share; a collective call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank has of a tensor, and where it begins in the whole."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    assert tuple(local.shape) == tuple(shape), f"{tuple(local.shape)} here, {shape} by {tensor.placements}"
+    return local, tuple(offsets)
+
+
+def replicas(tensor: DTensor) -> tuple[int, int]:
+    """How many ranks have the same part of a tensor as this one, and the how-manieth of them this is."""
+    count, this = 1, 0
+    for axis, placement in enumerate(tensor.placements):
+        if isinstance(placement, Replicate):
+            size = tensor.device_mesh.size(axis)
+            count, this = count * size, this * size + tensor.device_mesh.get_local_rank(axis)
+    return count, this
+
+
+def fill(tensor: Tensor, stored: TensorFiles, name: str) -> Tensor:
+    """Copy this rank's part of a stored tensor into its own, and return that."""
+    with torch.no_grad():
+        local, offsets = own_part(tensor)
+        if local.numel():
+            local.copy_(stored.read(name, offsets, local.shape))
+    return tensor

@@ -7,6 +7,7 @@ The loop, the reward and the callbacks are in one process in both cases: this on
 """
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def train(folder: Path, steps: int) -> nemorl.TrainResult:
 
     rank, under_torchrun = int(os.environ.get("RANK", 0)), "RANK" in os.environ
     if rank == 0:  # the others wait in nemorl.train until it has been there
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier start
         save_model(folder / "model", save_tokenizer(folder / "model"), seed=0)
     return nemorl.train(
         model=folder / "model", dataset=[{"prompt": f"{number}="} for number in range(100)], reward_fn=even_digits, callbacks=[Progress()],

@@ -229,7 +229,8 @@ def devices(message: str, **options: Any) -> Case:
 
 DEVICES = {
     "heads that don't divide": devices(
-        r"parallel must suit the model, but parallel\.tp 3 does not divide the model's num_attention_heads 4; .*choose degrees", parallel={"tp": 3}
+        r"parallel must suit the model, but parallel\.tp 3 does not divide the model's num_attention_heads 4; .*parallel.tp may be",
+        parallel={"tp": 3},
     ),
     "adapters that are split": devices(
         r"lora\.rank must be 0 with parallel\.tp above 1, but it is 4: spread", parallel={"tp": 2}, lora=nemorl.LoRAConfig(rank=4)

@@ -88,7 +88,7 @@ class ParallelPlan:
         for name, size in sizes.items():
             if size % self.tp:
                 yield f"parallel.tp {self.tp} does not divide the model's {name} {size}"
-        if self.cp_method == "ulysses" and heads % (self.tp * self.cp):
+        if self.cp > 1 and self.cp_method == "ulysses" and heads % (self.tp * self.cp):
             yield (f"parallel.cp {self.cp} · tp {self.tp} does not divide the model's num_attention_heads {heads}, which cp_method ulysses needs "
                    "(allgather does not)")  # fmt: skip
 
@@ -96,4 +96,5 @@ class ParallelPlan:
         """Raise a ValueError with everything in `problems`."""
         found = list(self.problems(model))
         if found:
-            raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: choose degrees that divide these numbers")
+            possible = [str(tp) for tp in range(1, 65) if not list(replace(self, tp=tp, cp=1).problems(model))]
+            raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: parallel.tp may be {', '.join(possible)} here")

@@ -6,7 +6,7 @@ Where ranks die or hang, there is another go (`with_restarts`).
 import itertools
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from nemorl.runtime.checkpoint import CheckpointError
 from nemorl.runtime.config_io import dump_yaml, to_dict
 from nemorl.runtime.devices import Devices
 from nemorl.runtime.display import make_display
-from nemorl.runtime.engine_start import told
+from nemorl.runtime.engine_start import told, told_of_ranks
 from nemorl.runtime.job import Job
 from nemorl.runtime.loggers.base import LoggedRun, LoggerFactory, Recorder
 from nemorl.runtime.observers import GapWatch, PlotCallback, SignalWatch
@@ -106,7 +106,10 @@ def attempt(prepared: Prepared) -> TrainResult:
     engines = generation_config(config, directory, devices) if job.generates else None
     trainer, generator = make_backend(prepared), None
     found = checkpoint.latest(directory.path) if config.run.resume else None
-    set_up(trainer, backend_config(config, job, prepared.folder, found, devices=devices, directory=directory))
+    setup = backend_config(config, job, prepared.folder, found, devices=devices, directory=directory)
+    who = "processes of torchrun" if devices.torchrun else "workers that Ray places" if devices.through_ray else "processes of this machine"
+    with told_of_ranks(devices.plan, who, quiet=config.run.display == "none") if devices.ranked else nullcontext():
+        set_up(trainer, setup)
     if devices.ranked:
         torch.manual_seed(config.run.seed)  # as a backend in this process does: a reward that draws numbers draws the same ones
     try:

@@ -80,7 +80,8 @@ def find_plans(config: PlanConfig) -> Planned:
         else:
             found.append(judge(config, model, plan))
     if not found:
-        raise ValueError(f"gpus must allow a plan that suits the model, but there is none: {'; '.join(refused) or 'no degrees multiply to them'}")
+        reason = "; ".join(refused) or f"the degrees given do not multiply to a divisor of {config.gpus}"
+        raise ValueError(f"gpus must allow a plan that suits the model, but there is none: {reason}")
     budget = config.gpu_memory * GB * (1 - config.reserve)
     fits = [candidate.fullest.total <= budget for candidate in found]
     fitting = sorted((candidate for candidate, fit in zip(found, fits, strict=True) if fit), key=_order)
@@ -183,7 +184,10 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
     shown = (found.fitting or found.too_large)[: config.show]
     title = f"{config.model}: {found.model.num_parameters() / GB:.2f} B parameters on {config.gpus} GPUs of {config.gpu_memory:g} GB"
     console.print(Text(title, style="bold"))
-    console.print(table(config, shown))
+    lines = table(config, shown)
+    # Rather too wide for a terminal than without its numbers.
+    console.width = max(console.width, console.measure(lines, options=console.options.update(max_width=1000)).maximum)
+    console.print(lines)
     console.print(f"GB per device at its fullest moment; {budget:.1f} of {config.gpu_memory:g} GB may be used (--reserve {config.reserve:g}). "
                   "sent: GB per device and optimizer step. time: of a step, reckoned from sizes, against the first.")  # fmt: skip
     for reason in found.refused[:3]:

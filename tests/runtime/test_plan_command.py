@@ -1,5 +1,6 @@
 """`nemorl plan`: which plans it finds, in which order, and what it says where none fits."""
 
+import io
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.cli import main, parse
@@ -144,7 +146,10 @@ BAD = {
     "no GPUs": (["--model", "70b", "--gpus", "0"], "gpus must be at least 1"),
     "no memory": (["--model", "70b", "--gpus", "8", "--gpu-memory", "0"], "gpu_memory must be positive"),
     "a degree that does not divide": (["--model", "70b", "--gpus", "8", "--cp", "3"], "cp must divide the 8 GPUs, but it is 3"),
-    "degrees that do not multiply": (["--model", "70b", "--gpus", "8", "--cp", "4", "--dp-shard", "4"], "no degrees multiply"),
+    "degrees that do not multiply": (
+        ["--model", "70b", "--gpus", "8", "--cp", "4", "--dp-shard", "4"],
+        "the degrees given do not multiply to a divisor of 8",
+    ),
     "too wide for a machine": (["--model", "70b", "--gpus", "16", "--tp", "16"], "tp must be at most the 8 GPUs"),
     "engines that are not there": (["--model", "70b", "--gpus", "8", "--generation-tp", "2"], "generation_tp needs colocated_generation"),
     "all in reserve": (["--model", "70b", "--gpus", "8", "--reserve", "1"], "reserve must lie in"),
@@ -170,3 +175,11 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_narrow_terminal_costs_no_column(models: Path):
+    output = io.StringIO()
+    config = PlanConfig(model=str(models / "70b"), gpus=64, gpu_memory=80, seq_len=8192, show=1)
+    print_plans(config, find_plans(config), Console(file=output, width=80))
+    (row,) = [line for line in output.getvalue().splitlines() if "×" in line]
+    assert re.search(r"│ +1 │ +64 │ +1 │ +1 │ +full │", row) and "…" not in output.getvalue()

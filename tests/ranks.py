@@ -1,5 +1,6 @@
 """Functions run on several ranks: real processes with a real gloo process group, forked from a server that has the imports behind it."""
 
+import contextlib
 import multiprocessing as mp
 import os
 import pickle
@@ -74,6 +75,8 @@ def _rank(rank: int, size: int, port: int, process_group: bool, pipe: Connection
     except BaseException:
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     finally:
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv_bytes()  # until all are done: rank 0 has the store through which the others may still be finding each other
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # nothing that a library does at exit may keep the others waiting

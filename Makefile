@@ -60,7 +60,7 @@ bench-peers: $(PEERS)/.installed  ## The benchmarks against TRL, which gets an e
 mutants: $(INSTALLED)  ## Mutation testing of losses and data; over an hour of one core, resumable (MUTANTS='--sample 300' for a part)
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutation.run $(MUTANTS)
 
-parity: $(INSTALLED)  ## Every plan, layout and model against plain PyTorch, number by number; an hour of two cores, resumable (PARITY='--match "TP 2"' for a part)
+parity: $(INSTALLED)  ## Every plan, layout and model against plain PyTorch, number by number; more than an hour of two cores, resumable (PARITY='--match "TP 2"' for a part)
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.parity.run $(or $(PARITY),--write docs/parity.md)
 
 clean:  ## Remove the environment and caches

@@ -123,6 +123,8 @@ def attempt(prepared: Prepared) -> TrainResult:
         if job.with_initial_model is not None:
             job = job.with_initial_model(current)
         current = resumed(current, directory, found, last_step=job.num_steps, lengths=prepared.lengths)
+        if found is not None and (before := num_ranks(found)) not in (0, devices.plan.num_ranks):
+            warnings.warn(f"the run goes on with another number of devices than before: {devices.plan.num_ranks}, was {before}", stacklevel=3)
         prepared.tokenizer.save_pretrained(directory.path / "tokenizer")
         directory.write_data(prepared.lengths)
         if generator is not None:
@@ -203,6 +205,11 @@ def resumed(run: Run, directory: RunDirectory, found: Path | None, *, last_step:
     directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
     directory.truncate(run.state.step if found is not None else -1)
     return run
+
+
+def num_ranks(found: Path) -> int:
+    """How many ranks have written a checkpoint; 0 where a training backend of somebody's own has, in its own way."""
+    return len(list((found / "trainer").glob("optimizer*.safetensors")))
 
 
 def all_callbacks(prepared: Prepared, model: nn.Module) -> list[Callback]:

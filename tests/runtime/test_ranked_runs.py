@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -196,7 +197,11 @@ def test_a_run_goes_on_with_another_plan(place: Path, tmp_path: Path):
     config = ranked(sft_config, place, tmp_path / "run")
     for steps, plan in ((1, {"tp": 2}), (3, {"dp_shard": 2}), (STEPS, {})):
         resumed = replace(config, run=replace(config.run, resume=steps > 1), max_num_steps=steps, parallel=nemorl.ParallelPlan(**plan))
-        result = in_tests(resumed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = in_tests(resumed)
+        changed = [str(one.message) for one in caught if "number of devices" in str(one.message)]
+        assert changed == (["the run goes on with another number of devices than before: 1, was 2"] if steps == STEPS else [])
     assert_close(result, straight)
 
 

@@ -3,7 +3,7 @@ memory, weights."""
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +189,11 @@ def without_adapter(name: str) -> str:
     return name.replace(".base_layer.", ".")
 
 
-def copy_whole(model: nn.Module, whole: Mapping[str, Tensor], own: Callable[[str], str] = without_adapter) -> None:
+def copy_whole(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Copy each parameter's shard out of whole tensors, which every rank has; of names that `whole` lacks nothing is changed."""
     with torch.no_grad():
         for name, parameter in parameters_by_name(model).items():
-            value = whole.get(own(name), whole.get(name))
+            value = whole.get(without_adapter(name), whole.get(name))
             if value is None:
                 continue
             value = value.detach().to(parameter.device, parameter.dtype)

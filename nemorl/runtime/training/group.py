@@ -68,7 +68,8 @@ class Status:
         return any("torch/distributed/" in frame for frame in self.frames[:8])
 
     def __str__(self) -> str:
-        where = f", at {' < '.join(self.frames[:5])}" if self.frames else ""
+        known = [frame for frame in self.frames[1:] if not frame.startswith(("torch/", "<frozen"))]  # where a reader can find himself
+        where = f", at {' < '.join([*self.frames[:1], *known[:4]])}" if self.frames else ""
         return f"{self.seconds:.1f} s in {self.phase}, after {self.step} optimizer steps{where}"
 
 

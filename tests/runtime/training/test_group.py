@@ -101,6 +101,12 @@ def test_the_rank_that_the_others_wait_for_is_named(answers, statuses, named):
     assert ("not a word" in lines[2]) == (1 not in statuses)
 
 
+def test_what_a_rank_is_at_is_told_in_code_that_a_reader_knows():
+    """The innermost frame, and then those that are not torch's."""
+    told = str(status(0, "torch/_ops.py:1 wait", "torch/distributed/a.py:2 b", "<frozen importlib>:3 c", "nemorl/x.py:4 step", "mine.py:5 loss"))
+    assert told.endswith("at torch/_ops.py:1 wait < nemorl/x.py:4 step < mine.py:5 loss")
+
+
 def test_time_in_which_the_driver_itself_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch):
     """As by Ctrl-Z: the ranks' answers are there, but nobody has read them."""
     clock = iter([0.0, 0.1, 5000.0])

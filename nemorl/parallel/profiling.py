@@ -6,6 +6,7 @@ exit.
 
 import atexit
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,9 @@ class _Recording:
 
 
 _recording: _Recording | None = None
+
+QUIET_S = 0.1
+"""How long operations of other threads, which have just begun to be recorded, are given before a recording ends."""
 
 
 @contextmanager
@@ -67,6 +71,9 @@ def close_profile() -> None:
     recording, _recording = _recording, None
     if recording is None:
         return
+    # The other threads go on, and torch (2.13: pytorch pull request 187483) would read what one is just writing, and crash: none may record any more.
+    recording.profiler.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
+    time.sleep(QUIET_S)
     recording.profiler.stop()
     name = f"rank{recording.rank}_steps{recording.first}-{recording.last}.json"
     path, unfinished = recording.folder / name, recording.folder / f".{name}.part"

@@ -4,6 +4,8 @@ import json
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +83,25 @@ def test_any_thread_may_end_it(tmp_path):
     close = "import threading; thread = threading.Thread(target=close_profile); thread.start(); thread.join()"
     assert in_a_process(tmp_path, close) == 0
     assert traces(tmp_path) == {"rank0_steps1-2.json": ["1", "2"]}
+
+
+def test_other_threads_record_nothing_any_more_while_it_ends(tmp_path, monkeypatch):
+    """torch reads then what they have recorded: where one is just writing, the process would crash, now and then."""
+
+    def elsewhere(operation: Callable) -> None:
+        thread = threading.Thread(target=operation, args=(torch.ones(4),))
+        thread.start()
+        thread.join()
+
+    train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 2))
+    elsewhere(torch.special.erfcx)
+    profiler = profiling._recording.profiler
+    stop = profiler.stop
+    monkeypatch.setattr(profiler, "stop", lambda: (elsewhere(torch.special.log_ndtr), stop()))
+    close_profile()
+    (trace,) = tmp_path.iterdir()
+    assert "aten::special_erfcx" in trace.read_text()
+    assert "aten::special_log_ndtr" not in trace.read_text()
 
 
 def test_a_process_that_ends_in_the_midst_does_not_crash(tmp_path):

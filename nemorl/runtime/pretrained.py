@@ -16,6 +16,7 @@ from nemorl.parallel.tensor_files import TensorFiles, write_model_files
 from nemorl.rollout.adapters import CONFIG, WEIGHTS, base_of, merge_folder, merged_tensors
 from nemorl.rollout.causal_lm import load_causal_lm, usable_device
 from nemorl.runtime.callbacks import Callback
+from nemorl.runtime.hub import require_hub
 from nemorl.runtime.run_directory import RunDirectory
 from nemorl.runtime.state import Run
 
@@ -23,7 +24,7 @@ from nemorl.runtime.state import Run
 def model_folder(name: str) -> str:
     """The model that `name` means: for a run's directory its export, else the name itself (a folder or a hub name).
 
-    Raises ValueError for a run that has not been exported.
+    Raises ValueError for a run that has not been exported, and for a hub name that is neither in the cache nor to be fetched.
     """
     path = Path(name)
     if not name:
@@ -31,6 +32,8 @@ def model_folder(name: str) -> str:
     in_a_folder = len(path.parts) > 1 and path.parent.is_dir()
     if not path.exists() and (name.count("/") != 1 or name.startswith((".", "/", "~")) or in_a_folder):  # a hub name is OWNER/NAME
         raise ValueError(f"the model must be a folder or a hub name (OWNER/NAME), but there is no folder {name}: check the path")
+    if not path.exists():
+        require_hub(name, "config.json", CONFIG, field="the model")
     if any((path / file).exists() for file in ("config.json", CONFIG)) and not (path / "config.yaml").exists():  # whatever else is in there
         return name
     if not (path / "checkpoints").is_dir() and not (path / "metrics.jsonl").exists():
@@ -51,6 +54,8 @@ def load_tokenizer(name: str) -> Any:
 
     if not name:
         raise ValueError("model.path must name a model folder or a hub model, but it is empty: give --model.path PATH")
+    if not Path(name).exists():
+        require_hub(name, "tokenizer_config.json", "tokenizer.json", "config.json", field="the tokenizer")
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:

@@ -18,10 +18,11 @@ from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
+from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.memory import Workload
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.causal_lm import load_causal_lm
 from tests.parallel.batches import nll_loss
 
 
@@ -34,12 +35,14 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: Workload, micro_batche
         sequence_packing=work.packed,
         packed_row_tokens=work.seq_len if work.packed else None,
     )
-    model = ModelConfig(path=str(folder), from_scratch=True)
-    config = BackendConfig(model=model, trainer=trainer, parallel=plan, keep_reference=work.keep_reference)
+    model = ModelConfig(path=str(folder), from_scratch=not work.lora_rank)
+    lora = LoRAConfig(rank=work.lora_rank, target_modules=work.lora_targets)
+    config = BackendConfig(model=model, trainer=trainer, parallel=plan, lora=lora, keep_reference=work.keep_reference)
     batch = _batch(micro_batches * work.rows * plan.data_ranks, work)
     loss_fn = _loss_with_entropy if work.entropy_gradient else nll_loss
     with Allocations() as recorded:
-        backend = DTensorBackend()
+        # Adapters are for a trained model: here one that is handed over, as no weights lie in the folder.
+        backend = DTensorBackend(load_causal_lm(str(folder), from_scratch=True) if work.lora_rank else None)
         backend.setup(config)
         backend.train_step(batch, loss_fn)
         begin = time.time_ns()

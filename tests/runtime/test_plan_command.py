@@ -14,8 +14,9 @@ from rich.console import Console
 
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.cli import main, parse
-from nemorl.runtime.plan_command import NODE_BANDWIDTH, RECOMPUTED, Planned, candidates, find_plans, print_plans, read_shape
+from nemorl.runtime.plan_command import Planned, candidates, find_plans, print_plans, read_shape
 from nemorl.runtime.plan_config import PlanConfig
+from nemorl.runtime.plan_cost import NODE_BANDWIDTH, RECOMPUTED
 
 SIZES = {
     "7b": {"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
@@ -114,7 +115,7 @@ def test_the_command_prints_flags_that_a_run_takes(models: Path, capsys: pytest.
     assert main(["plan", "--model", str(models / "70b"), "--gpus", "64", "--gpu-memory", "80", "--seq-len", "8192", "--show", "4"]) == 0
     output = capsys.readouterr().out
     assert "70.55 B parameters on 64 GPUs of 80 GB" in output and "1.00×" in output
-    assert len(re.findall(r"[│|] +(?:full|none|selective) [│|]", output)) == 4
+    assert len(re.findall(r"^ +\d+ +\d+ +\d+ +\d+ +(?:full|none|selective) ", output, re.MULTILINE)) == 4
     flags = output.strip().splitlines()[-1]
     config = parse("sft", ["--model.path", "m", "--data.train", "d", *flags.split()])
     best = find(models, gpus=64, gpu_memory=80, seq_len=8192).fitting[0].plan
@@ -135,7 +136,7 @@ def test_where_nothing_fits_the_smallest_are_shown(models: Path, capsys: pytest.
     assert re.search(r"gpu_memory must hold a plan, but it is 80, of which 72.0 GB may be used: the smallest needs 1\d\d\.\d GB", shown.err)
     assert "--cpu-offload" in shown.err and "full" in shown.out
     config = PlanConfig(model=str(models / "70b"), gpus=8, gpu_memory=141, colocated_generation=True, generation_sequences=4096)
-    with pytest.raises(ValueError, match="fewer --generation-sequences"):
+    with pytest.raises(ValueError, match=r"try several of --generation-sequences, --generation-tp, .* together$"):
         print_plans(config, find_plans(config))
 
 
@@ -152,6 +153,14 @@ BAD = {
     ),
     "too wide for a machine": (["--model", "70b", "--gpus", "16", "--tp", "16"], "tp must be at most the 8 GPUs"),
     "engines that are not there": (["--model", "70b", "--gpus", "8", "--generation-tp", "2"], "generation_tp needs colocated_generation"),
+    "LoRA with tp": (["--model", "70b", "--gpus", "8", "--lora-rank", "8", "--tp", "2"], "lora_rank must be 0 with tp above 1, but it is 8"),
+    "targets without LoRA": (["--model", "70b", "--gpus", "8", "--lora-target-modules", "q_proj"], "lora_target_modules needs lora_rank"),
+    "no such target": (
+        ["--model", "70b", "--gpus", "8", "--lora-rank", "8", "--lora-target-modules", "q_proj", "wq"],
+        "lora_target_modules must be of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj, but it is 'wq'",
+    ),
+    "main memory that nothing takes": (["--model", "70b", "--gpus", "8", "--host-memory", "512"], "host_memory needs cpu_offload"),
+    "no main memory": (["--model", "70b", "--gpus", "8", "--host-memory", "0", "--cpu-offload"], "host_memory must be positive"),
     "all in reserve": (["--model", "70b", "--gpus", "8", "--reserve", "1"], "reserve must lie in"),
 }
 
@@ -177,9 +186,86 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("options", [{}, {"cpu_offload": True}, {"lora_rank": 16}, {"seq_len": 131072}], ids=str)
+def test_the_table_fits_80_columns(options: dict[str, Any], models: Path):
+    output = shown(models, "7b", width=80, gpus=8, **options)
+    (rule,) = [line for line in output.splitlines() if line.startswith("───")]
+    assert len(rule) <= 80 and "…" not in output
+    sentences = [line for line in output.splitlines() if not line.startswith("--")]
+    assert max(map(len, sentences)) <= 80
+
+
 def test_a_narrow_terminal_costs_no_column(models: Path):
+    output = shown(models, "70b", width=40, gpus=64, seq_len=8192, show=1)
+    (row,) = [line for line in output.splitlines() if "×" in line]
+    assert re.search(r"^ +1 +64 +1 +1 +full ", row) and "…" not in output
+
+
+def shown(models: Path, name: str, *, width: int, **options: Any) -> str:
+    """What `print_plans` prints."""
     output = io.StringIO()
-    config = PlanConfig(model=str(models / "70b"), gpus=64, gpu_memory=80, seq_len=8192, show=1)
-    print_plans(config, find_plans(config), Console(file=output, width=80))
-    (row,) = [line for line in output.getvalue().splitlines() if "×" in line]
-    assert re.search(r"│ +1 │ +64 │ +1 │ +1 │ +full │", row) and "…" not in output.getvalue()
+    config = PlanConfig(model=str(models / name), **options)
+    print_plans(config, find_plans(config), Console(file=output, width=width))
+    return output.getvalue()
+
+
+def test_main_memory_is_that_of_a_machine(models: Path):
+    few, many = (find(models, gpus=gpus, cpu_offload=True, dp_shard=gpus, activation_checkpointing="full").fitting[0] for gpus in (4, 16))
+    shape = read_shape(str(models / "70b"))
+    assert few.host == pytest.approx(16 * shape.num_parameters(), rel=0.1), "four GPUs of one machine"
+    assert many.host == pytest.approx(16 * shape.num_parameters() / 2, rel=0.1), "eight of sixteen"
+    replicated = find(models, gpus=8, cpu_offload=True, dp_replicate=2, dp_shard=4, activation_checkpointing="full").fitting[0]
+    assert replicated.host == pytest.approx(2 * few.host, rel=0.01), "each copy of the model is there"
+    assert "host" in shown(models, "70b", width=80, gpus=8, cpu_offload=True) and "host" not in shown(models, "70b", width=80, gpus=64)
+
+
+def test_main_memory_is_judged_where_it_is_known(models: Path):
+    options: dict[str, Any] = {"gpus": 8, "cpu_offload": True}
+    roomy, tight = find(models, **options, host_memory=2000), find(models, **options, host_memory=1000)
+    assert roomy.fitting and all(candidate.host <= 1800e9 for candidate in roomy.fitting)
+    assert any(candidate.fullest.total <= 72e9 for candidate in roomy.too_large), "two copies don't fit the main memory"
+    assert not tight.fitting
+    with pytest.raises(
+        ValueError, match=r"host_memory must hold a plan, but it is 1000, of which 900.0 GB may be used: the smallest needs 1\d\d\d.\d GB"
+    ):
+        print_plans(PlanConfig(model=str(models / "70b"), **options, host_memory=1000), tight, Console(file=io.StringIO()))
+
+
+def test_adapters_leave_room(models: Path):
+    whole, adapted = find(models, gpus=8), find(models, gpus=8, lora_rank=16)
+    assert not whole.fitting and adapted.fitting
+    assert all(candidate.plan.tp == 1 for candidate in (*adapted.fitting, *adapted.too_large))
+    output = shown(models, "70b", width=80, gpus=8, lora_rank=16, lora_target_modules=("q_proj", "v_proj"))
+    assert "32.8 M in adapters that train" in output
+    config = parse("sft", ["--model.path", "m", "--data.train", "d", *output.strip().splitlines()[-1].split()])
+    assert config.lora.rank == 16 and config.lora.target_modules == ("q_proj", "v_proj")
+
+
+def test_frozen_matrices_take_two_thirds_of_the_time(models: Path):
+    options: dict[str, Any] = {"gpus": 1, "gpu_memory": 2000, "activation_checkpointing": "none", "seq_len": 1024}
+    whole, adapted = find(models, **options).fitting[0], find(models, **options, lora_rank=8).fitting[0]
+    assert 0.66 < adapted.seconds / whole.seconds < 0.7
+
+
+def test_groups_that_do_not_divide_a_machine_lie_across(models: Path):
+    best = find(models, "7b", gpus=12).fitting[0].plan
+    assert (best.dp_replicate, best.dp_shard) == (3, 4), "six GPUs would begin in one machine of eight and end in the next"
+    assert find(models, "7b", gpus=12, gpus_per_node=6).fitting[0].plan.dp_shard == 6
+
+
+def test_engines_come_with_their_settings(models: Path):
+    output = shown(models, "7b", width=120, gpus=8, colocated_generation=True, generation_tp=2)
+    config = parse("grpo", ["--model.path", "m", "--data.train", "d", *output.strip().splitlines()[-1].split()])
+    engines = config.generation
+    assert (engines.backend, engines.num_replicas, engines.tensor_parallel_size, engines.max_batch_size) == ("vllm", 4, 2, 64)
+
+
+def test_what_is_advised_where_nothing_fits_helps(models: Path):
+    options: dict[str, Any] = {"gpus": 8, "gpu_memory": 80}
+    with pytest.raises(ValueError, match="try ") as error:
+        shown(models, "70b", width=80, **options)
+    advised = str(error.value).partition("try ")[2]
+    assert re.fullmatch(r"--cpu-offload \(it takes 1194 GB of a machine's main memory\) or --lora-rank 16 or --gpus 32", advised)
+    for change in ({"cpu_offload": True}, {"lora_rank": 16}, {"gpus": 32}):
+        assert find(models, **{**options, **change}).fitting
+    assert not find(models, gpus=16, gpu_memory=80).fitting

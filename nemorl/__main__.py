@@ -3,6 +3,8 @@
 import sys
 
 from nemorl.runtime.cli import main
+from nemorl.runtime.following import errors_for_torchrun
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with errors_for_torchrun():
+        sys.exit(main())

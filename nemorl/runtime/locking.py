@@ -7,15 +7,20 @@ import platform
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from nemorl.runtime.worker_errors import WorkerDied, WorkerTimeout
+
 LOCK_NAME = ".lock"
 _HELD: set[int] = set()
 """Descriptors of the locks that this process holds."""
+_BEHIND_SIGTERM: list[Callable[[], Exception | None]] = []
+"""Who knows what else may be behind a SIGTERM."""
 
 
 class Terminated(SystemExit):
@@ -63,6 +68,8 @@ class _Deferral:
     active: bool = False
     update_begun: Callable[[], bool] = bool
     pending: int | None = None
+    came: bool = False
+    """Whether a signal has come since the run began."""
 
 
 _DEFERRAL = _Deferral()
@@ -78,6 +85,7 @@ def signals_in_order() -> Iterator[None]:
     replaced = {number: before for number, before in ours.items() if _in_main_thread() and signal.getsignal(number) is before}
     for number in replaced:
         signal.signal(number, _handle)
+    _DEFERRAL.came = False
     try:
         yield
     finally:
@@ -90,6 +98,7 @@ def deferred(update_begun: Callable[[], bool]) -> Iterator[None]:
     """A block that a signal doesn't part, such as a step and the record of it: the signal raises when the block is over.
 
     SIGTERM has a deadline: it waits only if `update_begun()`, since until then the step before is there to be saved. A second signal raises at once.
+    So does one that waits where ranks turn out to be dead or stuck: the step that it waits for will not come.
     """
     if not _in_main_thread():  # signals don't come here
         yield
@@ -97,8 +106,13 @@ def deferred(update_begun: Callable[[], bool]) -> Iterator[None]:
     _DEFERRAL.update_begun, _DEFERRAL.pending, _DEFERRAL.active = update_begun, None, True
     try:
         yield
-    except BaseException:
-        _DEFERRAL.active, _DEFERRAL.pending = False, None  # the run ends by this error
+    except BaseException as error:
+        _DEFERRAL.active = False
+        if _DEFERRAL.pending is not None and isinstance(error, WorkerDied | WorkerTimeout):
+            if isinstance(error, WorkerDied):  # `group.gather` has told of the others
+                warnings.warn(str(error), stacklevel=2)
+            _raise_pending(error)
+        _DEFERRAL.pending = None  # the run ends by this error
         raise
     _DEFERRAL.active = False
     _raise_pending()
@@ -119,22 +133,77 @@ def interruptible() -> Iterator[None]:
         _DEFERRAL.active = before
 
 
+def explain_sigterm(find: Callable[[], Exception | None] | None) -> None:
+    """Have SIGTERM raise the error that `find` returns, if there is one, instead of `Terminated`: torchrun sends it where a rank has died.
+
+    With None it is `Terminated` again.
+    """
+    _BEHIND_SIGTERM[:] = [] if find is None else [find]
+
+
+def signal_came() -> bool:
+    """Whether a signal ends this run, be it now or when the present step is finished."""
+    return _DEFERRAL.came
+
+
+class SignalEar:
+    """Hears of SIGINT and SIGTERM, those with a handler, as they come, also while the main thread is in a call into which no Python handler gets.
+
+    Made in another thread than the main one, or beside another (Python has room for one), it is deaf.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._ends: tuple[int, int] | None = None
+        if not _in_main_thread():
+            return
+        reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if before == -1:
+            self._ends = reader, writer
+        else:
+            signal.set_wakeup_fd(before)
+            os.close(reader)
+            os.close(writer)
+
+    def heard(self) -> bool:
+        """Whether one has come since this was made; `number` is that of the last one."""
+        if self._ends is not None:
+            with contextlib.suppress(BlockingIOError):
+                came = [number for number in os.read(self._ends[0], 4096) if number in (signal.SIGINT, signal.SIGTERM)]
+                self.number = came[-1] if came else self.number
+        return self.number != 0
+
+    def close(self) -> None:
+        """Give back what it hears with."""
+        ends, self._ends = self._ends, None
+        if ends is not None:
+            if _in_main_thread():
+                signal.set_wakeup_fd(-1)
+            for end in ends:
+                os.close(end)
+
+
 def _handle(number: int, frame: FrameType | None) -> None:
+    behind = next((error for find in _BEHIND_SIGTERM if (error := find()) is not None), None) if number == signal.SIGTERM else None
+    if behind is not None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise behind
     wait = _DEFERRAL.active and _DEFERRAL.pending is None and (number == signal.SIGINT or _DEFERRAL.update_begun())
-    _DEFERRAL.pending = number
+    _DEFERRAL.pending, _DEFERRAL.came = number, True
     if not wait:
         _raise_pending()
     with contextlib.suppress(OSError):  # not print: the handler may have come in the midst of one
         os.write(2, b"\nthe run ends once this step is finished; a second signal (Ctrl-C) ends it at once, and the step is lost\n")
 
 
-def _raise_pending() -> None:
+def _raise_pending(cause: BaseException | None = None) -> None:
     number, _DEFERRAL.pending = _DEFERRAL.pending, None
     if number == signal.SIGTERM:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the next would come while the checkpoint is written
-        raise Terminated
+        raise Terminated from cause
     if number == signal.SIGINT:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt from cause
 
 
 def _in_main_thread() -> bool:
@@ -147,7 +216,7 @@ def _after_fork() -> None:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     _HELD.clear()
-    _DEFERRAL.active, _DEFERRAL.pending = False, None
+    _DEFERRAL.active, _DEFERRAL.pending, _DEFERRAL.came = False, None, False
 
 
 os.register_at_fork(after_in_child=_after_fork)

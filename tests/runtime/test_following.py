@@ -1,10 +1,12 @@
 """What torchrun's processes other than rank 0 do on the command line and in Python: they serve, and say nothing."""
 
 import pickle
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import nemorl
 from nemorl.runtime import cli, following
@@ -83,3 +85,36 @@ def test_rank_zero_is_no_follower(follower, monkeypatch):
     assert not following.follows()
     monkeypatch.delenv("RANK")
     assert not following.follows()
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        (["warning: one\n", "nemorl sft: \x1b[1;31merror:\x1b[0m lr must be positive\nand a note\n"], "nemorl sft: lr must be positive\nand a note"),
+        ([f"line {number}\n" for number in range(20)], "\n".join(f"line {number}" for number in range(8, 20))),
+    ],
+    ids=["an error of ours", "others"],
+)
+def test_torchruns_report_is_told_the_last_words(said, kept, monkeypatch, tmp_path: Path, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit), following.errors_for_torchrun():
+        for part in said:
+            print(part, end="", file=sys.stderr)
+        sys.exit(2)
+    assert capsys.readouterr().err == "".join(said)
+    assert ProcessFailure(0, 1, 2, str(tmp_path / "error.json")).message["message"] == kept
+
+
+def test_torchruns_report_has_the_traceback_of_what_nobody_caught(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(ZeroDivisionError), following.errors_for_torchrun():
+        1 / 0  # noqa: B018
+    assert "ZeroDivisionError" in ProcessFailure(0, 1, 1, str(tmp_path / "error.json")).message["extraInfo"]["py_callstack"]
+
+
+def test_no_report_of_a_program_that_ends_well(monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit), following.errors_for_torchrun():
+        print("warning: only that", file=sys.stderr)
+        sys.exit(0)
+    assert list(tmp_path.iterdir()) == []

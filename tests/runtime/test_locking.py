@@ -8,7 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.runtime.locking import LOCK_NAME, Terminated, deferred, interruptible, locked, signals_in_order
+from nemorl.runtime.locking import (
+    LOCK_NAME,
+    SignalEar,
+    Terminated,
+    deferred,
+    explain_sigterm,
+    interruptible,
+    locked,
+    signal_came,
+    signals_in_order,
+)
+from nemorl.runtime.worker_errors import WorkerDied, WorkerTimeout
 
 HOLD = "import sys; from nemorl.runtime.locking import locked\nwith locked(sys.argv[1]):\n    print('held', flush=True); sys.stdin.read()"
 IN_USE = r"run\.dir must be used by one run at a time, but .* is in use by {}: wait for it or name another one \(--run\.dir\)"
@@ -224,3 +235,78 @@ def test_a_forked_child_leaves_the_lock_alone(tmp_path: Path):
     assert (tmp_path / LOCK_NAME).exists()
     context.__exit__(None, None, None)
     assert not (tmp_path / LOCK_NAME).exists()
+
+
+DEATH = WorkerDied("rank 1 died", rank=1, host="here", pid=7, reason="it was killed")
+
+
+@pytest.mark.filterwarnings("ignore:rank 1 died")
+@pytest.mark.parametrize("found", [DEATH, WorkerTimeout("rank 1 hung")])
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
+def test_a_signal_that_waits_for_ranks_that_are_gone_raises(number, error, found):
+    """Else the run would begin anew with others (runtime.max_restarts), though it has been told to end."""
+    with pytest.raises(error) as caught, signals_in_order(), deferred(lambda: True):
+        send(number)
+        raise found
+    assert caught.value.__cause__ is found
+    with pytest.raises(type(found)), signals_in_order(), deferred(lambda: True):
+        raise found
+    with pytest.raises(ZeroDivisionError), signals_in_order(), deferred(lambda: True):
+        send(number)
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_sigterm_that_comes_of_a_death_tells_of_it_at_once(begun, capfd):
+    found: list[Exception | None] = [DEATH]
+    try:
+        explain_sigterm(lambda: found[0])
+        with pytest.raises(WorkerDied), signals_in_order(), deferred(lambda: begun):
+            send(signal.SIGTERM)
+            raise AssertionError
+        assert capfd.readouterr().err == ""
+        found[0] = None
+        with pytest.raises(Terminated), signals_in_order(), deferred(lambda: begun):
+            send(signal.SIGTERM)
+    finally:
+        explain_sigterm(None)
+
+
+def test_it_is_known_that_a_signal_came():
+    with pytest.raises(KeyboardInterrupt), signals_in_order():
+        assert not signal_came()
+        with deferred(lambda: True):
+            send(signal.SIGINT)
+            assert signal_came()
+    with signals_in_order():
+        assert not signal_came()
+
+
+def test_a_signal_is_heard_though_its_handler_cannot_run_yet():
+    """As in a collective: the main thread is in C, and another one asks."""
+    heard, before = [], signal.signal(signal.SIGTERM, lambda *_: heard.append("handler"))
+    ear = SignalEar()
+    read, write = os.pipe()
+
+    def send_and_ask():
+        assert not ear.heard()
+        send(signal.SIGTERM)
+        deadline = time.monotonic() + 60
+        while not ear.heard() and time.monotonic() < deadline:
+            time.sleep(0.001)
+        heard.append(ear.number)
+        os.write(write, b"go on")
+
+    try:
+        thread = threading.Thread(target=send_and_ask)
+        threading.Timer(0.0, thread.start).start()
+        os.read(read, 1)  # after the signal, which interrupts it, the handler runs
+        thread.join()
+        assert sorted(heard, key=str) == [signal.SIGTERM, "handler"]
+        assert not SignalEar().heard(), "there is room for one; another is deaf"
+    finally:
+        ear.close()
+        signal.signal(signal.SIGTERM, before)
+        os.close(read)
+        os.close(write)
+    assert signal.set_wakeup_fd(-1) == -1

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from nemorl.runtime.locking import signal_came
 from nemorl.runtime.worker_errors import WorkerDied, WorkerTimeout, last_lines, raised
 
 TICK_S = 0.25
@@ -17,6 +19,10 @@ ALONE_S = 10.0
 """How long is waited for the other ranks once one has failed: an error of all of them leaves them usable, one rank's alone ends them."""
 STATUS_S = 3.0
 """For ranks to say what they are doing, when they have not answered in time."""
+SIGNAL_S = 20.0
+"""Once a signal has come: how long ranks may wait for one another while none of them moves."""
+BLIND_S = 60.0
+"""The same where nobody can be seen to wait, as on GPUs, where collectives run beside Python."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,25 @@ class Status:
         return f"{self.seconds:.1f} s in {self.phase}, after {self.step} optimizer steps{where}"
 
 
+class Standstill:
+    """Ranks none of which moves: what a signal waits for will not be finished."""
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._since = time.monotonic()
+
+    def limit(self, statuses: Mapping[int, Status], size: int) -> float | None:
+        """For how many seconds no rank has moved in its code, as `statuses` are now, if these are too many: SIGNAL_S where one is seen to wait for
+        others, else BLIND_S. None where one of those that others wait for writes a checkpoint or loads the model, which may take its time.
+        """
+        busy = [status for status in statuses.values() if not status.waits_for_others]
+        seen = {rank: (status.phase, status.step, status.frames) for rank, status in statuses.items()}
+        if seen != self._seen or any(status.phase in ("save_checkpoint", "wait_for_checkpoint", "setup") for status in busy):
+            self._seen, self._since = seen, time.monotonic()
+        limit = SIGNAL_S if len(busy) < size else BLIND_S
+        return limit if time.monotonic() - self._since >= limit else None
+
+
 @runtime_checkable
 class Ongoing(Protocol):
     """A call that all ranks have been given."""
@@ -114,9 +139,11 @@ class RankGroup(Ranks, Protocol):
 def gather(group: RankGroup, call: Ongoing, *, phase: str, timeout_s: float, limit: str) -> dict[int, Answer]:
     """The ranks' answers; not all of them where one has failed and the others go on without noticing.
 
-    Raises WorkerDied, and WorkerTimeout that tells what every rank was doing; `limit` is the setting that says how long this may take.
+    Raises WorkerDied, and WorkerTimeout that tells what every rank was doing; `limit` is the setting that says how long this may take. Once a signal
+    has come to end the run, ranks that don't move have SIGNAL_S or BLIND_S, and that is told at once: the signal hides the error.
     """
     left, alone, before = timeout_s, ALONE_S, time.monotonic()
+    still = Standstill()
     while True:
         try:
             answers = call.poll(min(TICK_S, max(left, 0.0)))
@@ -132,6 +159,10 @@ def gather(group: RankGroup, call: Ongoing, *, phase: str, timeout_s: float, lim
                 return dict(answers)
         elif left <= 0:
             raise hung(group, phase, sorted(set(range(group.size)) - set(answers)), f"{timeout_s:g} s ({limit})")
+        elif signal_came() and (limit_s := still.limit(group.statuses(STATUS_S), group.size)) is not None:
+            stuck = hung(group, phase, sorted(set(range(group.size)) - set(answers)), f"{limit_s:g} s after a signal, in which no rank moved")
+            warnings.warn(str(stuck), stacklevel=2)
+            raise stuck
         left -= passed
 
 

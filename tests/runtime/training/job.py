@@ -2,16 +2,20 @@
 
 import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config import BaseConfig
+from nemorl.runtime.following import FollowedRunFailed
+from nemorl.runtime.locking import signals_in_order
 from nemorl.runtime.runtime_config import RuntimeConfig
 from nemorl.runtime.training import group, torchrun
 from nemorl.runtime.training.make import is_follower, make_trainer, serve_as_follower
@@ -20,11 +24,13 @@ from tests.runtime.training import backends
 
 BATCH = random_batch([3])
 TIMEOUT_S = 3.0
+PATIENT_S = 600.0
+"""For ranks of which something else is expected before a call takes too long."""
 
 
-def made(folder: str):
+def made(folder: str, timeout_s: float):
     plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
-    trainer = make_trainer(BaseConfig(trainer=device), "summing", plan, RuntimeConfig(timeout_s=TIMEOUT_S), Path("unused"))
+    trainer = make_trainer(BaseConfig(trainer=device), "summing", plan, RuntimeConfig(timeout_s=timeout_s), Path("unused"))
     trainer.setup(BackendConfig(model=ModelConfig(path=folder), trainer=device, parallel=plan))
     return trainer
 
@@ -48,23 +54,51 @@ def everything(trainer, folder: str) -> None:
     print("did everything", flush=True)
 
 
+def killed_in_a_pause(trainer, folder: str) -> None:
+    """The other rank dies while this one has nothing to do with the ranks."""
+    os.kill(trainer._group.place(1).pid, signal.SIGKILL)
+    time.sleep(600)
+
+
+def signalled_while_the_other_hangs(trainer, folder: str) -> None:
+    """No handler in Python gets into the collective in which this rank waits."""
+    trainer.train_step(os.getpid(), backends.asleep_and_signalled)
+
+
+def told_to_end(trainer, folder: str) -> None:
+    """As torchrun tells both where it has been told so, while no step is under way."""
+    os.kill(trainer._group.place(1).pid, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def main(what: str, folder: str, again: int = 2) -> None:
     if os.environ["RANK"] == "1":
         print("follower", os.getpid(), flush=True)
-    group.ALONE_S = torchrun.ALONE_S = 1.0
+    group.ALONE_S = torchrun.ALONE_S = group.SIGNAL_S = 1.0
+    timeout_s = TIMEOUT_S if what in ("everything", "asleep", "stopped") else PATIENT_S
     for run in range(again):  # a script may have several runs
         if is_follower():
-            print("farewell", serve_as_follower("summing", TIMEOUT_S, "cpu"), flush=True)
-            continue
-        trainer = made(folder)
-        try:
-            if what == "everything":
-                everything(trainer, folder)
-            else:
-                trainer.train_step(BATCH, getattr(backends, what))
-            trainer.farewell = f"of run {run}"
-        finally:
-            trainer.shutdown()
+            try:
+                print("farewell", serve_as_follower("summing", timeout_s, "cpu"), flush=True)
+            except FollowedRunFailed:
+                print("no farewell", flush=True)
+                raise
+        else:
+            with signals_in_order():
+                lead(run, what, folder, timeout_s)
+        print("groups", len(dist.distributed_c10d._world.pg_map), flush=True)
+
+
+def lead(run: int, what: str, folder: str, timeout_s: float) -> None:
+    trainer = made(folder, timeout_s)
+    try:
+        if (act := globals().get(what)) is not None:
+            act(trainer, folder)
+        else:
+            trainer.train_step(BATCH, getattr(backends, what))
+        trainer.farewell = f"of run {run}"
+    finally:
+        trainer.shutdown()
 
 
 if __name__ == "__main__":

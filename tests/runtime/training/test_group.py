@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nemorl.runtime.training import group as module
-from nemorl.runtime.training.group import Answer, Place, Status, gather, worst
+from nemorl.runtime.training.group import Answer, Place, Standstill, Status, gather, worst
 from nemorl.runtime.worker_errors import WorkerDied, WorkerTimeout
 
 FINE = Answer("value", 1, 5)
@@ -124,3 +125,48 @@ def test_the_cause_is_told_and_not_what_follows_from_it():
     assert "closed by peer" in str(worst({0: gone, 1: failed("remote process exited", "DistBackendError")}))
     own = KeyError("of this process")
     assert worst({0: Answer("error", {"kind": "KeyError", "message": ""}, 1, own)}) is own
+
+
+WAITS, WORKS = ("torch/distributed/distributed_c10d.py:1 all_reduce",), ("mine.py:5 loss",)
+
+
+def test_after_a_signal_ranks_that_do_not_move_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "SIGNAL_S", 0.05)
+    statuses = {0: status(0, *WAITS), 1: status(1, *WORKS)}
+    assert gathered(Fake(lambda passed: {} if passed < 0.3 else {0: FINE, 1: FINE}, statuses), 60), "no signal, no limit"
+    monkeypatch.setattr(module, "signal_came", lambda: True)
+    with pytest.warns(UserWarning, match="rank 1 .* hung"), pytest.raises(WorkerTimeout, match=r"rank 1 .*no answer within 0\.05 s after a signal"):
+        gathered(Fake(lambda passed: {}, statuses), 60)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "limit"),
+    [
+        ({0: WAITS, 1: WORKS}, {0: WAITS, 1: WORKS}, 20.0),
+        ({0: WAITS, 1: WAITS}, {0: WAITS, 1: WAITS}, 20.0),
+        ({0: WAITS}, {0: WAITS}, 20.0),  # the other does not even say what it is doing
+        ({0: WAITS, 1: WORKS}, {0: WAITS, 1: ("mine.py:6 loss",)}, None),
+        ({0: WORKS, 1: WORKS}, {0: WORKS, 1: WORKS}, None),
+    ],
+    ids=["one hangs", "all wait", "one is stopped", "one moves", "all compute"],
+)
+def test_what_a_standstill_is(first, second, limit, monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    still = Standstill()
+    assert still.limit({rank: status(rank, *frames) for rank, frames in first.items()}, 2) is None
+    now[0] += 21
+    found = {rank: status(rank, *frames) for rank, frames in second.items()}
+    assert still.limit(found, 2) == limit
+    now[0] += 61
+    assert still.limit(found, 2) == (limit or 60.0 if WORKS in second.values() else limit or 20.0)
+
+
+def test_a_checkpoint_may_take_its_time(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    still = Standstill()
+    found = {0: replace(status(0, *WAITS), phase="save_checkpoint"), 1: replace(status(1, *WORKS), phase="save_checkpoint")}
+    for _ in range(3):
+        assert still.limit(found, 2) is None
+        now[0] += 1000

@@ -19,8 +19,12 @@ from tests.runtime.cluster.processes import soon_gone
 
 def torchrun(what: str, folder: Path, *, timeout_s: float = 300) -> tuple[int, str]:
     """The exit code of a job of two processes, and what it said."""
+    return started(["-m", "tests.runtime.training.job", what, str(folder)], timeout_s=timeout_s)
+
+
+def started(program: list[str], *, timeout_s: float = 300) -> tuple[int, str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend", "c10d",
-               "--rdzv-endpoint", "127.0.0.1:0", "-m", "tests.runtime.training.job", what, str(folder)]  # fmt: skip
+               "--rdzv-endpoint", "127.0.0.1:0", *program]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environment)
     return done.returncode, done.stdout + done.stderr
@@ -31,6 +35,25 @@ def test_the_others_follow_rank_zero(model_folder: Path):
     assert code == 0, said
     assert said.count("did everything") == 2 and "farewell of run 0" in said and "farewell of run 1" in said
     assert "Traceback" not in said.replace("in worker", ""), "what rank 0 has caught is nobody's business"
+    assert re.findall(r"groups (\d+)", said) == ["1"] * 4, "those of a run end with it"
+
+
+def test_the_others_do_not_linger_where_torchrun_is_told_to_end(model_folder: Path):
+    """As a scheduler does before the time is up: rank 0 has nothing to tell that they should wait for."""
+    code, said = torchrun("told_to_end", model_folder)
+    assert code == 1 and "no farewell" in said and "farewell None" not in said, said
+
+
+def test_torchruns_report_says_what_was_wrong(tmp_path: Path):
+    command = ["-m", "nemorl", "sft", "--model.path", "model", "--data.train", "rows.jsonl", "--parallel.tp", "3"]
+    code, said = started(command)
+    plainly, _, report = said.partition("ChildFailedError")
+    assert code == 1 and plainly.count("nemorl sft: error: parallel must divide the 2 devices that there are") == 1, said
+    assert "traceback : nemorl sft: parallel must divide the 2 devices that there are" in report, said
+
+
+WHERE = r"\(process \d+ on \S+\)"
+THEN = r"(.*\n)+.*ChildFailedError(.*\n)+"
 
 
 @pytest.mark.parametrize(
@@ -41,14 +64,20 @@ def test_the_others_follow_rank_zero(model_folder: Path):
                    r"  rank 0 .*: \d\.\d s in train_step, after 0 .*torch/distributed/.*\n  rank 1 .* asleep < "),
         pytest.param("stopped", r"rank 1 \(process \d+ on \S+\) hung in train_step(.*\n)+.*it does not even say what it is doing",
                      marks=pytest.mark.slow),
-        pytest.param("killed", r"exitcode *: -9", marks=pytest.mark.slow),
+        ("killed", rf"rank 1 {WHERE} died in train_step (of optimizer step 1|after 0 optimizer steps): its process is gone; {THEN} *exitcode *: -9"),
+        ("leader_killed", rf"(?m)^rank 0 {WHERE} died in train_step after 0 optimizer steps: its process is gone; {THEN}"),
+        ("killed_in_a_pause", rf"rank 1 {WHERE} died in the wait for rank 0's next call after 0 optimizer steps: its process is gone; {THEN}"),
+        ("signalled_while_the_other_hangs",
+         rf"(?m)^rank 1 {WHERE} hung in train_step after 0 optimizer steps: no answer within 1 s after a signal, in which no rank moved. What every "
+         rf"rank was doing:\n  rank 0 .*torch/distributed/.*\n  rank 1 .* asleep_and_signalled < {THEN} *exitcode *: 143"),
         ("raising", r"FloatingPointError: the loss must be finite, but it is nan on rank 0"),
     ],
-    ids=["raising_alone", "asleep", "stopped", "killed", "raising"],
+    ids=["raising_alone", "asleep", "stopped", "killed", "leader_killed", "killed_in_a_pause", "signalled", "raising"],
 )  # fmt: skip
 def test_a_job_that_fails_ends_and_says_why(model_folder: Path, what: str, told: str):
     code, said = torchrun(what, model_folder)
     assert code == 1 and re.search(told, said), said
+    assert "alone" in what or not re.search("failed alone|closed by peer|reset by peer", said), "nobody is to be blamed but the one"
     assert soon_gone(*map(int, re.findall(r"follower (\d+)", said)))
 
 
@@ -75,8 +104,11 @@ class FakePeers:
     def report(self, ticket, answer):
         self._at("report")
 
-    def close(self):
-        self.seen.append("close")
+    def leave(self):
+        self.seen.append("leave")
+
+    def close(self, *, in_order):
+        self.seen.append("close in order" if in_order else "close")
 
 
 def group_of(peers: FakePeers) -> TorchrunGroup:
@@ -123,4 +155,4 @@ def test_a_follower_that_is_gone_is_bidden_no_farewell(monkeypatch: pytest.Monke
 
     peers.broadcast = broadcast
     group_of(peers).shutdown(5.0)
-    assert peers.seen == ["perform", "close"] and not printed
+    assert peers.seen == ["leave", "perform", "close"] and not printed

@@ -19,6 +19,9 @@ OF_REPLICAS = (
 )
 """Settings of engines in processes of their own."""
 
+LONGEST_RESPONSE = 256
+"""Tokens, where generation.max_new_tokens is not given."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
@@ -34,8 +37,8 @@ class GenerationConfig:
     """Sample among the likeliest tokens that together have this probability."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the likeliest one's probability."""
-    max_new_tokens: int = 256
-    """Longest response, in tokens."""
+    max_new_tokens: int | None = None
+    """Longest response, in tokens. Unless given: 256, or in a run half of data.max_total_sequence_length where that is less."""
     stop_strings: tuple[str, ...] = ()
     """A response ends where one of these appears in its text."""
     stop_token_ids: tuple[int, ...] = ()
@@ -69,7 +72,7 @@ class GenerationConfig:
     log_dir: str | None = None
     """vllm: folder for the replicas' logs; logs/ of the run unless given."""
     trainer_gpus: int | None = None
-    """vllm: GPUs of this machine that are set aside for training where colocated is false; as many as train here unless given."""
+    """vllm: GPUs of this machine that are set aside for training where colocated is false; as many as train here outside Ray unless given."""
 
     def __post_init__(self) -> None:
         at_least(
@@ -99,12 +102,17 @@ class GenerationConfig:
             require(given == unset or self.num_replicas > 0, f"generation.{name}", "needs generation.num_replicas", given, remedy)
         self.sampling_params()
 
+    @property
+    def longest_response(self) -> int:
+        """`max_new_tokens`, or what stands for it."""
+        return LONGEST_RESPONSE if self.max_new_tokens is None else self.max_new_tokens
+
     def sampling_params(self, *, greedy: bool = False) -> SamplingParams:
         """What a request of this run asks for; greedy: the same limits and stops, but always the likeliest token."""
         filters: dict[str, Any] = {} if greedy else {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return SamplingParams(
             temperature=0.0 if greedy else self.temperature,
-            max_new_tokens=self.max_new_tokens,
+            max_new_tokens=self.longest_response,
             stop_strings=tuple(self.stop_strings),
             stop_token_ids=tuple(self.stop_token_ids),
             **filters,

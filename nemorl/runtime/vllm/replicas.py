@@ -117,12 +117,10 @@ class Replicas:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             own = visible.split(",")[torch.cuda.current_device()] if visible else str(torch.cuda.current_device())
             theirs = self._group.run_all("devices", timeout_s=self.config.start_timeout_s)
-        on_ours = [node == here and own in devices.split(",") for node, devices in zip(nodes, theirs, strict=True)]
-        apart = not self.cuda or not any(on_ours)
-        require(self.config.colocated or apart, "generation.colocated", "must be true where a replica is on the trainer's GPU", False,
-                "let trainer.device be the first GPU that Ray has here")  # fmt: skip
+        on_ours = self.cuda and any(node == here and own in devices.split(",") for node, devices in zip(nodes, theirs, strict=True))
+        check_apart(self.config, on_ours=on_ours)
         same = all(node == here for node in nodes)
-        return {"same_machine": same, "one_gpu": same and theirs == [own] * len(nodes), "separate_gpus": apart}
+        return {"same_machine": same, "one_gpu": same and theirs == [own] * len(nodes), "separate_gpus": not on_ours}
 
     def generate(self, requests: Sequence[Request]) -> Mapping[int, tuple[Sample, ...]]:
         start = self._looked = time.monotonic()
@@ -333,6 +331,13 @@ class Replicas:
         self._cluster.shutdown()
         if self._sender is not None:
             self._sender.close()
+
+
+def check_apart(config: GenerationConfig, *, on_ours: bool) -> None:
+    """Raise a ValueError where engines that never make room are on the GPU of this process, and it may be one that trains: see trainer_gpus."""
+    fits = config.colocated or not on_ours or config.trainer_gpus == 0
+    require(fits, "generation.colocated", "must be true where a replica is on the trainer's GPU", False,
+            "let trainer.device be the first GPU that Ray has here")  # fmt: skip
 
 
 def _hung(replica: Replica, timeout_s: float) -> WorkerTimeout:

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.config import GenerationConfig
 from nemorl.runtime.vllm.backend import VLLMGenerationBackend
+from nemorl.runtime.vllm.replicas import check_apart
 from tests.models import random_prompts, tiny_model, tiny_tokenizer
 from tests.ray_session import ray_cpus
 from tests.runtime.runs import TIMES, grpo_config, start
@@ -107,6 +109,17 @@ def test_more_replicas_than_resources():
     backend = VLLMGenerationBackend(model=tiny_model(**SIZES), tokenizer=tiny_tokenizer())
     with pytest.raises(ValueError, match=r"(?s)asked +generation +99 x \(1000 CPU\).*node"):
         backend.setup(replace(VLLM, num_replicas=99, cpus_per_replica=1000))
+
+
+@pytest.mark.parametrize(
+    ("colocated", "on_ours", "trainer_gpus", "right"),
+    [(True, True, None, True), (False, False, 8, True), (False, True, 8, False), (False, True, None, False), (False, True, 0, True)],
+)
+def test_an_engine_that_stays_awake_is_refused_on_a_gpu_that_trains(colocated, on_ours, trainer_gpus, right):
+    """The GPU of the loop's process is nobody's where Ray has placed the ranks elsewhere, and none of this machine trains."""
+    config = replace(VLLM, colocated=colocated, trainer_gpus=trainer_gpus)
+    with nullcontext() if right else pytest.raises(ValueError, match=r"generation\.colocated must be true where a replica is on the trainer's GPU"):
+        check_apart(config, on_ours=on_ours)
 
 
 def test_a_finished_replica_takes_from_a_loaded_one(tmp_path):

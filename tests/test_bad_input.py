@@ -210,6 +210,9 @@ SETTINGS = {
     "fewer than no restarts": setting(r"runtime\.max_restarts must be at least 0, but it is -1: use 0", nemorl.RuntimeConfig, max_restarts=-1),
     "ranks without a core": setting(r"runtime\.cpus_per_rank must be at least 1, but it is 0: use 1", nemorl.RuntimeConfig, cpus_per_rank=0),
     "no time for a step": setting(r"runtime\.timeout_s must be positive, but it is 0\.0: 600 is ten minutes", nemorl.RuntimeConfig, timeout_s=0.0),
+    "more time than clocks have": setting(
+        r"runtime\.timeout_s must be at most 604800, a week, but it is inf: 86400 is a day", nemorl.RuntimeConfig, timeout_s=float("inf")
+    ),
     "no time to start": setting(r"runtime\.start_timeout_s must be positive, but it is -1\.0", nemorl.RuntimeConfig, start_timeout_s=-1.0),
     "unknown setting of train": Case(
         lambda place: nemorl.train(model=place.model, dataset=place.rows, learning_rat=1e-5), r"unknown setting learning_rat.*did you mean"
@@ -612,7 +615,7 @@ MODELS = {
     ),
     "a device that isn't there": Case(
         lambda place: nemorl.run(place.sft(trainer={"device": "cuda:99"})),
-        r"device must be one that torch can use here, but it is 'cuda:99'.*leave it out",
+        r"trainer\.device must be one that torch can use here, where it finds \d+ GPUs, but it is 'cuda:99': leave it out",
     ),
     "unknown training backend": Case(
         lambda place: nemorl.run(place.sft(trainer={"backend": "dtenser"})), r"unknown training backend 'dtenser'; did you mean dtensor\? Valid names"

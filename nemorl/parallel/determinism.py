@@ -1,7 +1,8 @@
 """The same bits in every run, on GPUs, too."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def use_deterministic_kernels() -> Callable[[], None]:
     """From here on only kernels that give the same bits in every run, in the whole process. Returns a function that puts back what was set before.
 
-    An operation that has no such kernel then raises a RuntimeError that names it. cuBLAS reads its setting when it is first used: call this before
+    An operation that has no such kernel then raises a RuntimeError that names it. (A cumsum on a GPU, by which top_p and the sampler work, has one,
+    though the documentation of torch 2.13 still says that it raises.) cuBLAS reads its setting when it is first used: call this before
     the model comes to the GPU.
     """
     cudnn = torch.backends.cudnn
@@ -33,3 +35,13 @@ def use_deterministic_kernels() -> Callable[[], None]:
     cudnn.deterministic, cudnn.benchmark = True, False
     memory.fill_uninitialized_memory = False  # every tensor is written before it is read; filling them would only cost time
     return restore
+
+
+@contextmanager
+def deterministic_kernels() -> Iterator[None]:
+    """`use_deterministic_kernels` for a block."""
+    restore = use_deterministic_kernels()
+    try:
+        yield
+    finally:
+        restore()

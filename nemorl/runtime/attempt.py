@@ -17,6 +17,7 @@ from torch import nn
 from nemorl.checks import require
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime import checkpoint
 from nemorl.runtime.callbacks import Callback, closing
@@ -69,8 +70,11 @@ def with_restarts(prepared: Prepared) -> TrainResult:
 
     The numbers are those of a run without the failure. Each time is a warning that says what went wrong. The caller's callbacks see all attempts, and
     are closed when the last one is over.
+
+    trainer.deterministic holds for this process, too, where others train: an engine may compute here.
     """
-    with closing(prepared.callbacks):
+    apart = prepared.devices.ranked and prepared.config.trainer.deterministic
+    with closing(prepared.callbacks), deterministic_kernels() if apart else nullcontext():
         return _with_restarts(prepared)
 
 
@@ -108,7 +112,8 @@ def attempt(prepared: Prepared) -> TrainResult:
     found = checkpoint.latest(directory.path) if config.run.resume else None
     setup = backend_config(config, job, prepared.folder, found, devices=devices, directory=directory)
     who = "processes of torchrun" if devices.torchrun else "workers that Ray places" if devices.through_ray else "processes of this machine"
-    with told_of_ranks(devices.plan, who, quiet=config.run.display == "none") if devices.ranked else nullcontext():
+    quiet = config.run.display == "none"
+    with told_of_ranks(devices.plan, who, lambda: trainer.statuses(), quiet=quiet) if devices.ranked else nullcontext():  # type: ignore[attr-defined]
         set_up(trainer, setup)
     if devices.ranked:
         torch.manual_seed(config.run.seed)  # as a backend in this process does: a reward that draws numbers draws the same ones
@@ -117,7 +122,7 @@ def attempt(prepared: Prepared) -> TrainResult:
         check_vocabulary(model, prepared.tokenizer)
         if engines is not None:
             generator = make_generator(prepared, model)
-            with told(engines, quiet=config.run.display == "none"):
+            with told(engines, quiet=quiet):
                 generator.setup(engines)
         current = Run(config, trainer, generator, prepared.tokenizer, LoopState(config.run.seed), directory.path)
         if job.with_initial_model is not None:
@@ -161,7 +166,7 @@ def make_generator(prepared: Prepared, model: nn.Module) -> GenerationBackend:
     config = prepared.config
     backend = get_generation_backend(config.generation.backend)
     if prepared.devices.ranked and shares_model(backend):
-        model = replica_of(model, config.trainer.device)
+        model = replica_of(model, "cpu" if config.trainer.device == "cpu" else None)  # where the ranks have GPUs, this machine may have none
     return backend(model=model, tokenizer=prepared.tokenizer, precision=config.parallel.param_dtype)
 
 

@@ -267,11 +267,12 @@ class GRPOConfig(BaseConfig):
             self.generation.temperature,
             "greedy samples of a group are all the same; 1.0 is usual",
         )
+        answer = self.generation.max_new_tokens
         require(
-            self.generation.max_new_tokens < self.data.max_total_sequence_length,
+            answer is None or answer < self.data.max_total_sequence_length,
             "generation.max_new_tokens",
             "must be below data.max_total_sequence_length",
-            self.generation.max_new_tokens,
+            answer,
             f"data.max_total_sequence_length is {self.data.max_total_sequence_length}; leave room for the prompt",
         )
 

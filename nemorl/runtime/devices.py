@@ -1,8 +1,10 @@
 """On which devices a run trains and whose processes have them: worked out, and checked against model and machine, before anything starts."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from nemorl.checks import require
@@ -46,14 +48,11 @@ class Devices:
         check_heeded(plan, ranked=ranked)
         require(not (config.lora.rank and plan.tp > 1), "lora.rank", "must be 0 with parallel.tp above 1", config.lora.rank,
                 "spread adapters by parallel.dp_shard and cp")  # fmt: skip
-        device = config.trainer.device
-        require(not ranked or device in (None, "cpu", "cuda"), "trainer.device", "must be cpu or cuda where the ranks have one each", device,
-                "leave the number out; CUDA_VISIBLE_DEVICES says which GPUs are used")  # fmt: skip
         gpus = _num_gpus() if num_gpus is None else num_gpus
-        on_gpus = device != "cpu" and gpus > 0
-        if ranked and on_gpus and not torchrun and not through_ray:
-            require(num_ranks <= gpus, "parallel", f"must ask for at most the {gpus} GPUs that this machine has", num_ranks,
-                    "lower a degree, use more machines (torchrun, or --runtime.launcher ray), or --trainer.device cpu")  # fmt: skip
+        check_device(config.trainer.device, ranked=ranked, gpus=None if through_ray else gpus)
+        on_gpus = config.trainer.device != "cpu" and gpus > 0
+        if ranked and not torchrun and not through_ray:
+            check_size(num_ranks, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
         found = cls(plan=plan, ranked=ranked, torchrun=torchrun, on_gpus=on_gpus, through_ray=through_ray,
                     restarted=torchrun and int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0)  # fmt: skip
         if torchrun:
@@ -70,11 +69,64 @@ class Devices:
         if config is not None and all(hasattr(config, name) for name in ("num_attention_heads", "intermediate_size", "vocab_size")):
             self.plan.check(config)
 
+    def check_weights(self, path: str) -> None:
+        """Raise a ValueError where a model's folder on this machine lacks a file of weights that ranks would read, or has a broken one."""
+        folder = Path(path)
+        if not self.ranked or not folder.is_dir():
+            return
+        from safetensors import SafetensorError
+
+        from nemorl.parallel.dtensor.build import weight_files
+        from nemorl.parallel.tensor_files import TensorFiles
+
+        try:
+            with TensorFiles(weight_files(folder)):
+                pass  # their beginnings say how long they have to be
+        except (OSError, SafetensorError) as error:
+            told = f"must hold all weights of its model, but {str(folder)!r} does not ({error}): fetch the model anew"
+            raise ValueError(f"model.path {told}") from error
+
     def check_given(self, model: Any) -> None:
         """Raise a ValueError for a model that was handed over in memory, where ranks have to load their parts of it."""
         why = "torchrun's processes" if self.torchrun else f"the {self.plan.num_ranks} processes of parallel and runtime.launcher"
         require(model is None or not self.ranked, "model", f"must be a folder or a hub name, from which each of {why} loads its own part",
                 type(model).__name__, "save_pretrained() it, with its tokenizer, and name that folder")  # fmt: skip
+
+
+def check_device(device: str | None, *, ranked: bool, gpus: int | None) -> None:
+    """Raise a ValueError for a trainer.device that is not there; `gpus` are those of this machine, None where the ranks are on others."""
+    require(not ranked or device in (None, "cpu", "cuda"), "trainer.device", "must be cpu or cuda where the ranks have one each", device,
+            "name no other and no number; CUDA_VISIBLE_DEVICES says which GPUs are used")  # fmt: skip
+    if device is not None and device.startswith("cuda"):
+        there = gpus is None or device in [f"cuda:{index}" for index in range(gpus)] + ["cuda"] * (gpus > 0)
+        require(
+            there, "trainer.device", f"must be one that torch can use here, where it finds {gpus} GPUs", device, "leave it out for the best there is"
+        )
+    elif device is not None:
+        from nemorl.rollout.causal_lm import usable_device
+
+        try:
+            usable_device(device)
+        except ValueError as error:
+            raise ValueError(f"trainer.{error}") from error
+
+
+def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
+    """Raise a ValueError for more ranks than this machine has GPUs (0: they compute on its cores), or more cores for each than there are.
+
+    Ranks that have to share cores are a warning.
+    """
+    cores = os.cpu_count() or 1
+    require(
+        cpus_per_rank <= cores, "runtime.cpus_per_rank", f"must be at most the {cores} CPU cores that this machine has", cpus_per_rank, "lower it"
+    )
+    if gpus:
+        require(num_ranks <= gpus, "parallel", f"must ask for at most the {gpus} GPUs that this machine has", num_ranks,
+                "lower a degree, use more machines (torchrun, or --runtime.launcher ray), or --trainer.device cpu")  # fmt: skip
+    elif num_ranks > cores:
+        warnings.warn(
+            f"parallel asks for {num_ranks} ranks, which share the {cores} CPU cores of this machine: a lower degree is faster", stacklevel=4
+        )
 
 
 def check_heeded(plan: ParallelPlan, *, ranked: bool) -> None:

@@ -1,5 +1,6 @@
 """From a configuration to a finished run: everything is checked and loaded in order of cost, put together, and handed to the algorithm's loop."""
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,7 +27,7 @@ from nemorl.runtime.pretrained import load_tokenizer, model_folder
 from nemorl.runtime.registry import algorithm_of, get_algorithm, get_generation_backend, get_training_backend, load
 from nemorl.runtime.result import TrainResult
 from nemorl.runtime.run_directory import RunDirectory, free_directory
-from nemorl.runtime.run_settings import as_given, environment_of, model_config_of, within_positions
+from nemorl.runtime.run_settings import as_given, environment_of, model_config_of, with_response_length, within_positions
 from nemorl.runtime.structured_log import RunLog, recorded
 
 
@@ -73,11 +74,14 @@ def run(
         folder = model_folder(config.model.path)
         of_model = model_config_of(folder if model is None else model)
         devices.check_model(of_model)
-        config = within_positions(config, of_model)
+        devices.check_weights(folder)
+        config, shortened = with_response_length(within_positions(config, of_model))
         tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or folder)
         tokenizer = with_chat_template(tokenizer, config.model.chat_template, config.model.chat_template_kwargs)
         inputs = Inputs(train=train_rows, validation=held_out, tokenizer=tokenizer, environment=environment)
         job: Job = load(get_algorithm(name).prepare)(config, inputs)
+        if job.generates and shortened:
+            warnings.warn(shortened, stacklevel=2)
         lengths = show_lengths(job.lengths, config)
         prepared = Prepared(config=config, devices=devices, directory=directory, job=job, folder=folder, model=model, tokenizer=tokenizer,
                             lengths=lengths, log=log, loggers=loggers, callbacks=callbacks)  # fmt: skip

@@ -66,6 +66,19 @@ def within_positions(config: Any, of_model: Any) -> Any:
     return replace(config, data=replace(config.data, max_total_sequence_length=positions))
 
 
+def with_response_length(config: Any) -> tuple[Any, str | None]:
+    """The config with generation.max_new_tokens as a number that leaves room for a prompt, and what to say where that is less than the usual one.
+
+    A number that was given stays; it is refused where it does not fit. Nothing is set for an algorithm without rewards, which samples nothing.
+    """
+    if config.generation.max_new_tokens is not None or not hasattr(config, "reward"):
+        return config, None
+    usual, longest = config.generation.longest_response, config.data.max_total_sequence_length
+    fits = min(usual, max(1, longest // 2))
+    said = f"generation.max_new_tokens is {fits} instead of {usual}: half of data.max_total_sequence_length ({longest}), as it was not given"
+    return replace(config, generation=replace(config.generation, max_new_tokens=fits)), said if fits < usual else None
+
+
 def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInterface | None:
     """The reward given, or that which the config names; None for an algorithm that has no reward."""
     if not hasattr(config, "reward"):

@@ -5,6 +5,9 @@ from typing import Literal
 
 from nemorl.checks import at_least, require
 
+WEEK_S = 604_800
+"""Longer than any call, and no more than clocks of collectives can count."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
@@ -25,4 +28,6 @@ class RuntimeConfig:
         at_least(0, runtime__max_restarts=self.max_restarts)
         at_least(1, runtime__cpus_per_rank=self.cpus_per_rank)
         for name in ("timeout_s", "start_timeout_s"):
-            require(getattr(self, name) > 0, f"runtime.{name}", "must be positive", getattr(self, name), "600 is ten minutes")
+            seconds = getattr(self, name)
+            require(seconds > 0, f"runtime.{name}", "must be positive", seconds, "600 is ten minutes")
+            require(seconds <= WEEK_S, f"runtime.{name}", f"must be at most {WEEK_S}, a week", seconds, "86400 is a day")

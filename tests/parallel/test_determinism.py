@@ -5,7 +5,9 @@ import os
 import pytest
 import torch
 
-from nemorl.parallel.determinism import use_deterministic_kernels
+from nemorl.parallel.determinism import deterministic_kernels, use_deterministic_kernels
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 
 
 def settings():
@@ -28,6 +30,18 @@ def test_it_is_on_and_then_as_before(monkeypatch, workspace):
         restore()
     assert settings() == before
     torch.backends.cudnn.benchmark = False
+
+
+@pytest.mark.gpu
+def test_sampling_with_every_filter_has_such_kernels_on_a_gpu():
+    """The numbers of one long row and of many rows go through different scans in torch."""
+    filters = {"temperature": 0.7, "top_k": 40_000, "top_p": 0.9, "min_p": 1e-6}
+    for num_rows in (1, 7):
+        logits = torch.randn(num_rows, 150_000, generator=torch.Generator().manual_seed(0)).cuda()
+        slots = [Slot(0, i, SamplingParams(**filters), 3, 0, 8) for i in range(num_rows)]
+        with deterministic_kernels():
+            tokens, logprobs = zip(*(sample_tokens(logits, SlotTensors.of(slots, logits.device)) for _ in range(5)), strict=True)
+        assert all(torch.equal(tokens[0], other) for other in tokens) and all(torch.equal(logprobs[0], other) for other in logprobs)
 
 
 @pytest.mark.gpu

@@ -38,7 +38,7 @@ class FakeRanks:
 
     def setup(self, config: Any) -> None:
         with torch.random.fork_rng():  # what ranks draw is nothing to their driver
-            self._call("setup", replace(config, parallel=ParallelPlan()))
+            self._call("setup", replace(config, parallel=ParallelPlan(), trainer=replace(config.trainer, device="cpu")))
         with torch.device("meta"):
             self.model = AutoModelForCausalLM.from_config(self.inner.model.config)
         self.model.generation_config = GenerationConfig.from_pretrained(config.model.path)

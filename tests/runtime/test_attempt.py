@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import nemorl
+from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime import attempt
 from nemorl.runtime.callbacks import Callback
 from nemorl.runtime.checkpoint import CheckpointError
@@ -77,6 +78,29 @@ def test_the_same_numbers_as_in_one_process(make, folder, ranks, tmp_path: Path)
         assert torch.equal(exported.state_dict()[name], weight), name
     assert GenerationConfig.from_pretrained(spread.paths.hf).eos_token_id == [1, 5]
     assert [one.ended for one in ranks["all"]] == [True]
+
+
+def test_ranks_have_gpus_where_the_machine_of_the_loop_has_none(folder, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As where Ray places them: the engine then computes on what there is."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = grpo_config(tmp_path / "run", steps=1, trainer=nemorl.TrainerConfig(device="cuda"))
+    config = replace(on_ranks(config, folder), runtime=nemorl.RuntimeConfig(launcher="ray"))
+    assert go(config).metrics["num_tokens"] > 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_kernels_where_the_engine_computes_too(deterministic, folder, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Though the ranks are other processes, as those stand-ins are made to be."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr("nemorl.parallel.dtensor.backend.use_deterministic_kernels", lambda: lambda: None)
+    found = []
+    sample = TorchGenerationBackend.generate
+    watched = lambda self, *args: (found.append(torch.are_deterministic_algorithms_enabled()), sample(self, *args))[1]  # noqa: E731
+    monkeypatch.setattr(TorchGenerationBackend, "generate", watched)
+    config = on_ranks(grpo_config(tmp_path / "run", steps=1), folder)
+    go(replace(config, trainer=replace(config.trainer, deterministic=deterministic)))
+    assert found and set(found) == {deterministic}
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize("lora", [{"export": "merged"}, {"export": "adapter"}])

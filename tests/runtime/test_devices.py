@@ -1,6 +1,9 @@
 """On which devices a run trains: what the plan becomes, and what is refused before anything starts."""
 
+import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,6 +65,13 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
         ({"plan": {"reduce_dtype": "bfloat16"}}, {}, 0, r"parallel.reduce_dtype is for gradients that several devices sum"),
         ({"plan": {"tp": 2}, "lora": nemorl.LoRAConfig(rank=2)}, {}, 0, r"lora.rank must be 0 with parallel.tp above 1"),
         ({"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="cuda:1")}, {}, 2, r"trainer.device must be cpu or cuda .* 'cuda:1'"),
+        ({"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="meta")}, {}, 0, r"trainer.device must be cpu or cuda .* 'meta': name no other"),
+        ({"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="cuda")}, {}, 0, r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'"),
+        ({"trainer": nemorl.TrainerConfig(device="cuda")}, TORCHRUN, 0, r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'"),
+        ({"trainer": nemorl.TrainerConfig(device="cuda")}, {}, 0, r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'"),
+        ({"trainer": nemorl.TrainerConfig(device="cuda:2")}, {}, 2, r"trainer.device .* where it finds 2 GPUs, but it is 'cuda:2'"),
+        ({"trainer": nemorl.TrainerConfig(device="gpu")}, {}, 2, r"trainer.device must be one that torch can use here, but it is 'gpu' "),
+        ({"plan": {"tp": 2}, "runtime": {"cpus_per_rank": 99_999}}, {}, 0, r"runtime.cpus_per_rank must be at most the \d+ CPU cores"),
         ({"plan": {"tp": 4}}, {}, 2, r"parallel must ask for at most the 2 GPUs that this machine has, but it is 4"),
         ({}, {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}, 0, r"run.dir must be given where torchrun may start the run again"),
         ({"generation": nemorl.GenerationConfig(backend="vllm")}, TORCHRUN, 0, r"generation.num_replicas must be at least 1 under torchrun"),
@@ -76,6 +86,43 @@ def test_refused_before_anything_starts(options, environ, gpus, message):
 def test_what_a_plain_model_can_not_do_gets_a_rank(plan):
     assert Devices.of(config(plan=plan), {}, num_gpus=0).ranked
     assert not Devices.of(config(plan={"activation_checkpointing": "full"}), {}, num_gpus=0).ranked
+
+
+def test_devices_that_are_there_or_may_be_elsewhere():
+    for options, environ, gpus in (
+        ({"trainer": nemorl.TrainerConfig(device="cuda:1")}, {}, 2),
+        ({"trainer": nemorl.TrainerConfig(device="cuda")}, {}, 1),
+        ({"trainer": nemorl.TrainerConfig(device="cpu")}, {}, 0),
+        ({"trainer": nemorl.TrainerConfig(device="cuda"), "plan": {"tp": 2}, "runtime": {"launcher": "ray", "cpus_per_rank": 999}}, {}, 0),
+    ):
+        Devices.of(config(**options), environ, num_gpus=gpus)
+
+
+def test_ranks_that_share_cores_are_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.warns(UserWarning, match="parallel asks for 4 ranks, which share the 2 CPU cores of this machine: a lower degree is faster"):
+        Devices.of(config(plan={"tp": 4}), {}, num_gpus=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Devices.of(config(plan={"tp": 2}), {}, num_gpus=0)
+        Devices.of(config(plan={"tp": 4}), {}, num_gpus=4)
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "none"])
+def test_weights_are_looked_at_before_ranks_start(harm: str, tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[1]
+    if harm == "missing":
+        file.unlink()
+    elif harm == "cut":
+        file.write_bytes(file.read_bytes()[:-8])
+    ranked, alone = Devices.of(config(plan={"tp": 2}), {}, num_gpus=0), Devices.of(config(), {}, num_gpus=0)
+    alone.check_weights(str(tmp_path))
+    ranked.check_weights("Qwen/on-the-hub")
+    with (
+        nullcontext() if harm == "none" else pytest.raises(ValueError, match=r"model.path must hold all weights of its model, but .* fetch the model")
+    ):
+        ranked.check_weights(str(tmp_path))
 
 
 def test_more_ranks_than_gpus_where_no_gpu_is_wanted_or_others_have_them():

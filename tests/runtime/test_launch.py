@@ -13,8 +13,9 @@ import nemorl
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.registry import TRAINING_BACKENDS
 from nemorl.runtime.result import final_metrics
+from nemorl.runtime.run_directory import RunDirectory
 from tests.models import tiny_model, tiny_tokenizer
-from tests.runtime.runs import TIMES, addition_rows, digits, grpo_config, sft_config, start
+from tests.runtime.runs import TIMES, addition_rows, digits, dpo_config, grpo_config, sft_config, start
 
 
 def wants_level(prompt: str, response: str, level: int) -> float:
@@ -158,10 +159,49 @@ def test_nothing_to_resume_is_said(tmp_path: Path):
 
 
 def test_questions_that_leave_no_room_for_an_answer(tmp_path: Path):
-    config = replace(sft_config(tmp_path), generation=nemorl.GenerationConfig())
+    config = replace(sft_config(tmp_path), generation=nemorl.GenerationConfig(max_new_tokens=256))
     with pytest.raises(ValueError, match=r"generation\.max_new_tokens must be below data\.max_total_sequence_length, but it is 256"):
         start(config, validation=addition_rows(3))
     assert start(replace(config, max_num_steps=1), validation=[{"prompt": "1", "response": "2"}]).metrics["val_loss"] > 0
+
+
+def told_of_lengths(run) -> tuple[list[str], str]:
+    """What a run warns of that begins with a setting of lengths, and its config.yaml."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    told = [str(w.message) for w in caught if str(w.message).startswith(("generation.max_new_tokens", "data.max_total_sequence_length"))]
+    return told, (result.paths.path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(32, 2048), (256, 32)])
+def test_answers_of_a_length_that_was_not_given_leave_room_for_the_prompt(positions: int, longest: int, tmp_path: Path):
+    """In a model with few positions, and in sequences that were asked to be short: half of them."""
+    config = grpo_config(tmp_path, steps=1, generation=nemorl.GenerationConfig(), data=nemorl.DataConfig(max_total_sequence_length=longest))
+    told, text = told_of_lengths(lambda: start(config, max_position_embeddings=positions))
+    assert told[-1] == "generation.max_new_tokens is 16 instead of 256: half of data.max_total_sequence_length (32), as it was not given"
+    assert len(told) == 1 + (positions < longest)
+    assert "max_new_tokens: 16\n" in text and "max_total_sequence_length: 32\n" in text
+    assert max(line["response_length"] for line in RunDirectory(tmp_path).read_metrics()) <= 16
+    again = replace(config, max_num_steps=2, run=replace(config.run, resume=True))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*other settings than before")
+        start(again, max_position_embeddings=positions)
+
+
+def test_where_nothing_is_sampled_nothing_is_said_of_answers(tmp_path: Path):
+    for name, make in (("sft", sft_config), ("dpo", dpo_config)):
+        config = make(tmp_path / name, steps=1, **({"generation": nemorl.GenerationConfig()} if name == "sft" else {}))
+        assert told_of_lengths(lambda config=config: start(config))[0] == []
+
+
+def test_a_length_that_was_given_stays_or_is_refused(tmp_path: Path):
+    config = grpo_config(tmp_path / "a", steps=1, generation=nemorl.GenerationConfig(max_new_tokens=20))
+    told, text = told_of_lengths(lambda: start(config))
+    assert told == [] and "max_new_tokens: 20\n" in text
+    config = grpo_config(tmp_path / "b", generation=nemorl.GenerationConfig(max_new_tokens=20), data=nemorl.DataConfig())
+    with pytest.warns(UserWarning, match="is lowered from 2048 to 16"), pytest.raises(ValueError, match=r"generation\.max_new_tokens must be below"):
+        start(config, max_position_embeddings=16)
 
 
 def test_a_split_of_a_file_is_refused(saved, tmp_path: Path):

@@ -118,7 +118,7 @@ def misses_validation(run: Run, last_step: int) -> bool:
 
 def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:
     """The rows' prompts as token ids that leave room for a response of `generation.max_new_tokens`; `data.too_long` says what happens to others."""
-    longest, answer = config.data.max_total_sequence_length, config.generation.max_new_tokens
+    longest, answer = config.data.max_total_sequence_length, config.generation.longest_response
     remedy = f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions that SFT validates on"
     require(not rows or answer < longest, "generation.max_new_tokens", "must be below data.max_total_sequence_length", answer, remedy)
     limit = max(1, longest - answer)

@@ -167,7 +167,7 @@ def advantages(config: GRPOConfig, rollouts: Rollouts, batch: TokenBatch) -> Flo
     """Per token, from the rewards as shaped by length."""
     rewards = rollouts.rewards
     if config.overlong.buffer:
-        limit = config.generation.max_new_tokens
+        limit = config.generation.longest_response
         buffer = max(1, round(config.overlong.buffer * limit))
         rewards = rewards + overlong_penalty(rollouts.lengths, max_length=limit, buffer=buffer, penalty=config.overlong.penalty)
     choice = config.advantage
@@ -202,7 +202,7 @@ def loss_weights(mask: Bool[Tensor, "batch seq"], group_id: Tensor, config: GRPO
         case "sequence_mean":
             return masks.sequence_mean_weights(mask)
         case "constant":
-            return masks.constant_weights(mask, length=config.generation.max_new_tokens)
+            return masks.constant_weights(mask, length=config.generation.longest_response)
         case "group_mean":
             return masks.group_mean_weights(mask, group_id)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 
+from nemorl.checks import require
 from nemorl.runtime.cluster import Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.ray_connection import Connection
 from nemorl.runtime.registry import get_training_backend
@@ -93,7 +94,10 @@ class RayRankGroup:
         self._lock, self._tickets = threading.Lock(), 0
         connection = Connection.use(None, None, None)
         try:
-            gpus = 0 if device == "cpu" or not ray.cluster_resources().get("GPU") else 1
+            found = ray.cluster_resources().get("GPU")
+            require(device != "cuda" or bool(found), "trainer.device", "must be cpu on a Ray cluster without GPUs", device,
+                    "leave it out, or let Ray know of the GPUs (ray start --num-gpus)")  # fmt: skip
+            gpus = 1 if found and device != "cpu" else 0
             try:
                 self._cluster = RayVirtualCluster({"rank": [Bundle(cpus=runtime.cpus_per_rank, gpus=gpus)] * size})
             except ResourcesError as error:

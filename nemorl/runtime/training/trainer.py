@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from nemorl.losses.types import Metrics
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.adapters import CONFIG, base_of
-from nemorl.runtime.training.group import Ongoing, RankGroup, gather, worst
+from nemorl.runtime.training.group import STATUS_S, Ongoing, RankGroup, Status, gather, worst
 from nemorl.runtime.training.wire import dumps
 
 SHUTDOWN_S = 20.0
@@ -59,6 +59,11 @@ class RankedTrainer:
         except BaseException:
             self._end()
             raise
+
+    def statuses(self) -> Mapping[int, Status]:
+        """What those ranks are doing that say it soon; none before they are started. For other threads than the one that waits for them."""
+        group = self._group
+        return {} if group is None else group.statuses(STATUS_S)
 
     @property
     def model(self) -> nn.Module:

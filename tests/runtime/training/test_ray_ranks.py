@@ -7,7 +7,8 @@ import torch
 
 from nemorl.losses.types import finalize
 from nemorl.runtime.cluster import ResourcesError
-from nemorl.runtime.training.ray_ranks import RayRank
+from nemorl.runtime.runtime_config import RuntimeConfig
+from nemorl.runtime.training.ray_ranks import RayRank, RayRankGroup
 from nemorl.runtime.training.wire import dumps, loads
 from nemorl.runtime.worker_errors import WorkerDied, WorkerTimeout
 from tests.parallel.batches import random_batch
@@ -94,3 +95,9 @@ def test_calls_are_performed_in_their_order_though_they_come_in_another(monkeypa
         pool.submit(rank.perform, 0, "call 0", dumps(((), {})))
         assert [loads(one.result(10)) for one in late] == [None, None]
     assert order == ["call 0", "call 1", "call 2"]
+
+
+def test_gpus_that_the_cluster_does_not_have(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(ValueError, match=r"trainer.device must be cpu on a Ray cluster without GPUs, but it is 'cuda': leave it out"):
+        RayRankGroup("summing", 2, device="cuda", log_dir=tmp_path, runtime=RuntimeConfig())

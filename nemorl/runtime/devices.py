@@ -69,10 +69,10 @@ class Devices:
         if config is not None and all(hasattr(config, name) for name in ("num_attention_heads", "intermediate_size", "vocab_size")):
             self.plan.check(config)
 
-    def check_weights(self, path: str) -> None:
+    def check_weights(self, path: str, *, from_scratch: bool = False) -> None:
         """Raise a ValueError where a model's folder on this machine lacks a file of weights that ranks would read, or has a broken one."""
         folder = Path(path)
-        if not self.ranked or not folder.is_dir():
+        if from_scratch or not self.ranked or not folder.is_dir():
             return
         from safetensors import SafetensorError
 

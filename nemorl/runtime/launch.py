@@ -74,7 +74,7 @@ def run(
         folder = model_folder(config.model.path)
         of_model = model_config_of(folder if model is None else model)
         devices.check_model(of_model)
-        devices.check_weights(folder)
+        devices.check_weights(folder, from_scratch=config.model.from_scratch)
         config, shortened = with_response_length(within_positions(config, of_model))
         tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or folder)
         tokenizer = with_chat_template(tokenizer, config.model.chat_template, config.model.chat_template_kwargs)

@@ -19,6 +19,8 @@ from nemorl.runtime.worker_errors import WorkerDied, WorkerTimeout
 LOCK_NAME = ".lock"
 _HELD: set[int] = set()
 """Descriptors of the locks that this process holds."""
+_EARS: set[int] = set()
+"""Descriptors to which Python writes the numbers of signals."""
 _BEHIND_SIGTERM: list[Callable[[], Exception | None]] = []
 """Who knows what else may be behind a SIGTERM."""
 
@@ -89,6 +91,7 @@ def signals_in_order() -> Iterator[None]:
     try:
         yield
     finally:
+        _DEFERRAL.came = False
         for number, before in replaced.items():
             signal.signal(number, before)
 
@@ -147,13 +150,16 @@ def signal_came() -> bool:
 
 
 class SignalEar:
-    """Hears of SIGINT and SIGTERM, those with a handler, as they come, also while the main thread is in a call into which no Python handler gets.
+    """Hears of SIGINT and SIGTERM as they come, also while the main thread is in a call into which no Python handler gets.
 
-    Made in another thread than the main one, or beside another (Python has room for one), it is deaf.
+    Not of one for which somebody else has a handler when this is made: what it means is for that to say. Made in another thread than the main one, or
+    beside another (Python has room for one), it is deaf.
     """
 
     def __init__(self) -> None:
         self.number = 0
+        ours = (signal.SIG_DFL, signal.default_int_handler, _handle)
+        self._numbers = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) in ours]
         self._ends: tuple[int, int] | None = None
         if not _in_main_thread():
             return
@@ -161,8 +167,9 @@ class SignalEar:
         before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         if before == -1:
             self._ends = reader, writer
+            _EARS.add(writer)
         else:
-            signal.set_wakeup_fd(before)
+            signal.set_wakeup_fd(before, warn_on_full_buffer=False)
             os.close(reader)
             os.close(writer)
 
@@ -170,18 +177,19 @@ class SignalEar:
         """Whether one has come since this was made; `number` is that of the last one."""
         if self._ends is not None:
             with contextlib.suppress(BlockingIOError):
-                came = [number for number in os.read(self._ends[0], 4096) if number in (signal.SIGINT, signal.SIGTERM)]
+                came = [number for number in os.read(self._ends[0], 4096) if number in self._numbers]
                 self.number = came[-1] if came else self.number
         return self.number != 0
 
     def close(self) -> None:
-        """Give back what it hears with."""
+        """Give back what it hears with; nothing in another thread than the main one, as Python would go on to write there."""
+        if self._ends is None or not _in_main_thread():
+            return
         ends, self._ends = self._ends, None
-        if ends is not None:
-            if _in_main_thread():
-                signal.set_wakeup_fd(-1)
-            for end in ends:
-                os.close(end)
+        signal.set_wakeup_fd(-1)
+        _EARS.discard(ends[1])
+        for end in ends:
+            os.close(end)
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
@@ -217,6 +225,9 @@ def _after_fork() -> None:
             os.close(descriptor)
     _HELD.clear()
     _DEFERRAL.active, _DEFERRAL.pending, _DEFERRAL.came = False, None, False
+    if _EARS:  # whose pipe is the parent's, too
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -119,6 +119,7 @@ def test_weights_are_looked_at_before_ranks_start(harm: str, tmp_path: Path):
     ranked, alone = Devices.of(config(plan={"tp": 2}), {}, num_gpus=0), Devices.of(config(), {}, num_gpus=0)
     alone.check_weights(str(tmp_path))
     ranked.check_weights("Qwen/on-the-hub")
+    ranked.check_weights(str(tmp_path), from_scratch=True)
     with (
         nullcontext() if harm == "none" else pytest.raises(ValueError, match=r"model.path must hold all weights of its model, but .* fetch the model")
     ):

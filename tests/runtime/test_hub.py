@@ -114,3 +114,11 @@ def test_a_hub_that_fails_now_and_then_is_asked_again(hub: ThreadingHTTPServer):
     hub.statuses[:] = [503, 503, 503]  # type: ignore[attr-defined]
     assert read_shape("owner/name").hidden_size == 64
     assert hub.asked == ["HEAD 503", "HEAD 503", "HEAD 503", "HEAD 200", "GET 200"]  # type: ignore[attr-defined]
+
+
+def test_a_hub_that_hangs_up_is_left_to_those_who_have_patience(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    """As a proxy may that is overrun."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        use_hub(monkeypatch, server.getsockname()[1])
+        require_hub("owner/name", "config.json")

@@ -278,14 +278,16 @@ def test_it_is_known_that_a_signal_came():
         with deferred(lambda: True):
             send(signal.SIGINT)
             assert signal_came()
+    assert not signal_came(), "that run is over"
     with signals_in_order():
         assert not signal_came()
 
 
 def test_a_signal_is_heard_though_its_handler_cannot_run_yet():
     """As in a collective: the main thread is in C, and another one asks."""
-    heard, before = [], signal.signal(signal.SIGTERM, lambda *_: heard.append("handler"))
+    heard: list = []
     ear = SignalEar()
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append("handler"))
     read, write = os.pipe()
 
     def send_and_ask():
@@ -309,4 +311,50 @@ def test_a_signal_is_heard_though_its_handler_cannot_run_yet():
         signal.signal(signal.SIGTERM, before)
         os.close(read)
         os.close(write)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_what_somebody_else_handles_is_not_heard():
+    """Some schedulers send SIGTERM with another meaning than to end."""
+    before, came = signal.signal(signal.SIGTERM, lambda *_: came.append(1)), []
+    ear = SignalEar()
+    try:
+        send(signal.SIGTERM)
+        assert came and not ear.heard()
+    finally:
+        ear.close()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_signals_of_a_forked_child_are_not_heard():
+    """A reward that ends its sandboxes by SIGTERM does not end the run."""
+    with signals_in_order():
+        ear = SignalEar()
+        try:
+            child = os.fork()
+            if child == 0:
+                try:
+                    time.sleep(20)
+                finally:
+                    os._exit(7)
+            time.sleep(0.1)
+            os.kill(child, signal.SIGTERM)
+            os.waitpid(child, 0)
+            assert not ear.heard()
+            with pytest.raises(Terminated):
+                send(signal.SIGTERM)
+            assert ear.heard()
+        finally:
+            ear.close()
+
+
+def test_another_thread_does_not_close_what_python_writes_to():
+    ear = SignalEar()
+    thread = threading.Thread(target=ear.close)
+    thread.start()
+    thread.join()
+    descriptor = signal.set_wakeup_fd(-1)
+    assert descriptor != -1 and os.fstat(descriptor)
+    signal.set_wakeup_fd(descriptor)
+    ear.close()
     assert signal.set_wakeup_fd(-1) == -1

@@ -21,6 +21,8 @@ STATUS_S = 3.0
 """For ranks to say what they are doing, when they have not answered in time."""
 SIGNAL_S = 20.0
 """Once a signal has come: how long ranks may wait for one another while none of them moves."""
+LOOK_S = 3.0
+"""How often it is looked then whether they move, which takes up to STATUS_S."""
 BLIND_S = 60.0
 """The same where nobody can be seen to wait, as on GPUs, where collectives run beside Python."""
 
@@ -92,7 +94,7 @@ class Standstill:
         """
         busy = [status for status in statuses.values() if not status.waits_for_others]
         seen = {rank: (status.phase, status.step, status.frames) for rank, status in statuses.items()}
-        if seen != self._seen or any(status.phase in ("save_checkpoint", "wait_for_checkpoint", "setup") for status in busy):
+        if seen != self._seen or any(status.phase in ("save_checkpoint", "setup") for status in busy):
             self._seen, self._since = seen, time.monotonic()
         limit = SIGNAL_S if len(busy) < size else BLIND_S
         return limit if time.monotonic() - self._since >= limit else None
@@ -136,14 +138,15 @@ class RankGroup(Ranks, Protocol):
         """
 
 
-def gather(group: RankGroup, call: Ongoing, *, phase: str, timeout_s: float, limit: str) -> dict[int, Answer]:
+def gather(group: RankGroup, call: Ongoing, *, phase: str, timeout_s: float, limit: str, in_background: bool = False) -> dict[int, Answer]:
     """The ranks' answers; not all of them where one has failed and the others go on without noticing.
 
     Raises WorkerDied, and WorkerTimeout that tells what every rank was doing; `limit` is the setting that says how long this may take. Once a signal
-    has come to end the run, ranks that don't move have SIGNAL_S or BLIND_S, and that is told at once: the signal hides the error.
+    has come to end the run, ranks that don't move have SIGNAL_S or BLIND_S, and that is told at once: the signal hides the error. Those that only
+    wait for what goes on `in_background` have all the time.
     """
     left, alone, before = timeout_s, ALONE_S, time.monotonic()
-    still = Standstill()
+    still, looked = Standstill(), before
     while True:
         try:
             answers = call.poll(min(TICK_S, max(left, 0.0)))
@@ -159,10 +162,12 @@ def gather(group: RankGroup, call: Ongoing, *, phase: str, timeout_s: float, lim
                 return dict(answers)
         elif left <= 0:
             raise hung(group, phase, sorted(set(range(group.size)) - set(answers)), f"{timeout_s:g} s ({limit})")
-        elif signal_came() and (limit_s := still.limit(group.statuses(STATUS_S), group.size)) is not None:
-            stuck = hung(group, phase, sorted(set(range(group.size)) - set(answers)), f"{limit_s:g} s after a signal, in which no rank moved")
-            warnings.warn(str(stuck), stacklevel=2)
-            raise stuck
+        elif signal_came() and not in_background and now - looked >= LOOK_S:
+            limit_s, looked = still.limit(group.statuses(STATUS_S), group.size), time.monotonic()
+            if limit_s is not None:
+                stuck = hung(group, phase, sorted(set(range(group.size)) - set(answers)), f"{limit_s:g} s after a signal, in which no rank moved")
+                warnings.warn(str(stuck), stacklevel=2)
+                raise stuck
         left -= passed
 
 

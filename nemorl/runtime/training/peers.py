@@ -35,7 +35,11 @@ FOLLOWERS_LATER_S = 15.0
 STUCK_S = 5.0
 """For rank 0 to come out of a collective with a rank that has died: gloo lets it go at once, NCCL perhaps never."""
 LEFT_ALONE_S = 10.0
-"""For rank 0 to tell of a death, or to end after it has given up the ranks, before the others end by themselves."""
+"""For rank 0 to tell of a death before the others end by themselves."""
+GIVEN_UP_S = 180.0
+"""For rank 0 to end after it has given up the ranks: it closes loggers and engines, and tells why. torchrun would cut it short when another ends."""
+STORE_FAILURES = 5
+"""In a row, before a rank gives up the store."""
 PAUSE = "the wait for rank 0's next call"
 _RUNS = itertools.count()
 """The same on all ranks: which of the runs of these processes it is."""
@@ -55,9 +59,9 @@ class Peers:
         self.store = dist.PrefixStore(f"nemorl/{next(_RUNS)}", dist.distributed_c10d._get_default_store())
         self.host = TrainingRank(lambda: get_training_backend(backend)(), self.rank, transport="direct")
         self._places: list[Any] = [None] * self.size
-        own = (socket.gethostname(), os.getpid(), os.getppid())
+        own = (socket.gethostname(), os.getpid(), (os.getppid(), _namespace()))
         dist.all_gather_object(self._places, own, group=self.control)
-        self._siblings = [rank for rank, (host, _, parent) in enumerate(self._places) if (host, parent) == (own[0], own[2]) and rank != self.rank]
+        self._siblings = [rank for rank, (host, _, agent) in enumerate(self._places) if (host, agent) == (own[0], own[2]) and rank != self.rank]
         self._finished: list[int] = []
         self._over = threading.Event()
         self._limit_s, self._at = float("inf"), PAUSE
@@ -167,15 +171,18 @@ class Peers:
         """Tell the others what this rank is doing; end the process when a call takes too long or others are gone: nothing else gets it out of a
         collective.
         """
-        try:
-            while not self._over.wait(HEARTBEAT_S):
+        failures = 0
+        while failures < STORE_FAILURES and not self._over.wait(HEARTBEAT_S):
+            try:
                 self._beat()
                 self._check_time()
                 if (death := self.death()) is not None or self._left_by_rank_zero():
                     self._end_without(death)
-        except dist.DistError:  # the store is gone, and so is rank 0, if it had it: torchrun's agent ends this process, or the next call does
-            if not self._over.is_set() and self.rank == 1 and (death := self._died(0)) and not _lives(self._places[0][1]):
-                end(str(death))
+                failures = 0
+            except dist.DistError:  # where the store is gone, so is rank 0, if it had it: torchrun's agent ends this process, or the next call does
+                failures += 1
+                if not self._over.is_set() and self.rank == 1 and 0 in self._siblings and not _lives(self._places[0][1]):
+                    end(str(self._died(0)))
 
     def _left_by_rank_zero(self) -> bool:
         return self.rank > 0 and self._has_left(0) and not loads(self.store.get("left/0"))
@@ -206,7 +213,7 @@ class Peers:
             if self.store.add("told", 1) == 1:
                 self.end(str(death))
             self.end()
-        elif (self.ear.heard() and self._has_left(0)) or waited > LEFT_ALONE_S:
+        elif (self.ear.heard() and self._has_left(0)) or waited > (GIVEN_UP_S if death is None else LEFT_ALONE_S):
             self.end()
 
     def end(self, message: str = "", code: int = 1) -> None:
@@ -260,5 +267,14 @@ def _lives(pid: int) -> bool:
     """Whether a process of this machine is there, and no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return not Path("/proc/self").exists()  # a system that can't tell
+    except OSError:  # this process has no descriptor left, say: that is no death
+        return True
+
+
+def _namespace() -> tuple[str, str]:
+    """Within which process ids mean the same: containers have their own."""
+    with suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink()), Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8")
+    return "", ""

@@ -87,13 +87,15 @@ class LeaderCall:
 
     def __init__(self, peers: Peers, ticket: int, answer: Answer) -> None:
         self._peers, self._ticket, self._answer = peers, ticket, answer
+        self._listened = False
 
     def poll(self, wait_s: float) -> Mapping[int, Answer]:
         own = {0: self._answer}
         everyone = self._peers.returned(self._ticket, wait_s)
         failed = self._peers.failures(self._ticket)
         errors = [answer for answer in (self._answer, *failed.values()) if answer.kind == "error"]
-        silent = bool(errors) and all(is_consequence(answer.value) for answer in errors)
+        silent = bool(errors) and all(is_consequence(answer.value) for answer in errors) and not self._listened
+        self._listened |= silent  # once: it takes SILENT_S
         if not everyone and (death := self._peers.death(silent=silent)) is not None:
             raise death
         if everyone:

@@ -21,6 +21,7 @@ from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.adapters import CONFIG, base_of
 from nemorl.runtime.training.group import STATUS_S, Ongoing, RankGroup, Status, gather, worst
+from nemorl.runtime.training.rank import BESIDE
 from nemorl.runtime.training.wire import dumps
 
 SHUTDOWN_S = 20.0
@@ -150,7 +151,7 @@ class RankedTrainer:
         phase = f"{method} of optimizer step {self.step}" if method == "train_step" else f"{method} after {self.step} optimizer steps"
         limit = ("runtime.start_timeout_s", self._start_timeout_s) if method == "setup" else ("runtime.timeout_s", self._timeout_s)
         try:
-            answers = gather(group, call, phase=phase, timeout_s=limit[1], limit=limit[0])
+            answers = gather(group, call, phase=phase, timeout_s=limit[1], limit=limit[0], in_background=method in BESIDE)
         except Exception as error:  # WorkerDied, WorkerTimeout, or a cluster that is gone
             if not self._lose(error):
                 raise self._gone() from self._lost

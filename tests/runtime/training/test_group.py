@@ -46,8 +46,8 @@ class Fake:
         pass
 
 
-def gathered(fake: Fake, timeout_s: float = 0.1):
-    return gather(fake, fake, phase="train_step of optimizer step 3", timeout_s=timeout_s, limit="runtime.timeout_s")
+def gathered(fake: Fake, timeout_s: float = 0.1, **options):
+    return gather(fake, fake, phase="train_step of optimizer step 3", timeout_s=timeout_s, limit="runtime.timeout_s", **options)
 
 
 def test_all_answers_come_back():
@@ -132,11 +132,24 @@ WAITS, WORKS = ("torch/distributed/distributed_c10d.py:1 all_reduce",), ("mine.p
 
 def test_after_a_signal_ranks_that_do_not_move_are_not_waited_for_long(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "SIGNAL_S", 0.05)
+    monkeypatch.setattr(module, "LOOK_S", 0.0)
     statuses = {0: status(0, *WAITS), 1: status(1, *WORKS)}
     assert gathered(Fake(lambda passed: {} if passed < 0.3 else {0: FINE, 1: FINE}, statuses), 60), "no signal, no limit"
     monkeypatch.setattr(module, "signal_came", lambda: True)
     with pytest.warns(UserWarning, match="rank 1 .* hung"), pytest.raises(WorkerTimeout, match=r"rank 1 .*no answer within 0\.05 s after a signal"):
         gathered(Fake(lambda passed: {}, statuses), 60)
+    resting = {rank: replace(status(rank), phase="waiting for a call") for rank in (0, 1)}  # as ranks whose checkpoint is written beside
+    monkeypatch.setattr(module, "BLIND_S", 0.05)
+    found = gathered(Fake(lambda passed: {} if passed < 0.3 else {0: FINE, 1: FINE}, resting), 60, in_background=True)
+    assert found == {0: FINE, 1: FINE}
+
+
+def test_who_answers_soon_is_not_asked_what_it_does(monkeypatch: pytest.MonkeyPatch):
+    """Under torchrun that takes seconds, of which a scheduler's notice leaves few."""
+    monkeypatch.setattr(module, "signal_came", lambda: True)
+    fake = Fake(lambda passed: {} if passed < 0.3 else {0: FINE, 1: FINE})
+    monkeypatch.setattr(fake, "statuses", lambda timeout_s: pytest.fail("asked"))
+    assert gathered(fake, 60) == {0: FINE, 1: FINE}
 
 
 @pytest.mark.parametrize(

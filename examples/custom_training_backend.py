@@ -76,7 +76,7 @@ class WatchedBackend:
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([(one[name] - other[name]).square().sum() for name in one]).sum().sqrt()
+    return torch.stack([(one[name] - other[name]).square().sum() for name in sorted(one)]).sum().sqrt()
 
 
 def demonstrate(folder: Path, steps: int = 20) -> None:

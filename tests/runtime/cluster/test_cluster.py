@@ -67,7 +67,7 @@ def test_a_gpu_can_be_set_aside_for_this_process():
 
 def test_a_connection_that_this_process_had_before_stays():
     with driver("found") as process:
-        lines = process.communicate(timeout=60)[0].splitlines()  # Ray prints what it has to say, for it is the user's
+        lines = process.communicate(timeout=240)[0].splitlines()  # Ray prints what it has to say, for it is the user's
     [facts] = [json.loads(line) for line in lines if line.startswith("{")]
     assert facts == {"sum": 3, "gone": True, "value": 7, "as_before": True}
 

@@ -97,4 +97,6 @@ class ParallelPlan:
         found = list(self.problems(model))
         if found:
             possible = [str(tp) for tp in range(1, 65) if not list(replace(self, tp=tp, cp=1).problems(model))]
-            raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: parallel.tp may be {', '.join(possible)} here")
+            only_cp = str(self.tp) in possible
+            remedy = "take parallel.cp_method allgather, or another cp" if only_cp else f"parallel.tp may be {', '.join(possible)} here"
+            raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")

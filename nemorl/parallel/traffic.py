@@ -1,10 +1,9 @@
 """How much a plan has each device send, estimated from the model's sizes alone: pure, free of torch, compared with counted bytes by the tests."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from nemorl.parallel.memory import BYTES, Workload, plain
-from nemorl.parallel.model_shape import Matrix, ModelShape, shard_ranks
+from nemorl.parallel.memory import BYTES, Workload, kept_parameters, plain, trained_parameters
+from nemorl.parallel.model_shape import ModelShape, shard_ranks
 from nemorl.parallel.plan import ParallelPlan
 
 
@@ -13,7 +12,7 @@ class Traffic:
     """Bytes that a device sends in one optimizer step, and receives, where collectives go round in rings."""
 
     shard: int = 0
-    """FSDP2: parameters gathered forward and again backward, gradients reduced to shards."""
+    """FSDP2: parameters gathered forward and again backward, gradients of those that train reduced to shards."""
     replicate: int = 0
     """HSDP: gradients summed over the copies of the model."""
     tensor: int = 0
@@ -37,7 +36,7 @@ def micro_batches(plan: ParallelPlan, work: Workload, *, batch_rows: int) -> int
 
 
 def step_traffic(model: ModelShape, plan: ParallelPlan, work: Workload, *, micro_batches: int = 1) -> Traffic:
-    """What each device sends in a step of so many micro-batches. Gradients are reduced after each of them.
+    """What each device sends in a step of so many micro-batches. Gradients (of adapters alone where there are any) are reduced after each.
 
     >>> from nemorl.parallel.model_shape import model_shape
     >>> sizes = dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, vocab_size=128256)
@@ -48,7 +47,7 @@ def step_traffic(model: ModelShape, plan: ParallelPlan, work: Workload, *, micro
     """
     if plain(plan):
         return Traffic()
-    parts = {"shard": _shard(model, plan), "replicate": _replicate(model, plan), "tensor": _tensor(model, plan, work),
+    parts = {"shard": _shard(model, plan, work), "replicate": _replicate(model, plan, work), "tensor": _tensor(model, plan, work),
              "context": _context(model, plan, work)}  # fmt: skip
     return Traffic(**{name: int(micro_batches * value) for name, value in parts.items()})
 
@@ -58,23 +57,16 @@ def _others(size: int) -> float:
     return (size - 1) / size
 
 
-def _whole(matrices: Iterable[Matrix], plan: ParallelPlan) -> int:
-    """Numbers that FSDP2 gathers, padding included."""
-    return sum(matrix.shard(plan) for matrix in matrices) * shard_ranks(plan)
-
-
-def _shard(model: ModelShape, plan: ParallelPlan) -> float:
-    size, reduced = BYTES[plan.param_dtype], BYTES[plan.reduce_dtype]
-    layers = model.num_hidden_layers * _whole(model.layer(), plan)
-    embedding, norm, *head = model.ends()
+def _shard(model: ModelShape, plan: ParallelPlan, work: Workload) -> float:
+    ranks, (embedding, norm, *head) = shard_ranks(plan), model.ends()
     # The head's parameters stay from forward to backward, and with them the embedding's where they are the same.
-    twice = layers + (_whole([embedding], plan) if head else 0)
-    once = _whole([norm, *(head or [embedding])], plan)
-    return ((2 * size + reduced) * twice + (size + reduced) * once) * _others(shard_ranks(plan))
+    once = sum(matrix.shard(plan) for matrix in (norm, *(head or [embedding])))
+    gathered = BYTES[plan.param_dtype] * (2 * kept_parameters(model, plan, work) - once)
+    return (gathered + BYTES[plan.reduce_dtype] * trained_parameters(model, plan, work)) * ranks * _others(ranks)
 
 
-def _replicate(model: ModelShape, plan: ParallelPlan) -> float:
-    return 2 * BYTES[plan.reduce_dtype] * model.shard_parameters(plan) * _others(plan.dp_replicate)
+def _replicate(model: ModelShape, plan: ParallelPlan, work: Workload) -> float:
+    return 2 * BYTES[plan.reduce_dtype] * trained_parameters(model, plan, work) * _others(plan.dp_replicate)
 
 
 def _tensor(model: ModelShape, plan: ParallelPlan, work: Workload) -> float:

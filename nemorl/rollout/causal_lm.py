@@ -96,7 +96,7 @@ def usable_device(name: str | None) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0].partition(". ")[0]
         raise ValueError(f"device must be one that torch can use here, but it is {name!r} ({reason}): leave it out for the best there is") from error
     return device
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from nemorl.parallel.memory import Memory, Workload, adapters, generation_memory, host_memory, plain, training_memory
 from nemorl.parallel.model_shape import ModelShape, model_shape
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.traffic import Traffic, micro_batches
+from nemorl.parallel.traffic import Traffic, micro_batches, step_traffic
 from nemorl.runtime.hub import require_hub
 from nemorl.runtime.plan_config import PlanConfig
-from nemorl.runtime.plan_cost import RECOMPUTED, seconds, traffic
+from nemorl.runtime.plan_cost import RECOMPUTED, seconds
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -159,7 +159,7 @@ def judge(config: PlanConfig, model: ModelShape, plan: ParallelPlan) -> Candidat
     if config.colocated_generation:
         generation = generation_memory(model, plan, work, tokens=config.generation_sequences * config.seq_len,
                                        tensor_parallel_size=config.generation_tp)  # fmt: skip
-    sent = traffic(model, plan, work, micro_batches=count)
+    sent = step_traffic(model, plan, work, micro_batches=count)
     return Candidate(
         plan=plan,
         training=training_memory(model, plan, work),

@@ -1,11 +1,9 @@
-"""What an optimizer step of a plan sends and how long it would take, reckoned with round numbers. Pure and free of torch."""
+"""How long an optimizer step of a plan would take, reckoned with round numbers. Pure and free of torch."""
 
-from dataclasses import replace
-
-from nemorl.parallel.memory import BYTES, STATE, Workload, adapters, kept_parameters, trained_parameters
-from nemorl.parallel.model_shape import ModelShape, shard_ranks
+from nemorl.parallel.memory import STATE, Workload, adapters, kept_parameters, trained_parameters
+from nemorl.parallel.model_shape import ModelShape
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.traffic import Traffic, step_traffic
+from nemorl.parallel.traffic import Traffic
 
 FLOPS = {"bfloat16": 400e12, "float32": 50e12}
 NODE_BANDWIDTH, NETWORK_BANDWIDTH, HOST_BANDWIDTH = 300e9, 40e9, 25e9
@@ -13,18 +11,6 @@ NODE_BANDWIDTH, NETWORK_BANDWIDTH, HOST_BANDWIDTH = 300e9, 40e9, 25e9
 plans in order, and promise nothing."""
 RECOMPUTED = {"none": 0.0, "selective": 0.15, "full": 1 / 3}
 """Of the time of forward and backward pass, what recomputation adds where the whole model trains."""
-
-
-def traffic(model: ModelShape, plan: ParallelPlan, work: Workload, *, micro_batches: int) -> Traffic:
-    """What each device sends in a step. With adapters parameters travel as without, but gradients are theirs alone."""
-    full = step_traffic(model, plan, work, micro_batches=micro_batches)
-    if not work.lora_rank:
-        return full
-    ranks, size, reduced = shard_ranks(plan), BYTES[plan.param_dtype], BYTES[plan.reduce_dtype]
-    adapter = trained_parameters(model, plan, work)
-    shard = micro_batches * (ranks - 1) * ((2 * size + reduced) * adapter - reduced * model.shard_parameters(plan))
-    replicate = micro_batches * 2 * reduced * adapter * (plan.dp_replicate - 1) // plan.dp_replicate
-    return replace(full, shard=full.shard + shard, replicate=replicate)
 
 
 def seconds(model: ModelShape, plan: ParallelPlan, work: Workload, sent: Traffic, *, micro_batches: int, gpus_per_node: int) -> float:

@@ -14,7 +14,6 @@ from nemorl.parallel.model_shape import SUPPORTED, ModelShape, model_shape
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traffic import step_traffic
 from nemorl.rollout import causal_lm
-from nemorl.runtime.plan_cost import traffic
 from tests.models import KINDS
 from tests.parallel.measured_steps import measure_steps
 from tests.ranks import run_ranks
@@ -179,7 +178,7 @@ def test_the_peaks_of_two_ranks_and_what_they_send(names: list[str], tmp_path: P
         shape = folders[name][1]
         # Here the devices are the CPU's cores: what is kept in main memory counts, too, and is not pinned.
         estimate = training_memory(shape, plan, work).total + host_memory(shape, plan, work, pinned=False)
-        expected = traffic(shape, plan, work, micro_batches=2).total
+        expected = step_traffic(shape, plan, work, micro_batches=2).total
         print(f"{name}: memory {estimate / 1e6:.2f} MB, measured {peak / 1e6:.2f}; sent {expected / 1e6:.2f} MB, counted {sent / 1e6:.2f}")
         assert estimate == pytest.approx(peak, rel=0.15), name
         assert expected == pytest.approx(sent, rel=0.15), name

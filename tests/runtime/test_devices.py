@@ -157,6 +157,8 @@ def test_the_plan_must_suit_the_model():
         devices.check_model(tiny_model().config)
     devices.check_model(tiny_model(num_key_value_heads=4, vocab_size=64).config)
     devices.check_model(None)  # loading it will say what is wrong
+    with pytest.raises(ValueError, match=r"parallel.cp 3 · tp 1 does not .*: take parallel.cp_method allgather, or another cp$"):
+        Devices.of(config(plan={"cp": 3}), {}, num_gpus=0).check_model(tiny_model().config)
 
 
 def test_a_model_in_memory_is_for_one_process():

@@ -29,7 +29,17 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parent.parent.parent.parent
 STATE = ROOT / ".parity" / "results.jsonl"
 SOURCES = ("nemorl/losses", "nemorl/data", "nemorl/parallel", "nemorl/rollout/causal_lm.py", "tests/parallel/parity", "tests/models.py")
-NOT_COMPUTED_WITH = ("run.py", "table.py", "test_parity.py", "memory.py", "profiling.py", "measure.py", "determinism.py", "checkpoint.py")
+NOT_COMPUTED_WITH = (
+    "run.py",
+    "table.py",
+    "test_parity.py",
+    "memory.py",
+    "traffic.py",
+    "profiling.py",
+    "measure.py",
+    "determinism.py",
+    "checkpoint.py",
+)
 CHUNK = 14
 SECONDS_PER_CASE = {False: 120, True: 600}
 """Before a chunk is given up, per case of it: eager ones, and those that compile."""

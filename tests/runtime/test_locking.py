@@ -181,19 +181,24 @@ def test_an_error_in_a_block_forgets_the_signal_that_waited():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def end_a_forked_child() -> int:
+    """Its exit status, when it has been sent SIGTERM."""
+    child = os.fork()
+    if child == 0:
+        try:
+            time.sleep(20)
+        finally:
+            os._exit(7)
+    time.sleep(0.1)
+    os.kill(child, signal.SIGTERM)
+    return os.waitpid(child, 0)[1]
+
+
 def test_a_forked_child_is_ended_by_its_first_signal():
     """Or Process.terminate() of a data loader's workers would be waited for in vain."""
+    begun = time.monotonic()
     with signals_in_order(), deferred(lambda: True):
-        child = os.fork()
-        if child == 0:
-            try:
-                time.sleep(20)
-            finally:
-                os._exit(7)
-        time.sleep(0.1)
-        os.kill(child, signal.SIGTERM)
-        begun = time.monotonic()
-        _, status = os.waitpid(child, 0)
+        status = end_a_forked_child()
     assert time.monotonic() - begun < 10 and os.WEXITSTATUS(status) == 7
 
 
@@ -331,15 +336,7 @@ def test_signals_of_a_forked_child_are_not_heard():
     with signals_in_order():
         ear = SignalEar()
         try:
-            child = os.fork()
-            if child == 0:
-                try:
-                    time.sleep(20)
-                finally:
-                    os._exit(7)
-            time.sleep(0.1)
-            os.kill(child, signal.SIGTERM)
-            os.waitpid(child, 0)
+            end_a_forked_child()
             assert not ear.heard()
             with pytest.raises(Terminated):
                 send(signal.SIGTERM)

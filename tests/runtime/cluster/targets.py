@@ -16,7 +16,7 @@ class Target:
     """A bit of everything."""
 
     def __init__(self, base: float = 0, *, left: str = "") -> None:
-        self.value, self.left = base, left
+        self.value, self.left, self.four = base, left, threading.Barrier(4, timeout=60)
 
     def add(self, *numbers):
         return self.value + sum(numbers)
@@ -27,6 +27,10 @@ class Target:
     def sleep(self, seconds):
         time.sleep(seconds)
         return seconds
+
+    def meet(self):
+        """Waits until four calls are in here."""
+        return self.four.wait()
 
     def stop_still(self):
         """Stopped as by a debugger, this process answers nobody."""

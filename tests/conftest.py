@@ -2,13 +2,16 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 import tests.shape_checks  # noqa: F401  (the hook looks it up by name)
+from tests.forked import forked_python
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at once, on a machine with a network as on one without
 
@@ -40,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if "vllm" in item.nodeid and not HAS_VLLM:
             item.add_marker(pytest.mark.skip(reason="needs vLLM"))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)  # and not last, when the other workers have nothing left to do
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Path]:
+    """A folder with a `python` and a `nemorl` that start at once (see tests/forked.py)."""
+    with forked_python() as folder:
+        yield folder
 
 
 @pytest.fixture(autouse=True)

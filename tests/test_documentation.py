@@ -52,8 +52,8 @@ def test_every_public_function_says_what_it_does():
     }
 
 
-def quickstart(folder: Path, *options: str) -> tuple[str, re.Match[str]]:
-    command = [sys.executable, str(ROOT / "examples" / "quickstart.py"), "--dir", str(folder), *options]
+def quickstart(python: Path | str, folder: Path, *options: str) -> tuple[str, re.Match[str]]:
+    command = [python, str(ROOT / "examples" / "quickstart.py"), "--dir", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     last = LAST_LINE.fullmatch(done.stdout.splitlines()[-1])
@@ -61,25 +61,26 @@ def quickstart(folder: Path, *options: str) -> tuple[str, re.Match[str]]:
     return done.stdout, last
 
 
-def run_document(document: Path, folder: Path) -> str:
+def run_document(forked: Path, document: Path, folder: Path) -> str:
     """Run a document's blocks in a folder that has a small model and data under the names that the guides use."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "150"}
-    command = [sys.executable, "-m", "tests.documents", str(document)]
+    path = os.pathsep.join([str(forked), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "150"}
+    command = [forked / "python", "-m", "tests.documents", str(document)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def test_the_readme_runs(tmp_path: Path):
-    quickstart(tmp_path / "runs" / "quickstart-0", "--sft-steps", "5", "--grpo-steps", "2", "--num-held-out", "20")
-    output = run_document(ROOT / "README.md", tmp_path)
+def test_the_readme_runs(forked: Path, tmp_path: Path):
+    quickstart(forked / "python", tmp_path / "runs" / "quickstart-0", "--sft-steps", "5", "--grpo-steps", "2", "--num-held-out", "20")
+    output = run_document(forked, ROOT / "README.md", tmp_path)
     assert "runs/grpo" in output
 
 
 @pytest.mark.parametrize("document", GUIDES)
-def test_the_guides_run(document: str, tmp_path: Path):
+def test_the_guides_run(forked: Path, document: str, tmp_path: Path):
     write_example_files(tmp_path)
-    run_document(ROOT / "docs" / document, tmp_path)
+    run_document(forked, ROOT / "docs" / document, tmp_path)
 
 
 def test_the_reference_is_up_to_date():
@@ -112,9 +113,9 @@ def write_example_files(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
 
 
-def test_a_short_quickstart(tmp_path: Path):
+def test_a_short_quickstart(forked: Path, tmp_path: Path):
     short = ("--sft-steps", "20", "--grpo-steps", "2", "--num-held-out", "50", "--seed", "3")
-    output, last = quickstart(tmp_path, *short)
+    output, last = quickstart(sys.executable, tmp_path, *short)
     assert last[3] == "3"
     assert (tmp_path / "grpo" / "plots" / "overview.png").exists()
     for expected in (
@@ -125,7 +126,7 @@ def test_a_short_quickstart(tmp_path: Path):
     ):
         assert expected in output
     assert output.count("right") + output.count("wrong, it is") == 12
-    again = quickstart(tmp_path, *short)[1]
+    again = quickstart(forked / "python", tmp_path, *short)[1]
     assert again[1] == last[1]
     assert again[2] == last[2]
 
@@ -144,7 +145,7 @@ def test_where_the_quickstart_uses_vllm(tmp_path: Path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "seed"), [("torch", 0), ("torch", 1), ("torch", 2), ("vllm", 0)])
 def test_the_quickstart_learns(tmp_path: Path, engine: str, seed: int):
-    _, last = quickstart(tmp_path, "--engine", engine, "--seed", str(seed))
+    _, last = quickstart(sys.executable, tmp_path, "--engine", engine, "--seed", str(seed))
     before, after = float(last[1]), float(last[2])
     assert before < 0.5
     assert after >= 0.95

@@ -77,20 +77,19 @@ def assert_as_in_one_process(algorithm: str, place: Path, folder: Path) -> None:
     torch.testing.assert_close(trained, whole, rtol=1e-3, atol=1e-3)  # Adam makes steps of a full size of gradients that are but rounding
 
 
-def in_a_process(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess:
+def in_a_process(python: Path | str, *command: str, **environment: str) -> subprocess.CompletedProcess:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     variables |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run([python, *command], env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
 def torchrun(*command: str, ranks: int = 2, options: Sequence[str] = ()) -> subprocess.CompletedProcess:
-    return in_a_process([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options, *command])
+    return in_a_process(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *options, *command)
 
 
-def test_one_command_on_four_devices(place: Path, tmp_path: Path):
+def test_one_command_on_four_devices(forked: Path, place: Path, tmp_path: Path):
     """The processes are started by it, and are gone with it; the copy that answers has the weights of each step."""
-    command = [sys.executable, "-m", "nemorl", *arguments("grpo", place, tmp_path, "--parallel.tp", "2", "--parallel.dp-shard", "2")]
-    done = in_a_process(command)
+    done = in_a_process(forked / "nemorl", *arguments("grpo", place, tmp_path, "--parallel.tp", "2", "--parallel.dp-shard", "2"))
     assert done.returncode == 0, done.stderr
     assert_as_in_one_process("grpo", place, tmp_path)
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [f"rank-{rank}.log" for rank in range(4)]

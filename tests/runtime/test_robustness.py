@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -255,11 +254,12 @@ sys.exit(cli.main(["sft", "--model.path", "m", "--data.train", "d", "--run.dir",
     ("place", "name", "saved"),
     [("begin", "SIGTERM", 2), ("update", "SIGTERM", 3), ("end", "SIGTERM", 3), ("update", "SIGINT", 3)],
 )
-def test_a_signal_saves_the_last_step(tmp_path: Path, place, name, saved):
+def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name, saved):
     """As a scheduler sends it before it takes the machine away; wherever it comes, no step is lost, and every step that is saved is on record."""
     folder = tmp_path / "run"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", SIGTERM_SCRIPT, str(folder), place, name]
+    (tmp_path / "script.py").write_text(SIGTERM_SCRIPT)
+    command = [forked / "python", str(tmp_path / "script.py"), str(folder), place, name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 128 + signal.Signals[name], done.stderr
     word = {"SIGTERM": "terminated", "SIGINT": "interrupted"}[name]

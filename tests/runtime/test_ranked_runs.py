@@ -148,13 +148,6 @@ def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothin
     assert results[0][1:] == [2 * STEPS // STEPS + STEPS - 1, str(tmp_path / "run"), True]
 
 
-def test_torchrun_says_once_what_is_wrong(place: Path, tmp_path: Path):
-    done = torchrun("-m", "nemorl", *arguments("sft", place, tmp_path, "--parallel.tp", "3"))
-    assert done.returncode != 0
-    assert done.stderr.count("error: parallel must divide the 2 devices that there are") == 1, done.stderr
-    assert not (tmp_path / "metrics.jsonl").exists()
-
-
 class KillRank(Callback):
     """SIGKILL to rank 1 in the midst of step `step`: at its begin, so that the update never answers."""
 

@@ -28,8 +28,8 @@ ALGORITHMS = {
     "grpo with adapters and a reference": {"algorithm": "grpo", "options": {"lora": {"rank": 2}, "kl": {"coef": 0.1}}},
 }
 
-FRESH = {"sft with adapters and dropout in them", "grpo with minibatches, a reference and dynamic sampling"}
-"""Those whose processes have each a seed of hashing of their own, on which nothing may depend."""
+FRESH = {"grpo with minibatches, a reference and dynamic sampling"}
+"""Whose processes have each a seed of hashing of their own, on which nothing may depend."""
 
 
 def in_a_process(python: Path | str, **settings) -> int:

@@ -45,11 +45,12 @@ def test_the_others_do_not_linger_where_torchrun_is_told_to_end(model_folder: Pa
 
 
 def test_torchruns_report_says_what_was_wrong(tmp_path: Path):
-    command = ["-m", "nemorl", "sft", "--model.path", "model", "--data.train", "rows.jsonl", "--parallel.tp", "3"]
+    command = ["-m", "nemorl", "sft", "--model.path", "model", "--data.train", "rows.jsonl", "--parallel.tp", "3", "--run.dir", str(tmp_path / "run")]
     code, said = started(command)
     plainly, _, report = said.partition("ChildFailedError")
     assert code == 1 and plainly.count("nemorl sft: error: parallel must divide the 2 devices that there are") == 1, said
     assert "traceback : nemorl sft: parallel must divide the 2 devices that there are" in report, said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 WHERE = r"\(process \d+ on \S+\)"

@@ -70,7 +70,7 @@ def test_a_step(monkeypatch):
     monkeypatch.setattr(measure, "peak_flops", lambda device: 1e9)
     found = finalize(step(StepMeter(config, CPU, 4), batch))
     assert set(found) == {"trainer/seconds", "trainer/memory_gb", "trainer/tflops_per_device", "trainer/mfu"}
-    assert 0.02 <= found["trainer/seconds"] < 10
+    assert 0.02 <= found["trainer/seconds"] < 0.5
     flops = flops_per_step(config, [7, 3]) / 4 / found["trainer/seconds"]
     assert found["trainer/tflops_per_device"] == pytest.approx(flops / 1e12) and found["trainer/mfu"] == pytest.approx(flops / 1e9)
     monkeypatch.setattr(measure, "peak_flops", lambda device: None)

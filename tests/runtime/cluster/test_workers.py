@@ -170,7 +170,7 @@ def test_shutdown_does_not_wait_for_a_worker_that_is_busy(workers):
     group.call(0, "sleep", 60)
     start, pid = time.monotonic(), group.info(0).pid
     group.shutdown(timeout_s=0.5)
-    assert time.monotonic() - start < 40 and not alive(pid)
+    assert time.monotonic() - start < 5 and not alive(pid)
 
 
 SLOW = "tests.runtime.cluster.targets:Slow"
@@ -204,8 +204,8 @@ def test_restarts_do_not_wait_for_each_other_nor_shutdown_for_them(workers, tmp_
     start = time.monotonic()
     group.shutdown()
     for thread in threads:
-        thread.join(40)
-    assert time.monotonic() - start < 40 and not alive(*pids)
+        thread.join(10)
+    assert time.monotonic() - start < 8 and not alive(*pids)
     assert [type(error) for error in raised] == [RayClusterError] * 2 and "have been shut down" in str(raised[0])
 
 

@@ -125,8 +125,8 @@ def test_interrupted_it_drops_everything_and_can_go_on(whole):
     expected = whole.replicas.generate(requests(10))
     start = time.monotonic()
     with after(0.2, os.kill, os.getpid(), signal.SIGINT), pytest.raises(KeyboardInterrupt):
-        whole.replicas.generate(requests(10, max_new_tokens=50_000, seed=7))
-    assert time.monotonic() - start < 30
+        whole.replicas.generate(requests(10, max_new_tokens=5000, seed=7))
+    assert time.monotonic() - start < 3
     stopped = tokens_so_far(whole)
     time.sleep(0.2)
     assert tokens_so_far(whole) == stopped

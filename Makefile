@@ -31,7 +31,7 @@ install: $(INSTALLED)  ## The environment alone
 quickstart: $(INSTALLED)  ## Teach a small language model to add; about 4 minutes (SEED=1 for another seed, ENGINE=vllm to sample with vLLM)
 	$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE)
 
-test: lint  ## Environment, lint, types and all tests but the slow ones; about half an hour
+test: lint  ## Environment, lint, types and all tests but the slow ones; about 40 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
 test-slow: $(INSTALLED)  ## The tests that take minutes

@@ -1,4 +1,6 @@
-"""What the benchmarks share: a small model with its tokenizer in a folder, response lengths, and interleaved timing."""
+"""What the benchmarks share: a small model with its tokenizer in a folder, response lengths, and
+interleaved timing.
+"""
 
 import contextlib
 import gc
@@ -15,7 +17,9 @@ from typing import Any
 import numpy as np
 
 VOCABULARY = 512
-"""Tokens t2 … t511, written with spaces between them; token 0 pads and ends, token 1 is for what is unknown."""
+"""Tokens t2 … t511, written with spaces between them; token 0 pads and ends, token 1 is for what is
+unknown.
+"""
 
 
 def quiet() -> None:
@@ -30,8 +34,12 @@ def quiet() -> None:
     transformers_logging.set_verbosity_error()
 
 
-def save_model(folder: Path, *, hidden: int = 64, layers: int = 4, positions: int = 512, seed: int = 0) -> int:
-    """A Qwen2 with random weights (four query heads, two key heads), and in `tokenizer` one of a token per word. Returns the number of parameters."""
+def save_model(
+    folder: Path, *, hidden: int = 64, layers: int = 4, positions: int = 512, seed: int = 0
+) -> int:
+    """A Qwen2 with random weights (four query heads, two key heads), and in `tokenizer` one of a
+    token per word. Returns the number of parameters.
+    """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -39,9 +47,9 @@ def save_model(folder: Path, *, hidden: int = 64, layers: int = 4, positions: in
     words = {"<end>": 0, "<unknown>": 1, **{f"t{i}": i for i in range(2, VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<end>", eos_token="<end>", unk_token="<unknown>").save_pretrained(
-        folder / "tokenizer"
-    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<end>", eos_token="<end>", unk_token="<unknown>"
+    ).save_pretrained(folder / "tokenizer")
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=4,
@@ -53,7 +61,11 @@ def save_model(folder: Path, *, hidden: int = 64, layers: int = 4, positions: in
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """That of `save_model`. It lies apart, because AutoTokenizer would make a tokenizer of Qwen2's kind of whatever lies beside a Qwen2."""
+    """That of `save_model`.
+
+    It lies apart, because AutoTokenizer would make a tokenizer of Qwen2's kind of whatever lies
+    beside a Qwen2.
+    """
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder / "tokenizer")
@@ -72,7 +84,10 @@ def skewed_lengths(count: int, *, mean: float = 40, longest: int = 256, seed: in
 
 
 def interleaved(candidates: Sequence[Callable[[], object]], rounds: int) -> list[list[float]]:
-    """Seconds of each candidate in each round. They take turns, so that a busy machine slows all of them; one round before is not counted."""
+    """Seconds of each candidate in each round.
+
+    They take turns, so that a busy machine slows all of them; one round before is not counted.
+    """
     seconds: list[list[float]] = [[] for _ in candidates]
     for number in range(rounds + 1):
         for candidate, times in zip(candidates, seconds, strict=True):

@@ -1,8 +1,10 @@
-"""Tokens per second of the embedded engine against `transformers` generate, on the same model and prompts, in turn.
+"""Tokens per second of the embedded engine against `transformers` generate, on the same model and
+prompts, in turn.
 
     python benchmarks/generation.py [--lengths fixed|skewed]
 
-fixed: every response has 64 tokens. skewed: log-normal lengths (mean 40, at most 256); `generate` has to go on until the longest of a batch is done.
+fixed: every response has 64 tokens. skewed: log-normal lengths (mean 40, at most 256); `generate`
+has to go on until the longest of a batch is done.
 """
 
 import time
@@ -37,7 +39,9 @@ def response_lengths(options: Options, kind: str) -> list[int]:
     if kind == "fixed":
         return [64] * options.num_prompts
     spread = 0.8
-    lengths = np.random.default_rng(0).lognormal(np.log(40) - spread**2 / 2, spread, options.num_prompts)
+    lengths = np.random.default_rng(0).lognormal(
+        np.log(40) - spread**2 / 2, spread, options.num_prompts
+    )
     return np.clip(lengths.round().astype(int), 1, 256).tolist()
 
 
@@ -51,11 +55,17 @@ def main(options: Options) -> None:
     prompts = torch.randint(2, 512, (options.num_prompts, 16))
     engine = TorchGenerationBackend(model=model)
     engine.setup(GenerationConfig())
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {options.num_prompts} prompts x {options.group_size}")
+    print(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters,"
+        f" {options.num_prompts} prompts x {options.group_size}"
+    )
     for kind in ("fixed", "skewed") if options.lengths == "both" else (options.lengths,):
         lengths = response_lengths(options, kind)
         tokens = sum(lengths) * options.group_size
-        params = [SamplingParams(n=options.group_size, max_new_tokens=length, seed=i) for i, length in enumerate(lengths)]
+        params = [
+            SamplingParams(n=options.group_size, max_new_tokens=length, seed=i)
+            for i, length in enumerate(lengths)
+        ]
         ours, theirs = [], []
         for _ in range(options.rounds):
             start = time.perf_counter()
@@ -74,7 +84,10 @@ def main(options: Options) -> None:
             )
             theirs.append(time.perf_counter() - start)
         a, b = tokens / median(ours), tokens / median(theirs)
-        print(f"{kind:>7}: nemorl {a:8.0f} tokens/s   transformers {b:8.0f} tokens/s   ratio {a / b:.2f}")
+        print(
+            f"{kind:>7}: nemorl {a:8.0f} tokens/s   transformers {b:8.0f} tokens/s   ratio"
+            f" {a / b:.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""A whole GRPO step end to end, here and in TRL: same model, prompts, group size, response lengths, loss and optimizer.
+"""A whole GRPO step end to end, here and in TRL: same model, prompts, group size, response lengths,
+loss and optimizer.
 
-    bench-venv/bin/python benchmarks/grpo_vs_trl.py [--lengths fixed|skewed]      (see benchmarks/requirements.txt)
+    bench-venv/bin/python benchmarks/grpo_vs_trl.py [--lengths fixed|skewed]      (see
+    benchmarks/requirements.txt)
 
-fixed: every response has 64 tokens. skewed: each response has its own length, log-normal with mean 40, at most 256, the same on both sides; neither
-side knows it before. A round is a few steps of one trainer and then of the other; each reports its median time from step to step, with everything
-that a step is made of. TRL runs with all that its documentation has for speed on the same work: no gradient checkpointing, no reference model,
-float32 as here, as many rows per forward pass as is fastest (measured first, for both), logging every ten steps. It generates by transformers'
-generate: of its other ways vLLM needs a GPU, and transformers' continuous batching took a hundred times as long on a CPU.
+fixed: every response has 64 tokens. skewed: each response has its own length, log-normal with mean
+40, at most 256, the same on both sides; neither side knows it before. A round is a few steps of one
+trainer and then of the other; each reports its median time from step to step, with everything that
+a step is made of. TRL runs with all that its documentation has for speed on the same work: no
+gradient checkpointing, no reference model, float32 as here, as many rows per forward pass as is
+fastest (measured first, for both), logging every ten steps. It generates by transformers' generate:
+of its other ways vLLM needs a GPU, and transformers' continuous batching took a hundred times as
+long on a CPU.
 """
 
 import itertools
@@ -44,7 +49,9 @@ class Options:
     layers: int = 4
     """Of the model."""
     micro_batch: int | None = None
-    """Rows (TRL) and as many times the longest sequence in tokens (nemorl) of a forward pass in training. None: for each the fastest of some."""
+    """Rows (TRL) and as many times the longest sequence in tokens (nemorl) of a forward pass in
+    training. None: for each the fastest of some.
+    """
 
 
 class Lengths:
@@ -57,7 +64,11 @@ class Lengths:
 
     def of(self, step: int) -> list[int]:
         if step not in self.known:
-            self.known[step] = [64] * self.count if self.kind == "fixed" else skewed_lengths(self.count, longest=self.longest, seed=step)
+            self.known[step] = (
+                [64] * self.count
+                if self.kind == "fixed"
+                else skewed_lengths(self.count, longest=self.longest, seed=step)
+            )
         return self.known[step]
 
 
@@ -78,7 +89,9 @@ def nemorl_reward(prompt: str, response: str) -> float:
 class Ours:
     """Turns of nemorl; `median` of the seconds from step to step."""
 
-    def __init__(self, folder: Path, rows: list[dict], lengths: Lengths, options: Options, micro_batch: int) -> None:
+    def __init__(
+        self, folder: Path, rows: list[dict], lengths: Lengths, options: Options, micro_batch: int
+    ) -> None:
         import nemorl
         from nemorl.rollout.torch_backend import TorchGenerationBackend
 
@@ -86,13 +99,20 @@ class Ours:
 
         def forced(engine: Any, slot: Any, token: int) -> str | None:
             ends = lengths.known.get(engine.policy_version) or lengths.of(engine.policy_version)
-            return "stop" if len(slot.token_ids) >= ends[slot.request * options.group_size + slot.sample] else None
+            return (
+                "stop"
+                if len(slot.token_ids) >= ends[slot.request * options.group_size + slot.sample]
+                else None
+            )
 
         TorchGenerationBackend._finish_reason = forced  # type: ignore[assignment, method-assign]
         self.config = nemorl.GRPOConfig(
             model=nemorl.ModelConfig(path=str(folder)),
             data=nemorl.DataConfig(max_total_sequence_length=PROMPT_TOKENS + lengths.longest),
-            trainer=nemorl.TrainerConfig(sequence_packing=True, micro_batch_tokens=micro_batch * (PROMPT_TOKENS + lengths.longest)),
+            trainer=nemorl.TrainerConfig(
+                sequence_packing=True,
+                micro_batch_tokens=micro_batch * (PROMPT_TOKENS + lengths.longest),
+            ),
             optimizer=nemorl.OptimizerConfig(lr=1e-5, beta2=0.999),
             generation=nemorl.GenerationConfig(max_new_tokens=lengths.longest, max_batch_size=256),
             num_prompts_per_step=options.num_prompts,
@@ -109,15 +129,30 @@ class Ours:
             def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
                 ends.append(time.perf_counter())
 
-        where = nemorl.RunConfig(dir=tempfile.mkdtemp(dir=self.folder), display="none", save_period=0, export=False, plots=False, samples_per_step=0)
-        nemorl.run(replace(self.config, run=where), tokenizer=load_tokenizer(self.folder), train=self.rows, reward=nemorl_reward, callbacks=[Clock()])
+        where = nemorl.RunConfig(
+            dir=tempfile.mkdtemp(dir=self.folder),
+            display="none",
+            save_period=0,
+            export=False,
+            plots=False,
+            samples_per_step=0,
+        )
+        nemorl.run(
+            replace(self.config, run=where),
+            tokenizer=load_tokenizer(self.folder),
+            train=self.rows,
+            reward=nemorl_reward,
+            callbacks=[Clock()],
+        )
         return statistics.median(np.diff(ends))
 
 
 class Theirs:
     """Turns of TRL."""
 
-    def __init__(self, folder: Path, rows: list[dict], lengths: Lengths, options: Options, micro_batch: int) -> None:
+    def __init__(
+        self, folder: Path, rows: list[dict], lengths: Lengths, options: Options, micro_batch: int
+    ) -> None:
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
@@ -168,7 +203,9 @@ class Theirs:
 
 
 def force_lengths(model: Any, lengths: Lengths, steps: int) -> None:
-    """Let the responses that `generate` makes end where they are to end: token 0, which ends a sequence, is their last one and no other."""
+    """Let the responses that `generate` makes end where they are to end: token 0, which ends a
+    sequence, is their last one and no other.
+    """
     from transformers import StoppingCriteria
 
     generate, calls = model.generate, itertools.cycle(range(steps))
@@ -182,28 +219,55 @@ def force_lengths(model: Any, lengths: Lengths, steps: int) -> None:
         def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             return input_ids.shape[1] >= self.ends
 
-    def forced(input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any) -> torch.Tensor:
+    def forced(
+        input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any
+    ) -> torch.Tensor:
         ends = torch.tensor(lengths.of(next(calls))) + input_ids.shape[1]
         generation_config.eos_token_id = None
-        tokens = generate(input_ids, attention_mask=attention_mask, generation_config=generation_config, stopping_criteria=[AtLength(ends)])
+        tokens = generate(
+            input_ids,
+            attention_mask=attention_mask,
+            generation_config=generation_config,
+            stopping_criteria=[AtLength(ends)],
+        )
         begin = input_ids.shape[1]
         response = tokens[:, begin:]
         response[response == 0] = 1
-        tokens[:, begin:] = torch.where(torch.arange(begin, tokens.shape[1]) < ends[:, None] - 1, response, 0)
+        tokens[:, begin:] = torch.where(
+            torch.arange(begin, tokens.shape[1]) < ends[:, None] - 1, response, 0
+        )
         return tokens
 
     model.generate = forced
 
 
-def fastest(trainer: type[Ours] | type[Theirs], folder: Path, rows: list[dict], lengths: Lengths, options: Options, sizes: tuple[int, ...]) -> Any:
+def fastest(
+    trainer: type[Ours] | type[Theirs],
+    folder: Path,
+    rows: list[dict],
+    lengths: Lengths,
+    options: Options,
+    sizes: tuple[int, ...],
+) -> Any:
     """The trainer with as much per forward pass as makes it fastest."""
     if options.micro_batch is not None:
         sizes = (options.micro_batch,)
     few = replace(options, steps=3)
-    seconds = {size: trainer(folder, rows, lengths, few, size).median() for size in sizes if len(sizes) > 1}
+    seconds = {
+        size: trainer(folder, rows, lengths, few, size).median() for size in sizes if len(sizes) > 1
+    }
     if seconds:
-        print(f"  {trainer.__name__}, seconds a step by rows per forward pass:", ", ".join(f"{size}: {t:.2f}" for size, t in seconds.items()))
-    return trainer(folder, rows, lengths, options, min(seconds, key=lambda size: seconds[size]) if seconds else sizes[0])
+        print(
+            f"  {trainer.__name__}, seconds a step by rows per forward pass:",
+            ", ".join(f"{size}: {t:.2f}" for size, t in seconds.items()),
+        )
+    return trainer(
+        folder,
+        rows,
+        lengths,
+        options,
+        min(seconds, key=lambda size: seconds[size]) if seconds else sizes[0],
+    )
 
 
 def main(options: Options) -> None:
@@ -215,7 +279,10 @@ def main(options: Options) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder, lengths = Path(name), Lengths(kind, responses)
             size = save_model(folder, hidden=options.hidden, layers=options.layers)
-            print(f"{kind}: {size / 1e6:.1f} M parameters, {options.num_prompts} prompts x {options.group_size}, {torch.get_num_threads()} threads")
+            print(
+                f"{kind}: {size / 1e6:.1f} M parameters, {options.num_prompts} prompts x"
+                f" {options.group_size}, {torch.get_num_threads()} threads"
+            )
             ours = fastest(Ours, folder, rows, lengths, options, (16, 32, 64))
             theirs = fastest(Theirs, folder, rows, lengths, options, (32, 64, 128, 256))
             times: tuple[list[float], list[float]] = ([], [])
@@ -224,7 +291,10 @@ def main(options: Options) -> None:
                 times[1].append(theirs.median())
             tokens = statistics.mean(sum(lengths.of(step)) for step in range(options.steps))
             a, b = (tokens / statistics.median(t) for t in times)
-            print(f"  nemorl {a:8.0f} tokens/s   TRL {b:8.0f} tokens/s   ratio {median_ratio(*times):.2f}")
+            print(
+                f"  nemorl {a:8.0f} tokens/s   TRL {b:8.0f} tokens/s   ratio"
+                f" {median_ratio(*times):.2f}"
+            )
 
 
 if __name__ == "__main__":

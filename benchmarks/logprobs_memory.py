@@ -1,9 +1,11 @@
-"""Token logprobs from hidden states in chunks against the naive way through all logits: peak memory and time, forward and backward.
+"""Token logprobs from hidden states in chunks against the naive way through all logits: peak memory
+and time, forward and backward.
 
     python benchmarks/logprobs_memory.py
 
-Naive: `log_softmax` of `hidden @ weight.T` for all tokens at once, and `gather`. Peak memory is what is allocated at the most beyond the arguments
-(on a GPU as its allocator counts it, on a CPU as the process grows), each in a process of its own.
+Naive: `log_softmax` of `hidden @ weight.T` for all tokens at once, and `gather`. Peak memory is
+what is allocated at the most beyond the arguments (on a GPU as its allocator counts it, on a CPU as
+the process grows), each in a process of its own.
 """
 
 import multiprocessing
@@ -40,9 +42,17 @@ class Options:
 
 def arguments(options: Options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    hidden = torch.randn(1, options.tokens + 1, options.hidden, device=options.device, requires_grad=True)
-    weight = (0.05 * torch.randn(options.vocabulary, options.hidden, device=options.device)).requires_grad_()
-    return hidden, weight, torch.randint(0, options.vocabulary, (1, options.tokens + 1), device=options.device)
+    hidden = torch.randn(
+        1, options.tokens + 1, options.hidden, device=options.device, requires_grad=True
+    )
+    weight = (
+        0.05 * torch.randn(options.vocabulary, options.hidden, device=options.device)
+    ).requires_grad_()
+    return (
+        hidden,
+        weight,
+        torch.randint(0, options.vocabulary, (1, options.tokens + 1), device=options.device),
+    )
 
 
 def naive(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -54,7 +64,9 @@ def chunked(options: Options) -> Callable[..., torch.Tensor]:
     return lambda *args: linear_token_logprobs(*args, chunk=options.chunk)[0]
 
 
-def forward_and_backward(function: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...]) -> float:
+def forward_and_backward(
+    function: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...]
+) -> float:
     """Seconds."""
     for arg in args[:2]:
         arg.grad = None
@@ -74,7 +86,11 @@ def peak(which: str, options: Options, answer: Any) -> None:
         forward_and_backward(function, args)
         answer.put(torch.cuda.max_memory_allocated() - before)
         return
-    few = args[0][:, :2].detach().requires_grad_(), args[1][:8].detach().requires_grad_(), args[2][:, :2] % 8
+    few = (
+        args[0][:, :2].detach().requires_grad_(),
+        args[1][:8].detach().requires_grad_(),
+        args[2][:, :2] % 8,
+    )
     forward_and_backward(naive, few)  # what torch itself loads at its first use is not counted
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     forward_and_backward(function, args)
@@ -90,10 +106,22 @@ def main(options: Options) -> None:
         process.start()
         peaks[which] = answer.get()
         process.join()
-    gradients = 4 * options.hidden * (options.tokens + options.vocabulary)  # they are results, which both have
-    print(f"{options.tokens} tokens, vocabulary {options.vocabulary}, hidden {options.hidden}, {options.device}")
-    print(f"  peak memory: naive {peaks['naive'] / 2**20:.0f} MiB, chunked {peaks['chunked'] / 2**20:.0f} MiB", end="")
-    print(f" (of these {gradients / 2**20:.0f} MiB are the gradients), chunked / naive {peaks['chunked'] / peaks['naive']:.3f}")
+    gradients = (
+        4 * options.hidden * (options.tokens + options.vocabulary)
+    )  # they are results, which both have
+    print(
+        f"{options.tokens} tokens, vocabulary {options.vocabulary}, hidden {options.hidden},"
+        f" {options.device}"
+    )
+    print(
+        f"  peak memory: naive {peaks['naive'] / 2**20:.0f} MiB, chunked"
+        f" {peaks['chunked'] / 2**20:.0f} MiB",
+        end="",
+    )
+    print(
+        f" (of these {gradients / 2**20:.0f} MiB are the gradients), chunked / naive"
+        f" {peaks['chunked'] / peaks['naive']:.3f}"
+    )
 
     args, function = arguments(options), chunked(options)
     times: tuple[list[float], list[float]] = ([], [])
@@ -103,7 +131,10 @@ def main(options: Options) -> None:
             if number:
                 one.append(seconds)
     ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
-    print(f"  time: naive {statistics.median(times[0]):.2f} s, chunked {statistics.median(times[1]):.2f} s, chunked / naive {ratio:.2f}")
+    print(
+        f"  time: naive {statistics.median(times[0]):.2f} s, chunked"
+        f" {statistics.median(times[1]):.2f} s, chunked / naive {ratio:.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Advantages and loss as a share of a whole GRPO step: what the algorithm itself costs beside the model and the sampling.
+"""Advantages and loss as a share of a whole GRPO step: what the algorithm itself costs beside the
+model and the sampling.
 
     python benchmarks/overhead.py
 
-A run of GRPO in which the functions that compute advantages, loss weights and the loss are timed; the backward of the loss, from its value to the
-logprobs, is measured apart, on the same batch. The baseline is the step itself.
+A run of GRPO in which the functions that compute advantages, loss weights and the loss are timed;
+the backward of the loss, from its value to the logprobs, is measured apart, on the same batch. The
+baseline is the step itself.
 """
 
 import statistics
@@ -63,7 +65,9 @@ def share_of_even(prompt: str, response: str) -> float:
 
 def backward_seconds(output: Any, batch: Any, loss_fn: Callable[..., Any]) -> float:
     """Of the loss alone, from its value to the logprobs and entropies that it got."""
-    leaf = type(output)(output.token_logprobs.detach().requires_grad_(), output.entropy.detach().requires_grad_())
+    leaf = type(output)(
+        output.token_logprobs.detach().requires_grad_(), output.entropy.detach().requires_grad_()
+    )
     loss = loss_fn(leaf, batch).loss
     start = time.perf_counter()
     loss.backward()
@@ -110,14 +114,23 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = save_model(folder, hidden=options.hidden)
-        print(f"{size / 1e6:.1f} M parameters, {options.num_prompts} prompts x {options.group_size}, {torch.get_num_threads()} threads")
+        print(
+            f"{size / 1e6:.1f} M parameters, {options.num_prompts} prompts x {options.group_size},"
+            f" {torch.get_num_threads()} threads"
+        )
         nemorl.run(
             nemorl.GRPOConfig(
                 model=nemorl.ModelConfig(path=str(folder)),
                 data=nemorl.DataConfig(max_total_sequence_length=16 + options.new_tokens),
                 trainer=nemorl.TrainerConfig(sequence_packing=True, micro_batch_tokens=4096),
                 generation=nemorl.GenerationConfig(max_new_tokens=options.new_tokens),
-                run=nemorl.RunConfig(dir=str(folder / "run"), display="none", save_period=0, export=False, plots=False),
+                run=nemorl.RunConfig(
+                    dir=str(folder / "run"),
+                    display="none",
+                    save_period=0,
+                    export=False,
+                    plots=False,
+                ),
                 num_prompts_per_step=options.num_prompts,
                 num_generations_per_prompt=options.group_size,
                 max_num_steps=options.steps,
@@ -127,7 +140,10 @@ def main(options: Options) -> None:
             reward=share_of_even,
             callbacks=[Clock()],
         )
-    print(f"  a step {statistics.median(steps[1:]):.2f} s; advantages, loss weights and loss are {100 * statistics.median(shares[1:]):.2f} % of it")
+    print(
+        f"  a step {statistics.median(steps[1:]):.2f} s; advantages, loss weights and loss are"
+        f" {100 * statistics.median(shares[1:]):.2f} % of it"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Packing 100,000 log-normal lengths: rows against the lower bound, and time against a plain first-fit loop over sorted lengths (on 5,000 of them).
+"""Packing 100,000 log-normal lengths: rows against the lower bound, and time against a plain
+first-fit loop over sorted lengths (on 5,000 of them).
 
 python benchmarks/packing.py
 """
@@ -35,12 +36,21 @@ def seconds(function, *args, **options) -> float:
 
 
 def main() -> None:
-    lengths = np.clip(np.random.default_rng(0).lognormal(6, 0.8, 100_000).astype(int), 1, CAPACITY).tolist()
+    lengths = np.clip(
+        np.random.default_rng(0).lognormal(6, 0.8, 100_000).astype(int), 1, CAPACITY
+    ).tolist()
     bound = -(-sum(lengths) // CAPACITY)
     few = lengths[:5_000]
     plain = seconds(first_fit, few, CAPACITY)
-    print(f"{'algorithm':<24}{'rows / bound':>14}{'seconds':>10}{'speed-up over the plain loop (5,000)':>40}")
-    for algorithm in ("best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative"):
+    print(
+        f"{'algorithm':<24}{'rows / bound':>14}{'seconds':>10}{'speed-up over the plain loop (5,000)':>40}"
+    )
+    for algorithm in (
+        "best_fit_decreasing",
+        "first_fit_decreasing",
+        "modified_first_fit_decreasing",
+        "concatenative",
+    ):
         rows = len(pack_plan(lengths, CAPACITY, algorithm=algorithm))
         whole = seconds(pack_plan, lengths, CAPACITY, algorithm=algorithm)
         ratio = plain / seconds(pack_plan, few, CAPACITY, algorithm=algorithm)

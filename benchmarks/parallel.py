@@ -1,10 +1,12 @@
-"""What spreading a model costs and saves: a step under the full machinery at degree 1 against plain PyTorch, and memory per rank as degrees grow.
+"""What spreading a model costs and saves: a step under the full machinery at degree 1 against plain
+PyTorch, and memory per rank as degrees grow.
 
     python benchmarks/parallel.py
 
-Time: FSDP2 over one rank, DTensors, log-probabilities and entropy by the chunked head, against the plainest PyTorch loop on the same model and
-tokens, in turns in one process. Memory: in each rank the bytes of parameters, gradients and optimizer state that it holds, counted, and the growth
-of its resident memory up to its peak, for one process and for 2 and 4.
+Time: FSDP2 over one rank, DTensors, log-probabilities and entropy by the chunked head, against the
+plainest PyTorch loop on the same model and tokens, in turns in one process. Memory: in each rank
+the bytes of parameters, gradients and optimizer state that it holds, counted, and the growth of its
+resident memory up to its peak, for one process and for 2 and 4.
 """
 
 import os
@@ -63,37 +65,61 @@ def main(options: Options) -> None:
 
 
 def one_rank(options: Options, folder: Path) -> None:
-    """In this process: first the plain backend, which must not find a rank's variables, then the same as the only rank."""
-    size = save_model(folder, hidden=options.hidden, layers=options.layers, positions=options.length)
-    print(f"{size / 1e6:.1f} M parameters, {options.num_sequences} sequences of {options.length} tokens, {torch.get_num_threads()} threads")
+    """In this process: first the plain backend, which must not find a rank's variables, then the
+    same as the only rank.
+    """
+    size = save_model(
+        folder, hidden=options.hidden, layers=options.layers, positions=options.length
+    )
+    print(
+        f"{size / 1e6:.1f} M parameters, {options.num_sequences} sequences of {options.length}"
+        f" tokens, {torch.get_num_threads()} threads"
+    )
     batch, trainer = batch_of([options.length] * options.num_sequences), TrainerConfig(device="cpu")
     alone = our_step(folder, batch, trainer)
     plain = plain_step(folder, batch.input_ids, options.num_sequences)
     become_rank(0, 1, _port())
     ranked = our_step(folder, batch, trainer)
     times = interleaved([ranked, alone, plain], options.rounds)
-    for what, ours in zip(("FSDP2 over one rank", "one process, plain tensors"), times, strict=False):
-        print(f"  {what}: {statistics.median(ours):.3f} s a step, time / plain PyTorch loop {median_ratio(times[2], ours):.3f}")
+    for what, ours in zip(
+        ("FSDP2 over one rank", "one process, plain tensors"), times, strict=False
+    ):
+        print(
+            f"  {what}: {statistics.median(ours):.3f} s a step, time / plain PyTorch loop"
+            f" {median_ratio(times[2], ours):.3f}"
+        )
     torch.distributed.destroy_process_group()
     del os.environ["WORLD_SIZE"]
 
 
 def memory(options: Options, folder: Path) -> None:
     size = save_model(folder, hidden=options.wide, layers=options.deep, positions=options.length)
-    print(f"memory of a training step, {size / 1e6:.0f} M parameters in float32, 4 sequences of {options.length} tokens, in GB per rank")
-    print(f"  {'':14}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'of one process':>16}{'peak growth':>13}{'of one process':>16}")
+    print(
+        f"memory of a training step, {size / 1e6:.0f} M parameters in float32, 4 sequences of"
+        f" {options.length} tokens, in GB per rank"
+    )
+    print(
+        f"  {'':14}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'of one process':>16}{'peak growth':>13}{'of one process':>16}"
+    )
     first: tuple[float, float] | None = None
     for name, plan in PLANS.items():
         found = mp.get_context("spawn").Manager().dict()
         mp.spawn(measure, (plan, folder, options.length, _port(), found), plan.num_ranks)
-        parameters, gradients, optimizer, growth = (max(parts) for parts in zip(*found.values(), strict=True))
+        parameters, gradients, optimizer, growth = (
+            max(parts) for parts in zip(*found.values(), strict=True)
+        )
         held = parameters + gradients + optimizer
         first = first or (held, growth)
         parts = "".join(f"{part / 1e9:12.3f}" for part in (parameters, gradients, optimizer))
-        print(f"  {name:14}{parts}{held / first[0]:16.3f}{growth / 1e9:13.3f}{growth / first[1]:16.3f}", flush=True)
+        print(
+            f"  {name:14}{parts}{held / first[0]:16.3f}{growth / 1e9:13.3f}{growth / first[1]:16.3f}",
+            flush=True,
+        )
 
 
-def measure(rank: int, plan: ParallelPlan, folder: Path, length: int, port: int, found: Any) -> None:
+def measure(
+    rank: int, plan: ParallelPlan, folder: Path, length: int, port: int, found: Any
+) -> None:
     """Bytes of what this rank holds after a step, and how far its resident memory grew at most."""
     quiet()
     torch.set_num_threads(1)
@@ -102,14 +128,27 @@ def measure(rank: int, plan: ParallelPlan, folder: Path, length: int, port: int,
         from nemorl.parallel.dtensor import titan  # noqa: F401  # what is imported is not counted
     backend = DTensorBackend()
     before = peak_memory(torch.device("cpu"))
-    config = BackendConfig(model=ModelConfig(path=str(folder)), trainer=TrainerConfig(device="cpu"), optimizer=OptimizerConfig(), parallel=plan)
+    config = BackendConfig(
+        model=ModelConfig(path=str(folder)),
+        trainer=TrainerConfig(device="cpu"),
+        optimizer=OptimizerConfig(),
+        parallel=plan,
+    )
     backend.setup(config)
     batch = batch_of([length] * 4)
     for _ in range(2):
         backend.train_step(batch, loss_fn)
     parameters = list(backend.model.parameters())
-    states = [value for state in backend.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    sizes = [sum(map(nbytes, tensors)) for tensors in (parameters, [p.grad for p in parameters if p.grad is not None], states)]
+    states = [
+        value
+        for state in backend.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    sizes = [
+        sum(map(nbytes, tensors))
+        for tensors in (parameters, [p.grad for p in parameters if p.grad is not None], states)
+    ]
     found[rank] = (*sizes, peak_memory(torch.device("cpu")) - before)
 
 
@@ -120,7 +159,13 @@ def nbytes(tensor: Tensor) -> int:
 
 
 def become_rank(rank: int, size: int, port: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
 
 
 def _port() -> int:

@@ -2,8 +2,9 @@
 
     python benchmarks/rollouts.py [--part ray|replicas]
 
-ray: tokens per second of one replica in a process of its own, placed by Ray, against the bare `vllm.LLM.generate` in another process, on the same
-requests in turn. replicas: two replicas that share a queue, two that get every other prompt, and one, on responses of very unequal lengths.
+ray: tokens per second of one replica in a process of its own, placed by Ray, against the bare
+`vllm.LLM.generate` in another process, on the same requests in turn. replicas: two replicas that
+share a queue, two that get every other prompt, and one, on responses of very unequal lengths.
 """
 
 import multiprocessing
@@ -43,8 +44,13 @@ class Options:
 
 
 def bare_engine(folder: Path, pipe: Any) -> None:
-    """`LLM.generate` in a process of its own: answers each list of (prompt, sampling parameters) with the seconds it took and the tokens it made."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"], os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0", "nobind"
+    """`LLM.generate` in a process of its own: answers each list of (prompt, sampling parameters)
+    with the seconds it took and the tokens it made.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"], os.environ["VLLM_CPU_OMP_THREADS_BIND"] = (
+        "0",
+        "nobind",
+    )
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     from vllm import LLM, SamplingParams
 
@@ -55,7 +61,12 @@ def bare_engine(folder: Path, pipe: Any) -> None:
         params = [SamplingParams(**options, logprobs=0, ignore_eos=True) for _, options in requests]
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        pipe.send((time.perf_counter() - start, sum(len(sample.token_ids) for output in outputs for sample in output.outputs)))
+        pipe.send(
+            (
+                time.perf_counter() - start,
+                sum(len(sample.token_ids) for output in outputs for sample in output.outputs),
+            )
+        )
 
 
 @contextmanager
@@ -79,10 +90,12 @@ def backend(folder: Path, num_replicas: int) -> Iterator[Any]:
     from transformers import AutoModelForCausalLM
 
     from nemorl import GenerationConfig
-    from nemorl.runtime.vllm.backend import VLLMGenerationBackend
+    from nemorl.runtime.engines.backend import VLLMGenerationBackend
 
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(folder)
-    model.generation_config.eos_token_id = tokenizer.eos_token = None  # every response is as long as it may be
+    model.generation_config.eos_token_id = tokenizer.eos_token = (
+        None  # every response is as long as it may be
+    )
     made = VLLMGenerationBackend(model=model, tokenizer=tokenizer)
     made.setup(GenerationConfig(backend="vllm", num_replicas=num_replicas, engine=ENGINE))
     try:
@@ -96,10 +109,21 @@ def through_ray(options: Options, folder: Path) -> None:
 
     from nemorl import SamplingParams
 
-    prompts = torch.randint(2, VOCABULARY, (options.num_prompts, 16), generator=torch.Generator().manual_seed(0)).tolist()
-    params = [SamplingParams(n=options.group_size, max_new_tokens=options.length, seed=1000 * i) for i in range(options.num_prompts)]
-    requests = [(prompt, {"n": p.n, "max_tokens": p.max_new_tokens, "seed": p.seed}) for prompt, p in zip(prompts, params, strict=True)]
-    bare_too = {"with text": requests, "tokens alone": [(prompt, {**o, "detokenize": False}) for prompt, o in requests]}
+    prompts = torch.randint(
+        2, VOCABULARY, (options.num_prompts, 16), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    params = [
+        SamplingParams(n=options.group_size, max_new_tokens=options.length, seed=1000 * i)
+        for i in range(options.num_prompts)
+    ]
+    requests = [
+        (prompt, {"n": p.n, "max_tokens": p.max_new_tokens, "seed": p.seed})
+        for prompt, p in zip(prompts, params, strict=True)
+    ]
+    bare_too = {
+        "with text": requests,
+        "tokens alone": [(prompt, {**o, "detokenize": False}) for prompt, o in requests],
+    }
     ours, theirs = [], {name: [] for name in bare_too}
     with bare(folder) as bare_generate, backend(folder, 1) as engine:
         for number in range(options.rounds + 1):
@@ -116,7 +140,10 @@ def through_ray(options: Options, folder: Path) -> None:
                     theirs[name].append(bare_seconds)
     print(f"through Ray, with text {tokens / median(ours):8.0f} tokens/s")
     for name, seconds in theirs.items():
-        print(f"bare vLLM, {name:<12} {tokens / median(seconds):7.0f} tokens/s   ratio {median_ratio(ours, seconds):.3f}")
+        print(
+            f"bare vLLM, {name:<12} {tokens / median(seconds):7.0f} tokens/s   ratio"
+            f" {median_ratio(ours, seconds):.3f}"
+        )
 
 
 def with_replicas(options: Options, folder: Path) -> None:
@@ -124,10 +151,18 @@ def with_replicas(options: Options, folder: Path) -> None:
 
     from nemorl import SamplingParams
 
-    prompts = torch.randint(2, VOCABULARY, (options.num_prompts, 16), generator=torch.Generator().manual_seed(0)).tolist()
-    # Nearly every token is as likely as another: a dozen of them that stop give geometric lengths with a mean of about 40.
+    prompts = torch.randint(
+        2, VOCABULARY, (options.num_prompts, 16), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    # Nearly every token is as likely as another: a dozen of them that stop give geometric lengths
+    # with a mean of about 40.
     params = [
-        SamplingParams(n=options.group_size, max_new_tokens=256, stop_token_ids=tuple(range(2, 14)), seed=1000 * i)
+        SamplingParams(
+            n=options.group_size,
+            max_new_tokens=256,
+            stop_token_ids=tuple(range(2, 14)),
+            seed=1000 * i,
+        )
         for i in range(options.num_prompts)
     ]
     with ExitStack() as stack:
@@ -138,7 +173,9 @@ def with_replicas(options: Options, folder: Path) -> None:
             pair.generate(prompts, params)
 
         seconds_balanced = interleaved([balanced], options.rounds)[0]
-        print(f"two replicas, one queue           {counted / median(seconds_balanced):8.0f} tokens/s")
+        print(
+            f"two replicas, one queue           {counted / median(seconds_balanced):8.0f} tokens/s"
+        )
     with ExitStack() as stack:
         each = [stack.enter_context(backend(folder, 1)) for _ in range(2)]
 
@@ -150,8 +187,14 @@ def with_replicas(options: Options, folder: Path) -> None:
             each[0].generate(prompts, params)
 
         seconds_split, seconds_alone = interleaved([split, alone], options.rounds)
-    for name, seconds in (("two replicas, every other prompt", seconds_split), ("one replica", seconds_alone)):
-        print(f"{name:<33} {counted / median(seconds):8.0f} tokens/s   balanced is {median(seconds) / median(seconds_balanced):.2f} times as fast")
+    for name, seconds in (
+        ("two replicas, every other prompt", seconds_split),
+        ("one replica", seconds_alone),
+    ):
+        print(
+            f"{name:<33} {counted / median(seconds):8.0f} tokens/s   balanced is"
+            f" {median(seconds) / median(seconds_balanced):.2f} times as fast"
+        )
 
 
 def main(options: Options) -> None:
@@ -159,7 +202,10 @@ def main(options: Options) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         count = save_model(Path(folder), hidden=options.hidden)
-        print(f"{count / 1e6:.1f} M parameters, {options.num_prompts} prompts x {options.group_size} responses")
+        print(
+            f"{count / 1e6:.1f} M parameters, {options.num_prompts} prompts x {options.group_size}"
+            " responses"
+        )
         if options.part in ("ray", "both"):
             through_ray(options, Path(folder))
         if options.part in ("replicas", "both"):

@@ -1,10 +1,13 @@
-"""Supervised fine-tuning with packing, here and in TRL: same model, examples, optimizer and sequences per optimizer step.
+"""Supervised fine-tuning with packing, here and in TRL: same model, examples, optimizer and
+sequences per optimizer step.
 
     bench-venv/bin/python benchmarks/sft_vs_trl.py      (see benchmarks/requirements.txt)
 
-Sequences of log-normal length. A turn is one pass over the examples; its time is from the first step's begin to the last one's end. TRL is measured
-with each setting that runs without FlashAttention and does the same work (sequences whole, and none sees another): padded batches of several sizes,
-padded batches of sequences of similar length, and packed rows ("bfd"), which transformers keeps apart by a mask. The ratio is against the fastest.
+Sequences of log-normal length. A turn is one pass over the examples; its time is from the first
+step's begin to the last one's end. TRL is measured with each setting that runs without
+FlashAttention and does the same work (sequences whole, and none sees another): padded batches of
+several sizes, padded batches of sequences of similar length, and packed rows ("bfd"), which
+transformers keeps apart by a mask. The ratio is against the fastest.
 """
 
 import statistics
@@ -68,16 +71,36 @@ class Ours:
                 times.append(time.perf_counter())
 
         self.turn += 1
-        where = nemorl.RunConfig(dir=str(self.folder / f"run{self.turn}"), display="none", save_period=0, export=False, plots=False)
+        where = nemorl.RunConfig(
+            dir=str(self.folder / f"run{self.turn}"),
+            display="none",
+            save_period=0,
+            export=False,
+            plots=False,
+        )
         with silence():
-            nemorl.run(replace(self.config, run=where), tokenizer=load_tokenizer(self.folder), train=self.rows, callbacks=[Clock()])
+            nemorl.run(
+                replace(self.config, run=where),
+                tokenizer=load_tokenizer(self.folder),
+                train=self.rows,
+                callbacks=[Clock()],
+            )
         return times[-1] - times[0]
 
 
 class Theirs:
     """Turns of TRL. `rows`: of a forward pass; with packing these are packed rows."""
 
-    def __init__(self, folder: Path, examples: list[dict], options: Options, *, rows: int, packing: bool = False, by_length: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        examples: list[dict],
+        options: Options,
+        *,
+        rows: int,
+        packing: bool = False,
+        by_length: bool = False,
+    ) -> None:
         from datasets import Dataset
         from transformers import AutoModelForCausalLM, TrainerCallback
         from trl import SFTConfig, SFTTrainer
@@ -134,11 +157,17 @@ def make_data(folder: Path, options: Options) -> tuple[list[dict], list[dict]]:
 
     rng = np.random.default_rng(0)
     lengths = skewed_lengths(options.num_examples, mean=options.mean, longest=options.longest - 1)
-    rows = [{"prompt": words(8, rng), "response": " " + words(max(1, length - 8), rng)} for length in lengths]
+    rows = [
+        {"prompt": words(8, rng), "response": " " + words(max(1, length - 8), rng)}
+        for length in lengths
+    ]
     examples = [
         {
             "input_ids": list(example.input_ids),
-            "labels": [token if trained else -100 for token, trained in zip(example.input_ids, example.loss_mask, strict=True)],
+            "labels": [
+                token if trained else -100
+                for token, trained in zip(example.input_ids, example.loss_mask, strict=True)
+            ],
         }
         for example in to_examples(rows, load_tokenizer(folder))
     ]
@@ -149,16 +178,29 @@ def main(options: Options) -> None:
     quiet()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size = save_model(folder, hidden=options.hidden, layers=options.layers, positions=options.longest)
+        size = save_model(
+            folder, hidden=options.hidden, layers=options.layers, positions=options.longest
+        )
         rows, examples = make_data(folder, options)
         tokens = sum(len(example["input_ids"]) for example in examples)
-        print(f"{size / 1e6:.1f} M parameters, {len(rows)} sequences, {tokens} tokens, {options.batch} sequences a step")
+        print(
+            f"{size / 1e6:.1f} M parameters, {len(rows)} sequences, {tokens} tokens,"
+            f" {options.batch} sequences a step"
+        )
         ours = Ours(folder, rows, options)
         with silence():
             peers = {
                 **{f"padded, {n} rows": Theirs(folder, examples, options, rows=n) for n in (32, 8)},
-                **{f"by length, {n} rows": Theirs(folder, examples, options, rows=n, by_length=True) for n in (32, 8)},
-                **{f"packed, {n} rows": Theirs(folder, examples, options, rows=n, packing=True) for n in (1, 4)},
+                **{
+                    f"by length, {n} rows": Theirs(
+                        folder, examples, options, rows=n, by_length=True
+                    )
+                    for n in (32, 8)
+                },
+                **{
+                    f"packed, {n} rows": Theirs(folder, examples, options, rows=n, packing=True)
+                    for n in (1, 4)
+                },
             }
         times: dict[str, list[float]] = {name: [] for name in ("nemorl", *peers)}
         for number in range(options.rounds + 1):
@@ -166,11 +208,19 @@ def main(options: Options) -> None:
                 seconds = trainer.seconds()
                 if number:  # the first turn warms up
                     times[name].append(seconds)
-        print(f"  {'nemorl, packed':<24}{tokens / statistics.median(times['nemorl']):8.0f} tokens/s")
+        print(
+            f"  {'nemorl, packed':<24}{tokens / statistics.median(times['nemorl']):8.0f} tokens/s"
+        )
         for name in peers:
             ratio = median_ratio(times["nemorl"], times[name])
-            print(f"  {'TRL, ' + name:<24}{tokens / statistics.median(times[name]):8.0f} tokens/s   nemorl is {ratio:.2f} times as fast")
-        print(f"  ratio against TRL's fastest: {min(median_ratio(times['nemorl'], times[name]) for name in peers):.2f}")
+            print(
+                f"  {'TRL, ' + name:<24}{tokens / statistics.median(times[name]):8.0f} tokens/s  "
+                f" nemorl is {ratio:.2f} times as fast"
+            )
+        print(
+            "  ratio against TRL's fastest:"
+            f" {min(median_ratio(times['nemorl'], times[name]) for name in peers):.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Weights and checkpoints of a model that ranks share: export, save (and the part of it that training waits for) and load, in GB/s.
+"""Weights and checkpoints of a model that ranks share: export, save (and the part of it that
+training waits for) and load, in GB/s.
 
     python benchmarks/sharded_io.py
 
-Export is every parameter gathered whole on rank 0, against a copy of the same bytes in memory. Saving and loading are of model and optimizer, against
-plain copies of the same files to the disk and from it, in turns in the same run.
+Export is every parameter gathered whole on rank 0, against a copy of the same bytes in memory.
+Saving and loading are of model and optimizer, against plain copies of the same files to the disk
+and from it, in turns in the same run.
 """
 
 import os
@@ -48,11 +50,19 @@ def main(options: Options) -> None:
     quiet()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size = save_model(folder / "model", hidden=options.width, layers=options.layers, positions=128)
-        print(f"{size / 1e6:.0f} M parameters in float32; GB/s, and the ratio to the baseline beside it")
+        size = save_model(
+            folder / "model", hidden=options.width, layers=options.layers, positions=128
+        )
+        print(
+            f"{size / 1e6:.0f} M parameters in float32; GB/s, and the ratio to the baseline"
+            " beside it"
+        )
         print(f"  {'':10}{'export':>14}{'save':>14}{'of it training waits':>24}{'load':>14}")
         for text in options.plans:
-            degrees: dict[str, Any] = {key: int(value) for key, value in (pair.split("=") for pair in text.split(",") if pair)}
+            degrees: dict[str, Any] = {
+                key: int(value)
+                for key, value in (pair.split("=") for pair in text.split(",") if pair)
+            }
             plan = ParallelPlan(**degrees)
             found = mp.get_context("spawn").Manager().dict()
             mp.spawn(measure, (plan, folder, options.rounds, _port(), found), plan.num_ranks)
@@ -64,12 +74,20 @@ def main(options: Options) -> None:
                 (files, "begin", "copy to disk"),
                 (files, "load", "read"),
             ]
-            cells = [f"{amount / times[what] / 1e9:7.2f} ({times[against] / times[what]:.2f})" for amount, what, against in rates]
+            cells = [
+                f"{amount / times[what] / 1e9:7.2f} ({times[against] / times[what]:.2f})"
+                for amount, what, against in rates
+            ]
             waits = f"{cells[2]} {times['begin']:.2f} s"
-            print(f"  {text or 'alone':10}{cells[0]:>14}{cells[1]:>14}{waits:>24}{cells[3]:>14}", flush=True)
+            print(
+                f"  {text or 'alone':10}{cells[0]:>14}{cells[1]:>14}{waits:>24}{cells[3]:>14}",
+                flush=True,
+            )
 
 
-def measure(rank: int, plan: ParallelPlan, folder: Path, rounds: int, port: int, found: Any) -> None:
+def measure(
+    rank: int, plan: ParallelPlan, folder: Path, rounds: int, port: int, found: Any
+) -> None:
     quiet()
     torch.set_num_threads(1)
     if plan.num_ranks > 1:

@@ -1,9 +1,10 @@
-"""How long one waits: `import nemorl`, `nemorl --help`, `nemorl grpo --help`, and a whole run of one step from the command line.
+"""How long one waits: `import nemorl`, `nemorl --help`, `nemorl grpo --help`, and a whole run of
+one step from the command line.
 
     python benchmarks/startup.py
 
-The baselines are what nobody can do without: an empty Python, `import torch`, and loading the model and tokenizer with transformers. Each is a
-process of its own; they take turns, and medians count.
+The baselines are what nobody can do without: an empty Python, `import torch`, and loading the model
+and tokenizer with transformers. Each is a process of its own; they take turns, and medians count.
 """
 
 import json
@@ -36,13 +37,18 @@ def main(options: Options) -> None:
         folder = Path(name)
         save_model(folder / "model")
         rng = np.random.default_rng(0)
-        rows = "".join(json.dumps({"prompt": words(16, rng), "answer": "t2"}) + "\n" for _ in range(16))
+        rows = "".join(
+            json.dumps({"prompt": words(16, rng), "answer": "t2"}) + "\n" for _ in range(16)
+        )
         (folder / "rows.jsonl").write_text(rows)
-        python, nemorl = [sys.executable, "-c"], [sys.executable, "-m", "nemorl.runtime.cli"]
+        python, nemorl = [sys.executable, "-c"], [sys.executable, "-m", "nemorl.runtime.cli.main"]
         if shutil.which("nemorl", path=str(Path(sys.executable).parent)):
             nemorl = [str(Path(sys.executable).with_name("nemorl"))]
         load = "from transformers import AutoModelForCausalLM as M, AutoTokenizer as T"
-        tokenizer, run = folder / "model" / "tokenizer", ["--run.dir", "RUN", "--run.display", "none", "--max-num-steps", "1"]
+        tokenizer, run = (
+            folder / "model" / "tokenizer",
+            ["--run.dir", "RUN", "--run.display", "none", "--max-num-steps", "1"],
+        )
         step = [
             *nemorl, "grpo", *run, "--model.path", str(folder / "model"), "--model.tokenizer", str(tokenizer),
             "--data.train", str(folder / "rows.jsonl"), "--data.max-total-sequence-length", "64", "--generation.max-new-tokens", "8",
@@ -53,7 +59,10 @@ def main(options: Options) -> None:
             "import torch": [*python, "import torch"],
             "import transformers' model and tokenizer, load both": [
                 *python,
-                f"{load}; M.from_pretrained({str(folder / 'model')!r}); T.from_pretrained({str(folder / 'model' / 'tokenizer')!r})",
+                (
+                    f"{load}; M.from_pretrained({str(folder / 'model')!r});"
+                    f" T.from_pretrained({str(folder / 'model' / 'tokenizer')!r})"
+                ),
             ],
             "import nemorl": [*python, "import nemorl"],
             "import nemorl; nemorl.GRPOConfig": [*python, "import nemorl; nemorl.GRPOConfig"],
@@ -64,9 +73,16 @@ def main(options: Options) -> None:
         seconds: dict[str, list[float]] = {title: [] for title in commands}
         for number in range(options.rounds + 1):
             for title, command in commands.items():
-                command = [str(folder / f"run{number}") if part == "RUN" else part for part in command]
+                command = [
+                    str(folder / f"run{number}") if part == "RUN" else part for part in command
+                ]
                 start = time.perf_counter()
-                done = subprocess.run(command, capture_output=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}, check=False)
+                done = subprocess.run(
+                    command,
+                    capture_output=True,
+                    env={**os.environ, "HF_HUB_OFFLINE": "1"},
+                    check=False,
+                )
                 if done.returncode:
                     raise RuntimeError(f"{title} failed:\n{done.stderr.decode()[-2000:]}")
                 if number:  # the first turn fills the file cache

@@ -1,9 +1,11 @@
-"""An optimizer step on packed rows against the plainest PyTorch loop on the same tokens, and packed rows against padded ones on skewed lengths.
+"""An optimizer step on packed rows against the plainest PyTorch loop on the same tokens, and packed
+rows against padded ones on skewed lengths.
 
     python benchmarks/train_step.py
 
-The plain loop is what one writes without a library: the model's logits, cross entropy, backward, clipping, AdamW. It gets sequences of one length,
-which need no padding, in the number of rows per forward pass that suits it best. nemorl packs them several to a row, keeps them apart, and computes
+The plain loop is what one writes without a library: the model's logits, cross entropy, backward,
+clipping, AdamW. It gets sequences of one length, which need no padding, in the number of rows per
+forward pass that suits it best. nemorl packs them several to a row, keeps them apart, and computes
 logprobs from hidden states and their entropy besides.
 """
 
@@ -50,7 +52,11 @@ class Options:
 def batch_of(lengths: list[int]) -> TokenBatch:
     rng = np.random.default_rng(0)
     examples = [
-        Example(input_ids=rng.integers(2, VOCABULARY, length).tolist(), loss_mask=(mask := [False] + [True] * (length - 1)), response_mask=mask)
+        Example(
+            input_ids=rng.integers(2, VOCABULARY, length).tolist(),
+            loss_mask=(mask := [False] + [True] * (length - 1)),
+            response_mask=mask,
+        )
         for length in lengths
     ]
     batch = collate(examples)
@@ -59,7 +65,11 @@ def batch_of(lengths: list[int]) -> TokenBatch:
 
 def our_step(folder: Path, batch: TokenBatch, trainer: TrainerConfig) -> Callable[[], Any]:
     backend = DTensorBackend()
-    backend.setup(BackendConfig(model=ModelConfig(path=str(folder)), trainer=trainer, optimizer=OptimizerConfig(lr=1e-5)))
+    backend.setup(
+        BackendConfig(
+            model=ModelConfig(path=str(folder)), trainer=trainer, optimizer=OptimizerConfig(lr=1e-5)
+        )
+    )
     return lambda: backend.train_step(batch, loss_fn)
 
 
@@ -73,7 +83,9 @@ def plain_step(folder: Path, ids: torch.Tensor, rows: int) -> Callable[[], Any]:
         optimizer.zero_grad()
         for part in ids.split(rows):
             logits = model(part, use_cache=False).logits
-            loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
+            loss = functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
+            )
             (loss / ids[:, 1:].numel()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -85,26 +97,55 @@ def main(options: Options) -> None:
     quiet()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size = save_model(folder, hidden=options.hidden, layers=options.layers, positions=options.row_tokens)
+        size = save_model(
+            folder, hidden=options.hidden, layers=options.layers, positions=options.row_tokens
+        )
         print(f"{size / 1e6:.1f} M parameters, {torch.get_num_threads()} threads")
-        packed = TrainerConfig(sequence_packing=True, packed_row_tokens=options.row_tokens, micro_batch_tokens=options.micro_batch_tokens)
+        packed = TrainerConfig(
+            sequence_packing=True,
+            packed_row_tokens=options.row_tokens,
+            micro_batch_tokens=options.micro_batch_tokens,
+        )
 
         batch = batch_of([options.length] * options.num_sequences)
         sizes = [n for n in (16, 32, 64) if n <= options.num_sequences]
-        ours, *plain = interleaved([our_step(folder, batch, packed), *(plain_step(folder, batch.input_ids, rows) for rows in sizes)], options.rounds)
-        print(f"{options.num_sequences} sequences of {options.length} tokens: nemorl, packed {statistics.median(ours):.3f} s a step")
+        ours, *plain = interleaved(
+            [
+                our_step(folder, batch, packed),
+                *(plain_step(folder, batch.input_ids, rows) for rows in sizes),
+            ],
+            options.rounds,
+        )
+        print(
+            f"{options.num_sequences} sequences of {options.length} tokens: nemorl, packed"
+            f" {statistics.median(ours):.3f} s a step"
+        )
         ratios = [median_ratio(theirs, ours) for theirs in plain]
         for rows, theirs, ratio in zip(sizes, plain, ratios, strict=True):
-            print(f"  plain loop, {rows} rows a pass {statistics.median(theirs):.3f} s, time of nemorl / plain loop {ratio:.2f}")
+            print(
+                f"  plain loop, {rows} rows a pass {statistics.median(theirs):.3f} s, time of"
+                f" nemorl / plain loop {ratio:.2f}"
+            )
         print(f"  time against the fastest plain loop: {max(ratios):.2f}")
 
-        lengths = skewed_lengths(options.num_sequences, mean=options.length, longest=4 * options.length)
+        lengths = skewed_lengths(
+            options.num_sequences, mean=options.length, longest=4 * options.length
+        )
         batch = batch_of(lengths)
         rows = max(1, options.micro_batch_tokens // max(lengths))
         padded = TrainerConfig(train_micro_batch_size=rows)
-        ours, padded_times = interleaved([our_step(folder, batch, packed), our_step(folder, batch, padded)], options.rounds)
-        print(f"log-normal lengths, mean {np.mean(lengths):.0f}, longest {max(lengths)}: packed {statistics.median(ours):.3f} s, ", end="")
-        print(f"padded {statistics.median(padded_times):.3f} s, packed is {median_ratio(ours, padded_times):.2f} times as fast")
+        ours, padded_times = interleaved(
+            [our_step(folder, batch, packed), our_step(folder, batch, padded)], options.rounds
+        )
+        print(
+            f"log-normal lengths, mean {np.mean(lengths):.0f}, longest {max(lengths)}: packed"
+            f" {statistics.median(ours):.3f} s, ",
+            end="",
+        )
+        print(
+            f"padded {statistics.median(padded_times):.3f} s, packed is"
+            f" {median_ratio(ours, padded_times):.2f} times as fast"
+        )
 
 
 if __name__ == "__main__":

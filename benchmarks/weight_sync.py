@@ -1,11 +1,14 @@
-"""How fast weights get from a trainer to another process, against a plain copy of the same bytes in memory, in turn.
+"""How fast weights get from a trainer to another process, against a plain copy of the same bytes in
+memory, in turn.
 
     python benchmarks/weight_sync.py [--megabytes 10 100 1000] [--no-engine] [--no-first-token]
 
-transport: from the trainer's tensors until the other process has them as tensors. sync: until a vLLM engine in that process computes with them. On a
-CPU vLLM repacks each matrix, whoever brings the weights: "load" is the engine's update from tensors that its own process has already (more than any
-transport can give), "repack" the part of it in which oneDNN makes the packed matrices. first token: from the end of a train step, through the sync,
-until one replica, a Ray actor, has answered with a token.
+transport: from the trainer's tensors until the other process has them as tensors. sync: until a
+vLLM engine in that process computes with them. On a CPU vLLM repacks each matrix, whoever brings
+the weights: "load" is the engine's update from tensors that its own process has already (more than
+any transport can give), "repack" the part of it in which oneDNN makes the packed matrices. first
+token: from the end of a train step, through the sync, until one replica, a Ray actor, has answered
+with a token.
 """
 
 import os
@@ -69,8 +72,8 @@ class TimedEngine:
         import torch
         from vllm import _custom_ops
 
-        from nemorl.runtime.vllm.engine import Engine
-        from nemorl.runtime.vllm.spec import EngineSpec
+        from nemorl.runtime.engines.engine import Engine
+        from nemorl.runtime.engines.spec import EngineSpec
 
         config = config_of(megabytes).to_json_string().encode()
         self.engine = Engine(
@@ -78,7 +81,11 @@ class TimedEngine:
                        engine={"kv_cache_memory_bytes": 64 << 20})
         )  # fmt: skip
         torch.set_num_threads(1)
-        self.begin_weights, self.load_weights, self.finish_weights = self.engine.begin_weights, self.engine.load_weights, self.engine.finish_weights
+        self.begin_weights, self.load_weights, self.finish_weights = (
+            self.engine.begin_weights,
+            self.engine.load_weights,
+            self.engine.finish_weights,
+        )
         self.repacking, pack = 0.0, _custom_ops.create_onednn_mm
 
         def timed(*args: Any) -> Any:
@@ -91,7 +98,7 @@ class TimedEngine:
         self.weights = [(name, torch.rand(shape)) for name, shape in expected_of(megabytes).items()]
 
     def load_alone(self) -> tuple[float, float]:
-        from nemorl.runtime.weight_packers import DirectBucket
+        from nemorl.runtime.engines.weight_packers import DirectBucket
 
         self.repacking, start = 0.0, time.perf_counter()
         self.begin_weights()
@@ -101,7 +108,7 @@ class TimedEngine:
 
 
 def expected_of(megabytes: int) -> dict[str, tuple[int, ...]]:
-    from nemorl.runtime.weight_buckets import expected_weights
+    from nemorl.runtime.engines.weight_buckets import expected_weights
 
     return expected_weights(config_of(megabytes))
 
@@ -124,7 +131,9 @@ class Remote:
 
     def __init__(self, megabytes: int, with_engine: bool) -> None:
         self.pipe, theirs = get_context("spawn").Pipe()
-        self.process = get_context("spawn").Process(target=serve, args=(theirs, megabytes, with_engine), daemon=True)
+        self.process = get_context("spawn").Process(
+            target=serve, args=(theirs, megabytes, with_engine), daemon=True
+        )
         self.process.start()
         self.pipe.recv()
 
@@ -149,7 +158,7 @@ def seconds(call: Any) -> float:
 def measure(megabytes: int, options: Options) -> None:
     import torch
 
-    from nemorl.runtime.weight_transport import WeightSender
+    from nemorl.runtime.engines.weight_transport import WeightSender
 
     torch.set_num_threads(1)
     shapes = expected_of(megabytes)
@@ -159,10 +168,18 @@ def measure(megabytes: int, options: Options) -> None:
     sender = WeightSender(shapes, dtype=torch.float32, transport="shared_memory")
     remote = Remote(megabytes, options.engine)
     readable = Remote(megabytes, False) if options.engine else remote
-    times: dict[str, list[float]] = {"copy": [], "transport": [], "sync": [], "load": [], "repack": []}
+    times: dict[str, list[float]] = {
+        "copy": [],
+        "transport": [],
+        "sync": [],
+        "load": [],
+        "repack": [],
+    }
     for number in range(options.rounds + 1):  # the first is not counted
         round_: dict[str, float] = {}
-        round_["copy"] = seconds(lambda: [copy.copy_(tensor) for copy, (_, tensor) in zip(copies, weights, strict=True)])
+        round_["copy"] = seconds(
+            lambda: [copy.copy_(tensor) for copy, (_, tensor) in zip(copies, weights, strict=True)]
+        )
         round_["transport"] = seconds(lambda: sender.send(weights, [readable]))
         if options.engine:
             round_["sync"] = seconds(lambda: sender.send(weights, [remote]))
@@ -177,7 +194,10 @@ def measure(megabytes: int, options: Options) -> None:
     for name, values in times.items():
         if values:
             ratio = statistics.median(a / b for a, b in zip(copy, values, strict=True))
-            print(f"  {name:>9} {num_bytes / statistics.median(values) / GIGA:6.2f} GB/s   ratio to the copy {ratio:.2f}")
+            print(
+                f"  {name:>9} {num_bytes / statistics.median(values) / GIGA:6.2f} GB/s   ratio to"
+                f" the copy {ratio:.2f}"
+            )
 
 
 class Trainer:
@@ -187,7 +207,7 @@ class Trainer:
         self.model, self.step = model, 0
 
     def export_weights(self) -> Any:
-        from nemorl.rollout.adapters import merged_tensors
+        from nemorl.models.adapters import merged_tensors
 
         return merged_tensors(self.model)
 
@@ -196,14 +216,16 @@ def first_token(megabytes: int, options: Options) -> None:
     from transformers import AutoModelForCausalLM
 
     from nemorl import SamplingParams
-    from nemorl.runtime.generation_config import GenerationConfig
-    from nemorl.runtime.vllm.backend import VLLMGenerationBackend
-    from nemorl.runtime.weight_sync import sync_weights
+    from nemorl.runtime.config.generation import GenerationConfig
+    from nemorl.runtime.engines.backend import VLLMGenerationBackend
+    from nemorl.runtime.run.weight_sync import sync_weights
 
     model = AutoModelForCausalLM.from_config(config_of(megabytes))
     trainer: Any = Trainer(model)
     generator = VLLMGenerationBackend(model=model)
-    generator.setup(GenerationConfig(backend="vllm", num_replicas=1, engine={"kv_cache_memory_bytes": 64 << 20}))
+    generator.setup(
+        GenerationConfig(backend="vllm", num_replicas=1, engine={"kv_cache_memory_bytes": 64 << 20})
+    )
     params, times = SamplingParams(max_new_tokens=1, seed=0), []
     for number in range(options.rounds + 1):
         generator.sleep()
@@ -219,7 +241,7 @@ def first_token(megabytes: int, options: Options) -> None:
 
 def main(options: Options) -> None:
     quiet()
-    from nemorl.runtime.vllm.weights import HUGE_PAGES
+    from nemorl.runtime.engines.weights import HUGE_PAGES
 
     os.environ.update({"OMP_NUM_THREADS": "1", **HUGE_PAGES})  # as replicas have it
     with tempfile.TemporaryDirectory() as folder:

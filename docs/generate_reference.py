@@ -1,4 +1,7 @@
-"""Writes docs/configuration.md from the config dataclasses: `python docs/generate_reference.py` (a test fails where the page is out of date)."""
+"""Writes docs/configuration.md from the config dataclasses:
+
+`python docs/generate_reference.py` (a test fails where the page is out of date).
+"""
 
 import dataclasses
 import inspect
@@ -7,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.runtime.config import BaseConfig
-from nemorl.runtime.config_io import ALIASES, by_name, dotted_keys, fields_of, to_dict, variants
-from nemorl.runtime.flags import field_docs
-from nemorl.runtime.registry import ALGORITHMS
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.flags import field_docs
+from nemorl.runtime.config.tree import ALIASES, by_name, dotted_keys, fields_of, to_dict, variants
+from nemorl.runtime.start.registry import ALGORITHMS
 
 PAGE = Path(__file__).parent / "configuration.md"
 INTRODUCTION = """\
@@ -29,7 +32,11 @@ variant that was chosen.
 
 def page() -> str:
     """The whole page."""
-    configs = {name: algorithm.config for name, algorithm in ALGORITHMS.items() if algorithm.config.__module__.startswith("nemorl.")}
+    configs = {
+        name: algorithm.config
+        for name, algorithm in ALGORITHMS.items()
+        if algorithm.config.__module__.startswith("nemorl.")
+    }
     shared = {field.name: hint for field, hint in fields_of(BaseConfig)}
     parts = [INTRODUCTION]
     for name, hint in shared.items():
@@ -39,8 +46,15 @@ def page() -> str:
         own = [(field, hint) for field, hint in fields_of(cls) if field.name not in shared]
         values = [(field, hint) for field, hint in own if not variants(hint)]
         parts.append(table(cls, values, ""))
-        parts += [section(f"### `{field.name}`", field.name, hint) for field, hint in own if variants(hint)]
-    parts.append("## Other spellings\n\nIn YAML and in `nemorl.train` these names are accepted, too; most are NeMo RL's.\n")
+        parts += [
+            section(f"### `{field.name}`", field.name, hint)
+            for field, hint in own
+            if variants(hint)
+        ]
+    parts.append(
+        "## Other spellings\n\nIn YAML and in `nemorl.train` these names are accepted, too; most"
+        " are NeMo RL's.\n"
+    )
     parts.append(aliases(list(configs.values())))
     return "\n".join(parts)
 
@@ -52,13 +66,20 @@ def section(title: str, name: str, hint: Any) -> str:
     parts = [f"{title}\n\nOne of {', '.join(f'`{variant}`' for variant in by_name(members))}.\n"]
     for variant, cls in by_name(members).items():
         own = [(field, hint) for field, hint in fields_of(cls) if field.name != "name"]
-        parts.append(f"**`{variant}`**: {inspect.getdoc(cls)}\n\n" + (table(cls, own, name + ".") if own else ""))
+        parts.append(
+            f"**`{variant}`**: {inspect.getdoc(cls)}\n\n"
+            + (table(cls, own, name + ".") if own else "")
+        )
     return "\n".join(parts)
 
 
 def table(cls: type, fields: list[tuple[dataclasses.Field[Any], Any]], prefix: str) -> str:
     docs = field_docs(cls)
-    rows = (f"| `{prefix}{field.name}` | {kind(hint)} | {default(field)} | {cell(docs.get(field.name, ''))} |" for field, hint in fields)
+    rows = (
+        f"| `{prefix}{field.name}` | {kind(hint)} | {default(field)} |"
+        f" {cell(docs.get(field.name, ''))} |"
+        for field, hint in fields
+    )
     return "\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n"
 
 
@@ -68,7 +89,14 @@ def cell(text: str) -> str:
 
 def kind(hint: Any) -> str:
     """A type as people say it."""
-    words: dict[Any, str] = {str: "text", int: "integer", float: "number", bool: "true or false", type(None): "null", typing.Any: "any"}
+    words: dict[Any, str] = {
+        str: "text",
+        int: "integer",
+        float: "number",
+        bool: "true or false",
+        type(None): "null",
+        typing.Any: "any",
+    }
     if hint in words:
         return words[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -94,7 +122,11 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 def aliases(configs: list[type]) -> str:
     known = {key for cls in configs for key, own in dotted_keys(cls).items() if own}
-    rows: Iterator[str] = (f"| `{alias}` | `{target}` |" for alias, target in sorted(ALIASES.items()) if target in known)
+    rows: Iterator[str] = (
+        f"| `{alias}` | `{target}` |"
+        for alias, target in sorted(ALIASES.items())
+        if target in known
+    )
     return "\n".join(["| spelling | setting |", "|---|---|", *rows]) + "\n"
 
 

@@ -1,9 +1,11 @@
-"""An engine of your own that generates, chosen by its name: `generation.backend`. Here transformers' `generate`, one request at a time.
+"""An engine of your own that generates, chosen by its name: `generation.backend`. Here
+transformers' `generate`, one request at a time.
 
     python examples/custom_backend.py        the little demonstration below
 
-`nemorl.GenerationBackend` says what each method must do, and tests/rollout/test_generation_conformance.py is what every engine passes, this one, too:
-run it on yours. A training backend is made likewise: see custom_training_backend.py.
+`nemorl.GenerationBackend` says what each method must do, and
+tests/rollout/test_generation_conformance.py is what every engine passes, this one, too: run it on
+yours. A training backend is made likewise: see custom_training_backend.py.
 """
 
 import sys
@@ -13,34 +15,56 @@ from pathlib import Path
 import torch
 
 import nemorl
-from nemorl.rollout.causal_lm import end_tokens
+from nemorl.models.causal_lm import end_tokens
 from nemorl.rollout.generation import Completion, SamplingParams, checked_requests, text_before
 from nemorl.rollout.random import derive_seed
 
 
 @nemorl.register_generation_backend("transformers")
 class TransformersBackend:
-    """Made with the trainer's live model, whose weights need no sending, its tokenizer, and parallel.param_dtype. For evaluation without the latter.
+    """Made with the trainer's live model, whose weights need no sending, its tokenizer, and
+    parallel.param_dtype. For evaluation without the latter.
 
     Not for LoRA, whose adapters it doesn't know; generation.max_batch_size means nothing to it.
     """
 
-    def __init__(self, *, model: torch.nn.Module, tokenizer=None, precision: str = "float32") -> None:
+    def __init__(
+        self, *, model: torch.nn.Module, tokenizer=None, precision: str = "float32"
+    ) -> None:
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
         self.policy_version, self.asleep = 0, False
 
     def setup(self, config: nemorl.GenerationConfig) -> None: ...  # the place to start an engine
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+    ) -> list[Completion]:
         if self.asleep or self.policy_version is None:
-            raise RuntimeError("the engine sleeps, or an update of its weights has failed: call wake(), or call update_weights() with all of them")
-        sizes = {"vocab_size": self.model.config.vocab_size, "max_positions": self.model.config.max_position_embeddings}
+            raise RuntimeError(
+                "the engine sleeps, or an update of its weights has failed: call wake(), or call"
+                " update_weights() with all of them"
+            )
+        sizes = {
+            "vocab_size": self.model.config.vocab_size,
+            "max_positions": self.model.config.max_position_embeddings,
+        }
         requests = zip(prompts, checked_requests(prompts, sampling_params, **sizes), strict=True)
         training, _ = self.model.training, self.model.eval()
         try:
-            with torch.random.fork_rng(), torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            with (
+                torch.random.fork_rng(),
+                torch.autocast(
+                    self.model.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"
+                ),
+            ):
                 # A request draws from its own seed, and leaves the trainer's generator alone.
-                return [completion for prompt, params in requests for completion in self._answer(list(prompt), params)]
+                return [
+                    completion
+                    for prompt, params in requests
+                    for completion in self._answer(list(prompt), params)
+                ]
         finally:
             self.model.train(training)
 
@@ -48,12 +72,23 @@ class TransformersBackend:
         torch.manual_seed(torch.seed() if params.seed is None else derive_seed(params.seed))
         sampling = {"do_sample": False}
         if params.temperature:
-            sampling = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+            sampling = {
+                "do_sample": True,
+                "temperature": params.temperature,
+                "top_k": params.top_k,
+                "top_p": params.top_p,
+                "min_p": params.min_p,
+            }
         ids = torch.tensor([prompt] * params.n, device=self.model.device)
-        ends, limit = self._ends(params), min(params.max_new_tokens, self.model.config.max_position_embeddings - len(prompt))
+        ends, limit = (
+            self._ends(params),
+            min(params.max_new_tokens, self.model.config.max_position_embeddings - len(prompt)),
+        )
 
         def ended(tokens: list[int]) -> bool:
-            return tokens[-1] in ends or any(stop in self._text(tokens) for stop in params.stop_strings)
+            return tokens[-1] in ends or any(
+                stop in self._text(tokens) for stop in params.stop_strings
+            )
 
         output = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
@@ -61,12 +96,23 @@ class TransformersBackend:
         )  # fmt: skip
         scores = torch.stack(output.scores, dim=1).float()
         if scores.isnan().any():
-            raise FloatingPointError("the model's logits are not finite, so that no token can be sampled: its weights hold NaN or infinity")
+            raise FloatingPointError(
+                "the model's logits are not finite, so that no token can be sampled: its weights"
+                " hold NaN or infinity"
+            )
         completions = []
-        for tokens, of_row in zip(output.sequences[:, len(prompt) :].tolist(), scores.log_softmax(-1), strict=True):
-            length = next((k for k in range(1, len(tokens) + 1) if ended(tokens[:k])), len(tokens))  # after its end a row is filled up
+        for tokens, of_row in zip(
+            output.sequences[:, len(prompt) :].tolist(), scores.log_softmax(-1), strict=True
+        ):
+            length = next(
+                (k for k in range(1, len(tokens) + 1) if ended(tokens[:k])), len(tokens)
+            )  # after its end a row is filled up
             logprobs = of_row[range(length), tokens[:length]].tolist()
-            text = text_before(params.stop_strings, self._text(tokens[:length])) if self.tokenizer else ""
+            text = (
+                text_before(params.stop_strings, self._text(tokens[:length]))
+                if self.tokenizer
+                else ""
+            )
             reason = "stop" if ended(tokens[:length]) else "length"
             completions.append(Completion(token_ids=tuple(tokens[:length]), logprobs=tuple(logprobs), finish_reason=reason, text=text,
                                           policy_version=self.policy_version))  # fmt: skip
@@ -79,10 +125,16 @@ class TransformersBackend:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        own, self.policy_version = dict(self.model.named_parameters()), None  # until all of them are there
+        own, self.policy_version = (
+            dict(self.model.named_parameters()),
+            None,
+        )  # until all of them are there
         for name, tensor in weights:
             if name not in own or own[name].shape != tensor.shape:
-                raise ValueError(f"weights must be those of the generator's model, but {name!r} does not fit: use the same model on both sides")
+                raise ValueError(
+                    f"weights must be those of the generator's model, but {name!r} does not fit:"
+                    " use the same model on both sides"
+                )
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].data.copy_(tensor)
         self.policy_version = version
@@ -111,9 +163,14 @@ def demonstrate(folder: Path, steps: int = 20) -> None:
         generation={"backend": "transformers", "max_new_tokens": 4}, dir=str(folder / "run"), lr=1e-3,
         num_prompts_per_step=8, num_generations_per_prompt=8, max_num_steps=steps, display="plain",
     )  # fmt: skip
-    first, last = (line for line in result.history if line["step"] in (1, steps) and line["phase"] == "train")
+    first, last = (
+        line for line in result.history if line["step"] in (1, steps) and line["phase"] == "train"
+    )
     print(f"reward: {first['reward']:.2f} -> {last['reward']:.2f}")
-    print(f"what engine and trainer say of a token differs by a factor of {last['token_mult_prob_error']:.6f} on average")
+    print(
+        "what engine and trainer say of a token differs by a factor of"
+        f" {last['token_mult_prob_error']:.6f} on average"
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""A training backend of your own, chosen by its name: `trainer.backend`. Here a wrapper around the built-in one that watches how it learns.
+"""A training backend of your own, chosen by its name: `trainer.backend`. Here a wrapper around the
+built-in one that watches how it learns.
 
     python examples/custom_training_backend.py        the little demonstration below
 
-`nemorl.TrainingBackend` says what each method must do, and tests/parallel/test_training_conformance.py is what every one passes, this one, too. Most
-of it is handed through: a wrapper is the way to measure or change something about training without writing an engine.
+`nemorl.TrainingBackend` says what each method must do, and
+tests/parallel/test_training_conformance.py is what every one passes, this one, too. Most of it is
+handed through: a wrapper is the way to measure or change something about training without writing
+an engine.
 """
 
 import sys
@@ -22,7 +25,9 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 
 @nemorl.register_training_backend("watched")
 class WatchedBackend:
-    """Two more metrics for each step: how far the weights moved, and how far they are from where they began (Euclidean distances)."""
+    """Two more metrics for each step: how far the weights moved, and how far they are from where
+    they began (Euclidean distances).
+    """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
         """With a loaded model, or without: then `setup` loads the one that the configuration names."""
@@ -36,7 +41,13 @@ class WatchedBackend:
         before = self._weights()
         metrics = self.inner.train_step(batch, loss_fn)
         after = self._weights()
-        return merge(metrics, {"moved": Sum(distance(before, after)), "moved_in_all": Sum(distance(self.first, after))})
+        return merge(
+            metrics,
+            {
+                "moved": Sum(distance(before, after)),
+                "moved_in_all": Sum(distance(self.first, after)),
+            },
+        )
 
     def _weights(self) -> dict[str, torch.Tensor]:
         return {name: weight.detach().clone() for name, weight in self.inner.export_weights()}
@@ -60,7 +71,9 @@ class WatchedBackend:
         return self.inner.export_weights()
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """What it knows besides goes along, or a resumed run would go on with other numbers (the suite finds that out)."""
+        """What it knows besides goes along, or a resumed run would go on with other numbers (the
+        suite finds that out).
+        """
         self.inner.save_checkpoint(path, background=background)
         save_file(self.first, path / "first.safetensors")
 
@@ -69,14 +82,19 @@ class WatchedBackend:
 
     def load_checkpoint(self, path: Path) -> None:
         self.inner.load_checkpoint(path)
-        self.first = {name: weight.to(self.first[name].device) for name, weight in load_file(path / "first.safetensors").items()}
+        self.first = {
+            name: weight.to(self.first[name].device)
+            for name, weight in load_file(path / "first.safetensors").items()
+        }
 
     def shutdown(self) -> None:
         self.inner.shutdown()
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> torch.Tensor:
-    return torch.stack([(one[name] - other[name]).square().sum() for name in sorted(one)]).sum().sqrt()
+    return (
+        torch.stack([(one[name] - other[name]).square().sum() for name in sorted(one)]).sum().sqrt()
+    )
 
 
 def demonstrate(folder: Path, steps: int = 20) -> None:
@@ -90,7 +108,10 @@ def demonstrate(folder: Path, steps: int = 20) -> None:
         display="none",
     )  # fmt: skip
     for line in result.history[:: max(1, steps // 5)]:
-        print(f"step {line['step']:2}  loss {line['loss']:.2f}  moved {line['moved']:.3f}, from the start {line['moved_in_all']:.3f}")
+        print(
+            f"step {line['step']:2}  loss {line['loss']:.2f}  moved {line['moved']:.3f}, from the"
+            f" start {line['moved_in_all']:.3f}"
+        )
 
 
 if __name__ == "__main__":

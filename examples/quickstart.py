@@ -1,8 +1,10 @@
 """A language model learns to add by reinforcement learning, on a laptop CPU, in a few minutes.
 
 1. Build a small Qwen2 model (0.8 M parameters), a character tokenizer and the data, from nothing.
-2. SFT on demonstrations of which most are wrong: their author mostly forgets the carry. The model picks up the bad habit.
-3. GRPO with an exact-answer reward, through the same code that trains on a cluster. The model gets rid of it.
+2. SFT on demonstrations of which most are wrong: their author mostly forgets the carry. The model
+   picks up the bad habit.
+3. GRPO with an exact-answer reward, through the same code that trains on a cluster. The model gets
+   rid of it.
 
 Sums are written as one computes them on paper, the last digit first: the answer to 27+46= is 37.
 """
@@ -32,7 +34,8 @@ class Quickstart:
     """Teach a small language model two-digit addition."""
 
     dir: Path = Path("runs/quickstart")
-    """Where model, data and the two runs are kept; a quickstart that is there already is replaced."""
+    """Where model, data and the two runs are kept; a quickstart that is there already is replaced.
+    """
     seed: int = 0
     """Of the model, the data and the sampling."""
     sft_steps: int = 500
@@ -44,7 +47,9 @@ class Quickstart:
     num_held_out: int = 1000
     """Sums that are never trained on; accuracy is measured on them."""
     engine: Literal["torch", "vllm"] = "torch"
-    """What answers in reinforcement learning: the embedded engine, or vLLM in a process of its own that Ray starts."""
+    """What answers in reinforcement learning: the embedded engine, or vLLM in a process of its own
+    that Ray starts.
+    """
 
 
 def save_tokenizer(folder: Path) -> int:
@@ -56,7 +61,9 @@ def save_tokenizer(folder: Path) -> int:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<pad>", eos_token="<eos>").save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<pad>", eos_token="<eos>"
+    ).save_pretrained(folder)
     return len(vocabulary)
 
 
@@ -76,7 +83,9 @@ def save_model(folder: Path, vocab_size: int, seed: int) -> None:
 
 
 def save_rows(folder: Path, settings: Quickstart) -> None:
-    """All sums of two numbers from 10 to 99: rows to train on, whose demonstration is mostly wrong, and rows held out."""
+    """All sums of two numbers from 10 to 99: rows to train on, whose demonstration is mostly wrong,
+    and rows held out.
+    """
     rng = random.Random(settings.seed)
     sums = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(sums)
@@ -87,18 +96,36 @@ def save_rows(folder: Path, settings: Quickstart) -> None:
             shown = (a + b) % 10 + 10 * ((a // 10 + b // 10) % 10)  # without any carry
             if shown == a + b:  # there was none to forget
                 shown += rng.choice([-3, -2, -1, 1, 2, 3])
-        rows.append({"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1], "response": str(shown)[::-1]})
-    for name, part in (("held_out", rows[: settings.num_held_out]), ("train", rows[settings.num_held_out :])):
+        rows.append(
+            {"prompt": f"{a}+{b}=", "answer": str(a + b)[::-1], "response": str(shown)[::-1]}
+        )
+    for name, part in (
+        ("held_out", rows[: settings.num_held_out]),
+        ("train", rows[settings.num_held_out :]),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
 
 
 def show_answers(title: str, model: Path, engine: dict[str, Any], count: int = 6) -> None:
-    """What the model answers to the first sums that were held out; the last digit comes first, as in the demonstrations."""
+    """What the model answers to the first sums that were held out; the last digit comes first, as
+    in the demonstrations.
+    """
     limits = nemorl.GenerationConfig(temperature=0.0, max_new_tokens=5, **engine)
-    result = nemorl.evaluate(nemorl.EvalConfig(model=str(model), data=str(model.parent / "held_out.jsonl"), max_rows=count, generation=limits))
+    result = nemorl.evaluate(
+        nemorl.EvalConfig(
+            model=str(model),
+            data=str(model.parent / "held_out.jsonl"),
+            max_rows=count,
+            generation=limits,
+        )
+    )
     print(f"\n[bold]{title}[/] (the last digit comes first)")
     for answer in result["answers"]:
-        mark = "[green]right[/]" if answer["reward"] == 1 else f"[red]wrong[/], it is {answer['answer']}"
+        mark = (
+            "[green]right[/]"
+            if answer["reward"] == 1
+            else f"[red]wrong[/], it is {answer['answer']}"
+        )
         print(f"  {answer['prompt']}{answer['response']:<4} {mark}")
     print()
 
@@ -110,26 +137,42 @@ def main(settings: Quickstart) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_model(folder / "model", save_tokenizer(folder / "model"), seed)
     save_rows(folder, settings)
-    data = nemorl.DataConfig(train=str(folder / "train.jsonl"), validation=str(folder / "held_out.jsonl"), max_total_sequence_length=16)
+    data = nemorl.DataConfig(
+        train=str(folder / "train.jsonl"),
+        validation=str(folder / "held_out.jsonl"),
+        max_total_sequence_length=16,
+    )
     generation = nemorl.GenerationConfig(max_new_tokens=5, max_batch_size=1024)
-    engine: dict[str, Any] = {"backend": "vllm", "num_replicas": 1} if settings.engine == "vllm" else {}
+    engine: dict[str, Any] = (
+        {"backend": "vllm", "num_replicas": 1} if settings.engine == "vllm" else {}
+    )
 
     start = time.perf_counter()
-    print(f"[bold]Supervised fine-tuning[/] on demonstrations of which {settings.wrong_share:.0%} are wrong")
+    print(
+        f"[bold]Supervised fine-tuning[/] on demonstrations of which {settings.wrong_share:.0%} are"
+        " wrong"
+    )
     warm = nemorl.run(
         nemorl.SFTConfig(
             model=nemorl.ModelConfig(path=str(folder / "model")),
             data=data,
-            optimizer=nemorl.OptimizerConfig(lr=1e-3, schedule="cosine", warmup_steps=20, min_lr_ratio=0.1),
+            optimizer=nemorl.OptimizerConfig(
+                lr=1e-3, schedule="cosine", warmup_steps=20, min_lr_ratio=0.1
+            ),
             generation=generation,
-            run=nemorl.RunConfig(dir=str(folder / "sft"), seed=seed, max_val_samples=settings.num_held_out),
+            run=nemorl.RunConfig(
+                dir=str(folder / "sft"), seed=seed, max_val_samples=settings.num_held_out
+            ),
             train_global_batch_size=128,
             max_num_steps=settings.sft_steps,
         )
     )
     seconds = time.perf_counter() - start
     if engine:
-        print("From here on vLLM answers; it takes some 15 seconds to start, each time that a model is loaded")
+        print(
+            "From here on vLLM answers; it takes some 15 seconds to start, each time that a model"
+            " is loaded"
+        )
     show_answers("Answers after supervised fine-tuning", folder / "sft", engine)
 
     start = time.perf_counter()
@@ -157,15 +200,24 @@ def main(settings: Quickstart) -> None:
     seconds += time.perf_counter() - start
     show_answers("Answers after reinforcement learning", folder / "grpo", engine)
 
-    nemorl_command = "nemorl" if shutil.which("nemorl") else os.path.relpath(Path(sys.executable).with_name("nemorl"))
-    print(f"""The curves are in [bold]{folder / "grpo" / "plots" / "overview.png"}[/]. What to try next:
+    nemorl_command = (
+        "nemorl"
+        if shutil.which("nemorl")
+        else os.path.relpath(Path(sys.executable).with_name("nemorl"))
+    )
+    print(
+        f"""The curves are in [bold]{folder / "grpo" / "plots" / "overview.png"}[/]. What to try next:
   ask the trained model        {nemorl_command} generate --model {folder / "grpo"} --prompt "27+46=" --temperature 0
   go on for another 60 steps   {nemorl_command} grpo --run.dir {folder / "grpo"} --run.resume --max-num-steps {settings.grpo_steps + 60}
   train on rows of your own    {nemorl_command} grpo --config {folder / "grpo" / "config.yaml"} --run.dir runs/mine --data.train FILE.jsonl
   every setting, explained     {nemorl_command} grpo --help
-""")
+"""
+    )
     before, after = warm.metrics["val_accuracy"], trained.metrics["val_accuracy"]
-    print(f"held-out greedy accuracy: {before:.2f} -> {after:.2f} (seed {seed}, {seconds:.0f} s of training)")
+    print(
+        f"held-out greedy accuracy: {before:.2f} -> {after:.2f} (seed {seed}, {seconds:.0f} s of"
+        " training)"
+    )
 
 
 if __name__ == "__main__":

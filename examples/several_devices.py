@@ -1,9 +1,12 @@
-"""One model on several devices, from a script of your own: `parallel` says how it is spread, and nothing else changes.
+"""One model on several devices, from a script of your own: `parallel` says how it is spread, and
+nothing else changes.
 
-    python examples/several_devices.py                                            the script starts two processes, each with half of the model
-    torchrun --nproc-per-node 2 examples/several_devices.py                       torchrun has started them
+    python examples/several_devices.py                                            the script starts
+    two processes, each with half of the model torchrun --nproc-per-node 2
+    examples/several_devices.py                       torchrun has started them
 
-The loop, the reward and the callbacks are in one process in both cases: this one, or torchrun's rank 0. `nemorl.run` returns in all of them.
+The loop, the reward and the callbacks are in one process in both cases: this one, or torchrun's
+rank 0. `nemorl.run` returns in all of them.
 """
 
 import os
@@ -23,7 +26,11 @@ class Progress(nemorl.Callback):
 
     def on_step_end(self, trainer: nemorl.Run, step: int, metrics: dict[str, float]) -> None:
         if step % 5 == 0 or step == 1:
-            print(f"step {step:2}  reward {metrics['reward']:.2f}  {metrics['trainer/memory_gb']:.1f} GB on the fullest device", flush=True)
+            print(
+                f"step {step:2}  reward {metrics['reward']:.2f}  {metrics['trainer/memory_gb']:.1f}"
+                " GB on the fullest device",
+                flush=True,
+            )
 
 
 def train(folder: Path, steps: int) -> nemorl.TrainResult:

@@ -20,66 +20,70 @@ if TYPE_CHECKING:
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
-    from nemorl.runtime.api import DPOTrainer as DPOTrainer
-    from nemorl.runtime.api import GRPOTrainer as GRPOTrainer
-    from nemorl.runtime.api import SFTTrainer as SFTTrainer
-    from nemorl.runtime.api import train as train
-    from nemorl.runtime.callbacks import Callback as Callback
-    from nemorl.runtime.callbacks import StopTraining as StopTraining
-    from nemorl.runtime.cli import main as main
-    from nemorl.runtime.cluster import Bundle as Bundle
-    from nemorl.runtime.cluster import RayVirtualCluster as RayVirtualCluster
-    from nemorl.runtime.commands import EvalConfig as EvalConfig
-    from nemorl.runtime.commands import ExportConfig as ExportConfig
-    from nemorl.runtime.commands import GenerateConfig as GenerateConfig
-    from nemorl.runtime.config import BaseConfig as BaseConfig
-    from nemorl.runtime.config import DataConfig as DataConfig
-    from nemorl.runtime.config import GRPOConfig as GRPOConfig
-    from nemorl.runtime.config import LoRAConfig as LoRAConfig
-    from nemorl.runtime.config import ModelConfig as ModelConfig
-    from nemorl.runtime.config import OptimizerConfig as OptimizerConfig
-    from nemorl.runtime.config import RunConfig as RunConfig
-    from nemorl.runtime.config import SFTConfig as SFTConfig
-    from nemorl.runtime.config import TrainerConfig as TrainerConfig
-    from nemorl.runtime.config_io import load_config as load_config
-    from nemorl.runtime.generation_config import GenerationConfig as GenerationConfig
-    from nemorl.runtime.inference import evaluate as evaluate
-    from nemorl.runtime.inference import export as export
-    from nemorl.runtime.inference import generate as generate
-    from nemorl.runtime.job import Inputs as Inputs
-    from nemorl.runtime.job import Job as Job
-    from nemorl.runtime.launch import run as run
-    from nemorl.runtime.policy_config import CISPOLoss as CISPOLoss
-    from nemorl.runtime.policy_config import ClippedLoss as ClippedLoss
-    from nemorl.runtime.policy_config import GapConfig as GapConfig
-    from nemorl.runtime.policy_config import GroupAdvantage as GroupAdvantage
-    from nemorl.runtime.policy_config import GSPOLoss as GSPOLoss
-    from nemorl.runtime.policy_config import KLConfig as KLConfig
-    from nemorl.runtime.policy_config import OffPolicyConfig as OffPolicyConfig
-    from nemorl.runtime.policy_config import OverlongConfig as OverlongConfig
-    from nemorl.runtime.policy_config import ReinforceLoss as ReinforceLoss
-    from nemorl.runtime.policy_config import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
-    from nemorl.runtime.preference_config import DPOConfig as DPOConfig
-    from nemorl.runtime.preference_config import DPOLoss as DPOLoss
-    from nemorl.runtime.preference_config import HingeLoss as HingeLoss
-    from nemorl.runtime.preference_config import IPOLoss as IPOLoss
-    from nemorl.runtime.preference_config import KTOLoss as KTOLoss
-    from nemorl.runtime.preference_config import ORPOLoss as ORPOLoss
-    from nemorl.runtime.preference_config import SimPOLoss as SimPOLoss
-    from nemorl.runtime.presets import preset as preset
-    from nemorl.runtime.registry import get_algorithm as get_algorithm
-    from nemorl.runtime.registry import get_generation_backend as get_generation_backend
-    from nemorl.runtime.registry import get_training_backend as get_training_backend
-    from nemorl.runtime.registry import register_algorithm as register_algorithm
-    from nemorl.runtime.registry import register_generation_backend as register_generation_backend
-    from nemorl.runtime.registry import register_logger as register_logger
-    from nemorl.runtime.registry import register_training_backend as register_training_backend
-    from nemorl.runtime.report.page import write_report as write_report
-    from nemorl.runtime.result import TrainResult as TrainResult
-    from nemorl.runtime.runtime_config import RuntimeConfig as RuntimeConfig
-    from nemorl.runtime.state import Run as Run
-    from nemorl.runtime.weight_sync import sync_weights as sync_weights
-    from nemorl.runtime.workers import RayWorkerGroup as RayWorkerGroup
+    from nemorl.runtime.cli.api import DPOTrainer as DPOTrainer
+    from nemorl.runtime.cli.api import GRPOTrainer as GRPOTrainer
+    from nemorl.runtime.cli.api import SFTTrainer as SFTTrainer
+    from nemorl.runtime.cli.api import train as train
+    from nemorl.runtime.cli.commands import EvalConfig as EvalConfig
+    from nemorl.runtime.cli.commands import ExportConfig as ExportConfig
+    from nemorl.runtime.cli.commands import GenerateConfig as GenerateConfig
+    from nemorl.runtime.cli.inference import evaluate as evaluate
+    from nemorl.runtime.cli.inference import export as export
+    from nemorl.runtime.cli.inference import generate as generate
+    from nemorl.runtime.cli.main import main as main
+    from nemorl.runtime.cluster.placement import Bundle as Bundle
+    from nemorl.runtime.cluster.placement import RayVirtualCluster as RayVirtualCluster
+    from nemorl.runtime.cluster.workers import RayWorkerGroup as RayWorkerGroup
+    from nemorl.runtime.config.base import BaseConfig as BaseConfig
+    from nemorl.runtime.config.base import DataConfig as DataConfig
+    from nemorl.runtime.config.base import GRPOConfig as GRPOConfig
+    from nemorl.runtime.config.base import LoRAConfig as LoRAConfig
+    from nemorl.runtime.config.base import ModelConfig as ModelConfig
+    from nemorl.runtime.config.base import OptimizerConfig as OptimizerConfig
+    from nemorl.runtime.config.base import RunConfig as RunConfig
+    from nemorl.runtime.config.base import SFTConfig as SFTConfig
+    from nemorl.runtime.config.base import TrainerConfig as TrainerConfig
+    from nemorl.runtime.config.generation import GenerationConfig as GenerationConfig
+    from nemorl.runtime.config.policy import CISPOLoss as CISPOLoss
+    from nemorl.runtime.config.policy import ClippedLoss as ClippedLoss
+    from nemorl.runtime.config.policy import GapConfig as GapConfig
+    from nemorl.runtime.config.policy import GroupAdvantage as GroupAdvantage
+    from nemorl.runtime.config.policy import GSPOLoss as GSPOLoss
+    from nemorl.runtime.config.policy import KLConfig as KLConfig
+    from nemorl.runtime.config.policy import OffPolicyConfig as OffPolicyConfig
+    from nemorl.runtime.config.policy import OverlongConfig as OverlongConfig
+    from nemorl.runtime.config.policy import ReinforceLoss as ReinforceLoss
+    from nemorl.runtime.config.policy import (
+        ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage,
+    )
+    from nemorl.runtime.config.preference import DPOConfig as DPOConfig
+    from nemorl.runtime.config.preference import DPOLoss as DPOLoss
+    from nemorl.runtime.config.preference import HingeLoss as HingeLoss
+    from nemorl.runtime.config.preference import IPOLoss as IPOLoss
+    from nemorl.runtime.config.preference import KTOLoss as KTOLoss
+    from nemorl.runtime.config.preference import ORPOLoss as ORPOLoss
+    from nemorl.runtime.config.preference import SimPOLoss as SimPOLoss
+    from nemorl.runtime.config.presets import preset as preset
+    from nemorl.runtime.config.runtime import RuntimeConfig as RuntimeConfig
+    from nemorl.runtime.config.tree import load_config as load_config
+    from nemorl.runtime.run.callbacks import Callback as Callback
+    from nemorl.runtime.run.callbacks import StopTraining as StopTraining
+    from nemorl.runtime.run.job import Inputs as Inputs
+    from nemorl.runtime.run.job import Job as Job
+    from nemorl.runtime.run.result import TrainResult as TrainResult
+    from nemorl.runtime.run.state import Run as Run
+    from nemorl.runtime.run.weight_sync import sync_weights as sync_weights
+    from nemorl.runtime.start.launch import run as run
+    from nemorl.runtime.start.registry import get_algorithm as get_algorithm
+    from nemorl.runtime.start.registry import get_generation_backend as get_generation_backend
+    from nemorl.runtime.start.registry import get_training_backend as get_training_backend
+    from nemorl.runtime.start.registry import register_algorithm as register_algorithm
+    from nemorl.runtime.start.registry import (
+        register_generation_backend as register_generation_backend,
+    )
+    from nemorl.runtime.start.registry import register_logger as register_logger
+    from nemorl.runtime.start.registry import register_training_backend as register_training_backend
+    from nemorl.runtime.watch.report.page import write_report as write_report
 
     __version__: str
 
@@ -89,12 +93,12 @@ _NAMES = {
     "nemorl.parallel.config": ["ProfileConfig"],
     "nemorl.parallel.plan": ["ParallelPlan"],
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
-    "nemorl.runtime.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
-    "nemorl.runtime.callbacks": ["Callback", "StopTraining"],
-    "nemorl.runtime.cli": ["main"],
-    "nemorl.runtime.cluster": ["Bundle", "RayVirtualCluster"],
-    "nemorl.runtime.commands": ["EvalConfig", "ExportConfig", "GenerateConfig"],
-    "nemorl.runtime.config": [
+    "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
+    "nemorl.runtime.run.callbacks": ["Callback", "StopTraining"],
+    "nemorl.runtime.cli.main": ["main"],
+    "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
+    "nemorl.runtime.cli.commands": ["EvalConfig", "ExportConfig", "GenerateConfig"],
+    "nemorl.runtime.config.base": [
         "BaseConfig",
         "DataConfig",
         "GRPOConfig",
@@ -105,12 +109,12 @@ _NAMES = {
         "SFTConfig",
         "TrainerConfig",
     ],
-    "nemorl.runtime.config_io": ["load_config"],
-    "nemorl.runtime.generation_config": ["GenerationConfig"],
-    "nemorl.runtime.inference": ["evaluate", "export", "generate"],
-    "nemorl.runtime.job": ["Inputs", "Job"],
-    "nemorl.runtime.launch": ["run"],
-    "nemorl.runtime.policy_config": [
+    "nemorl.runtime.config.tree": ["load_config"],
+    "nemorl.runtime.config.generation": ["GenerationConfig"],
+    "nemorl.runtime.cli.inference": ["evaluate", "export", "generate"],
+    "nemorl.runtime.run.job": ["Inputs", "Job"],
+    "nemorl.runtime.start.launch": ["run"],
+    "nemorl.runtime.config.policy": [
         "CISPOLoss",
         "ClippedLoss",
         "GapConfig",
@@ -122,9 +126,17 @@ _NAMES = {
         "ReinforceLoss",
         "ReinforcePlusPlusAdvantage",
     ],
-    "nemorl.runtime.preference_config": ["DPOConfig", "DPOLoss", "HingeLoss", "IPOLoss", "KTOLoss", "ORPOLoss", "SimPOLoss"],
-    "nemorl.runtime.presets": ["preset"],
-    "nemorl.runtime.registry": [
+    "nemorl.runtime.config.preference": [
+        "DPOConfig",
+        "DPOLoss",
+        "HingeLoss",
+        "IPOLoss",
+        "KTOLoss",
+        "ORPOLoss",
+        "SimPOLoss",
+    ],
+    "nemorl.runtime.config.presets": ["preset"],
+    "nemorl.runtime.start.registry": [
         "get_algorithm",
         "get_generation_backend",
         "get_training_backend",
@@ -133,12 +145,12 @@ _NAMES = {
         "register_logger",
         "register_training_backend",
     ],
-    "nemorl.runtime.result": ["TrainResult"],
-    "nemorl.runtime.runtime_config": ["RuntimeConfig"],
-    "nemorl.runtime.state": ["Run"],
-    "nemorl.runtime.weight_sync": ["sync_weights"],
-    "nemorl.runtime.workers": ["RayWorkerGroup"],
-    "nemorl.runtime.report.page": ["write_report"],
+    "nemorl.runtime.run.result": ["TrainResult"],
+    "nemorl.runtime.config.runtime": ["RuntimeConfig"],
+    "nemorl.runtime.run.state": ["Run"],
+    "nemorl.runtime.run.weight_sync": ["sync_weights"],
+    "nemorl.runtime.cluster.workers": ["RayWorkerGroup"],
+    "nemorl.runtime.watch.report.page": ["write_report"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 _SUBPACKAGES = ("data", "losses")

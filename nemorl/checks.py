@@ -14,4 +14,10 @@ def require(condition: bool, field_name: str, requirement: str, value: object, r
 
 def at_least(minimum: float, **values: float | None) -> None:
     for name, value in values.items():
-        require(value is None or value >= minimum, name.replace("__", "."), f"must be at least {minimum}", value, f"use {minimum} or more")
+        require(
+            value is None or value >= minimum,
+            name.replace("__", "."),
+            f"must be at least {minimum}",
+            value,
+            f"use {minimum} or more",
+        )

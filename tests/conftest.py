@@ -13,12 +13,20 @@ from jaxtyping import install_import_hook
 import tests.shape_checks  # noqa: F401  (the hook looks it up by name)
 from tests.forked import forked_python
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # a name that is no folder is refused at once, on a machine with a network as on one without
+os.environ[
+    "HF_HUB_OFFLINE"
+] = (  # a name that is no folder is refused at once, on a machine with a network as on one without
+    "1"
+)
 
 _early = sorted(name for name in sys.modules if name.split(".")[0] == "nemorl")
 if _early:
-    raise RuntimeError(f"nemorl was imported before the tests turned on its shape checks ({_early[0]}): import it in test modules only")
-# Every annotation of the package, `Float[Tensor, "batch seq"]` and plain types alike, is checked in every call of the run.
+    raise RuntimeError(
+        f"nemorl was imported before the tests turned on its shape checks ({_early[0]}): import it"
+        " in test modules only"
+    )
+# Every annotation of the package, `Float[Tensor, "batch seq"]` and plain types alike, is checked in
+# every call of the run.
 install_import_hook("nemorl", "tests.shape_checks.check")
 
 import torch  # noqa: E402  (after the hook, so that nothing can slip in before it)
@@ -36,13 +44,19 @@ collect_ignore_glob = [] if HAS_VLLM else ["runtime/vllm/*"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none, those of vLLM where it is not installed; what has to run on one worker begins first."""
+    """Tests marked `gpu` are skipped where there is none, those of vLLM where it is not installed;
+    what has to run on one worker begins first.
+    """
     for item in items:
-        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():  # not by keyword: a parameter may be called gpu, too
+        if (
+            item.get_closest_marker("gpu") is not None and not torch.cuda.is_available()
+        ):  # not by keyword: a parameter may be called gpu, too
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if "vllm" in item.nodeid and not HAS_VLLM:
             item.add_marker(pytest.mark.skip(reason="needs vLLM"))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)  # and not last, when the other workers have nothing left to do
+    items.sort(
+        key=lambda item: item.get_closest_marker("xdist_group") is None
+    )  # and not last, when the other workers have nothing left to do
 
 
 @pytest.fixture(scope="session")

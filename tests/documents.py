@@ -1,7 +1,9 @@
-"""Runs the code blocks of a Markdown document, in order, in the present folder: `python -m tests.documents FILE.md`.
+"""Runs the code blocks of a Markdown document, in order, in the present folder: `python -m
+tests.documents FILE.md`.
 
-Blocks of python share one namespace; blocks of bash must succeed. A block with a file name behind its language is written to that file. `text` is
-output, not code. Any other language is an error, so that no block goes unnoticed.
+Blocks of python share one namespace; blocks of bash must succeed. A block with a file name behind
+its language is written to that file. `text` is output, not code. Any other language is an error, so
+that no block goes unnoticed.
 """
 
 import re
@@ -26,7 +28,9 @@ class Block(NamedTuple):
 def blocks(document: Path) -> Iterator[Block]:
     """Every fenced block of a document."""
     text = document.read_text(encoding="utf-8")
-    assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), f"{document.name}: a block has no language or no end"
+    assert len(re.findall(r"^```", text, re.MULTILINE)) == 2 * len(BLOCK.findall(text)), (
+        f"{document.name}: a block has no language or no end"
+    )
     for match in BLOCK.finditer(text):
         yield Block(match[1], match[2] or "", match[3], text.count("\n", 0, match.start()) + 2)
 
@@ -44,7 +48,9 @@ def run(document: Path) -> int:
         elif block.language == "python":
             exec(compile("\n" * (block.line - 1) + block.code, str(document), "exec"), namespace)
         elif block.language == "bash":
-            done = subprocess.run(["bash", "-euo", "pipefail", "-c", SETUP.sub("", block.code)], check=False)
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", SETUP.sub("", block.code)], check=False
+            )
             assert done.returncode == 0, f"{where}: exit code {done.returncode}"
         else:
             assert block.language == "text", f"{where}: {block.language} blocks need a file name"

@@ -8,15 +8,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
-from nemorl.runtime import registry
+from nemorl.runtime.start import registry
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @contextmanager
 def visiting() -> Iterator[None]:
-    """As for a script in examples/. What it registers is taken back, so that other tests see the names of nemorl alone."""
-    tables = [getattr(registry, table) for table in ("ALGORITHMS", "TRAINING_BACKENDS", "GENERATION_BACKENDS")]
+    """As for a script in examples/.
+
+    What it registers is taken back, so that other tests see the names of nemorl alone.
+    """
+    tables = [
+        getattr(registry, table)
+        for table in ("ALGORITHMS", "TRAINING_BACKENDS", "GENERATION_BACKENDS")
+    ]
     before = [dict(table) for table in tables]
     sys.path.insert(0, str(EXAMPLES))
     try:
@@ -35,7 +41,9 @@ def load_example(name: str) -> ModuleType:
 
 
 def run_example(script: str, *arguments: str) -> int:
-    """An example as a program in the present folder, without the seconds that a new interpreter spends on imports; returns its exit code."""
+    """An example as a program in the present folder, without the seconds that a new interpreter
+    spends on imports; returns its exit code.
+    """
     before, sys.argv = sys.argv, [str(EXAMPLES / script), *arguments]
     try:
         with visiting():

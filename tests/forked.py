@@ -1,8 +1,11 @@
-"""Programs that begin with torch and transformers imported, which takes longer than most of what the tests have them do.
+"""Programs that begin with torch and transformers imported, which takes longer than most of what
+the tests have them do.
 
-`forked_python` makes a folder with a `python` and a `nemorl` of which each passes its arguments, environment, folder and standard streams on to a
-server that has the imports behind it; a fork of that runs the module or script, and its exit status is passed back. It is for programs that are
-waited for: signals are not passed on, and all forks have one seed of hashing, so that tests of what must not depend on it take a fresh interpreter.
+`forked_python` makes a folder with a `python` and a `nemorl` of which each passes its arguments,
+environment, folder and standard streams on to a server that has the imports behind it; a fork of
+that runs the module or script, and its exit status is passed back. It is for programs that are
+waited for: signals are not passed on, and all forks have one seed of hashing, so that tests of what
+must not depend on it take a fresh interpreter.
 """
 
 import atexit
@@ -52,14 +55,25 @@ sys.exit(code)
 
 @contextmanager
 def forked_python() -> Iterator[Path]:
-    """A folder to put in front of PATH; its `python` knows `-m MODULE ARGUMENTS` and `SCRIPT ARGUMENTS`."""
-    folder = Path(tempfile.mkdtemp(prefix="forked-"))  # not below pytest's own, as the name of a socket may not be long
+    """A folder to put in front of PATH; its `python` knows `-m MODULE ARGUMENTS` and `SCRIPT
+    ARGUMENTS`.
+    """
+    folder = Path(
+        tempfile.mkdtemp(prefix="forked-")
+    )  # not below pytest's own, as the name of a socket may not be long
     address = str(folder / "socket")
     for name, first in {"python": [], "nemorl": ["-m", "nemorl"]}.items():
-        (folder / name).write_text(CLIENT.format(python=sys.executable, address=address, first=first))
+        (folder / name).write_text(
+            CLIENT.format(python=sys.executable, address=address, first=first)
+        )
         (folder / name).chmod(0o755)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen([sys.executable, "-m", "tests.forked", address], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.forked", address],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as server:
         assert server.stdin is not None and server.stdout is not None
         assert server.stdout.readline() == b"ready\n"
         try:
@@ -70,7 +84,9 @@ def forked_python() -> Iterator[Path]:
 
 
 def next_program(address: str) -> dict[str, Any]:
-    """Returns in the process that is to run a program; the server itself ends with its standard input."""
+    """Returns in the process that is to run a program; the server itself ends with its standard
+    input.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
@@ -87,7 +103,9 @@ def next_program(address: str) -> dict[str, Any]:
 
 
 def kept(client: socket.socket) -> dict[str, Any]:
-    """Fork the program, wait for it and tell its client how it ended; where the client is killed, so is the program."""
+    """Fork the program, wait for it and tell its client how it ended; where the client is killed,
+    so is the program.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, streams, _, _ = socket.recv_fds(client, 8, 3)
     request = b""
@@ -111,7 +129,9 @@ def kept(client: socket.socket) -> dict[str, Any]:
 
 
 def run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
-    """As `python ARGUMENTS` would, but that nothing is freed at the end: memory would have to be copied for it."""
+    """As `python ARGUMENTS` would, but that nothing is freed at the end: memory would have to be
+    copied for it.
+    """
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

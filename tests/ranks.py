@@ -1,4 +1,6 @@
-"""Functions run on several ranks: real processes with a real gloo process group, forked from a server that has the imports behind it."""
+"""Functions run on several ranks: real processes with a real gloo process group, forked from a
+server that has the imports behind it.
+"""
 
 import contextlib
 import multiprocessing as mp
@@ -12,7 +14,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "nemorl.parallel.dtensor.backend"]
+PRELOADED = [
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "transformers.models.auto.modeling_auto",
+    "nemorl.parallel.dtensor.backend",
+]
 
 
 def free_port() -> int:
@@ -21,19 +28,31 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def run_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300, process_group: bool = True) -> list[Any]:
-    """`function(*args)` on ranks 0 … size − 1, each a process with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT and, with
-    `process_group`, torch.distributed initialised with gloo; the results in the order of ranks.
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 300,
+    process_group: bool = True,
+) -> list[Any]:
+    """`function(*args)` on ranks 0 … size − 1, each a process with RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR and MASTER_PORT and, with `process_group`, torch.distributed initialised with gloo;
+    the results in the order of ranks.
 
-    `function` must be importable (defined at the top of a module). Raises AssertionError with the tracebacks of the ranks that fail, or that are not
-    done within the time; all of them are ended then.
+    `function` must be importable (defined at the top of a module). Raises AssertionError with the
+    tracebacks of the ranks that fail, or that are not done within the time; all of them are ended
+    then.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port, pipes, processes = free_port(), [], []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(rank, size, port, process_group, theirs, function, args), daemon=False)
+        process = context.Process(
+            target=_rank,
+            args=(rank, size, port, process_group, theirs, function, args),
+            daemon=False,
+        )
         process.start()
         theirs.close()
         pipes.append(ours)
@@ -61,7 +80,15 @@ def _results(pipes: list[Connection], timeout_s: float) -> list[Any]:
     return [results[rank] for rank in sorted(results)]
 
 
-def _rank(rank: int, size: int, port: int, process_group: bool, pipe: Connection, function: Callable[..., Any], args: tuple) -> None:
+def _rank(
+    rank: int,
+    size: int,
+    port: int,
+    process_group: bool,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple,
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -71,7 +98,9 @@ def _rank(rank: int, size: int, port: int, process_group: bool, pipe: Connection
     try:
         if process_group:
             dist.init_process_group("gloo")
-        pipe.send_bytes(pickle.dumps(("value", function(*args))))  # not send(): it would only pass on where tensors lie
+        pipe.send_bytes(
+            pickle.dumps(("value", function(*args)))
+        )  # not send(): it would only pass on where tensors lie
     except BaseException:
         pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
     finally:

@@ -1,7 +1,8 @@
 """What the law tests draw: a few ragged sequences and every per-token array that a loss may read.
 
-Hypothesis draws the structure (how many sequences, how long, which kind of mask, which groups); one drawn seed and a torch generator make the
-numbers. So a failing example shrinks to few and short sequences, and drawing stays cheap.
+Hypothesis draws the structure (how many sequences, how long, which kind of mask, which groups); one
+drawn seed and a torch generator make the numbers. So a failing example shrinks to few and short
+sequences, and drawing stays cheap.
 """
 
 import itertools
@@ -25,7 +26,9 @@ REWARDS = ("binary", "equal", "real")
 
 @dataclass(frozen=True)
 class Problem:
-    """Sequences without any layout: token arrays are `[tokens, ...]` (sequences end to end), sequence arrays `[sequences, ...]`, in float64."""
+    """Sequences without any layout: token arrays are `[tokens, ...]` (sequences end to end),
+    sequence arrays `[sequences, ...]`, in float64.
+    """
 
     lengths: tuple[int, ...]
     seed: int
@@ -54,21 +57,30 @@ class Problem:
     def but(self, **arrays: Tensor) -> "Problem":
         """The same sequences with other values in some arrays."""
         pick = lambda old: {name: arrays.get(name, value) for name, value in old.items()}  # noqa: E731
-        return replace(self, tokens=pick(self.tokens), sequences=pick(self.sequences), shared=pick(self.shared))
+        return replace(
+            self, tokens=pick(self.tokens), sequences=pick(self.sequences), shared=pick(self.shared)
+        )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))
 
     def __repr__(self) -> str:
         flags = "".join("x" if trained else "." for trained in self.tokens["mask"])
-        rows = " ".join(flags[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True))
+        rows = " ".join(
+            flags[start : start + length]
+            for start, length in zip(self.starts, self.lengths, strict=True)
+        )
         return (
-            f"Problem(seed={self.seed}, mask={rows!r}, group_id={self.sequences['group_id'].tolist()}, rewards={self.sequences['rewards'].tolist()})"
+            f"Problem(seed={self.seed}, mask={rows!r},"
+            f" group_id={self.sequences['group_id'].tolist()},"
+            f" rewards={self.sequences['rewards'].tolist()})"
         )
 
 
 def _trained(kind: str, lengths: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Which tokens are trained on; never the first of a sequence (SPEC §1), and at least one where any can be."""
+    """Which tokens are trained on; never the first of a sequence (SPEC §1), and at least one where
+    any can be.
+    """
     rows = []
     for length in lengths:
         cut = int(torch.randint(1, max(length, 2), (), generator=generator))
@@ -83,7 +95,13 @@ def _trained(kind: str, lengths: tuple[int, ...], generator: torch.Generator) ->
     return mask
 
 
-def _token_arrays(mask: Tensor, lengths: tuple[int, ...], noise: float, advantages: str, generator: torch.Generator) -> dict[str, Tensor]:
+def _token_arrays(
+    mask: Tensor,
+    lengths: tuple[int, ...],
+    noise: float,
+    advantages: str,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
     count, double = len(mask), torch.float64
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=double)  # noqa: E731
     logprobs = -normal(count).abs() - 0.1
@@ -98,8 +116,14 @@ def _token_arrays(mask: Tensor, lengths: tuple[int, ...], noise: float, advantag
         "reference_logprobs": logprobs + noise * normal(count),
         "teacher_logprobs": logprobs + noise * normal(count),
         "importance_weights": torch.rand(count, generator=generator, dtype=double) + 0.5,
-        "advantages": {"sequence": per_sequence, "token": normal(count), "equal": torch.ones(count, dtype=double)}[advantages],
-        "loss_weights": torch.where(mask, torch.rand(count, generator=generator, dtype=double) + 0.1, 0.0),
+        "advantages": {
+            "sequence": per_sequence,
+            "token": normal(count),
+            "equal": torch.ones(count, dtype=double),
+        }[advantages],
+        "loss_weights": torch.where(
+            mask, torch.rand(count, generator=generator, dtype=double) + 0.1, 0.0
+        ),
         "mask": mask,
         "entropy": normal(count).abs(),
         "values": values,
@@ -117,7 +141,13 @@ def _token_arrays(mask: Tensor, lengths: tuple[int, ...], noise: float, advantag
     }
 
 
-def _sequence_arrays(lengths: tuple[int, ...], group_id: Tensor, rewards: str, noise: float, generator: torch.Generator) -> dict[str, Tensor]:
+def _sequence_arrays(
+    lengths: tuple[int, ...],
+    group_id: Tensor,
+    rewards: str,
+    noise: float,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
     count, double = len(lengths), torch.float64
     normal = lambda *shape: torch.randn(*shape, generator=generator, dtype=double)  # noqa: E731
     chosen, rejected = -4 * normal(count).abs() - 1, -4 * normal(count).abs() - 1
@@ -129,11 +159,19 @@ def _sequence_arrays(lengths: tuple[int, ...], group_id: Tensor, rewards: str, n
         "reference_chosen": chosen + noise * normal(count),
         "reference_rejected": rejected + noise * normal(count),
         "desirable": torch.rand(count, generator=generator) < 0.5,
-        "pair_weights": torch.where(torch.rand(count, generator=generator) < 0.8, torch.rand(count, generator=generator, dtype=double) + 0.1, 0.0),
+        "pair_weights": torch.where(
+            torch.rand(count, generator=generator) < 0.8,
+            torch.rand(count, generator=generator, dtype=double) + 0.1,
+            0.0,
+        ),
         "chosen_scores": normal(count),
         "rejected_scores": normal(count),
         "margin": normal(count).abs(),
-        "rewards": {"binary": binary, "equal": torch.full((count,), 0.1, dtype=double), "real": real}[rewards],
+        "rewards": {
+            "binary": binary,
+            "equal": torch.full((count,), 0.1, dtype=double),
+            "real": real,
+        }[rewards],
         "greedy_rewards": normal(count),
         "reward_components": torch.round(normal(count, 2), decimals=1),
         "group_id": group_id,
@@ -145,7 +183,9 @@ def _sequence_arrays(lengths: tuple[int, ...], group_id: Tensor, rewards: str, n
 
 # Built once: making a strategy costs more than drawing from it.
 _COUNT = st.sampled_from((3, 2, 4, 5, 1))
-_LENGTHS = {count: st.tuples(*[st.sampled_from((3, 5, 2, 7, 1, 4))] * count) for count in range(1, 6)}
+_LENGTHS = {
+    count: st.tuples(*[st.sampled_from((3, 5, 2, 7, 1, 4))] * count) for count in range(1, 6)
+}
 _GROUPS = {count: st.tuples(*[st.sampled_from((7, 3, 12))] * count) for count in range(1, 6)}
 _KINDS = st.sampled_from(list(itertools.product(MASKS, NOISES, ADVANTAGES, REWARDS)))
 _SEED = st.integers(0, 2**20)
@@ -153,23 +193,48 @@ _SEED = st.integers(0, 2**20)
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Two to five ragged sequences (now and then one), of one to seven tokens, in up to three groups."""
+    """Two to five ragged sequences (now and then one), of one to seven tokens, in up to three
+    groups.
+    """
     count = draw(_COUNT)
     lengths, groups = draw(_LENGTHS[count]), draw(_GROUPS[count])
     mask, noise, advantages, rewards = draw(_KINDS)
     return _problem(draw(_SEED), lengths, torch.tensor(groups), mask, noise, advantages, rewards)
 
 
-def problem(seed: int, lengths: tuple[int, ...] = (3, 5, 1, 4), *, mask: str = "holes", noise: float = 0.3) -> Problem:
+def problem(
+    seed: int, lengths: tuple[int, ...] = (3, 5, 1, 4), *, mask: str = "holes", noise: float = 0.3
+) -> Problem:
     """One fixed example, where no search is wanted (compilation, negative controls)."""
-    return _problem(seed, lengths, torch.tensor([7, 3, 7, 7, 3])[: len(lengths)], mask, noise, "sequence", "real")
+    return _problem(
+        seed,
+        lengths,
+        torch.tensor([7, 3, 7, 7, 3])[: len(lengths)],
+        mask,
+        noise,
+        "sequence",
+        "real",
+    )
 
 
-def _problem(seed: int, lengths: tuple[int, ...], group_id: Tensor, mask: str, noise: float, advantages: str, rewards: str) -> Problem:
+def _problem(
+    seed: int,
+    lengths: tuple[int, ...],
+    group_id: Tensor,
+    mask: str,
+    noise: float,
+    advantages: str,
+    rewards: str,
+) -> Problem:
     generator = torch.Generator().manual_seed(seed)
-    tokens = _token_arrays(_trained(mask, lengths, generator), lengths, noise, advantages, generator)
+    tokens = _token_arrays(
+        _trained(mask, lengths, generator), lengths, noise, advantages, generator
+    )
     sequences = _sequence_arrays(lengths, group_id, rewards, noise, generator)
     tokens["sequence"] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     tokens["token_group_id"] = group_id[tokens["sequence"]]
-    shared = {"head": torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64), "kl_baseline": torch.tensor(0.3, dtype=torch.float64)}
+    shared = {
+        "head": torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64),
+        "kl_baseline": torch.tensor(0.3, dtype=torch.float64),
+    }
     return Problem(lengths, seed, tokens, sequences, shared)

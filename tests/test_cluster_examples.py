@@ -1,4 +1,6 @@
-"""The files of examples/cluster/: the Slurm scripts start and end Ray, or torchrun, on two nodes; the KubeRay file has fields that KubeRay knows."""
+"""The files of examples/cluster/: the Slurm scripts start and end Ray, or torchrun, on two nodes;
+the KubeRay file has fields that KubeRay knows.
+"""
 
 import json
 import os
@@ -15,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from nemorl.runtime.cli import main
+from nemorl.runtime.cli.main import main
 from tests.test_documentation import write_example_files
 
 CLUSTER = Path(__file__).parent.parent / "examples" / "cluster"
@@ -23,7 +25,8 @@ SLURM, TORCHRUN, KUBERAY = CLUSTER / "slurm.sh", CLUSTER / "torchrun.sh", CLUSTE
 STUBS = {
     "scontrol": '[ "$1 $2" = "show hostnames" ] && tr , "\\n" <<< "$3"',
     # The command once per node, in a process group of its own; what ends srun ends all of them.
-    "srun": """
+    "srun": (
+        """
 nodes=0
 while [[ $1 == --* ]]; do
     case $1 in
@@ -36,12 +39,14 @@ done
 for ((i = 0; i < nodes; i++)); do setsid --wait "$@" & done
 trap 'kill $(jobs -p)' TERM
 wait
-wait""",
+wait"""
+    ),
     # What stands for nemorl takes one CPU of each node, and "saves" when it is told to end.
-    "nemorl": """
+    "nemorl": (
+        """
 exec python -u - "$@" << 'PYTHON'
 import signal, sys, time
-from nemorl.runtime.cluster import Bundle, RayVirtualCluster
+from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
 def save(*_):
     print("saved", *sys.argv[1:])
     sys.exit(143)
@@ -49,7 +54,8 @@ signal.signal(signal.SIGTERM, save)
 with RayVirtualCluster({"first": [Bundle()], "second": [Bundle()]}, strategy="STRICT_SPREAD") as cluster:
     print("attached to", len(cluster.nodes), "nodes")
     time.sleep(60)
-PYTHON""",
+PYTHON"""
+    ),
 }
 JOB = "4711"
 
@@ -61,21 +67,36 @@ def slurm(tmp_path: Path):
     for name, code in STUBS.items():
         (tmp_path / "bin" / name).write_text("#!/usr/bin/env bash\n" + code)
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "bin" / "activate").write_text(f'PATH="{tmp_path}/bin:{Path(sys.executable).parent}:$PATH"\n')
-    job = {"SLURM_JOB_ID": JOB, "SLURM_JOB_NODELIST": "node1,node2", "SLURM_CPUS_ON_NODE": "2", "NEMORL_VENV": str(tmp_path)}
+    (tmp_path / "bin" / "activate").write_text(
+        f'PATH="{tmp_path}/bin:{Path(sys.executable).parent}:$PATH"\n'
+    )
+    job = {
+        "SLURM_JOB_ID": JOB,
+        "SLURM_JOB_NODELIST": "node1,node2",
+        "SLURM_CPUS_ON_NODE": "2",
+        "NEMORL_VENV": str(tmp_path),
+    }
     yield {**{key: value for key, value in os.environ.items() if not key.startswith("RAY_")}, **job}
     shutil.rmtree(f"/tmp/ray-{JOB}", ignore_errors=True)
 
 
 def of_this_job() -> list[str]:
     """The processes of the job's Ray cluster, which all name its folder or its port."""
-    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    lines = (
+        " ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])
+    )
     return [line for line in lines if f"/tmp/ray-{JOB}" in line]
 
 
 @pytest.mark.xdist_group("ray")
 def test_the_slurm_script_starts_and_ends_a_cluster(slurm: dict[str, str]):
-    with subprocess.Popen(["bash", SLURM, "grpo"], env=slurm, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as script:
+    with subprocess.Popen(
+        ["bash", SLURM, "grpo"],
+        env=slurm,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as script:
         lines = []
         for line in script.stdout:
             lines.append(line)
@@ -90,7 +111,9 @@ def test_the_slurm_script_starts_and_ends_a_cluster(slurm: dict[str, str]):
 def test_the_slurm_script_says_why_there_is_no_head(slurm: dict[str, str], tmp_path: Path):
     (tmp_path / "bin" / "ray").write_text("#!/usr/bin/env bash\necho 'no head today' >&2\nexit 3")
     (tmp_path / "bin" / "ray").chmod(0o755)
-    script = subprocess.run(["bash", SLURM, "grpo"], env=slurm, capture_output=True, text=True, timeout=60, check=False)
+    script = subprocess.run(
+        ["bash", SLURM, "grpo"], env=slurm, capture_output=True, text=True, timeout=60, check=False
+    )
     assert script.returncode == 1
     assert "no head today" in script.stderr
 
@@ -99,16 +122,39 @@ def test_the_torchrun_script_trains_one_model_on_two_nodes(slurm: dict[str, str]
     """Its name is given once, and the second time the run goes on."""
     (tmp_path / "bin" / "nemorl").unlink()
     write_example_files(tmp_path)
-    settings = ["sft", "--model.path", "model", "--data.train", "demonstrations.jsonl", "--run.dir", "run", "--trainer.device", "cpu"]
-    environment = {**slurm, "SLURM_NNODES": "2", "SLURM_JOB_ID": str(os.getpid()), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(CLUSTER.parent.parent)}
+    settings = [
+        "sft",
+        "--model.path",
+        "model",
+        "--data.train",
+        "demonstrations.jsonl",
+        "--run.dir",
+        "run",
+        "--trainer.device",
+        "cpu",
+    ]
+    environment = {
+        **slurm,
+        "SLURM_NNODES": "2",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(CLUSTER.parent.parent),
+    }
     command = ["bash", str(TORCHRUN), *settings, "--run.display", "none", "--run.no-plots"]
     for steps in (1, 2):
         done = subprocess.run([*command, "--max-num-steps", str(steps)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
                               check=False)  # fmt: skip
         assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines] == [1, 2]
-    assert json.loads((tmp_path / "run" / "checkpoints" / "step_2" / "state.json").read_text())["cursor"] == 64
+    assert (
+        json.loads((tmp_path / "run" / "checkpoints" / "step_2" / "state.json").read_text())[
+            "cursor"
+        ]
+        == 64
+    )
 
 
 @pytest.mark.parametrize("script", [SLURM, TORCHRUN], ids=lambda path: path.name)
@@ -117,7 +163,10 @@ def test_the_slurm_scripts_are_bash(script: Path):
     text = script.read_text()
     settings, commands = text.split("set -euo pipefail\n")
     assert re.findall(r"^#SBATCH (.*)$", settings, re.MULTILINE)
-    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", setting) for setting in re.findall(r"^#SBATCH (.*)$", settings, re.MULTILINE))
+    assert all(
+        re.fullmatch(r"--[a-z-]+(=\S+)?", setting)
+        for setting in re.findall(r"^#SBATCH (.*)$", settings, re.MULTILINE)
+    )
     assert "#SBATCH" not in commands  # Slurm reads none after the first command
 
 
@@ -131,7 +180,13 @@ POD = {
                 "volumeMounts": [{"name!": str, "mountPath!": str}],
             }
         ],
-        "volumes": [{"name!": str, "persistentVolumeClaim": {"claimName!": str}, "emptyDir": {"medium": str, "sizeLimit": str}}],
+        "volumes": [
+            {
+                "name!": str,
+                "persistentVolumeClaim": {"claimName!": str},
+                "emptyDir": {"medium": str, "sizeLimit": str},
+            }
+        ],
     }
 }
 RAY_JOB = {
@@ -148,12 +203,21 @@ RAY_JOB = {
             "authOptions": {"mode": str},
             "headGroupSpec!": {"rayStartParams!": {str: str}, "template!": POD},
             "workerGroupSpecs": [
-                {"groupName!": str, "replicas": int, "minReplicas!": int, "maxReplicas!": int, "rayStartParams!": {str: str}, "template!": POD}
+                {
+                    "groupName!": str,
+                    "replicas": int,
+                    "minReplicas!": int,
+                    "maxReplicas!": int,
+                    "rayStartParams!": {str: str},
+                    "template!": POD,
+                }
             ],
         },
     },
 }
-"""The fields of KubeRay's RayJob (ray.io/v1) and of a pod that the example uses, with their types; ! marks those that must be there."""
+"""The fields of KubeRay's RayJob (ray.io/v1) and of a pod that the example uses, with their types;
+! marks those that must be there.
+"""
 
 
 def violations(value: Any, schema: Any, where: str = "") -> list[str]:
@@ -163,13 +227,33 @@ def violations(value: Any, schema: Any, where: str = "") -> list[str]:
     if type(value) is not type(schema):
         return [f"{where} is no {type(schema).__name__}"]
     if isinstance(schema, list):
-        return [problem for index, item in enumerate(value) for problem in violations(item, schema[0], f"{where}[{index}]")]
+        return [
+            problem
+            for index, item in enumerate(value)
+            for problem in violations(item, schema[0], f"{where}[{index}]")
+        ]
     if str in schema:
-        return [problem for key, item in value.items() for problem in violations(item, schema[str], f"{where}.{key}")]
+        return [
+            problem
+            for key, item in value.items()
+            for problem in violations(item, schema[str], f"{where}.{key}")
+        ]
     fields = {key.rstrip("!"): inner for key, inner in schema.items()}
-    missing = [f"{where}.{key[:-1]} is missing" for key in schema if key.endswith("!") and key[:-1] not in value]
+    missing = [
+        f"{where}.{key[:-1]} is missing"
+        for key in schema
+        if key.endswith("!") and key[:-1] not in value
+    ]
     unknown = [f"{where}.{key} is unknown" for key in value if key not in fields]
-    return missing + unknown + [problem for key in value.keys() & fields for problem in violations(value[key], fields[key], f"{where}.{key}")]
+    return (
+        missing
+        + unknown
+        + [
+            problem
+            for key in value.keys() & fields
+            for problem in violations(value[key], fields[key], f"{where}.{key}")
+        ]
+    )
 
 
 def test_kuberay_knows_the_fields():
@@ -177,19 +261,32 @@ def test_kuberay_knows_the_fields():
     assert violations(job, RAY_JOB) == []
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     cluster = job["spec"]["rayClusterSpec"]
-    for pod in (group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])):
+    for pod in (
+        group["template"]["spec"]
+        for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])
+    ):
         volumes = {volume["name"] for volume in pod["volumes"]}
-        assert {mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]} == volumes
+        assert {
+            mount["name"] for container in pod["containers"] for mount in container["volumeMounts"]
+        } == volumes
         for container in pod["containers"]:
-            assert container["resources"]["limits"] == container["resources"]["requests"]  # Kubernetes wants it so for GPUs, Ray for the rest
+            assert (
+                container["resources"]["limits"] == container["resources"]["requests"]
+            )  # Kubernetes wants it so for GPUs, Ray for the rest
     from importlib.metadata import version
 
     assert cluster["rayVersion"] == version("ray")
 
 
 def test_the_torchrun_script_names_settings_that_there_are(monkeypatch, capsys):
-    command = next(line for line in TORCHRUN.read_text().splitlines() if "sbatch" in line).partition("torchrun.sh ")[2]
-    arguments = shlex.split(re.sub(r"--config \S+", f"--config {CLUSTER.parent.parent / 'configs' / 'sft.yaml'}", command))
+    command = next(
+        line for line in TORCHRUN.read_text().splitlines() if "sbatch" in line
+    ).partition("torchrun.sh ")[2]
+    arguments = shlex.split(
+        re.sub(
+            r"--config \S+", f"--config {CLUSTER.parent.parent / 'configs' / 'sft.yaml'}", command
+        )
+    )
     assert main([*arguments, "--print-config"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["parallel"]["tp"] == 8
 
@@ -211,10 +308,16 @@ def test_the_schema_finds_faults():
 def test_nemorl_takes_the_settings(file: Path, tmp_path: Path, monkeypatch, capsys):
     """The command of each example, with a configuration that there is."""
     if file == SLURM:
-        command = next(line for line in file.read_text().splitlines() if "sbatch" in line).partition("slurm.sh ")[2]
+        command = next(
+            line for line in file.read_text().splitlines() if "sbatch" in line
+        ).partition("slurm.sh ")[2]
     else:
         command = yaml.safe_load(file.read_text())["spec"]["entrypoint"].partition("nemorl ")[2]
-    arguments = shlex.split(re.sub(r"--config \S+", f"--config {CLUSTER.parent.parent / 'configs' / 'grpo.yaml'}", command))
+    arguments = shlex.split(
+        re.sub(
+            r"--config \S+", f"--config {CLUSTER.parent.parent / 'configs' / 'grpo.yaml'}", command
+        )
+    )
     monkeypatch.chdir(tmp_path)
     assert main([*arguments, "--print-config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)

@@ -1,4 +1,6 @@
-"""Every code block of the README and of the guides runs, every public function shows an example, and the quickstart does what it says."""
+"""Every code block of the README and of the guides runs, every public function shows an example,
+and the quickstart does what it says.
+"""
 
 import importlib
 import inspect
@@ -16,14 +18,16 @@ from typing import Any
 import pytest
 
 import nemorl
-from nemorl.runtime.config_io import dotted_keys
-from nemorl.runtime.registry import ALGORITHMS
+from nemorl.runtime.config.tree import dotted_keys
+from nemorl.runtime.start.registry import ALGORITHMS
 from tests.examples import load_example
-from tests.models import tiny_model, tiny_tokenizer
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
-LAST_LINE = re.compile(r"held-out greedy accuracy: (\d\.\d\d) -> (\d\.\d\d) \(seed (\d+), (\d+) s of training\)")
+LAST_LINE = re.compile(
+    r"held-out greedy accuracy: (\d\.\d\d) -> (\d\.\d\d) \(seed (\d+), (\d+) s of training\)"
+)
 
 
 def public_functions(*packages: str) -> Iterator[tuple[str, object]]:
@@ -31,21 +35,32 @@ def public_functions(*packages: str) -> Iterator[tuple[str, object]]:
         for info in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
             module = importlib.import_module(info.name)
             for name, value in vars(module).items():
-                if not name.startswith("_") and inspect.isfunction(value) and value.__module__ == info.name:
+                if (
+                    not name.startswith("_")
+                    and inspect.isfunction(value)
+                    and value.__module__ == info.name
+                ):
                     yield f"{info.name}.{name}", value
 
 
 def test_every_public_function_of_the_core_has_an_example():
     functions = dict(public_functions("nemorl.losses", "nemorl.data"))
     assert len(functions) > 80
-    assert not [name for name, function in functions.items() if ">>>" not in (function.__doc__ or "")]
+    assert not [
+        name for name, function in functions.items() if ">>>" not in (function.__doc__ or "")
+    ]
 
 
 def test_every_public_function_says_what_it_does():
-    functions = dict(public_functions("nemorl.losses", "nemorl.data", "nemorl.rollout", "nemorl.parallel", "nemorl.runtime"))
+    functions = dict(
+        public_functions(
+            "nemorl.losses", "nemorl.data", "nemorl.rollout", "nemorl.parallel", "nemorl.runtime"
+        )
+    )
     undocumented = {name for name, function in functions.items() if not function.__doc__}
     assert undocumented <= {
-        f"nemorl.runtime.algorithms.grpo.{name}" for name in ("loss_weights", "policy_term", "needs_kl_reward", "rollout_metrics", "timing")
+        f"nemorl.runtime.algorithms.grpo.{name}"
+        for name in ("loss_weights", "policy_term", "needs_kl_reward", "rollout_metrics", "timing")
     } | {
         "nemorl.runtime.algorithms.sft.loss_fn",
         "nemorl.runtime.algorithms.sft.with_loss_weights",
@@ -62,17 +77,30 @@ def quickstart(python: Path | str, folder: Path, *options: str) -> tuple[str, re
 
 
 def run_document(forked: Path, document: Path, folder: Path) -> str:
-    """Run a document's blocks in a folder that has a small model and data under the names that the guides use."""
+    """Run a document's blocks in a folder that has a small model and data under the names that the
+    guides use.
+    """
     path = os.pathsep.join([str(forked), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "150"}
     command = [forked / "python", "-m", "tests.documents", str(document)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, env=environment
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 def test_the_readme_runs(forked: Path, tmp_path: Path):
-    quickstart(forked / "python", tmp_path / "runs" / "quickstart-0", "--sft-steps", "5", "--grpo-steps", "2", "--num-held-out", "20")
+    quickstart(
+        forked / "python",
+        tmp_path / "runs" / "quickstart-0",
+        "--sft-steps",
+        "5",
+        "--grpo-steps",
+        "2",
+        "--num-held-out",
+        "20",
+    )
     output = run_document(forked, ROOT / "README.md", tmp_path)
     assert "runs/grpo" in output
 
@@ -92,7 +120,9 @@ def test_the_reference_is_up_to_date():
 def test_the_migration_tables_name_settings_that_there_are():
     """The right column of every table in coming-from.md."""
     known = {key for algorithm in ALGORITHMS.values() for key in dotted_keys(algorithm.config)}
-    rows = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| .* \| (.*) \|$", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE
+    )
     assert len(rows) > 60
     assert {key for row in rows for key in re.findall(r"`([^`]+)`", row)} <= known
 
@@ -101,13 +131,19 @@ def write_example_files(folder: Path) -> None:
     """What stands in the guides for a model and data of one's own."""
     tiny_model(scale=2.0, max_position_embeddings=4096).save_pretrained(folder / "model")
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{%"
+        " endif %}{% endfor %}"
+    )
     tokenizer.save_pretrained(folder / "model")
     sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(40)]
     rows = {
         "demonstrations": [{"prompt": prompt, "response": answer} for prompt, answer in sums],
         "questions": [{"prompt": prompt, "answer": answer} for prompt, answer in sums],
-        "pairs": [{"prompt": prompt, "chosen": answer, "rejected": str(int(answer) + 1)} for prompt, answer in sums],
+        "pairs": [
+            {"prompt": prompt, "chosen": answer, "rejected": str(int(answer) + 1)}
+            for prompt, answer in sums
+        ],
     }
     for name, content in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
@@ -134,16 +170,30 @@ def test_a_short_quickstart(forked: Path, tmp_path: Path):
 def test_where_the_quickstart_uses_vllm(tmp_path: Path, monkeypatch):
     """With a run and answers that cost nothing; the real one is among the slow tests below."""
     seen: list[Any] = []
-    monkeypatch.setattr(nemorl, "run", lambda config: seen.append(config) or SimpleNamespace(metrics={"val_accuracy": 0.5}))
+    monkeypatch.setattr(
+        nemorl,
+        "run",
+        lambda config: seen.append(config) or SimpleNamespace(metrics={"val_accuracy": 0.5}),
+    )
     monkeypatch.setattr(nemorl, "evaluate", lambda config: seen.append(config) or {"answers": []})
     example = load_example("quickstart")
     example.main(example.Quickstart(dir=tmp_path, engine="vllm"))
-    used = [(type(config).__name__, config.generation.backend, config.generation.num_replicas) for config in seen]
-    assert used == [("SFTConfig", "torch", 0), ("EvalConfig", "vllm", 1), ("GRPOConfig", "vllm", 1), ("EvalConfig", "vllm", 1)]
+    used = [
+        (type(config).__name__, config.generation.backend, config.generation.num_replicas)
+        for config in seen
+    ]
+    assert used == [
+        ("SFTConfig", "torch", 0),
+        ("EvalConfig", "vllm", 1),
+        ("GRPOConfig", "vllm", 1),
+        ("EvalConfig", "vllm", 1),
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "seed"), [("torch", 0), ("torch", 1), ("torch", 2), ("vllm", 0)])
+@pytest.mark.parametrize(
+    ("engine", "seed"), [("torch", 0), ("torch", 1), ("torch", 2), ("vllm", 0)]
+)
 def test_the_quickstart_learns(tmp_path: Path, engine: str, seed: int):
     _, last = quickstart(sys.executable, tmp_path, "--engine", engine, "--seed", str(seed))
     before, after = float(last[1]), float(last[2])
@@ -151,7 +201,10 @@ def test_the_quickstart_learns(tmp_path: Path, engine: str, seed: int):
     assert after >= 0.95
 
 
-@pytest.mark.parametrize("document", [path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]])
+@pytest.mark.parametrize(
+    "document",
+    [path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]],
+)
 def test_documents_are_finished(document: str):
     """No placeholder is left, and what they link to is there."""
     text = (ROOT / document).read_text()

@@ -1,4 +1,6 @@
-"""Every script of examples/ runs, briefly, and what they add to nemorl keeps the contracts (for the backends: in the conformance suites)."""
+"""Every script of examples/ runs, briefly, and what they add to nemorl keeps the contracts (for the
+backends: in the conformance suites).
+"""
 
 import json
 from pathlib import Path
@@ -7,10 +9,10 @@ from types import ModuleType
 import pytest
 
 import nemorl
-from nemorl.runtime import registry
+from nemorl.runtime.start import registry
 from tests.examples import EXAMPLES, load_example, run_example
-from tests.models import tiny_model, tiny_tokenizer
 from tests.runtime.runs import addition_rows, digits, run_config, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 BRIEFLY = {
     "custom_algorithm.py": ("3", "greedy accuracy: 0."),
@@ -27,7 +29,11 @@ ELSEWHERE = {"quickstart.py": "tests/test_documentation.py"}
 def raft(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The module of custom_algorithm.py, with its algorithm registered for the time of a test."""
     module = load_example("custom_algorithm")
-    monkeypatch.setattr(registry, "ALGORITHMS", {**registry.ALGORITHMS, "raft": registry.Algorithm(module.RAFTConfig, module.prepare)})
+    monkeypatch.setattr(
+        registry,
+        "ALGORITHMS",
+        {**registry.ALGORITHMS, "raft": registry.Algorithm(module.RAFTConfig, module.prepare)},
+    )
     return module
 
 
@@ -58,14 +64,26 @@ def test_the_algorithm_is_a_command(tmp_path: Path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "--min-reward" in shown
     assert "imitate the best of several" in shown
-    settings = ["--model.path", "model", "--data.train", "rows.jsonl", "--generation.max-new-tokens", "4", "--num-prompts-per-step", "4"]
+    settings = [
+        "--model.path",
+        "model",
+        "--data.train",
+        "rows.jsonl",
+        "--generation.max-new-tokens",
+        "4",
+        "--num-prompts-per-step",
+        "4",
+    ]
     settings += ["--trainer.device", "cpu", "--run.display", "none"]
     more = ["--reward", "contains_answer", "--min-reward", "-1", "--max-num-steps", "2"]
     assert run_example("custom_algorithm.py", "raft", *settings, *more) == 0
     assert Path("runs/raft/hf/config.json").exists()
     lines = [json.loads(line) for line in Path("runs/raft/metrics.jsonl").read_text().splitlines()]
     assert [line["kept"] for line in lines if line["phase"] == "train"] == [1.0, 1.0]
-    assert run_example("custom_algorithm.py", "raft", *settings, "--num-generations-per-prompt", "0") == 2
+    assert (
+        run_example("custom_algorithm.py", "raft", *settings, "--num-generations-per-prompt", "0")
+        == 2
+    )
     assert "num_generations_per_prompt must be at least 1" in capsys.readouterr().err
 
 
@@ -82,7 +100,9 @@ def test_the_algorithm_resumes_bit_for_bit(raft, tmp_path: Path):
     start(config_of(raft, tmp_path / "parts", 2), reward=digits)
     resumed = start(config_of(raft, tmp_path / "parts", 4, run={"resume": True}), reward=digits)
     for line, other in zip(whole.history, resumed.history, strict=True):
-        assert {key: line[key] for key in ("step", "reward", "loss", "kept")} == {key: other[key] for key in ("step", "reward", "loss", "kept")}
+        assert {key: line[key] for key in ("step", "reward", "loss", "kept")} == {
+            key: other[key] for key in ("step", "reward", "loss", "kept")
+        }
 
 
 def test_the_algorithm_imitates_the_best_alone(raft, tmp_path: Path):

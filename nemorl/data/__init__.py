@@ -1,4 +1,6 @@
-"""Conversations and tensors: everything between a data set's rows and the `TokenBatch` that a training step takes. Pure but for `datasets`."""
+"""Conversations and tensors: everything between a data set's rows and the `TokenBatch` that a
+training step takes. Pure but for `datasets`.
+"""
 
 from nemorl.data.batch import Example, TokenBatch, collate, concatenate, resize, take, trim
 from nemorl.data.datasets import load_rows, prompt_of, to_examples, to_prompts
@@ -9,7 +11,15 @@ from nemorl.data.packing import pack, pack_plan, unpack
 from nemorl.data.padding import pad, unpad
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.rows import Row, origin_of
-from nemorl.data.sharding import balance, merge, row_costs, shard_by_rank, split, split_microbatches, unshard
+from nemorl.data.sharding import (
+    balance,
+    merge,
+    row_costs,
+    shard_by_rank,
+    split,
+    split_microbatches,
+    unshard,
+)
 from nemorl.data.sources import DataModule
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template

@@ -13,16 +13,20 @@ from nemorl.data.padding import pad, round_up
 from nemorl.losses.logprobs import LogprobKind
 
 IGNORED_INPUT = 0
-"""What `input_ids` holds where `segment_ids` is 0. It is never attended to nor trained on, so any valid id does."""
+"""What `input_ids` holds where `segment_ids` is 0.
+
+It is never attended to nor trained on, so any valid id does.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
     """Sequences and their per-token arrays, all `[batch, seq]` like `input_ids` (SPEC §1).
 
-    A row holds one sequence (as `collate` builds it) or several (after `pack`); `segment_ids` tells them apart, so that nothing which reads a batch
-    asks whether it is packed. Index t describes token t itself: `prev_logprobs[:, t]` is log p(x_t | x_<t), and the first token of each segment is
-    never trained on.
+    A row holds one sequence (as `collate` builds it) or several (after `pack`); `segment_ids` tells
+    them apart, so that nothing which reads a batch asks whether it is packed. Index t describes
+    token t itself: `prev_logprobs[:, t]` is log p(x_t | x_<t), and the first token of each segment
+    is never trained on.
     """
 
     input_ids: Int[Tensor, "batch seq"]
@@ -41,7 +45,9 @@ class TokenBatch:
     generation_logprobs: Float[Tensor, "batch seq"] | None = None
     reference_logprobs: Float[Tensor, "batch seq"] | None = None
     logprob_kind: LogprobKind = LogprobKind()
-    """The distribution that every logprob array of this batch is about; the trainer computes the current policy's under the same one."""
+    """The distribution that every logprob array of this batch is about; the trainer computes the
+    current policy's under the same one.
+    """
 
     @property
     def lengths(self) -> Int[Tensor, "batch"]:
@@ -64,21 +70,25 @@ def _flatten(batch: TokenBatch):
 
 
 def _unflatten(tensors, logprob_kind: LogprobKind) -> TokenBatch:
-    batch = object.__new__(TokenBatch)  # not the constructor: tree_map may put anything in the place of a tensor
+    batch = object.__new__(
+        TokenBatch
+    )  # not the constructor: tree_map may put anything in the place of a tensor
     for name, value in (*zip(TENSOR_FIELDS, tensors, strict=True), ("logprob_kind", logprob_kind)):
         object.__setattr__(batch, name, value)
     return batch
 
 
-pytree.register_pytree_node(TokenBatch, _flatten, _unflatten, serialized_type_name="nemorl.TokenBatch")
+pytree.register_pytree_node(
+    TokenBatch, _flatten, _unflatten, serialized_type_name="nemorl.TokenBatch"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """One tokenised sequence before it is collated: plain Python, one entry per token.
 
-    `loss_mask` (trained on) is a subset of `response_mask` (not the prompt), and its first entry is False: nothing comes before that token, so
-    it has no log-probability.
+    `loss_mask` (trained on) is a subset of `response_mask` (not the prompt), and its first entry is
+    False: nothing comes before that token, so it has no log-probability.
 
     >>> Example(input_ids=[5, 6, 7], loss_mask=[False, True, True], response_mask=[False, True, True]).num_tokens
     3
@@ -96,11 +106,18 @@ class Example:
     def __post_init__(self) -> None:
         for name, values in self.arrays().items():
             if len(values) != len(self.input_ids):
-                raise ValueError(f"{name} must have one entry per token: input_ids has {len(self.input_ids)}, {name} has {len(values)}")
+                raise ValueError(
+                    f"{name} must have one entry per token: input_ids has {len(self.input_ids)},"
+                    f" {name} has {len(values)}"
+                )
 
     def arrays(self) -> dict[str, Sequence]:
         """The per-token arrays that are there, by name."""
-        return {field.name: values for field in fields(self) if (values := getattr(self, field.name)) is not None}
+        return {
+            field.name: values
+            for field in fields(self)
+            if (values := getattr(self, field.name)) is not None
+        }
 
     @property
     def num_tokens(self) -> int:
@@ -108,12 +125,18 @@ class Example:
 
 
 def collate(
-    examples: Sequence[Example | Mapping[str, Any]], *, multiple_of: int = 1, length: int | None = None, logprob_kind: LogprobKind = LogprobKind()
+    examples: Sequence[Example | Mapping[str, Any]],
+    *,
+    multiple_of: int = 1,
+    length: int | None = None,
+    logprob_kind: LogprobKind = LogprobKind(),
 ) -> TokenBatch:
-    """Examples (or dicts with an `Example`'s fields) as one `TokenBatch`: a sequence per row, padded on the right.
+    """Examples (or dicts with an `Example`'s fields) as one `TokenBatch`: a sequence per row,
+    padded on the right.
 
-    The width is `length`, or that of the longest sequence, rounded up to `multiple_of`. An optional array is in the batch if all examples have it.
-    Raises ValueError where only some have an optional array, where a loss mask leaves its response mask or trains on a first token.
+    The width is `length`, or that of the longest sequence, rounded up to `multiple_of`. An optional
+    array is in the batch if all examples have it. Raises ValueError where only some have an
+    optional array, where a loss mask leaves its response mask or trains on a first token.
 
     >>> one = Example(input_ids=[5, 6, 7], loss_mask=[False, True, True], response_mask=[False, True, True])
     >>> two = {"input_ids": [8, 9], "loss_mask": [False, True], "response_mask": [False, True]}
@@ -125,32 +148,55 @@ def collate(
     """
     if not examples:
         raise ValueError("examples must hold at least one sequence, got none")
-    items = [example if isinstance(example, Example) else Example(**example) for example in examples]
+    items = [
+        example if isinstance(example, Example) else Example(**example) for example in examples
+    ]
     columns: dict[str, Tensor] = {}
     for field in fields(Example):
         missing = [row for row, item in enumerate(items) if getattr(item, field.name) is None]
         if missing and len(missing) < len(items):
-            raise ValueError(f"{field.name} must be given for all examples or for none: example {missing[0]} has none")
+            raise ValueError(
+                f"{field.name} must be given for all examples or for none: example {missing[0]} has"
+                " none"
+            )
         if not missing:
-            dtype = {"input_ids": torch.int64, "loss_mask": torch.bool, "response_mask": torch.bool}.get(field.name, torch.float32)
+            dtype = {
+                "input_ids": torch.int64,
+                "loss_mask": torch.bool,
+                "response_mask": torch.bool,
+            }.get(field.name, torch.float32)
             sequences = [torch.as_tensor(getattr(item, field.name), dtype=dtype) for item in items]
-            columns[field.name] = pad(sequences, value=IGNORED_INPUT if field.name == "input_ids" else 0, length=length, multiple_of=multiple_of)[0]
+            columns[field.name] = pad(
+                sequences,
+                value=IGNORED_INPUT if field.name == "input_ids" else 0,
+                length=length,
+                multiple_of=multiple_of,
+            )[0]
     _require_trainable(columns["loss_mask"], columns["response_mask"])
     lengths = torch.tensor([item.num_tokens for item in items])
     place = torch.arange(columns["input_ids"].shape[1]).expand_as(columns["input_ids"])
     real = place < lengths[:, None]
-    return TokenBatch(segment_ids=real.long(), position_ids=torch.where(real, place, 0), logprob_kind=logprob_kind, **columns)
+    return TokenBatch(
+        segment_ids=real.long(),
+        position_ids=torch.where(real, place, 0),
+        logprob_kind=logprob_kind,
+        **columns,
+    )
 
 
 def _require_trainable(loss_mask: Tensor, response_mask: Tensor) -> None:
     outside = (loss_mask & ~response_mask).any(-1).nonzero().flatten().tolist()
     if outside:
         raise ValueError(
-            f"loss_mask must be a subset of response_mask: example {outside[0]} trains on a prompt token; set its response_mask there too"
+            f"loss_mask must be a subset of response_mask: example {outside[0]} trains on a prompt"
+            " token; set its response_mask there too"
         )
     first = loss_mask[:, :1].any(-1).nonzero().flatten().tolist()
     if first:
-        raise ValueError(f"loss_mask must be False at index 0 (a first token has no log-probability): example {first[0]} trains on it")
+        raise ValueError(
+            "loss_mask must be False at index 0 (a first token has no log-probability): example"
+            f" {first[0]} trains on it"
+        )
 
 
 def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenBatch:
@@ -165,7 +211,8 @@ def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenB
 
 
 def resize(batch: TokenBatch, length: int) -> TokenBatch:
-    """The same sequences in rows of `length` columns: padding is added or cut on the right. Raises ValueError where a token would be cut.
+    """The same sequences in rows of `length` columns: padding is added or cut on the right. Raises
+    ValueError where a token would be cut.
 
     >>> batch = collate([{"input_ids": [5, 6], "loss_mask": [False, True], "response_mask": [False, True]}])
     >>> resize(batch, 4).input_ids.tolist()
@@ -173,13 +220,18 @@ def resize(batch: TokenBatch, length: int) -> TokenBatch:
     """
     longest = int(extents(batch).max()) if len(batch) else 0
     if length < longest:
-        raise ValueError(f"length must be at least {longest}, the last column that holds a token, got {length}")
+        raise ValueError(
+            f"length must be at least {longest}, the last column that holds a token, got {length}"
+        )
     added = length - batch.input_ids.shape[1]
-    return pytree.tree_map_only(Tensor, lambda values: torch.nn.functional.pad(values, (0, added)), batch)
+    return pytree.tree_map_only(
+        Tensor, lambda values: torch.nn.functional.pad(values, (0, added)), batch
+    )
 
 
 def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
-    """Without the columns on the right in which no row has a token; the width stays a multiple of `multiple_of`.
+    """Without the columns on the right in which no row has a token; the width stays a multiple of
+    `multiple_of`.
 
     >>> batch = collate([{"input_ids": [5, 6], "loss_mask": [False, True], "response_mask": [False, True]}], length=9)
     >>> trim(batch).input_ids.shape[1], trim(batch, multiple_of=4).input_ids.shape[1]
@@ -203,7 +255,8 @@ def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
     """The rows of several batches, one below the other, as wide as the widest.
 
-    Raises ValueError where the batches differ in their optional arrays or in the kind of their log-probabilities.
+    Raises ValueError where the batches differ in their optional arrays or in the kind of their
+    log-probabilities.
 
     >>> wide = collate([{"input_ids": [5, 6], "loss_mask": [False, True], "response_mask": [False, True]}])
     >>> narrow = collate([{"input_ids": [7], "loss_mask": [False], "response_mask": [False]}])
@@ -215,9 +268,18 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
     first = batches[0]
     for number, other in enumerate(batches):
         if other.logprob_kind != first.logprob_kind:
-            raise ValueError(f"logprob_kind must be alike in all batches: batch 0 has {first.logprob_kind}, batch {number} has {other.logprob_kind}")
+            raise ValueError(
+                f"logprob_kind must be alike in all batches: batch 0 has {first.logprob_kind},"
+                f" batch {number} has {other.logprob_kind}"
+            )
         for name in TENSOR_FIELDS:
             if (getattr(first, name) is None) != (getattr(other, name) is None):
-                raise ValueError(f"{name} must be given in all batches or in none: batches 0 and {number} differ; set it, or replace it by None")
+                raise ValueError(
+                    f"{name} must be given in all batches or in none: batches 0 and {number}"
+                    " differ; set it, or replace it by None"
+                )
     width = max(batch.input_ids.shape[1] for batch in batches)
-    return pytree.tree_map(lambda *parts: None if parts[0] is None else torch.cat(parts), *(resize(batch, width) for batch in batches))
+    return pytree.tree_map(
+        lambda *parts: None if parts[0] is None else torch.cat(parts),
+        *(resize(batch, width) for batch in batches),
+    )

@@ -1,4 +1,7 @@
-"""Bin packing of integer lengths: which sequences share a row. Pure Python, deterministic, about n log n."""
+"""Bin packing of integer lengths: which sequences share a row.
+
+Pure Python, deterministic, about n log n.
+"""
 
 import math
 from bisect import bisect_left, bisect_right, insort
@@ -10,7 +13,9 @@ import numpy as np
 
 Plan = tuple[tuple[int, ...], ...]
 """Per row (or rank, or microbatch) the indices of what it holds; each index is in exactly one."""
-Algorithm = Literal["best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative"]
+Algorithm = Literal[
+    "best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing", "concatenative"
+]
 Bins = list[list[int]]
 
 
@@ -31,7 +36,8 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
                 bins.append([])
             else:
                 chosen = by_room.pop(room)
-            # What is left of the tightest row is tighter still, so it takes as many of this size as fit.
+            # What is left of the tightest row is tighter still, so it takes as many of this size as
+            # fit.
             moved = run[done : done + room // size]
             done += len(moved)
             bins[chosen] += moved
@@ -61,14 +67,23 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Johnson and Garey (1985), "A 71/60 theorem for bin packing": large (> 1/2), medium (> 1/3), small (> 1/6) and tiny sequences in five phases.
+    """Johnson and Garey (1985), "A 71/60 theorem for bin packing": large (> 1/2), medium (> 1/3),
+    small (> 1/6) and tiny sequences in five phases.
 
     >>> modified_first_fit_decreasing([4, 8, 1, 4, 2, 1], 10)
     [[1, 4], [0, 3, 2, 5]]
     """
     large, medium, small, tiny = (_BySize() for _ in range(4))
     for index, size in enumerate(lengths):
-        kind = large if 2 * size > capacity else medium if 3 * size > capacity else small if 6 * size > capacity else tiny
+        kind = (
+            large
+            if 2 * size > capacity
+            else medium
+            if 3 * size > capacity
+            else small
+            if 6 * size > capacity
+            else tiny
+        )
         kind.add(size, index)
     bins: Bins = []
     rooms: list[int] = []
@@ -87,7 +102,9 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
             without_medium.append(chosen)
         else:
             move(medium, fitting, chosen)
-    for chosen in reversed(without_medium):  # 3. backwards, where there is no medium one: the smallest small one, and the largest that fits beside it
+    for chosen in reversed(
+        without_medium
+    ):  # 3. backwards, where there is no medium one: the smallest small one, and the largest that fits beside it
         if len(small) >= 2 and small.two_smallest() <= rooms[chosen]:
             move(small, small.sizes[0], chosen)
             move(small, small.largest(at_most=rooms[chosen]), chosen)  # type: ignore[arg-type]
@@ -95,8 +112,13 @@ def modified_first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins
         for kind in (medium, small, tiny):
             while (fitting := kind.largest(at_most=rooms[chosen])) is not None:
                 move(kind, fitting, chosen)
-    rest = [index for kind in (medium, small, tiny) for index in kind]  # 5. first fit decreasing into new rows
-    return bins + [[rest[i] for i in row] for row in first_fit_decreasing([lengths[index] for index in rest], capacity)]
+    rest = [
+        index for kind in (medium, small, tiny) for index in kind
+    ]  # 5. first fit decreasing into new rows
+    return bins + [
+        [rest[i] for i in row]
+        for row in first_fit_decreasing([lengths[index] for index in rest], capacity)
+    ]
 
 
 def concatenative(lengths: Sequence[int], capacity: int) -> Bins:
@@ -131,7 +153,9 @@ def _runs_decreasing(lengths: Sequence[int]) -> Iterable[tuple[int, list[int]]]:
 
 
 class _BySize:
-    """A multiset of (size, member): the distinct sizes are kept sorted, members of one size leave in the order in which they came last."""
+    """A multiset of (size, member): the distinct sizes are kept sorted, members of one size leave
+    in the order in which they came last.
+    """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -175,10 +199,14 @@ class _BySize:
 
 
 class _FirstRoom:
-    """A segment tree over the rows' room: the first row that fits a sequence in log n steps. Rows not opened yet have the whole capacity."""
+    """A segment tree over the rows' room: the first row that fits a sequence in log n steps.
+
+    Rows not opened yet have the whole capacity.
+    """
 
     def __init__(self, lengths: Sequence[int], capacity: int) -> None:
-        # First fit leaves at most one row less than half full, so it never opens more rows than this.
+        # First fit leaves at most one row less than half full, so it never opens more rows than
+        # this.
         rows = max(1, min(len(lengths), 2 * math.ceil(sum(lengths) / capacity) + 1))
         self.leaves = 1 << (rows - 1).bit_length()
         self.tree = [capacity] * (2 * self.leaves)

@@ -1,4 +1,6 @@
-"""Rows as people have them, under the names that the library knows, and the prompts and examples made of them."""
+"""Rows as people have them, under the names that the library knows, and the prompts and examples
+made of them.
+"""
 
 import difflib
 import json
@@ -27,42 +29,64 @@ def load_rows(
     rejected_column: str = "rejected",
     label_column: str = "label",
 ) -> list[Row]:
-    """All rows of a source, or of a list of several, one behind the other; each knows where it came from and which source it belongs to.
+    """All rows of a source, or of a list of several, one behind the other; each knows where it came
+    from and which source it belongs to.
 
-    `source` is a path to a .jsonl, .json, .csv or .parquet file, a folder (with such files, or written by `save_to_disk`), the name of a data set on
-    the hub (`NAME:CONFIGURATION` where it has several; `data_files` chooses among its files), a list of dicts, a `datasets.Dataset` or `DatasetDict`,
-    or a `DataModule`. A source without splits is all "train"; several sources may have a `split` each. Values of CSV files are text.
+    `source` is a path to a .jsonl, .json, .csv or .parquet file, a folder (with such files, or
+    written by `save_to_disk`), the name of a data set on the hub (`NAME:CONFIGURATION` where it has
+    several; `data_files` chooses among its files), a list of dicts, a `datasets.Dataset` or
+    `DatasetDict`, or a `DataModule`. A source without splits is all "train"; several sources may
+    have a `split` each. Values of CSV files are text.
 
-    The `*_column` arguments say under which name a source has its `prompt`, `response` and so on; all columns keep their own names besides. Of
-    several sources, one without that column must have the standard name. Where they say nothing, a row without `prompt` and `response` may have
+    The `*_column` arguments say under which name a source has its `prompt`, `response` and so on;
+    all columns keep their own names besides. Of several sources, one without that column must have
+    the standard name. Where they say nothing, a row without `prompt` and `response` may have
     `input` and `output`, or `prompt` and `completion`.
 
-    Raises ValueError that names file and line of a malformed row, the columns there are where one is missing, and the splits there are.
+    Raises ValueError that names file and line of a malformed row, the columns there are where one
+    is missing, and the splits there are.
 
     >>> load_rows([{"question": "1+1", "answer": "2"}], prompt_column="question")
     [{'question': '1+1', 'answer': '2', 'prompt': '1+1'}]
     >>> [row.source for row in load_rows([[{"prompt": "1+1"}], [{"input": "a"}, {"input": "b"}]])]
     [0, 1, 1]
     """
-    names = (prompt_column, response_column, answer_column, messages_column, chosen_column, rejected_column, label_column)
+    names = (
+        prompt_column,
+        response_column,
+        answer_column,
+        messages_column,
+        chosen_column,
+        rejected_column,
+        label_column,
+    )
     columns = {name: column for name, column in zip(COLUMNS, names, strict=True) if column != name}
     sources = sources_of(source)
     splits = [split] * len(sources) if isinstance(split, str) else list(split)
     if len(splits) != len(sources):
-        raise ValueError(f"split must be one for all sources or one for each of them, {len(sources)}, got {splits}")
-    read = [read_rows(part, split=own, data_files=data_files, number=n) for n, (part, own) in enumerate(zip(sources, splits, strict=True))]
+        raise ValueError(
+            f"split must be one for all sources or one for each of them, {len(sources)}, got"
+            f" {splits}"
+        )
+    read = [
+        read_rows(part, split=own, data_files=data_files, number=n)
+        for n, (part, own) in enumerate(zip(sources, splits, strict=True))
+    ]
     rows = [row for part in read for row in _placed(part, sources)]
     return [with_standard_names(_mapped(row, columns, several=len(sources) > 1)) for row in rows]
 
 
 def with_standard_names(row: Row) -> Row:
-    """`prompt` and `response` from the names that other libraries have for them, where the row has none of its own.
+    """`prompt` and `response` from the names that other libraries have for them, where the row has
+    none of its own.
 
     >>> with_standard_names(Row({"input": "1+1=", "output": "2"}))
     {'input': '1+1=', 'output': '2', 'prompt': '1+1=', 'response': '2'}
     """
     added = {}
-    if not {"messages", "instruction"} & row.keys():  # beside an instruction, `input` is not the prompt
+    if (
+        not {"messages", "instruction"} & row.keys()
+    ):  # beside an instruction, `input` is not the prompt
         if row.keys().isdisjoint(("prompt", "context")) and "input" in row:
             added["prompt"] = row["input"]
         for name in ("output", "completion"):
@@ -72,7 +96,8 @@ def with_standard_names(row: Row) -> Row:
 
 
 def prompt_of(row: Mapping[str, Any]) -> str | list[Message]:
-    """A row's prompt: its `prompt` (text or messages), else its `messages` without the assistant's answer at their end. ValueError without either.
+    """A row's prompt: its `prompt` (text or messages), else its `messages` without the assistant's
+    answer at their end. ValueError without either.
 
     >>> prompt_of({"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]})
     [{'role': 'user', 'content': '1+1'}]
@@ -83,15 +108,18 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message]:
         return messages_of(row["prompt"], "prompt")
     if row.get("messages") is None:
         raise ValueError(
-            f"a row needs a prompt (text or messages) or messages, got columns {', '.join(row)}; name its column with prompt_column "
-            "(data.prompt_column)"
+            f"a row needs a prompt (text or messages) or messages, got columns {', '.join(row)};"
+            " name its column with prompt_column (data.prompt_column)"
         )
     messages = messages_of(row["messages"], "messages")
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages
 
 
-def to_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Any, **template: Any) -> list[list[int]]:
-    """The token ids of each row's prompt, as `prompt_of` finds it. A row's `tools` go to the chat template.
+def to_prompts(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, **template: Any
+) -> list[list[int]]:
+    """The token ids of each row's prompt, as `prompt_of` finds it. A row's `tools` go to the chat
+    template.
 
     `template` takes `tokenize_prompt`'s arguments. Raises ValueError that names the row.
 
@@ -99,40 +127,78 @@ def to_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Any, **template: An
     >>> to_prompts([{"prompt": "ab"}], ByT5Tokenizer())
     [[100, 101]]
     """
-    return [in_row(row, number, partial(_prompt, tokenizer=tokenizer, template=template)) for number, row in enumerate(rows)]
+    return [
+        in_row(row, number, partial(_prompt, tokenizer=tokenizer, template=template))
+        for number, row in enumerate(rows)
+    ]
 
 
-def to_examples(rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any) -> list[Example]:
-    """Each row as an example to imitate: all that the assistant says in its `messages`, or the `response` to its `prompt`.
+def to_examples(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
+) -> list[Example]:
+    """Each row as an example to imitate: all that the assistant says in its `messages`, or the
+    `response` to its `prompt`.
 
-    A response is text or messages. A prompt of messages goes through the chat template together with its response (as does a prompt of text whose
-    response is messages, as the user's message). `template` takes `tokenize_messages`'s arguments; a row's `tools` go to the chat template; `add_eos`
-    is about plain text. Raises ValueError that names the row.
+    A response is text or messages. A prompt of messages goes through the chat template together
+    with its response (as does a prompt of text whose response is messages, as the user's message).
+    `template` takes `tokenize_messages`'s arguments; a row's `tools` go to the chat template;
+    `add_eos` is about plain text. Raises ValueError that names the row.
 
     >>> from transformers import ByT5Tokenizer
     >>> to_examples([{"prompt": "ab", "response": "c"}], ByT5Tokenizer())[0].input_ids
     [100, 101, 102, 1]
     """
-    return [in_row(row, number, partial(_example, tokenizer=tokenizer, add_eos=add_eos, template=template)) for number, row in enumerate(rows)]
+    return [
+        in_row(
+            row, number, partial(_example, tokenizer=tokenizer, add_eos=add_eos, template=template)
+        )
+        for number, row in enumerate(rows)
+    ]
 
 
 def _prompt(row: Mapping[str, Any], *, tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
     ids = tokenize_prompt(tokenizer, prompt_of(row), **with_tools(row, template))
     if not ids:
-        raise ValueError(f"prompt must have at least one token, got {prompt_of(row)!r}: leave the row out, or begin prompts with a special token")
+        raise ValueError(
+            f"prompt must have at least one token, got {prompt_of(row)!r}: leave the row out, or"
+            " begin prompts with a special token"
+        )
     return ids
 
 
-def _example(row: Mapping[str, Any], *, tokenizer: Any, add_eos: bool, template: dict[str, Any]) -> Example:
+def _example(
+    row: Mapping[str, Any], *, tokenizer: Any, add_eos: bool, template: dict[str, Any]
+) -> Example:
     if row.get("messages") is not None:
-        return tokenize_messages(tokenizer, messages_of(row["messages"], "messages"), add_eos=add_eos, **with_tools(row, template))
-    return answered(prompt_of(row), row.get("response"), "response", row, tokenizer, add_eos=add_eos, template=template)
+        return tokenize_messages(
+            tokenizer,
+            messages_of(row["messages"], "messages"),
+            add_eos=add_eos,
+            **with_tools(row, template),
+        )
+    return answered(
+        prompt_of(row),
+        row.get("response"),
+        "response",
+        row,
+        tokenizer,
+        add_eos=add_eos,
+        template=template,
+    )
 
 
 def answered(
-    prompt: str | list[Message], answer: Any, column: str, row: Mapping[str, Any], tokenizer: Any, *, add_eos: bool, template: Mapping[str, Any]
+    prompt: str | list[Message],
+    answer: Any,
+    column: str,
+    row: Mapping[str, Any],
+    tokenizer: Any,
+    *,
+    add_eos: bool,
+    template: Mapping[str, Any],
 ) -> Example:
-    """The prompt with one answer to it, which is trained on. The answer is what `row` has in `column`; its `tools` go to the chat template.
+    """The prompt with one answer to it, which is trained on. The answer is what `row` has in
+    `column`; its `tools` go to the chat template.
 
     >>> from transformers import ByT5Tokenizer
     >>> answered("ab", "c", "response", {"response": "c"}, ByT5Tokenizer(), add_eos=True, template={}).loss_mask
@@ -144,11 +210,18 @@ def answered(
     if not isinstance(answer, str | Sequence):
         columns = ", ".join(row)
         raise ValueError(
-            f"{column} must be text or messages, got {answer!r} (columns: {columns}); name its column with {column}_column (data.{column}_column)"
+            f"{column} must be text or messages, got {answer!r} (columns: {columns}); name its"
+            f" column with {column}_column (data.{column}_column)"
         )
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else messages_of(answer, column)
-    return tokenize_messages(tokenizer, [*before, *after], given=len(before), add_eos=add_eos, **options)
+    after = (
+        [{"role": "assistant", "content": answer}]
+        if isinstance(answer, str)
+        else messages_of(answer, column)
+    )
+    return tokenize_messages(
+        tokenizer, [*before, *after], given=len(before), add_eos=add_eos, **options
+    )
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
@@ -158,14 +231,24 @@ def messages_of(value: Any, column: str) -> list[Message]:
     [{'role': 'user', 'content': 'hello'}]
     """
     sound = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if not sound or not all(isinstance(message, Mapping) and "role" in message for message in value):
-        raise ValueError(f'{column} must be a list of messages like {{"role": "user", "content": "..."}}, got {short(value)}')
-    # Arrow fills the keys that only some messages have with None, and templates ask `"tool_calls" in message`.
-    return [{key: part for key, part in message.items() if part is not None or key == "content"} for message in value]
+    if not sound or not all(
+        isinstance(message, Mapping) and "role" in message for message in value
+    ):
+        raise ValueError(
+            f'{column} must be a list of messages like {{"role": "user", "content": "..."}}, got'
+            f" {short(value)}"
+        )
+    # Arrow fills the keys that only some messages have with None, and templates ask `"tool_calls"
+    # in message`.
+    return [
+        {key: part for key, part in message.items() if part is not None or key == "content"}
+        for message in value
+    ]
 
 
 def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for the chat template, with the row's own `tools` (a list, or one as JSON text) where it has any.
+    """The arguments for the chat template, with the row's own `tools` (a list, or one as JSON text)
+    where it has any.
 
     >>> with_tools({"tools": '[{"name": "add"}]'}, {"chat_template": None})
     {'chat_template': None, 'tools': [{'name': 'add'}]}
@@ -175,9 +258,17 @@ def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str,
         try:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
-            raise ValueError(f"tools must be a list of tools, or one as JSON text, got {short(row['tools'])} ({error})") from error
-    if tools is not None and not (isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)):
-        raise ValueError(f"tools must be a list of tools (JSON objects with a name and parameters), got {short(tools)}")
+            raise ValueError(
+                f"tools must be a list of tools, or one as JSON text, got {short(row['tools'])}"
+                f" ({error})"
+            ) from error
+    if tools is not None and not (
+        isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        raise ValueError(
+            "tools must be a list of tools (JSON objects with a name and parameters), got"
+            f" {short(tools)}"
+        )
     return {**template, "tools": [dict(tool) for tool in tools]} if tools else dict(template)
 
 
@@ -198,5 +289,8 @@ def _mapped(row: Row, columns: Mapping[str, str], *, several: bool) -> Row:
             near = difflib.get_close_matches(column, map(str, row), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             there = ", ".join(map(str, row))
-            raise ValueError(f"{name}_column (data.{name}_column) is {column!r}, but {row.origin} has the columns {there}{hint}")
+            raise ValueError(
+                f"{name}_column (data.{name}_column) is {column!r}, but {row.origin} has the"
+                f" columns {there}{hint}"
+            )
     return row.but(**found) if found else row

@@ -14,7 +14,10 @@ Item = TypeVar("Item", Example, list[int], Pair, tuple[Example, bool])
 
 @dataclass(frozen=True)
 class LengthReport:
-    """What `limit_length` did. `kept` are the indices of what it returned, so that other columns can follow."""
+    """What `limit_length` did.
+
+    `kept` are the indices of what it returned, so that other columns can follow.
+    """
 
     kept: tuple[int, ...]
     num_truncated: int
@@ -24,18 +27,26 @@ class LengthReport:
 
     def __str__(self) -> str:
         return (
-            f"{len(self.kept)} sequences kept, of which {self.num_truncated} truncated ({self.num_tokens_cut} tokens cut); "
-            f"{self.num_dropped} dropped; the longest had {self.longest} tokens"
+            f"{len(self.kept)} sequences kept, of which {self.num_truncated} truncated"
+            f" ({self.num_tokens_cut} tokens cut); {self.num_dropped} dropped; the longest had"
+            f" {self.longest} tokens"
         )
 
 
 def limit_length(
-    items: Sequence[Item], *, max_length: int, policy: LengthPolicy = "error", rows: Sequence[Mapping[str, Any]] | None = None
+    items: Sequence[Item],
+    *,
+    max_length: int,
+    policy: LengthPolicy = "error",
+    rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[Item], LengthReport]:
-    """Examples, prompts as lists of ids, preference pairs or judged examples of at most `max_length` tokens; nothing is cut silently.
+    """Examples, prompts as lists of ids, preference pairs or judged examples of at most
+    `max_length` tokens; nothing is cut silently.
 
-    `error`: a longer one is an error that names it (by its row, where `rows` has one for each). `drop`: it goes. `truncate`: an example keeps its
-    first tokens, and goes if none is left to train on; a prompt keeps its last tokens. A pair is as long as its longer side, and stays or goes whole.
+    `error`: a longer one is an error that names it (by its row, where `rows` has one for each).
+    `drop`: it goes. `truncate`: an example keeps its first tokens, and goes if none is left to
+    train on; a prompt keeps its last tokens. A pair is as long as its longer side, and stays or
+    goes whole.
 
     >>> kept, report = limit_length([[1, 2, 3], [4]], max_length=2, policy="truncate")
     >>> kept, str(report)
@@ -53,10 +64,15 @@ def limit_length(
         longest = max(longest, length)
         if length > max_length:
             if policy == "error":
-                which = f"sequence {index}" if rows is None else f"{origin_of(rows[index], index)}: the sequence"
+                which = (
+                    f"sequence {index}"
+                    if rows is None
+                    else f"{origin_of(rows[index], index)}: the sequence"
+                )
                 raise ValueError(
-                    f"{which} has {length} tokens, max_length is {max_length}: raise it (data.max_total_sequence_length), or choose "
-                    'policy="truncate" or "drop" (data.too_long)'
+                    f"{which} has {length} tokens, max_length is {max_length}: raise it"
+                    ' (data.max_total_sequence_length), or choose policy="truncate" or "drop"'
+                    " (data.too_long)"
                 )
             shorter = _truncated(item, max_length) if policy == "truncate" else None
             if shorter is None:
@@ -66,7 +82,9 @@ def limit_length(
             item = shorter
         result.append(item)
         kept.append(index)
-    return result, LengthReport(tuple(kept), num_truncated, len(items) - len(kept), num_tokens_cut, longest)
+    return result, LengthReport(
+        tuple(kept), num_truncated, len(items) - len(kept), num_tokens_cut, longest
+    )
 
 
 def num_tokens(item: Any) -> int:
@@ -81,13 +99,22 @@ def num_tokens(item: Any) -> int:
 
 
 def _all_tokens(item: Any) -> int:
-    return item.chosen.num_tokens + item.rejected.num_tokens if isinstance(item, Pair) else num_tokens(item)
+    return (
+        item.chosen.num_tokens + item.rejected.num_tokens
+        if isinstance(item, Pair)
+        else num_tokens(item)
+    )
 
 
 def _truncated(item: Any, max_length: int) -> Any:
     if isinstance(item, Pair):
-        chosen, rejected = _truncated(item.chosen, max_length), _truncated(item.rejected, max_length)
-        return None if chosen is None or rejected is None else Pair(chosen=chosen, rejected=rejected)
+        chosen, rejected = (
+            _truncated(item.chosen, max_length),
+            _truncated(item.rejected, max_length),
+        )
+        return (
+            None if chosen is None or rejected is None else Pair(chosen=chosen, rejected=rejected)
+        )
     if isinstance(item, tuple):
         shorter = _truncated(item[0], max_length)
         return None if shorter is None else (shorter, item[1])

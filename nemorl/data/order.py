@@ -1,4 +1,6 @@
-"""The order in which training visits the rows: seeded, and a pure function of how many were visited, so that a run goes on where it stopped."""
+"""The order in which training visits the rows: seeded, and a pure function of how many were
+visited, so that a run goes on where it stopped.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +18,15 @@ BLOCK = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class RowOrder:
-    """An endless run through one or several data sets, whose rows are numbered as in their concatenation.
+    """An endless run through one or several data sets, whose rows are numbered as in their
+    concatenation.
 
-    Without weights, an epoch visits each row once, in an order of its own (or the rows' own, without `shuffle`). With weights, each set has its share
-    of every 1,000 places, exactly (rounded by largest remainder), and goes through its own rows epoch by epoch: it repeats none before it has visited
-    all. A cursor counts the places visited so far; what comes after it depends on nothing else, so that a resumed run neither repeats nor drops a
-    row. Raises ValueError for weights that can't be met.
+    Without weights, an epoch visits each row once, in an order of its own (or the rows' own,
+    without `shuffle`). With weights, each set has its share of every 1,000 places, exactly (rounded
+    by largest remainder), and goes through its own rows epoch by epoch: it repeats none before it
+    has visited all. A cursor counts the places visited so far; what comes after it depends on
+    nothing else, so that a resumed run neither repeats nor drops a row. Raises ValueError for
+    weights that can't be met.
 
     >>> RowOrder(sizes=(4,), seed=0, shuffle=False).take(2, 4)
     [2, 3, 0, 1]
@@ -39,34 +44,65 @@ class RowOrder:
 
     def __post_init__(self) -> None:
         if not self.sizes or min(self.sizes) < 0 or not self.num_rows or self.seed < 0:
-            raise ValueError(f"sizes must hold at least one row, and seed be at least 0, got sizes {self.sizes} and seed {self.seed}")
+            raise ValueError(
+                f"sizes must hold at least one row, and seed be at least 0, got sizes {self.sizes}"
+                f" and seed {self.seed}"
+            )
         if not self.weights:
             return
         if len(self.weights) != len(self.sizes):
             raise ValueError(
-                f"weights (data.weights) must be as many as data sets, {len(self.sizes)}, got {self.weights}: one for each of data.train"
+                f"weights (data.weights) must be as many as data sets, {len(self.sizes)}, got"
+                f" {self.weights}: one for each of data.train"
             )
-        for number, (size, weight) in enumerate(zip(self.sizes, self.weights, strict=True), start=1):
+        for number, (size, weight) in enumerate(
+            zip(self.sizes, self.weights, strict=True), start=1
+        ):
             if not 0 < weight < float("inf"):
-                raise ValueError(f"weights (data.weights) must be positive, got {self.weights}: leave set {number} out of data.train")
+                raise ValueError(
+                    f"weights (data.weights) must be positive, got {self.weights}: leave set"
+                    f" {number} out of data.train"
+                )
             if not size:
-                raise ValueError(f"set {number} has no rows left, but its weight is {weight}: leave it out, or see data.too_long")
+                raise ValueError(
+                    f"set {number} has no rows left, but its weight is {weight}: leave it out, or"
+                    " see data.too_long"
+                )
         if 0 in self.quotas:
             least = sum(self.weights) / BLOCK
-            raise ValueError(f"weights (data.weights) must be at least {least:g} here, a {BLOCK}th of their sum, got {self.weights}: raise the least")
+            raise ValueError(
+                f"weights (data.weights) must be at least {least:g} here, a {BLOCK}th of their sum,"
+                f" got {self.weights}: raise the least"
+            )
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]], *, weights: Sequence[float] = (), seed: int = 0, shuffle: bool = True) -> "RowOrder":
-        """The order of rows that know which set they belong to (`Row.source`), set after set; plain dicts are one set.
+    def of(
+        cls,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        weights: Sequence[float] = (),
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> "RowOrder":
+        """The order of rows that know which set they belong to (`Row.source`), set after set; plain
+        dicts are one set.
 
         >>> RowOrder.of([{"prompt": "a"}, {"prompt": "b"}]).sizes
         (2,)
         """
         sources = [getattr(row, "source", 0) for row in rows]
         if any(before > after for before, after in pairwise(sources)):
-            raise ValueError("the rows of several sets must stand set after set: keep them in the order of load_rows")
+            raise ValueError(
+                "the rows of several sets must stand set after set: keep them in the order of"
+                " load_rows"
+            )
         count = max(len(weights), max(sources, default=-1) + 1)
-        return cls(sizes=tuple(sources.count(number) for number in range(count)), weights=tuple(weights), seed=seed, shuffle=shuffle)
+        return cls(
+            sizes=tuple(sources.count(number) for number in range(count)),
+            weights=tuple(weights),
+            seed=seed,
+            shuffle=shuffle,
+        )
 
     @property
     def num_rows(self) -> int:
@@ -102,17 +138,26 @@ class RowOrder:
     def _in_block(self, block: int, begin: int, end: int) -> list[int]:
         sets = _mixture(self.quotas, self.seed if self.shuffle else None, block)
         rows = np.empty(end - begin, dtype=np.int64)
-        for number, (first, size, quota) in enumerate(zip(accumulate((0, *self.sizes)), self.sizes, self.quotas, strict=False)):
+        for number, (first, size, quota) in enumerate(
+            zip(accumulate((0, *self.sizes)), self.sizes, self.quotas, strict=False)
+        ):
             mine = sets[begin:end] == number
             cursor = block * quota + int((sets[:begin] == number).sum())
-            rows[mine] = [first + row for row in _visits(size, cursor, int(mine.sum()), self.seed, self.shuffle, number + 1)]
+            rows[mine] = [
+                first + row
+                for row in _visits(
+                    size, cursor, int(mine.sum()), self.seed, self.shuffle, number + 1
+                )
+            ]
         return rows.tolist()
 
 
 def rows_at(num_rows: int, cursor: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
-    """The rows at places cursor, cursor + 1, ... of an endless run through the data; each epoch visits each row once, in an order of its own.
+    """The rows at places cursor, cursor + 1, ... of an endless run through the data; each epoch
+    visits each row once, in an order of its own.
 
-    A pure function of its arguments: a run that knows its cursor goes on just where it stopped, also in the middle of an epoch or at its end.
+    A pure function of its arguments: a run that knows its cursor goes on just where it stopped,
+    also in the middle of an epoch or at its end.
 
     >>> rows_at(3, 0, 7, 0, shuffle=False)
     [0, 1, 2, 0, 1, 2, 0]
@@ -120,43 +165,66 @@ def rows_at(num_rows: int, cursor: int, count: int, seed: int, shuffle: bool = T
     True
     """
     if num_rows < 1 or cursor < 0 or count < 0 or seed < 0:
-        raise ValueError(f"num_rows must be at least 1, and cursor, count and seed at least 0, got {num_rows}, {cursor}, {count} and {seed}")
+        raise ValueError(
+            f"num_rows must be at least 1, and cursor, count and seed at least 0, got {num_rows},"
+            f" {cursor}, {count} and {seed}"
+        )
     return _visits(num_rows, cursor, count, seed, shuffle, 0)
 
 
-def split_rows(rows: Sequence[RowLike], *, validation: int | float, seed: int = 0) -> tuple[list[RowLike], list[RowLike]]:
-    """Training and validation rows without overlap, both in their first order. `validation` is a number of rows, or a share if it is a float below 1.
+def split_rows(
+    rows: Sequence[RowLike], *, validation: int | float, seed: int = 0
+) -> tuple[list[RowLike], list[RowLike]]:
+    """Training and validation rows without overlap, both in their first order. `validation` is a
+    number of rows, or a share if it is a float below 1.
 
     >>> train, held_out = split_rows([{"n": n} for n in range(5)], validation=0.4)
     >>> len(train), len(held_out)
     (3, 2)
     """
-    count = round(validation * len(rows)) if isinstance(validation, float) and validation < 1 else validation
+    count = (
+        round(validation * len(rows))
+        if isinstance(validation, float) and validation < 1
+        else validation
+    )
     if count != int(count) or not 0 < count < len(rows):
         raise ValueError(
-            f"validation (data.held_out) must leave at least one of the {len(rows)} rows on each side, got {validation} ({count} rows): "
-            "give a number of rows, or a share below 1"
+            f"validation (data.held_out) must leave at least one of the {len(rows)} rows on each"
+            f" side, got {validation} ({count} rows): give a number of rows, or a share below 1"
         )
     held_out = set(rows_at(len(rows), 0, int(count), seed))
-    return [row for i, row in enumerate(rows) if i not in held_out], [row for i, row in enumerate(rows) if i in held_out]
+    return [row for i, row in enumerate(rows) if i not in held_out], [
+        row for i, row in enumerate(rows) if i in held_out
+    ]
 
 
-def _visits(num_rows: int, cursor: int, count: int, seed: int, shuffle: bool, stream: int) -> list[int]:
+def _visits(
+    num_rows: int, cursor: int, count: int, seed: int, shuffle: bool, stream: int
+) -> list[int]:
     places = range(cursor, cursor + count)
     if not shuffle:
         return [place % num_rows for place in places]
-    return [int(_permutation(num_rows, seed, place // num_rows, stream)[place % num_rows]) for place in places]
+    return [
+        int(_permutation(num_rows, seed, place // num_rows, stream)[place % num_rows])
+        for place in places
+    ]
 
 
 @lru_cache(maxsize=64)
 def _permutation(num_rows: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """An order of its own for every epoch of every stream (0: all rows as one set; n: set n of a mixture)."""
-    return np.random.default_rng((seed, epoch, stream) if stream else (seed, epoch)).permutation(num_rows)
+    """An order of its own for every epoch of every stream (0: all rows as one set; n: set n of a
+    mixture).
+    """
+    return np.random.default_rng((seed, epoch, stream) if stream else (seed, epoch)).permutation(
+        num_rows
+    )
 
 
 @lru_cache(maxsize=8)
 def _mixture(quotas: tuple[int, ...], seed: int | None, block: int) -> np.ndarray:
-    """The set at each place of a block; without a seed as evenly spread as the quotas allow, always alike."""
+    """The set at each place of a block; without a seed as evenly spread as the quotas allow, always
+    alike.
+    """
     sets = np.repeat(np.arange(len(quotas)), quotas)
     if seed is not None:
         return sets[_permutation(len(sets), seed, block, len(quotas) + 1)]

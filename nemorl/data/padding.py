@@ -21,8 +21,9 @@ def pad(
 ) -> tuple[Shaped[Tensor, "batch seq *rest"], Int[Tensor, "batch"]]:
     """Sequences of any lengths as rows of one tensor, and their lengths. `unpad` is the inverse.
 
-    The width is `length`, or that of the longest sequence, rounded up to `multiple_of`; free places hold `value`. Lists give int64, bool or
-    float32; tensors keep their dtype. Raises ValueError that names a sequence longer than `length`.
+    The width is `length`, or that of the longest sequence, rounded up to `multiple_of`; free places
+    hold `value`. Lists give int64, bool or float32; tensors keep their dtype. Raises ValueError
+    that names a sequence longer than `length`.
 
     >>> padded, lengths = pad([[1, 2, 3], [4]], value=0, multiple_of=2)
     >>> padded.tolist(), lengths.tolist()
@@ -34,19 +35,31 @@ def pad(
     sizes = [len(sequence) for sequence in sequences]
     longest = max(sizes, default=0)
     if length is not None and longest > length:
-        raise ValueError(f"length must hold the longest sequence: sequence {sizes.index(longest)} has {longest} tokens, length is {length}")
+        raise ValueError(
+            f"length must hold the longest sequence: sequence {sizes.index(longest)} has {longest}"
+            f" tokens, length is {length}"
+        )
     width = round_up(longest if length is None else length, multiple_of)
     if any(isinstance(sequence, Tensor) for sequence in sequences):
         flat = torch.cat([torch.as_tensor(sequence) for sequence in sequences])
     else:
-        flat = torch.tensor(list(chain.from_iterable(sequences))) if longest else torch.tensor([value])[:0]
+        flat = (
+            torch.tensor(list(chain.from_iterable(sequences)))
+            if longest
+            else torch.tensor([value])[:0]
+        )
     lengths = torch.tensor(sizes, dtype=torch.int64, device=flat.device)
     padded = flat.new_full((len(sizes), width, *flat.shape[1:]), value)
     padded[_real(lengths, width, side)] = flat
     return padded, lengths
 
 
-def unpad(padded: Shaped[Tensor, "batch seq *rest"], lengths: Int[Tensor, "batch"] | Sequence[int], *, side: Side = "right") -> list[Tensor]:
+def unpad(
+    padded: Shaped[Tensor, "batch seq *rest"],
+    lengths: Int[Tensor, "batch"] | Sequence[int],
+    *,
+    side: Side = "right",
+) -> list[Tensor]:
     """The rows of a padded tensor without their padding.
 
     >>> [row.tolist() for row in unpad(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])]
@@ -58,7 +71,10 @@ def unpad(padded: Shaped[Tensor, "batch seq *rest"], lengths: Int[Tensor, "batch
     wrong = [row for row, size in enumerate(sizes) if not 0 <= size <= width]
     if wrong or len(sizes) != len(padded):
         found = f"row {wrong[0]} has {sizes[wrong[0]]}" if wrong else f"got {len(sizes)} lengths"
-        raise ValueError(f"lengths must hold one number from 0 to {width} for each of the {len(padded)} rows, {found}")
+        raise ValueError(
+            f"lengths must hold one number from 0 to {width} for each of the {len(padded)} rows,"
+            f" {found}"
+        )
     return list(padded[_real(lengths, width, side)].split(sizes))
 
 

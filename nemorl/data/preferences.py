@@ -1,4 +1,6 @@
-"""Preferences as data sets have them: pairs of a better and a worse answer, ranked answers, or single answers with a verdict."""
+"""Preferences as data sets have them: pairs of a better and a worse answer, ranked answers, or
+single answers with a verdict.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two answers to the same prompt, tokenised; trained on (`loss_mask`) are the tokens of the answers alone."""
+    """Two answers to the same prompt, tokenised; trained on (`loss_mask`) are the tokens of the
+    answers alone.
+    """
 
     chosen: Example
     rejected: Example
@@ -28,13 +32,16 @@ class Pair:
 
 
 def pair_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Each pair that the rows hold as a row of its own, with the columns `prompt`, `chosen` and `rejected` besides the row's others.
+    """Each pair that the rows hold as a row of its own, with the columns `prompt`, `chosen` and
+    `rejected` besides the row's others.
 
     A row has one of two forms:
-     - `chosen` and `rejected`, each text or messages, and a `prompt` (text or messages). Where both begin with the prompt's messages (with or without
-       a column `prompt`), what they have in common is the prompt, after what the column says before that (a system message, say).
-     - `context` (text or messages) and `completions`, a list of {"rank": 0, "completion": text or messages}; rank 0 is the best. Every two of unlike
-       rank are a pair: three answers of ranks 0, 1 and 2 make three.
+     - `chosen` and `rejected`, each text or messages, and a `prompt` (text or messages). Where both
+       begin with the prompt's messages (with or without a column `prompt`), what they have in
+       common is the prompt, after what the column says before that (a system message, say).
+     - `context` (text or messages) and `completions`, a list of {"rank": 0, "completion": text or
+       messages}; rank 0 is the best. Every two of unlike rank are a pair: three answers of ranks 0,
+       1 and 2 make three.
 
     Raises ValueError that names the row. Rows that have the first form already stay as they are.
 
@@ -46,22 +53,28 @@ def pair_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def labelled_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Each answer with a verdict as a row of its own, with the columns `prompt`, `response` and `label` besides the row's others.
+    """Each answer with a verdict as a row of its own, with the columns `prompt`, `response` and
+    `label` besides the row's others.
 
-    A row has a `response` and a `label` (true: desirable, false: undesirable), or is a preference as in `pair_rows`: of a pair, the chosen answer is
-    desirable and the rejected one undesirable. Raises ValueError that names the row.
+    A row has a `response` and a `label` (true: desirable, false: undesirable), or is a preference
+    as in `pair_rows`: of a pair, the chosen answer is desirable and the rejected one undesirable.
+    Raises ValueError that names the row.
 
     >>> [(row["response"], row["label"]) for row in labelled_rows([{"prompt": "1+1=", "chosen": "2", "rejected": "3"}])]
     [('2', True), ('3', False)]
     """
-    return [answer for number, row in enumerate(rows) for answer in _expanded(row, number, _verdicts)]
+    return [
+        answer for number, row in enumerate(rows) for answer in _expanded(row, number, _verdicts)
+    ]
 
 
-def to_pairs(rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any) -> list[Pair]:
+def to_pairs(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
+) -> list[Pair]:
     """The pairs of `pair_rows(rows)` as tokens, one for each of them (so a row may give several).
 
-    Trained on are the answers alone, with masks as exact as those of `to_examples`, which takes the same arguments. Raises ValueError that names the
-    row.
+    Trained on are the answers alone, with masks as exact as those of `to_examples`, which takes the
+    same arguments. Raises ValueError that names the row.
 
     >>> from transformers import ByT5Tokenizer
     >>> pair, = to_pairs([{"prompt": "a", "chosen": "b", "rejected": "cd"}], ByT5Tokenizer())
@@ -71,24 +84,43 @@ def to_pairs(rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool
     side = partial(_side, tokenizer=tokenizer, add_eos=add_eos, template=template)
     pairs = pair_rows(rows)
     return [
-        Pair(chosen=in_row(row, number, partial(side, column="chosen")), rejected=in_row(row, number, partial(side, column="rejected")))
+        Pair(
+            chosen=in_row(row, number, partial(side, column="chosen")),
+            rejected=in_row(row, number, partial(side, column="rejected")),
+        )
         for number, row in enumerate(pairs)
     ]
 
 
-def to_labelled(rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any) -> list[tuple[Example, bool]]:
-    """The answers of `labelled_rows(rows)` as tokens, each with whether it is desirable (a pair gives one of each).
+def to_labelled(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
+) -> list[tuple[Example, bool]]:
+    """The answers of `labelled_rows(rows)` as tokens, each with whether it is desirable (a pair
+    gives one of each).
 
     >>> from transformers import ByT5Tokenizer
     >>> to_labelled([{"prompt": "a", "response": "b", "label": False}], ByT5Tokenizer())[0][1]
     False
     """
-    side = partial(_side, tokenizer=tokenizer, add_eos=add_eos, template=template, column="response")
-    return [(in_row(row, number, side), row["label"]) for number, row in enumerate(labelled_rows(rows))]
+    side = partial(
+        _side, tokenizer=tokenizer, add_eos=add_eos, template=template, column="response"
+    )
+    return [
+        (in_row(row, number, side), row["label"]) for number, row in enumerate(labelled_rows(rows))
+    ]
 
 
-def _side(row: Mapping[str, Any], *, column: str, tokenizer: Any, add_eos: bool, template: Mapping[str, Any]) -> Example:
-    return answered(prompt_of(row), row[column], column, row, tokenizer, add_eos=add_eos, template=template)
+def _side(
+    row: Mapping[str, Any],
+    *,
+    column: str,
+    tokenizer: Any,
+    add_eos: bool,
+    template: Mapping[str, Any],
+) -> Example:
+    return answered(
+        prompt_of(row), row[column], column, row, tokenizer, add_eos=add_eos, template=template
+    )
 
 
 def _expanded(row: Mapping[str, Any], number: int, parts: Any) -> list[Row]:
@@ -101,11 +133,16 @@ def _verdicts(row: Row) -> list[dict[str, Any]]:
     row = with_standard_names(row)
     if row.get("label") is None:
         pairs = _pairs(row)
-        return [{"prompt": pair["prompt"], "response": pair[side], "label": side == "chosen"} for pair in pairs for side in ("chosen", "rejected")]
+        return [
+            {"prompt": pair["prompt"], "response": pair[side], "label": side == "chosen"}
+            for pair in pairs
+            for side in ("chosen", "rejected")
+        ]
     label = VERDICTS.get(str(row["label"]).strip().lower())
     if label is None:
         raise ValueError(
-            f"label must be true or false, got {row['label']!r}: true for answers that are wanted (data.label_column names another column)"
+            f"label must be true or false, got {row['label']!r}: true for answers that are wanted"
+            " (data.label_column names another column)"
         )
     return [{"prompt": prompt_of(row), "response": row.get("response"), "label": label}]
 
@@ -115,8 +152,9 @@ def _pairs(row: Row) -> list[dict[str, Any]]:
         return _ranked(row)
     if row.get("chosen") is None or row.get("rejected") is None:
         raise ValueError(
-            f"a preference must have chosen and rejected, or context and completions, got columns {', '.join(row)}; name them with chosen_column "
-            "and rejected_column (data.chosen_column, data.rejected_column)"
+            "a preference must have chosen and rejected, or context and completions, got columns"
+            f" {', '.join(row)}; name them with chosen_column and rejected_column"
+            " (data.chosen_column, data.rejected_column)"
         )
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -130,20 +168,26 @@ def _pairs(row: Row) -> list[dict[str, Any]]:
 
 
 def _with_column(shared: list[Any], row: Row) -> list[Any]:
-    """The messages that both answers begin with, after those of the column `prompt` that are missing there. ValueError where the two don't agree."""
+    """The messages that both answers begin with, after those of the column `prompt` that are
+    missing there. ValueError where the two don't agree.
+    """
     if not row.get("prompt"):
         return shared
     given = prompt_of(row)
     before = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    ours, theirs = ([(message["role"], _stripped(message.get("content"))) for message in part] for part in (before, shared))
+    ours, theirs = (
+        [(message["role"], _stripped(message.get("content"))) for message in part]
+        for part in (before, shared)
+    )
     for overlap in range(min(len(ours), len(theirs)), 0, -1):
         if ours[-overlap:] == theirs[:overlap]:
             return [*before[:-overlap], *shared]
     if any(theirs[start : start + len(ours)] == ours for start in range(len(theirs))):
         return shared
     raise ValueError(
-        f"prompt must be what chosen and rejected begin with, or end with that, got prompt {short(given)}, while they begin with {short(shared)}: "
-        "correct one, or leave the column out (data.prompt_column names another)"
+        "prompt must be what chosen and rejected begin with, or end with that, got prompt"
+        f" {short(given)}, while they begin with {short(shared)}: correct one, or leave the column"
+        " out (data.prompt_column names another)"
     )
 
 
@@ -152,17 +196,36 @@ def _stripped(content: Any) -> Any:
 
 
 def _as_messages(answer: Any, column: str) -> list[Any]:
-    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else messages_of(answer, column)
+    return (
+        [{"role": "assistant", "content": answer}]
+        if isinstance(answer, str)
+        else messages_of(answer, column)
+    )
 
 
 def _ranked(row: Row) -> list[dict[str, Any]]:
     context = row["context"] if row.get("context") is not None else prompt_of(row)
-    prompt = context if isinstance(context, str) else messages_of([context] if isinstance(context, Mapping) else context, "context")
+    prompt = (
+        context
+        if isinstance(context, str)
+        else messages_of([context] if isinstance(context, Mapping) else context, "context")
+    )
     completions = row["completions"]
-    if not isinstance(completions, Sequence) or not all(isinstance(part, Mapping) and {"rank", "completion"} <= part.keys() for part in completions):
-        raise ValueError(f'completions must be a list of {{"rank": 0, "completion": text or messages}}, got {short(completions)}')
-    if any(isinstance(part["rank"], bool) or not isinstance(part["rank"], int | float) for part in completions):
-        raise ValueError(f"rank must be a number, 0 for the best, got ranks {[part['rank'] for part in completions]}")
+    if not isinstance(completions, Sequence) or not all(
+        isinstance(part, Mapping) and {"rank", "completion"} <= part.keys() for part in completions
+    ):
+        raise ValueError(
+            'completions must be a list of {"rank": 0, "completion": text or messages}, got'
+            f" {short(completions)}"
+        )
+    if any(
+        isinstance(part["rank"], bool) or not isinstance(part["rank"], int | float)
+        for part in completions
+    ):
+        raise ValueError(
+            "rank must be a number, 0 for the best, got ranks"
+            f" {[part['rank'] for part in completions]}"
+        )
     ordered = sorted(completions, key=lambda part: part["rank"])
     pairs = [
         {"prompt": prompt, "chosen": better["completion"], "rejected": worse["completion"]}
@@ -171,7 +234,10 @@ def _ranked(row: Row) -> list[dict[str, Any]]:
         if better["rank"] < worse["rank"]
     ]
     if not pairs:
-        raise ValueError(f"completions must have two of unlike rank, got ranks {[part['rank'] for part in completions]}: leave the row out")
+        raise ValueError(
+            "completions must have two of unlike rank, got ranks"
+            f" {[part['rank'] for part in completions]}: leave the row out"
+        )
     return pairs
 
 
@@ -180,11 +246,21 @@ def _shared(chosen: list[Any], rejected: list[Any]) -> int:
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
-    while shared and chosen[shared - 1]["role"] == "assistant" and chosen[shared]["role"] != "assistant":
+    while (
+        shared
+        and chosen[shared - 1]["role"] == "assistant"
+        and chosen[shared]["role"] != "assistant"
+    ):
         shared -= 1
-    if not shared or chosen[shared]["role"] != "assistant" or rejected[shared]["role"] != "assistant":
+    if (
+        not shared
+        or chosen[shared]["role"] != "assistant"
+        or rejected[shared]["role"] != "assistant"
+    ):
         raise ValueError(
-            "chosen and rejected must begin with the same prompt and go on with the assistant's messages, or be the assistant's messages alone, "
-            f"got roles {[message['role'] for message in chosen]} and {[message['role'] for message in rejected]}"
+            "chosen and rejected must begin with the same prompt and go on with the assistant's"
+            " messages, or be the assistant's messages alone, got roles"
+            f" {[message['role'] for message in chosen]} and"
+            f" {[message['role'] for message in rejected]}"
         )
     return shared

@@ -6,7 +6,9 @@ from typing import Any, TypeVar
 Built = TypeVar("Built")
 
 COLUMNS = ("prompt", "response", "answer", "messages", "chosen", "rejected", "label")
-"""What the library reads, under names that a source may spell otherwise (`prompt_column` and so on)."""
+"""What the library reads, under names that a source may spell otherwise (`prompt_column` and so
+on).
+"""
 
 
 class Row(dict[str, Any]):
@@ -22,7 +24,13 @@ class Row(dict[str, Any]):
     source: int
     """Which of several data sets it belongs to, counted from 0."""
 
-    def __init__(self, columns: Mapping[str, Any] | Iterable[tuple[str, Any]] = (), *, origin: str = "", source: int = 0) -> None:
+    def __init__(
+        self,
+        columns: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        *,
+        origin: str = "",
+        source: int = 0,
+    ) -> None:
         super().__init__(columns)
         self.origin = origin
         self.source = source
@@ -41,7 +49,9 @@ def origin_of(row: Mapping[str, Any], index: int) -> str:
     return getattr(row, "origin", "") or f"row {index + 1}"
 
 
-def in_row(row: Mapping[str, Any], index: int, build: Callable[[Mapping[str, Any]], Built]) -> Built:
+def in_row(
+    row: Mapping[str, Any], index: int, build: Callable[[Mapping[str, Any]], Built]
+) -> Built:
     """`build(row)`; a ValueError that it raises names the row.
 
     >>> in_row({"n": "7"}, 0, lambda row: int(row["n"]))

@@ -1,4 +1,6 @@
-"""Rows over ranks and microbatches (SPEC §11): plans are tuples of row indices, made by pure functions; `merge` undoes every one of them."""
+"""Rows over ranks and microbatches (SPEC §11): plans are tuples of row indices, made by pure
+functions; `merge` undoes every one of them.
+"""
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
@@ -14,11 +16,16 @@ from nemorl.data.bins import Plan
 from nemorl.data.packing import pack_plan
 
 QUADRATIC = 1 / (12 * 2048)
-"""What a pair of tokens costs relative to a token's matrix products: 4·L·h against 24·h² FLOPs per token and half of them masked, at h = 2048."""
+"""What a pair of tokens costs relative to a token's matrix products: 4·L·h against 24·h² FLOPs per
+token and half of them masked, at h = 2048.
+"""
 
 
-def row_costs(batch: TokenBatch, *, linear: float = 1.0, quadratic: float = QUADRATIC) -> tuple[float, ...]:
-    """What each row costs to train on: Σ over its segments of linear·L + quadratic·L², since attention stays within a segment.
+def row_costs(
+    batch: TokenBatch, *, linear: float = 1.0, quadratic: float = QUADRATIC
+) -> tuple[float, ...]:
+    """What each row costs to train on: Σ over its segments of linear·L + quadratic·L², since
+    attention stays within a segment.
 
     >>> from nemorl.data.batch import collate
     >>> batch = collate([{"input_ids": [1] * n, "loss_mask": [False] * n, "response_mask": [False] * n} for n in (4, 2)])
@@ -34,11 +41,14 @@ def row_costs(batch: TokenBatch, *, linear: float = 1.0, quadratic: float = QUAD
     return tuple((linear * lengths + quadratic * lengths.square()).sum(-1).tolist())
 
 
-def shard_by_rank(batch: TokenBatch, num_ranks: int, *, linear: float = 1.0, quadratic: float = QUADRATIC) -> Plan:
-    """Which rows go to which rank: as equal as may be in cost, and in number of rows up to one; deterministic. `split` applies it, `merge` undoes it.
+def shard_by_rank(
+    batch: TokenBatch, num_ranks: int, *, linear: float = 1.0, quadratic: float = QUADRATIC
+) -> Plan:
+    """Which rows go to which rank: as equal as may be in cost, and in number of rows up to one;
+    deterministic. `split` applies it, `merge` undoes it.
 
-    Raises ValueError unless `num_ranks` is at least 1. Where the batch has fewer rows than ranks, some get none:
-    `pack_plan(..., num_rows_multiple=num_ranks)` avoids it.
+    Raises ValueError unless `num_ranks` is at least 1. Where the batch has fewer rows than ranks,
+    some get none: `pack_plan(..., num_rows_multiple=num_ranks)` avoids it.
 
     >>> from nemorl.data.batch import collate
     >>> batch = collate([{"input_ids": [1] * n, "loss_mask": [False] * n, "response_mask": [False] * n} for n in (9, 1, 8, 2)])
@@ -51,7 +61,8 @@ def shard_by_rank(batch: TokenBatch, num_ranks: int, *, linear: float = 1.0, qua
 def balance(costs: Sequence[float], num_parts: int) -> Plan:
     """Indices in `num_parts` parts of like total cost, whose sizes differ by one at most.
 
-    Dearest first, each to the part that is cheapest so far and not full (Graham's longest processing time with a bound on the sizes).
+    Dearest first, each to the part that is cheapest so far and not full (Graham's longest
+    processing time with a bound on the sizes).
 
     >>> balance([9, 1, 8, 2], 2)
     ((0, 1), (2, 3))
@@ -72,14 +83,22 @@ def balance(costs: Sequence[float], num_parts: int) -> Plan:
 
 
 def split_microbatches(
-    batch: TokenBatch, *, rows: int | None = None, token_budget: int | None = None, packed: bool = False, min_microbatches: int = 1
+    batch: TokenBatch,
+    *,
+    rows: int | None = None,
+    token_budget: int | None = None,
+    packed: bool = False,
+    min_microbatches: int = 1,
 ) -> Plan:
-    """Which rows go through the model together: `rows` at a time in the given order, or as many as a `token_budget` allows.
+    """Which rows go through the model together: `rows` at a time in the given order, or as many as
+    a `token_budget` allows.
 
-    The budget counts padded tokens, that is rows · longest row, so rows of like length meet; with `packed=True` (the rows of a microbatch will be
-    packed into one) it counts the tokens alone. Where ranks have to do the same number of passes, `min_microbatches` is the largest of theirs: the
-    microbatches with most rows are halved, and empty ones follow where nothing is left to halve.
-    Raises ValueError that names a row longer than the budget, and unless just one of the two is given.
+    The budget counts padded tokens, that is rows · longest row, so rows of like length meet; with
+    `packed=True` (the rows of a microbatch will be packed into one) it counts the tokens alone.
+    Where ranks have to do the same number of passes, `min_microbatches` is the largest of theirs:
+    the microbatches with most rows are halved, and empty ones follow where nothing is left to
+    halve. Raises ValueError that names a row longer than the budget, and unless just one of the two
+    is given.
 
     >>> from nemorl.data.batch import collate
     >>> batch = collate([{"input_ids": [1] * n, "loss_mask": [False] * n, "response_mask": [False] * n} for n in (5, 1, 4, 2, 1)])
@@ -93,18 +112,27 @@ def split_microbatches(
     ((0,), (1, 2), (3, 4))
     """
     if (rows is None) == (token_budget is None):
-        raise ValueError(f"give one of rows and token_budget, got rows={rows} and token_budget={token_budget}")
+        raise ValueError(
+            f"give one of rows and token_budget, got rows={rows} and token_budget={token_budget}"
+        )
     if rows is not None:
         if rows < 1:
             raise ValueError(f"rows must be at least 1, got {rows}")
-        plan = [tuple(range(len(batch)))[start : start + rows] for start in range(0, len(batch), rows)]
+        plan = [
+            tuple(range(len(batch)))[start : start + rows] for start in range(0, len(batch), rows)
+        ]
     else:
         assert token_budget is not None
         lengths = (batch.lengths if packed else extents(batch)).tolist()
         for row, length in enumerate(lengths):
             if length > token_budget:
-                raise ValueError(f"token_budget must hold the longest row: row {row} has {length} tokens, token_budget is {token_budget}")
-        plan = list(pack_plan(lengths, token_budget) if packed else _by_padded_tokens(lengths, token_budget))
+                raise ValueError(
+                    f"token_budget must hold the longest row: row {row} has {length} tokens,"
+                    f" token_budget is {token_budget}"
+                )
+        plan = list(
+            pack_plan(lengths, token_budget) if packed else _by_padded_tokens(lengths, token_budget)
+        )
     return _at_least(plan, min_microbatches)
 
 
@@ -120,7 +148,9 @@ def _at_least(plan: list[tuple[int, ...]], count: int) -> Plan:
 
 
 def _by_padded_tokens(lengths: Sequence[int], budget: int) -> Iterable[tuple[int, ...]]:
-    """Longest first: a microbatch grows while its first row's length times its rows stays in the budget."""
+    """Longest first: a microbatch grows while its first row's length times its rows stays in the
+    budget.
+    """
     part: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if part and (len(part) + 1) * lengths[part[0]] > budget:
@@ -150,11 +180,14 @@ def merge(parts: Sequence[TokenBatch], plan: Plan) -> TokenBatch: ...
 def merge(parts: Sequence[Tensor], plan: Plan) -> Tensor: ...
 
 
-def merge(parts: Sequence[TokenBatch] | Sequence[Shaped[Tensor, "..."]], plan: Plan) -> TokenBatch | Shaped[Tensor, "..."]:
-    """The inverse of `split`, for batches or for what a model made of each part (`[rows]`, `[rows, seq]` or `[rows, seq, ...]`).
+def merge(
+    parts: Sequence[TokenBatch] | Sequence[Shaped[Tensor, "..."]], plan: Plan
+) -> TokenBatch | Shaped[Tensor, "..."]:
+    """The inverse of `split`, for batches or for what a model made of each part (`[rows]`, `[rows,
+    seq]` or `[rows, seq, ...]`).
 
-    The rows come in their first order, narrow parts padded with 0 on the right. Microbatches and ranks are undone alike.
-    Raises ValueError unless parts and plan have the same rows.
+    The rows come in their first order, narrow parts padded with 0 on the right. Microbatches and
+    ranks are undone alike. Raises ValueError unless parts and plan have the same rows.
 
     >>> merge([torch.tensor([[3.0, 3.0, 3.0]]), torch.tensor([[1.0], [2.0]])], ((1,), (2, 0))).tolist()
     [[2.0, 0.0, 0.0], [3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]
@@ -164,14 +197,20 @@ def merge(parts: Sequence[TokenBatch] | Sequence[Shaped[Tensor, "..."]], plan: P
     found, wanted = [len(part) for part in parts], [len(rows) for rows in plan]
     order = [row for rows in plan for row in rows]
     if found != wanted or sorted(order) != list(range(len(order))):
-        raise ValueError(f"parts must have the plan's rows, and the plan each row once: the parts have {found} rows, the plan is {plan}")
+        raise ValueError(
+            f"parts must have the plan's rows, and the plan each row once: the parts have {found}"
+            f" rows, the plan is {plan}"
+        )
     inverse = sorted(range(len(order)), key=order.__getitem__)
     if isinstance(parts[0], TokenBatch):
         return take(concatenate(cast(Sequence[TokenBatch], parts)), inverse)
     tensors = cast(Sequence[Tensor], parts)
     if tensors[0].ndim > 1:
         width = max(part.shape[1] for part in tensors)
-        tensors = [pad_tensor(part, (0, 0) * (part.ndim - 2) + (0, width - part.shape[1])) for part in tensors]
+        tensors = [
+            pad_tensor(part, (0, 0) * (part.ndim - 2) + (0, width - part.shape[1]))
+            for part in tensors
+        ]
     return torch.cat(list(tensors))[inverse]
 
 

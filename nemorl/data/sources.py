@@ -1,4 +1,6 @@
-"""Where rows come from: files, folders, the hub, `datasets`, lists and data modules, each row with the place it was found at."""
+"""Where rows come from: files, folders, the hub, `datasets`, lists and data modules, each row with
+the place it was found at.
+"""
 
 import csv
 import json
@@ -31,12 +33,19 @@ def sources_of(source: Any) -> list[Any]:
     >>> sources_of(("a.jsonl", "b.jsonl")), sources_of([{"prompt": "a row"}])
     (['a.jsonl', 'b.jsonl'], [[{'prompt': 'a row'}]])
     """
-    several = isinstance(source, Sequence) and not isinstance(source, str) and not hasattr(source, "column_names")
-    return list(source) if several and len(source) > 0 and all(map(_is_source, source)) else [source]
+    several = (
+        isinstance(source, Sequence)
+        and not isinstance(source, str)
+        and not hasattr(source, "column_names")
+    )
+    return (
+        list(source) if several and len(source) > 0 and all(map(_is_source, source)) else [source]
+    )
 
 
 def has_splits(source: Any) -> bool:
-    """Whether a source has a split called "validation" by custom: a data set on the hub or in a folder, a `DatasetDict`, a `DataModule`.
+    """Whether a source has a split called "validation" by custom: a data set on the hub or in a
+    folder, a `DatasetDict`, a `DataModule`.
 
     >>> has_splits("openai/gsm8k"), has_splits("test.jsonl")
     (True, False)
@@ -47,7 +56,8 @@ def has_splits(source: Any) -> bool:
 
 
 def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 0) -> list[Row]:
-    """All rows of one source, of which it is number `number` among several. Raises ValueError that names file and line of what is no row.
+    """All rows of one source, of which it is number `number` among several. Raises ValueError that
+    names file and line of what is no row.
 
     >>> [row.origin for row in read_rows([{"prompt": "a"}, {"prompt": "b"}], split="train")]
     ['row 1', 'row 2']
@@ -55,10 +65,14 @@ def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 
     rows = []
     for place, row in _read(source, split, data_files):
         if not isinstance(row, Mapping) or not row:
-            raise ValueError(f"{place}: a row must be a dict with at least one column, got {short(row)}")
+            raise ValueError(
+                f"{place}: a row must be a dict with at least one column, got {short(row)}"
+            )
         rows.append(Row(row, origin=place, source=number))
     if not rows:
-        raise ValueError(f"{name_of(source)} holds no rows (split {split!r}): training needs at least one")
+        raise ValueError(
+            f"{name_of(source)} holds no rows (split {split!r}): training needs at least one"
+        )
     return rows
 
 
@@ -88,17 +102,26 @@ def _is_source(part: Any) -> bool:
 
 
 def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
-    if data_files is not None and not (isinstance(source, str | Path) and Path(source).suffix not in READERS):
-        raise ValueError(f"data_files chooses files of a data set on the hub or in a folder, but the source is {name_of(source)}: leave it out")
+    if data_files is not None and not (
+        isinstance(source, str | Path) and Path(source).suffix not in READERS
+    ):
+        raise ValueError(
+            "data_files chooses files of a data set on the hub or in a folder, but the source is"
+            f" {name_of(source)}: leave it out"
+        )
     if isinstance(source, str | Path):
         path = Path(source)
         if path.suffix not in READERS:
-            return _numbered(_named(_load_dataset(source, split, data_files), split, source), f"{source}, ")
+            return _numbered(
+                _named(_load_dataset(source, split, data_files), split, source), f"{source}, "
+            )
         _require_train(split, source)
         return _read_file(path)
     if isinstance(source, DataModule):
         if split not in ("train", "validation"):
-            raise ValueError(f'split of a DataModule must be "train" or "validation", got {split!r}')
+            raise ValueError(
+                f'split of a DataModule must be "train" or "validation", got {split!r}'
+            )
         return _numbered(source.train_rows() if split == "train" else source.validation_rows())
     return _numbered(_named(source, split, source))
 
@@ -111,12 +134,20 @@ def _named(data: Any, split: str, source: Any) -> Any:
     """The rows of something loaded: a `Dataset`, a `DatasetDict`, or a plain sequence."""
     if isinstance(data, Mapping):
         if split not in data:
-            raise ValueError(f"split {split!r} is not in {name_of(source)}, which has {', '.join(map(str, data))}: choose one with data.split")
+            raise ValueError(
+                f"split {split!r} is not in {name_of(source)}, which has"
+                f" {', '.join(map(str, data))}: choose one with data.split"
+            )
         return data[split]
     if data is source:
         _require_train(split, source)
-    if (not isinstance(data, Sequence) or isinstance(data, str)) and not hasattr(data, "column_names"):
-        raise ValueError(f"a source of rows must be a path, a hub name, a list of dicts, a datasets.Dataset or a DataModule, got {name_of(source)}")
+    if (not isinstance(data, Sequence) or isinstance(data, str)) and not hasattr(
+        data, "column_names"
+    ):
+        raise ValueError(
+            "a source of rows must be a path, a hub name, a list of dicts, a datasets.Dataset or a"
+            f" DataModule, got {name_of(source)}"
+        )
     return data
 
 
@@ -124,22 +155,28 @@ def _load_dataset(source: str | Path, split: str, data_files: Any) -> Any:
     import datasets
 
     path = Path(source)
-    if path.is_dir() and any((path / name).exists() for name in ("state.json", "dataset_dict.json")):
+    if path.is_dir() and any(
+        (path / name).exists() for name in ("state.json", "dataset_dict.json")
+    ):
         return datasets.load_from_disk(str(path))
     name, _, configuration = (str(source), "", "") if path.exists() else str(source).partition(":")
     try:
-        return datasets.load_dataset(*filter(None, (name, configuration)), data_files=data_files, split=split)
+        return datasets.load_dataset(
+            *filter(None, (name, configuration)), data_files=data_files, split=split
+        )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         hint = f" (as {name}:NAME)" if "config" in str(error).lower() and not configuration else ""
         raise ValueError(
-            f"can't load {str(source)!r} (split {split!r}): it is no {', '.join(READERS)} file, and as a data set it can't be read: {error}{hint}"
+            f"can't load {str(source)!r} (split {split!r}): it is no {', '.join(READERS)} file, and"
+            f" as a data set it can't be read: {error}{hint}"
         ) from error
 
 
 def _require_train(split: str, source: Any) -> None:
     if split != "train":
         raise ValueError(
-            f'{name_of(source)} has no splits, so split must be "train", got {split!r}: name the file of that split as the source, or use split_rows'
+            f'{name_of(source)} has no splits, so split must be "train", got {split!r}: name the'
+            " file of that split as the source, or use split_rows"
         )
 
 
@@ -159,9 +196,15 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise ValueError(f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}): {short(line.strip())}") from error
+                    raise ValueError(
+                        f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}):"
+                        f" {short(line.strip())}"
+                    ) from error
                 if not isinstance(row, dict) or not row:
-                    raise ValueError(f"{path}, line {number}: a row must be a JSON object with at least one key, got {short(row)}")
+                    raise ValueError(
+                        f"{path}, line {number}: a row must be a JSON object with at least one key,"
+                        f" got {short(row)}"
+                    )
                 yield f"{path}, line {number}", row
 
 
@@ -170,10 +213,13 @@ def _read_json(path: Path) -> Iterator[Placed]:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}); if it has one object per line, name it .jsonl"
+            f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}); if it"
+            " has one object per line, name it .jsonl"
         ) from error
     if not isinstance(rows, list):
-        raise ValueError(f"{path}, line 1: a .json file must hold a list of objects, got {short(rows)}")
+        raise ValueError(
+            f"{path}, line 1: a .json file must hold a list of objects, got {short(rows)}"
+        )
     return _numbered(rows, f"{path}, ")
 
 
@@ -183,8 +229,15 @@ def _read_csv(path: Path) -> Iterator[Placed]:
         try:
             for row in reader:
                 if None in row or None in row.values():
-                    found = len(row) - 1 + len(row[None]) if None in row else sum(value is not None for value in row.values())
-                    raise ValueError(f"{path}, line {reader.line_num}: the header has {len(reader.fieldnames or ())} columns, this row has {found}")
+                    found = (
+                        len(row) - 1 + len(row[None])
+                        if None in row
+                        else sum(value is not None for value in row.values())
+                    )
+                    raise ValueError(
+                        f"{path}, line {reader.line_num}: the header has"
+                        f" {len(reader.fieldnames or ())} columns, this row has {found}"
+                    )
                 yield f"{path}, line {reader.line_num}", row
         except csv.Error as error:
             raise ValueError(f"{path}, line {reader.reader.line_num}: not CSV ({error})") from error

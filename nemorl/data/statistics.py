@@ -1,4 +1,6 @@
-"""How long the sequences of a data set are, and what a limit did to them: what a person wants to know before a run."""
+"""How long the sequences of a data set are, and what a limit did to them: what a person wants to
+know before a run.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -54,8 +56,11 @@ class LengthStatistics:
         return asdict(self)
 
 
-def length_statistics(lengths: Lengths | Sequence[int], limit: int | None = None) -> LengthStatistics:
-    """The numbers of a data set's lengths. Plain counts want a `limit` besides. No sequence at all gives zeros.
+def length_statistics(
+    lengths: Lengths | Sequence[int], limit: int | None = None
+) -> LengthStatistics:
+    """The numbers of a data set's lengths. Plain counts want a `limit` besides. No sequence at all
+    gives zeros.
 
     >>> found = length_statistics([2, 4, 4, 10], limit=16)
     >>> found.mean, found.max, found.padded_fill, found.packed_fill
@@ -77,7 +82,9 @@ def length_statistics(lengths: Lengths | Sequence[int], limit: int | None = None
         num_dropped=lengths.num_dropped,
         padded_fill=total / (len(tokens) * longest) if total else 0.0,
         packed_fill=_packed_fill(tokens, longest),
-        num_over_limit=int((tokens > lengths.limit).sum()) + lengths.num_truncated + lengths.num_dropped,
+        num_over_limit=int((tokens > lengths.limit).sum())
+        + lengths.num_truncated
+        + lengths.num_dropped,
         histogram=_histogram(tokens, longest),
     )
 
@@ -91,4 +98,8 @@ def _packed_fill(tokens: np.ndarray, capacity: int) -> float:
 def _histogram(tokens: np.ndarray, longest: int) -> tuple[tuple[int, int], ...]:
     width = max(1, -(-longest // 10))
     counts = np.bincount((tokens - 1).clip(0) // width, minlength=-(-longest // width))
-    return tuple(((number + 1) * width, int(count)) for number, count in enumerate(counts)) if len(tokens) else ()
+    return (
+        tuple(((number + 1) * width, int(count)) for number, count in enumerate(counts))
+        if len(tokens)
+        else ()
+    )

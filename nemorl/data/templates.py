@@ -1,4 +1,6 @@
-"""Chat templates: a tokenizer's own, a Jinja template, a file with one, or none at all (passthrough); rendered with the places of every turn."""
+"""Chat templates: a tokenizer's own, a Jinja template, a file with one, or none at all
+(passthrough); rendered with the places of every turn.
+"""
 
 import copy
 import json
@@ -12,15 +14,20 @@ Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PASSTHROUGH = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""What the name `passthrough` stands for: the messages' contents as they are, one behind the other."""
+"""What the name `passthrough` stands for: the messages' contents as they are, one behind the other.
+"""
 
 
-def with_chat_template(tokenizer: Any, template: str | None = None, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """A copy of the tokenizer with this chat template: a Jinja template, the path of a file with one, or `passthrough`. None: its own.
+def with_chat_template(
+    tokenizer: Any, template: str | None = None, kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """A copy of the tokenizer with this chat template: a Jinja template, the path of a file with
+    one, or `passthrough`. None: its own.
 
-    `kwargs` become the template's defaults (`{"enable_thinking": False}`), so that whoever uses the tokenizer later, also from a model folder that it
-    was saved in, renders as training did. Raises ValueError for a file that can't be read, a template that is no Jinja, and a name that the template
-    doesn't ask for.
+    `kwargs` become the template's defaults (`{"enable_thinking": False}`), so that whoever uses the
+    tokenizer later, also from a model folder that it was saved in, renders as training did. Raises
+    ValueError for a file that can't be read, a template that is no Jinja, and a name that the
+    template doesn't ask for.
 
     >>> from transformers import ByT5Tokenizer
     >>> tokenizer = with_chat_template(ByT5Tokenizer(), "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}", {"end": "!"})
@@ -35,9 +42,14 @@ def with_chat_template(tokenizer: Any, template: str | None = None, kwargs: Mapp
     if kwargs:
         own = tokenizer.chat_template
         if not own:
-            raise ValueError(f"chat_template_kwargs are for a chat template, but the tokenizer has none, got {dict(kwargs)}: add model.chat_template")
+            raise ValueError(
+                "chat_template_kwargs are for a chat template, but the tokenizer has none, got"
+                f" {dict(kwargs)}: add model.chat_template"
+            )
         tokenizer.chat_template = (
-            {name: _with_defaults(text, kwargs) for name, text in own.items()} if isinstance(own, Mapping) else _with_defaults(own, kwargs)
+            {name: _with_defaults(text, kwargs) for name, text in own.items()}
+            if isinstance(own, Mapping)
+            else _with_defaults(own, kwargs)
         )
     return tokenizer
 
@@ -52,7 +64,8 @@ def _text_of(template: str) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
-            f"model.chat_template must be a Jinja template, a file with one, or passthrough, but {template!r} can't be read ({reason})"
+            "model.chat_template must be a Jinja template, a file with one, or passthrough, but"
+            f" {template!r} can't be read ({reason})"
         ) from error
 
 
@@ -65,9 +78,18 @@ def _with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
     known = _variables(template)
     for name in kwargs:
         if name not in known:
-            offered = ", ".join(sorted(known - {"messages", "tools", "add_generation_prompt"})) or "no names of its own"
-            raise ValueError(f"model.chat_template_kwargs has {name!r}, but the chat template doesn't ask for it; it asks for {offered}")
-    defaults = "".join(f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}" for name, value in kwargs.items())
+            offered = (
+                ", ".join(sorted(known - {"messages", "tools", "add_generation_prompt"}))
+                or "no names of its own"
+            )
+            raise ValueError(
+                f"model.chat_template_kwargs has {name!r}, but the chat template doesn't ask for"
+                f" it; it asks for {offered}"
+            )
+    defaults = "".join(
+        f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
+        for name, value in kwargs.items()
+    )
     return defaults + template
 
 
@@ -79,14 +101,21 @@ def _variables(template: str) -> set[str]:
     try:
         environment = _compile_jinja_template(template).environment
     except TemplateSyntaxError as error:
-        raise ValueError(f"model.chat_template must be a Jinja template, but its line {error.lineno} isn't ({error.message}): correct it") from error
+        raise ValueError(
+            f"model.chat_template must be a Jinja template, but its line {error.lineno} isn't"
+            f" ({error.message}): correct it"
+        ) from error
     return meta.find_undeclared_variables(environment.parse(template))
 
 
 def _literal(value: Any) -> str:
     """A plain value in Jinja's words."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items())
+            + "}"
+        )
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_literal, value)) + "]"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
@@ -103,11 +132,15 @@ class Template:
 
     def source(self) -> str:
         try:
-            return self.tokenizer.get_chat_template(PASSTHROUGH if self.chat_template == "passthrough" else self.chat_template, self.tools)
+            return self.tokenizer.get_chat_template(
+                PASSTHROUGH if self.chat_template == "passthrough" else self.chat_template,
+                self.tools,
+            )
         except (AttributeError, ValueError) as error:
             raise ValueError(
-                "messages need a chat template, and the tokenizer has none to use: pass chat_template (--model.chat-template), or give prompt and "
-                f"response as plain text ({error})"
+                "messages need a chat template, and the tokenizer has none to use: pass"
+                " chat_template (--model.chat-template), or give prompt and response as plain text"
+                f" ({error})"
             ) from error
 
     @property
@@ -123,13 +156,24 @@ class Template:
 
         try:
             return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, chat_template=self.source(), tools=self._tools(), **options, **self.kwargs
+                list(messages),
+                tokenize=False,
+                chat_template=self.source(),
+                tools=self._tools(),
+                **options,
+                **self.kwargs,
             )
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses messages with the roles {roles(messages)}: {error}") from error
+            raise ValueError(
+                f"the chat template refuses messages with the roles {roles(messages)}: {error}"
+            ) from error
 
-    def turns(self, messages: Sequence[Message], *, given: int = 0) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the character ranges of what the assistant says in the messages behind the first `given`."""
+    def turns(
+        self, messages: Sequence[Message], *, given: int = 0
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character ranges of what the assistant says in the messages behind the
+        first `given`.
+        """
         if not self.has_marks:
             return self._rendered(messages, given)
         text, spans = self._marked(messages)
@@ -152,34 +196,48 @@ class Template:
                 **kwargs,
             )
         except (TemplateError, TypeError) as error:
-            raise ValueError(f"the chat template refuses messages with the roles {roles(messages)}: {error}") from error
+            raise ValueError(
+                f"the chat template refuses messages with the roles {roles(messages)}: {error}"
+            ) from error
         found: Any = spans[0]
         return texts[0], [(begin, end) for begin, end in found]
 
-    def _rendered(self, messages: Sequence[Message], given: int) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the character ranges that each assistant message adds to the conversation before it with its generation prompt."""
+    def _rendered(
+        self, messages: Sequence[Message], given: int
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and the character ranges that each assistant message adds to the conversation
+        before it with its generation prompt.
+        """
         text = self.render(messages)
         turns = []
         for number, message in enumerate(messages):
             if message.get("role") == "assistant" and number >= given:
                 if not number:
                     raise ValueError(
-                        "message 0 is the assistant's, and the chat template doesn't say where it begins: put a message before it, or mark what the "
-                        "assistant says in the template with {% generation %} and {% endgeneration %}"
+                        "message 0 is the assistant's, and the chat template doesn't say where it"
+                        " begins: put a message before it, or mark what the assistant says in the"
+                        " template with {% generation %} and {% endgeneration %}"
                     )
                 before = self.render(messages[:number], add_generation_prompt=True)
                 through = self.render(messages[: number + 1])
-                if not text.startswith(before) or not text.startswith(through) or len(before) > len(through):
+                if (
+                    not text.startswith(before)
+                    or not text.startswith(through)
+                    or len(before) > len(through)
+                ):
                     raise ValueError(
-                        f"message {number}: the chat template renders the conversation up to here differently than within the whole, so the "
-                        "assistant's tokens can't be told apart; mark them in the template with {% generation %} and {% endgeneration %}, or "
-                        "change template_kwargs"
+                        f"message {number}: the chat template renders the conversation up to here"
+                        " differently than within the whole, so the assistant's tokens can't be"
+                        " told apart; mark them in the template with {% generation %} and {%"
+                        " endgeneration %}, or change template_kwargs"
                     )
                 turns.append((len(before), self._end_of_turn(text, len(before), len(through))))
         return text, turns
 
     def _end_of_turn(self, text: str, begin: int, end: int) -> int:
-        """Without the white space that a template puts behind the token that ends a turn: a sampler stops at that token."""
+        """Without the white space that a template puts behind the token that ends a turn: a sampler
+        stops at that token.
+        """
         turn = text[begin:end].rstrip()
         return begin + len(turn) if turn.endswith(tuple(self.tokenizer.all_special_tokens)) else end
 

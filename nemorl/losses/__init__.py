@@ -1,6 +1,8 @@
-"""The mathematics of SPEC.md as pure functions of tensors: `from nemorl.losses import clipped, rloo`.
+"""The mathematics of SPEC.md as pure functions of tensors: `from nemorl.losses import clipped,
+rloo`.
 
-`advantages`, `kl` and `distillation` name a module here, which holds the function of the same name: `from nemorl.losses.kl import kl`.
+`advantages`, `kl` and `distillation` name a module here, which holds the function of the same name:
+`from nemorl.losses.kl import kl`.
 """
 
 from nemorl.losses import advantages, distillation, kl
@@ -37,15 +39,38 @@ from nemorl.losses.logprobs import (
     token_logprobs,
     token_logprobs_and_entropy,
 )
-from nemorl.losses.masks import constant_weights, group_mean_weights, sequence_mean_weights, token_mean_weights
+from nemorl.losses.masks import (
+    constant_weights,
+    group_mean_weights,
+    sequence_mean_weights,
+    token_mean_weights,
+)
 from nemorl.losses.policy import cispo, clipped, gspo, gspo_token, on_policy, reinforce
-from nemorl.losses.preference import bradley_terry, dpo, hinge, ipo, kto, orpo, sequence_logprobs, simpo
-from nemorl.losses.rewards import informative_groups, overlong_filter, overlong_penalty, scale_rewards, stop_properly
+from nemorl.losses.preference import (
+    bradley_terry,
+    dpo,
+    hinge,
+    ipo,
+    kto,
+    orpo,
+    sequence_logprobs,
+    simpo,
+)
+from nemorl.losses.rewards import (
+    informative_groups,
+    overlong_filter,
+    overlong_penalty,
+    scale_rewards,
+    stop_properly,
+)
 from nemorl.losses.supervised import nll
 from nemorl.losses.terms import entropy_bonus, kl_loss, positive_nll
 from nemorl.losses.types import LossOutput, Max, Mean, Metric, Metrics, Min, Sum, finalize, merge
 from nemorl.losses.value import explained_variance, value_loss
-from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs, vocab_parallel_token_logprobs
+from nemorl.losses.vocab_parallel import (
+    vocab_parallel_linear_logprobs,
+    vocab_parallel_token_logprobs,
+)
 
 __all__ = [
     "LogprobKind",

@@ -1,7 +1,9 @@
-"""The general form of a response's advantage, (R − b) / (σ + 1e-6), with baseline and scale chosen apart. Its named presets are in advantages.py.
+"""The general form of a response's advantage, (R − b) / (σ + 1e-6), with baseline and scale chosen
+apart. Its named presets are in advantages.py.
 
-Advantages are constants for the gradient, and computed in float64 (the arrays are small). `group_id` marks the responses to one prompt by any
-integer labels: groups need be neither contiguous nor equal in size. Shapes are static, nothing waits for the device.
+Advantages are constants for the gradient, and computed in float64 (the arrays are small).
+`group_id` marks the responses to one prompt by any integer labels: groups need be neither
+contiguous nor equal in size. Shapes are static, nothing waits for the device.
 """
 
 from typing import NamedTuple
@@ -48,16 +50,27 @@ def members(rewards: Float[Tensor, "batch"], group_id: Int[Tensor, "batch"]) -> 
 
 
 def _others_equal(rewards: Tensor, group: Group) -> Tensor:
-    """Whether the *other* members of the group all have the same reward: they are all at the low end, or all at the high end."""
+    """Whether the *other* members of the group all have the same reward: they are all at the low
+    end, or all at the high end.
+    """
 
     def among_others(end: Tensor) -> Tensor:
         at_end = (rewards == end).to(rewards.dtype)
         return group_sum(at_end, group.labels) - at_end
 
-    return (among_others(group.low) == group.size - 1) | (among_others(group.high) == group.size - 1)
+    return (among_others(group.low) == group.size - 1) | (
+        among_others(group.high) == group.size - 1
+    )
 
 
-def _baseline(rewards: Tensor, group: Group, everything: Group, name: str, lengths: Tensor | None, greedy_rewards: Tensor | None) -> Tensor:
+def _baseline(
+    rewards: Tensor,
+    group: Group,
+    everything: Group,
+    name: str,
+    lengths: Tensor | None,
+    greedy_rewards: Tensor | None,
+) -> Tensor:
     if name == "group_mean":
         return group.mean
     if name == "leave_one_out":
@@ -67,7 +80,9 @@ def _baseline(rewards: Tensor, group: Group, everything: Group, name: str, lengt
     if greedy_rewards is not None:
         return greedy_rewards.to(rewards.dtype)
     if lengths is not None:
-        return group.mean + group_sum(lengths * group.centred, group.labels) / group_sum(lengths, group.labels).clamp(min=1)
+        return group.mean + group_sum(lengths * group.centred, group.labels) / group_sum(
+            lengths, group.labels
+        ).clamp(min=1)
     return torch.zeros_like(rewards)
 
 
@@ -76,8 +91,11 @@ def _scale(rewards: Tensor, group: Group, everything: Group, name: str, ddof: in
     if name == "none":
         return torch.ones_like(rewards)
     if name == "leave_one_out_std":
-        # Σ over the others of (R − their mean)²: the group's sum without one member, about the mean without it.
-        squares = group.squares - group.centred.square() * group.size / (group.size - 1).clamp(min=1)
+        # Σ over the others of (R − their mean)²: the group's sum without one member, about the mean
+        # without it.
+        squares = group.squares - group.centred.square() * group.size / (group.size - 1).clamp(
+            min=1
+        )
         count, flat = group.size - 1, _others_equal(rewards, group)
     else:
         members = group if name == "group_std" else everything
@@ -98,15 +116,19 @@ def advantages(
 ) -> Float[Tensor, "batch"]:
     """A = (R − b) / (σ + 1e-6) for every response, with b and σ chosen apart.
 
-    baseline b: group_mean; leave_one_out, the mean of the *other* members (RLOO); batch_mean; none = 0; greedy, the reward of the prompt's greedy
-    answer, given as `greedy_rewards` (ReMax); length_weighted, Σ len·R / Σ len in the group, with `lengths` in tokens (OPO). scale σ: group_std;
-    leave_one_out_std, of the other members (NeMo RL); batch_std; none = 1. A standard deviation divides by its count − `ddof`.
+    baseline b: group_mean; leave_one_out, the mean of the *other* members (RLOO); batch_mean; none
+    = 0; greedy, the reward of the prompt's greedy answer, given as `greedy_rewards` (ReMax);
+    length_weighted, Σ len·R / Σ len in the group, with `lengths` in tokens (OPO). scale σ:
+    group_std; leave_one_out_std, of the other members (NeMo RL); batch_std; none = 1. A standard
+    deviation divides by its count − `ddof`.
 
-    Where everything that b or σ is taken over (the group for those of the group, the batch for those of the batch) has exactly equal rewards, A is
-    exactly 0; so a group of one, which has nothing to be compared with, learns nothing. Where σ alone is 0 or undefined (leave_one_out_std with the
-    others all equal), R − b is left unscaled, as in NeMo RL, and not divided by 1e-6.
+    Where everything that b or σ is taken over (the group for those of the group, the batch for
+    those of the batch) has exactly equal rewards, A is exactly 0; so a group of one, which has
+    nothing to be compared with, learns nothing. Where σ alone is 0 or undefined (leave_one_out_std
+    with the others all equal), R − b is left unscaled, as in NeMo RL, and not divided by 1e-6.
 
-    Raises ValueError for an unknown name, and if `lengths` or `greedy_rewards` are missing or given without being used.
+    Raises ValueError for an unknown name, and if `lengths` or `greedy_rewards` are missing or given
+    without being used.
 
     >>> advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), torch.tensor([8, 8, 2, 2]))
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
@@ -115,17 +137,23 @@ def advantages(
     """
     require_one_of("baseline", baseline, BASELINES)
     require_one_of("scale", scale, SCALES)
-    for field, value, user in (("lengths", lengths, "length_weighted"), ("greedy_rewards", greedy_rewards, "greedy")):
+    for field, value, user in (
+        ("lengths", lengths, "length_weighted"),
+        ("greedy_rewards", greedy_rewards, "greedy"),
+    ):
         if (value is not None) != (baseline == user):
             raise ValueError(
-                f"advantages: {field} must be given with baseline={user!r} and with no other (got baseline={baseline!r}, {field} "
-                f"{'missing' if value is None else 'given'})"
+                f"advantages: {field} must be given with baseline={user!r} and with no other (got"
+                f" baseline={baseline!r}, {field} {'missing' if value is None else 'given'})"
             )
     exact = rewards.double()
     group, everything = members(exact, group_id), members(exact, torch.zeros_like(group_id))
     difference = exact - _baseline(exact, group, everything, baseline, lengths, greedy_rewards)
     result = difference / _scale(exact, group, everything, scale, ddof)
-    if baseline in ("group_mean", "leave_one_out", "length_weighted") or scale in ("group_std", "leave_one_out_std"):
+    if baseline in ("group_mean", "leave_one_out", "length_weighted") or scale in (
+        "group_std",
+        "leave_one_out_std",
+    ):
         result = torch.where(group.low == group.high, 0.0, result)
     if baseline == "batch_mean" or scale == "batch_std":
         result = torch.where(everything.low == everything.high, 0.0, result)
@@ -141,18 +169,24 @@ def group_advantages(
     lengths: Int[Tensor, "prompts group"] | None = None,
     greedy_rewards: Float[Tensor, "prompts"] | None = None,
 ) -> Float[Tensor, "prompts group"]:
-    """`advantages` where the responses to a prompt are a row of a matrix (and `greedy_rewards` has one per prompt).
+    """`advantages` where the responses to a prompt are a row of a matrix (and `greedy_rewards` has
+    one per prompt).
 
-    Raises ValueError as `advantages` does, and for a group of one with a baseline or scale that is taken over the group.
+    Raises ValueError as `advantages` does, and for a group of one with a baseline or scale that is
+    taken over the group.
 
     >>> group_advantages(torch.tensor([[1.0, 0.0], [5.0, 5.0]]), scale="none").tolist()
     [[0.5, -0.5], [0.0, 0.0]]
     """
     prompts, size = rewards.shape
-    if size == 1 and (baseline in ("group_mean", "leave_one_out", "length_weighted") or scale in ("group_std", "leave_one_out_std")):
+    if size == 1 and (
+        baseline in ("group_mean", "leave_one_out", "length_weighted")
+        or scale in ("group_std", "leave_one_out_std")
+    ):
         raise ValueError(
-            f"group_advantages: baseline={baseline!r} with scale={scale!r} compares the members of a group, which needs at least 2 (got 1); raise "
-            "num_generations_per_prompt, or take baseline='batch_mean' with scale='batch_std'"
+            f"group_advantages: baseline={baseline!r} with scale={scale!r} compares the members of"
+            " a group, which needs at least 2 (got 1); raise num_generations_per_prompt, or take"
+            " baseline='batch_mean' with scale='batch_std'"
         )
     return advantages(
         rewards.flatten(),
@@ -161,5 +195,9 @@ def group_advantages(
         scale=scale,
         ddof=ddof,
         lengths=None if lengths is None else lengths.flatten(),
-        greedy_rewards=None if greedy_rewards is None else greedy_rewards[:, None].expand(prompts, size).flatten(),
+        greedy_rewards=(
+            None
+            if greedy_rewards is None
+            else greedy_rewards[:, None].expand(prompts, size).flatten()
+        ),
     ).reshape(prompts, size)

@@ -1,11 +1,15 @@
-"""Distillation of a teacher's distributions into a student (SPEC §9): from whole logits, or from the teacher's top-k.
+"""Distillation of a teacher's distributions into a student (SPEC §9): from whole logits, or from
+the teacher's top-k.
 
-Divergences between the teacher's p and the student's q, per token, in nats: `forward` = KL(p‖q) = Σ p log(p/q); `reverse` = KL(q‖p);
-`mixed` = mix · forward + (1 − mix) · reverse; `jensen_shannon` = mix · KL(p‖m) + (1 − mix) · KL(q‖m) with m = mix · p + (1 − mix) · q (0.5: the usual
-one). Where a probability is 0 its term is 0, in value and gradient; -inf logits are fine. Where p > 0 = q the forward divergence is infinite, as it
-should be. The teacher is a constant. Distributions are taken at `temperature` T, and the loss is multiplied with T², which keeps the gradient's size.
-Logits come as the model gives them (position t predicts token t + 1); the loss at token t is that of the logits at t − 1, so `loss_weights[:, 0]` is
-not used, and the first token of each packed segment must have weight 0, as SPEC §1 has it.
+Divergences between the teacher's p and the student's q, per token, in nats: `forward` = KL(p‖q) = Σ
+p log(p/q); `reverse` = KL(q‖p); `mixed` = mix · forward + (1 − mix) · reverse; `jensen_shannon` =
+mix · KL(p‖m) + (1 − mix) · KL(q‖m) with m = mix · p + (1 − mix) · q (0.5: the usual one). Where a
+probability is 0 its term is 0, in value and gradient; -inf logits are fine. Where p > 0 = q the
+forward divergence is infinite, as it should be. The teacher is a constant. Distributions are taken
+at `temperature` T, and the loss is multiplied with T², which keeps the gradient's size. Logits come
+as the model gives them (position t predicts token t + 1); the loss at token t is that of the logits
+at t − 1, so `loss_weights[:, 0]` is not used, and the first token of each packed segment must have
+weight 0, as SPEC §1 has it.
 """
 
 import torch
@@ -32,10 +36,11 @@ def distillation(
 ) -> LossOutput:
     """T² · Σ w · D(p_teacher, q_student) over the whole vocabulary; the module's text says which D.
 
-    Metrics over the trained tokens: `divergence` (mean D in nats, without T²), `top1_agreement` (share whose most likely tokens are the same).
-    Raises: ValueError for an unknown direction, unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix < 1), unless temperature > 0.
-    Source: Hinton et al. 2015 (forward, T²); GKD (Agarwal et al. 2024), TRL GKDTrainer `beta` = mix of jensen_shannon; NeMo RL `kl_type`,
-    `mixed_kl_weight` = mix.
+    Metrics over the trained tokens: `divergence` (mean D in nats, without T²), `top1_agreement`
+    (share whose most likely tokens are the same). Raises: ValueError for an unknown direction,
+    unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix < 1), unless temperature > 0. Source: Hinton et al.
+    2015 (forward, T²); GKD (Agarwal et al. 2024), TRL GKDTrainer `beta` = mix of jensen_shannon;
+    NeMo RL `kl_type`, `mixed_kl_weight` = mix.
 
     >>> student = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).log()
     >>> teacher = torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]).log()
@@ -48,7 +53,12 @@ def distillation(
     student = masked(mask.expand_as(student_logits[:, :-1]), student_logits[:, :-1])
     teacher = masked(mask.expand_as(teacher_logits[:, :-1]), teacher_logits[:, :-1].detach())
     log_p, log_q = (teacher / temperature).log_softmax(-1), (student / temperature).log_softmax(-1)
-    return _output(divergence(log_q, log_p, direction=direction, mix=mix), student.argmax(-1) == teacher.argmax(-1), weights, temperature)
+    return _output(
+        divergence(log_q, log_p, direction=direction, mix=mix),
+        student.argmax(-1) == teacher.argmax(-1),
+        weights,
+        temperature,
+    )
 
 
 def distillation_topk(
@@ -64,13 +74,16 @@ def distillation_topk(
 ) -> LossOutput:
     """`distillation` when of the teacher only its k most likely tokens are known.
 
-    `teacher_logprobs[:, t]` and `teacher_ids[:, t]` are about token t itself (the distribution it was drawn from), like every per-token array; only
-    `student_logits` come unshifted. They are log-probabilities at `temperature` over the teacher's whole vocabulary; a place with -inf is empty,
-    whatever its id. Ids must differ. `outside` says what happens off the top-k:
-    `renormalize`: both distributions are restricted to the top-k and renormalised there (the student's mass outside is not seen);
-    `rest_mass`: all other tokens are one more outcome with the teacher's and the student's rest of the mass. Never more than the whole divergence;
-    `zero`: the teacher is renormalised and nothing outside (e^-100 for the reverse direction's sake), the student is its whole distribution.
-    Metrics and errors: as `distillation`. Source: NeMo RL `zero_outside_topk=False` is `renormalize`, `True` is `zero`.
+    `teacher_logprobs[:, t]` and `teacher_ids[:, t]` are about token t itself (the distribution it
+    was drawn from), like every per-token array; only `student_logits` come unshifted. They are
+    log-probabilities at `temperature` over the teacher's whole vocabulary; a place with -inf is
+    empty, whatever its id. Ids must differ. `outside` says what happens off the top-k:
+    `renormalize`: both distributions are restricted to the top-k and renormalised there (the
+    student's mass outside is not seen); `rest_mass`: all other tokens are one more outcome with the
+    teacher's and the student's rest of the mass. Never more than the whole divergence; `zero`: the
+    teacher is renormalised and nothing outside (e^-100 for the reverse direction's sake), the
+    student is its whole distribution. Metrics and errors: as `distillation`. Source: NeMo RL
+    `zero_outside_topk=False` is `renormalize`, `True` is `zero`.
 
     >>> student = torch.tensor([[[0.25, 0.25, 0.5], [1.0, 1.0, 1.0]]]).log()
     >>> logprobs, ids = torch.tensor([[[0.0, 0.0], [0.6, 0.2]]]).log(), torch.tensor([[[0, 0], [0, 1]]])
@@ -96,13 +109,22 @@ def distillation_topk(
         support = torch.zeros_like(scaled).scatter_add(-1, ids, present.to(scaled.dtype)) > 0
         if outside == "zero":
             known = torch.where(present, teacher.log_softmax(-1), 0.0)
-            log_p = torch.where(support, 0.0, float("-inf")).to(scaled.dtype).scatter_add(-1, ids, known.to(scaled.dtype))
+            log_p = (
+                torch.where(support, 0.0, float("-inf"))
+                .to(scaled.dtype)
+                .scatter_add(-1, ids, known.to(scaled.dtype))
+            )
         else:
             log_p = torch.cat([teacher, _log_rest(teacher, ~support)], -1)
             log_q = torch.cat([_gather(log_q, ids, present), _log_sum(log_q, ~support)], -1)
     top1 = ids.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1)
     floor = LOG_NOTHING if outside == "zero" else float("-inf")
-    return _output(divergence(log_q, log_p, direction=direction, mix=mix, floor=floor), scaled.argmax(-1) == top1, weights, temperature)
+    return _output(
+        divergence(log_q, log_p, direction=direction, mix=mix, floor=floor),
+        scaled.argmax(-1) == top1,
+        weights,
+        temperature,
+    )
 
 
 def _output(divergences: Tensor, agree: Tensor, weights: Tensor, temperature: float) -> LossOutput:
@@ -116,18 +138,29 @@ def _gather(values: Tensor, ids: Tensor, present: Tensor) -> Tensor:
 
 
 def _log_rest(logprobs: Tensor, outside: Tensor) -> Tensor:
-    """log(1 − Σ exp) over the last axis, kept; -inf where no token is outside, or where the rest is no more than the sum's own rounding."""
+    """log(1 − Σ exp) over the last axis, kept; -inf where no token is outside, or where the rest is
+    no more than the sum's own rounding.
+    """
     total = logprobs.logsumexp(-1, keepdim=True)
-    some = (total < -torch.finfo(total.dtype).eps * (logprobs.shape[-1] + 4)) & outside.any(-1, keepdim=True)
+    some = (total < -torch.finfo(total.dtype).eps * (logprobs.shape[-1] + 4)) & outside.any(
+        -1, keepdim=True
+    )
     return torch.where(some, (-torch.where(some, total, -1.0).expm1()).log(), float("-inf"))
 
 
 def _log_sum(logprobs: Tensor, where: Tensor) -> Tensor:
-    """log Σ exp over the last axis where `where`, kept; -inf, with gradient 0, where there is nothing."""
-    finite = where & (logprobs > float("-inf"))  # an excluded token behind this where gets no gradient, whatever logsumexp makes of nothing
+    """log Σ exp over the last axis where `where`, kept; -inf, with gradient 0, where there is
+    nothing.
+    """
+    finite = where & (
+        logprobs > float("-inf")
+    )  # an excluded token behind this where gets no gradient, whatever logsumexp makes of nothing
     return torch.where(finite, logprobs, float("-inf")).logsumexp(-1, keepdim=True)
 
 
 def _require_temperature(temperature: float) -> None:
     if temperature <= 0:
-        raise ValueError(f"temperature must be > 0, but it is {temperature}. 1 leaves the distributions as they are.")
+        raise ValueError(
+            f"temperature must be > 0, but it is {temperature}. 1 leaves the distributions as they"
+            " are."
+        )

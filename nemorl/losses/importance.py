@@ -23,24 +23,30 @@ def importance_weights(
     min: float = 0.0,
     max: float = 2.0,
 ) -> tuple[Float[Tensor, "batch seq"], Metrics]:
-    """What a token's loss is multiplied with, because the sampler π_gen was not quite the trainer's π_prev.
+    """What a token's loss is multiplied with, because the sampler π_gen was not quite the trainer's
+    π_prev.
 
     With d_t = log π_prev − log π_gen over the trained tokens of a sequence, `level` chooses
-    `token`: w_t = exp d_t; `sequence`: w = exp Σ d_t; `geometric`: w = exp mean d_t; and `mode` what happens outside [min, max]:
-    `truncate`: w is clamped to [min, max]; `mask`: w becomes 0; `sequence_mask`: w becomes 0 in every sequence whose *geometric* ratio is outside,
-    and the survivors keep their w, however large.
+    `token`: w_t = exp d_t; `sequence`: w = exp Σ d_t; `geometric`: w = exp mean d_t; and `mode`
+    what happens outside [min, max]: `truncate`: w is clamped to [min, max]; `mask`: w becomes 0;
+    `sequence_mask`: w becomes 0 in every sequence whose *geometric* ratio is outside, and the
+    survivors keep their w, however large.
 
-    A trained token whose sampler logprob is not finite gets w = 0, takes no part in its sequence's ratio, and counts in
-    `generation_nonfinite_fraction`. A NaN in `prev_logprobs` is the trainer's own and is passed on. Weights are constants (no gradient), 0 off
-    `loss_mask`; a dropped token still counts in the denominators of `loss_weights`, which were built before.
+    A trained token whose sampler logprob is not finite gets w = 0, takes no part in its sequence's
+    ratio, and counts in `generation_nonfinite_fraction`. A NaN in `prev_logprobs` is the trainer's
+    own and is passed on. Weights are constants (no gradient), 0 off `loss_mask`; a dropped token
+    still counts in the denominators of `loss_weights`, which were built before.
 
-    Args: `segment_ids` 0 = padding, 1.. = the sequences of the row; None: a row is one sequence. `min`, `max`: ratios (1 = on policy).
-    Metrics: `importance_ratio_mean/min/max` (before `mode`), `importance_outside_fraction` (of the trained tokens: clamped or dropped for their
-    ratio), `generation_nonfinite_fraction`.
-    Raises: ValueError for an unknown level or mode, or unless 0 ≤ min ≤ max.
-    Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl `rollout_correction.rollout_is=token|sequence`, `rollout_is_threshold` = max. IcePop
-    (Ling team 2025) = token + mask, 0.5 and 5. NeMo RL `truncated_importance_sampling_type` and OpenRLHF `vllm_is_correction_type`: tis, icepop, and
-    seq-mask-tis = token + sequence_mask. TRL `vllm_importance_sampling_mode="sequence_mask"` is another thing: level sequence, mode mask, min 0.
+    Args: `segment_ids` 0 = padding, 1.. = the sequences of the row; None: a row is one sequence.
+    `min`, `max`: ratios (1 = on policy). Metrics: `importance_ratio_mean/min/max` (before `mode`),
+    `importance_outside_fraction` (of the trained tokens: clamped or dropped for their ratio),
+    `generation_nonfinite_fraction`. Raises: ValueError for an unknown level or mode, or unless 0 ≤
+    min ≤ max. Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl
+    `rollout_correction.rollout_is=token|sequence`, `rollout_is_threshold` = max. IcePop (Ling team
+    2025) = token + mask, 0.5 and 5. NeMo RL `truncated_importance_sampling_type` and OpenRLHF
+    `vllm_is_correction_type`: tis, icepop, and seq-mask-tis = token + sequence_mask. TRL
+    `vllm_importance_sampling_mode="sequence_mask"` is another thing: level sequence, mode mask, min
+    0.
 
     >>> prev, generation = torch.tensor([[0.5, 0.3, 0.4]]).log(), torch.tensor([[0.5, 0.1, 0.8]]).log()
     >>> mask = torch.tensor([[True, True, True]])
@@ -55,10 +61,13 @@ def importance_weights(
     require_one_of("mode", mode, MODES)
     if not 0 <= min <= max:
         raise ValueError(
-            f"min and max must be 0 <= min <= max, but they are {min} and {max}. They bound a ratio: 1 is on policy, min=0 is no lower bound."
+            f"min and max must be 0 <= min <= max, but they are {min} and {max}. They bound a"
+            " ratio: 1 is on policy, min=0 is no lower bound."
         )
     usable = loss_mask & generation_logprobs.isfinite()
-    log_weight = masked(usable, prev_logprobs.detach()) - masked(usable, generation_logprobs.detach())
+    log_weight = masked(usable, prev_logprobs.detach()) - masked(
+        usable, generation_logprobs.detach()
+    )
     total = segment_sum(log_weight, segment_ids)
     geometric = (total / segment_sum(usable, segment_ids).clamp(min=1)).exp()
     weight = {"token": log_weight.exp(), "sequence": total.exp(), "geometric": geometric}[level]
@@ -82,15 +91,19 @@ def sampler_gap(
     loss_mask: Bool[Tensor, "batch seq"],
     segment_ids: Int[Tensor, "batch seq"] | None = None,
 ) -> Metrics:
-    """How far the sampler's logprobs are from the trainer's for the same weights: the first thing to look at when a run goes wrong.
+    """How far the sampler's logprobs are from the trainer's for the same weights: the first thing
+    to look at when a run goes wrong.
 
-    With d = log π_prev − log π_gen: `token_mult_prob_error` = mean exp|d| (1 = identical, 1.02 = 2 % off), `gen_kl_error` = mean (eᵈ − 1 − d), the k3
-    estimate of KL(π_gen‖π_prev) in nats, both over the tokens whose sampler logprob is finite; `generation_nonfinite_fraction` is the share of the
-    others. `token_mult_prob_error_max` and `gen_kl_error_max` are the same means over the tokens of that sequence alone in which they are largest:
-    far above the mean of the batch where a few sequences, or a few tokens, are at fault.
+    With d = log π_prev − log π_gen: `token_mult_prob_error` = mean exp|d| (1 = identical, 1.02 = 2
+    % off), `gen_kl_error` = mean (eᵈ − 1 − d), the k3 estimate of KL(π_gen‖π_prev) in nats, both
+    over the tokens whose sampler logprob is finite; `generation_nonfinite_fraction` is the share of
+    the others. `token_mult_prob_error_max` and `gen_kl_error_max` are the same means over the
+    tokens of that sequence alone in which they are largest: far above the mean of the batch where a
+    few sequences, or a few tokens, are at fault.
 
     Args: `segment_ids` 0 = padding, 1.. = the sequences of the row; None: a row is one sequence.
-    Source: NeMo RL's metrics of the same names; its `max_seq_mult_prob_error` is `token_mult_prob_error_max`.
+    Source: NeMo RL's metrics of the same names; its `max_seq_mult_prob_error` is
+    `token_mult_prob_error_max`.
 
     >>> from nemorl.losses.types import finalize
     >>> prev, generation = torch.tensor([[0.25, 0.5], [0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log()
@@ -103,6 +116,9 @@ def sampler_gap(
     errors = {"token_mult_prob_error": gap.abs().exp(), "gen_kl_error": gap.expm1() - gap}
     return {
         **{name: mean_of(error, usable) for name, error in errors.items()},
-        **{f"{name}_max": max_of(segment_mean(error, usable, segment_ids), usable) for name, error in errors.items()},
+        **{
+            f"{name}_max": max_of(segment_mean(error, usable, segment_ids), usable)
+            for name, error in errors.items()
+        },
         "generation_nonfinite_fraction": share_of(~usable, loss_mask),
     }

@@ -1,7 +1,8 @@
-"""Log-probabilities and entropies of tokens: from logits, and straight from hidden states without ever holding `[batch, seq, vocab]`.
+"""Log-probabilities and entropies of tokens: from logits, and straight from hidden states without
+ever holding `[batch, seq, vocab]`.
 
-The shift by one happens here and nowhere else (SPEC §1): index t of every result describes token t, drawn from the distribution that position t − 1
-predicts.
+The shift by one happens here and nowhere else (SPEC §1): index t of every result describes token t,
+drawn from the distribution that position t − 1 predicts.
 """
 
 import math
@@ -11,7 +12,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nemorl.losses.logprob_kind import LogprobKind, LogprobKindError, Logprobs, log_ratio, require_same_support
+from nemorl.losses.logprob_kind import (
+    LogprobKind,
+    LogprobKindError,
+    Logprobs,
+    log_ratio,
+    require_same_support,
+)
 from nemorl.losses.segments import at_least_float32, same_segment
 
 __all__ = [
@@ -39,12 +46,23 @@ def _column(value: float | Tensor) -> float | Tensor:
     return value[..., None] if isinstance(value, Tensor) else value
 
 
-def _outside_support(scaled: Tensor, top_k: int | Tensor, top_p: float | Tensor, min_p: float | Tensor, keep: Tensor | None) -> Tensor:
-    """True for the tokens that the filters exclude. Each filter is a threshold, so that equal logits stay or go together."""
+def _outside_support(
+    scaled: Tensor,
+    top_k: int | Tensor,
+    top_p: float | Tensor,
+    min_p: float | Tensor,
+    keep: Tensor | None,
+) -> Tensor:
+    """True for the tokens that the filters exclude.
+
+    Each filter is a threshold, so that equal logits stay or go together.
+    """
     top = scaled.amax(-1, keepdim=True)
     threshold = torch.full_like(top, -math.inf)
     if _is_on(min_p, 0.0):
-        threshold = top + torch.as_tensor(_column(min_p), dtype=scaled.dtype, device=scaled.device).log()
+        threshold = (
+            top + torch.as_tensor(_column(min_p), dtype=scaled.dtype, device=scaled.device).log()
+        )
     if isinstance(top_k, Tensor) or _is_on(top_p, 1.0):
         order = scaled.sort(-1, descending=True).values
         if _is_on(top_k, 0):
@@ -52,7 +70,8 @@ def _outside_support(scaled: Tensor, top_k: int | Tensor, top_p: float | Tensor,
             kth = order.gather(-1, (k - 1).clamp(0, scaled.shape[-1] - 1))
             threshold = torch.where(k > 0, torch.maximum(threshold, kth), threshold)
         if _is_on(top_p, 1.0):
-            # The mass of what the filters before left, as the samplers do. A token is needed while those above it hold less than top_p.
+            # The mass of what the filters before left, as the samplers do. A token is needed while
+            # those above it hold less than top_p.
             mass = torch.where(order >= threshold, order, -math.inf).softmax(-1)
             p = torch.as_tensor(_column(top_p), dtype=scaled.dtype, device=scaled.device)
             needed = (mass.cumsum(-1) - mass < p) | (p >= 1)
@@ -73,15 +92,18 @@ def filter_logits(
     min_p: PerRow = 0.0,
     keep: Int[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows vocab"]:
-    """The logits of the distribution that is sampled from: divided by `temperature` (above 0), and -inf outside the filters' support.
+    """The logits of the distribution that is sampled from: divided by `temperature` (above 0), and
+    -inf outside the filters' support.
 
-    In vLLM's order: temperature; `min_p` keeps tokens with at least min_p times the largest probability; `top_k` keeps the k largest (0 = off);
-    `top_p` keeps the fewest largest tokens whose mass, within what is left, reaches top_p. (Hugging Face applies min_p last, which gives the same
-    support unless top_p is on as well.) Tokens with equal logits stay or go together. `keep` names one token per row that is never excluded: the one
-    that was drawn, which rounding in another engine may put on the other side of the border.
+    In vLLM's order: temperature; `min_p` keeps tokens with at least min_p times the largest
+    probability; `top_k` keeps the k largest (0 = off); `top_p` keeps the fewest largest tokens
+    whose mass, within what is left, reaches top_p. (Hugging Face applies min_p last, which gives
+    the same support unless top_p is on as well.) Tokens with equal logits stay or go together.
+    `keep` names one token per row that is never excluded: the one that was drawn, which rounding in
+    another engine may put on the other side of the border.
 
-    Each option may be a tensor with one value per row (off = 0, 1, 0 as for the numbers). Numbers that are off cost nothing; `top_p` and per-row
-    `top_k` sort.
+    Each option may be a tensor with one value per row (off = 0, 1, 0 as for the numbers). Numbers
+    that are off cost nothing; `top_p` and per-row `top_k` sort.
 
     >>> filter_logits(torch.tensor([2.0, 1.0, 0.0]), temperature=0.5, top_k=2).tolist()
     [4.0, 2.0, -inf]
@@ -91,26 +113,52 @@ def filter_logits(
     scaled = logits / _column(temperature) if _is_on(temperature, 1.0) else logits
     if not (_is_on(top_k, 0) or _is_on(top_p, 1.0) or _is_on(min_p, 0.0)):
         return scaled
-    return torch.where(_outside_support(scaled.detach(), top_k, top_p, min_p, keep), -math.inf, scaled)
+    return torch.where(
+        _outside_support(scaled.detach(), top_k, top_p, min_p, keep), -math.inf, scaled
+    )
 
 
 def _filtered(logits: Tensor, kind: LogprobKind, keep: Tensor | None) -> Tensor:
-    return filter_logits(logits, temperature=kind.temperature, top_k=kind.top_k, top_p=kind.top_p, min_p=kind.min_p, keep=keep)
+    return filter_logits(
+        logits,
+        temperature=kind.temperature,
+        top_k=kind.top_k,
+        top_p=kind.top_p,
+        min_p=kind.min_p,
+        keep=keep,
+    )
 
 
 def _predictions(logits: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """The logits that predict tokens 1.. of each row, in float32 at least; 0, whatever they hold, where there is no token to predict."""
+    """The logits that predict tokens 1.. of each row, in float32 at least; 0, whatever they hold,
+    where there is no token to predict.
+    """
     logits = at_least_float32(logits[:, :-1])
-    return logits if segment_ids is None else torch.where(same_segment(segment_ids)[:, 1:, None], logits, 0.0)
+    return (
+        logits
+        if segment_ids is None
+        else torch.where(same_segment(segment_ids)[:, 1:, None], logits, 0.0)
+    )
 
 
 def _describe(values: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """[batch seq-1] by predicted token → [batch seq] by the token itself, 0 at the tokens that nothing predicts."""
-    return pad(values if segment_ids is None else torch.where(same_segment(segment_ids)[:, 1:], values, 0.0), (1, 0))
+    """[batch seq-1] by predicted token → [batch seq] by the token itself, 0 at the tokens that
+    nothing predicts.
+    """
+    return pad(
+        (
+            values
+            if segment_ids is None
+            else torch.where(same_segment(segment_ids)[:, 1:], values, 0.0)
+        ),
+        (1, 0),
+    )
 
 
 def _finite(logprobs: Tensor) -> Tensor:
-    """Log-probabilities that times their probability are a number: exp(-1e4) is 0 in every type, so that nothing else is changed."""
+    """Log-probabilities that times their probability are a number: exp(-1e4) is 0 in every type, so
+    that nothing else is changed.
+    """
     return logprobs.clamp(min=-1e4)
 
 
@@ -125,7 +173,8 @@ def token_logprobs_and_entropy(
     segment_ids: Int[Tensor, "batch seq"] | None = None,
     kind: LogprobKind = LogprobKind(),
 ) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """`token_logprobs` and `entropy` in one pass, both of the same distribution (in whose support the tokens themselves always are).
+    """`token_logprobs` and `entropy` in one pass, both of the same distribution (in whose support
+    the tokens themselves always are).
 
     >>> logprobs, entropies = token_logprobs_and_entropy(torch.zeros(1, 2, 4), torch.tensor([[1, 2]]))
     >>> logprobs.tolist(), entropies.tolist()
@@ -133,7 +182,9 @@ def token_logprobs_and_entropy(
     """
     targets = input_ids[:, 1:, None].long()
     logprobs = _filtered(_predictions(logits, segment_ids), kind, targets[..., 0]).log_softmax(-1)
-    return _describe(logprobs.gather(-1, targets)[..., 0], segment_ids), _describe(_entropy(logprobs), segment_ids)
+    return _describe(logprobs.gather(-1, targets)[..., 0], segment_ids), _describe(
+        _entropy(logprobs), segment_ids
+    )
 
 
 def token_logprobs(
@@ -143,11 +194,14 @@ def token_logprobs(
     segment_ids: Int[Tensor, "batch seq"] | None = None,
     kind: LogprobKind = LogprobKind(),
 ) -> Float[Tensor, "batch seq"]:
-    """log π(x_t | x_<t) at index t, from the logits as a causal model gives them: `log_softmax(filter_logits(logits[:, t - 1]))[x_t]`.
+    """log π(x_t | x_<t) at index t, from the logits as a causal model gives them:
+    `log_softmax(filter_logits(logits[:, t - 1]))[x_t]`.
 
-    Index 0 of every row is 0. With `segment_ids` (0 = padding) so are the first token of every sequence and the padding, and the logits that would
-    predict those are not read: NaN there changes neither value nor gradient. Computed in float32 at least. `kind` is the distribution the tokens were
-    drawn from; its support always includes the token itself. Every `input_ids` must be a valid id, on padding too (-100 is not).
+    Index 0 of every row is 0. With `segment_ids` (0 = padding) so are the first token of every
+    sequence and the padding, and the logits that would predict those are not read: NaN there
+    changes neither value nor gradient. Computed in float32 at least. `kind` is the distribution the
+    tokens were drawn from; its support always includes the token itself. Every `input_ids` must be
+    a valid id, on padding too (-100 is not).
 
     >>> token_logprobs(torch.tensor([[[0.0, 0.0], [0.0, 9.0]]]), torch.tensor([[1, 1]])).tolist()
     [[0.0, -0.6931471824645996]]
@@ -163,19 +217,25 @@ def entropy(
     segment_ids: Int[Tensor, "batch seq"] | None = None,
     kind: LogprobKind = LogprobKind(),
 ) -> Float[Tensor, "batch seq"]:
-    """−Σ_v p_v log p_v in nats, at index t of the (filtered) distribution that token t was drawn from; 0 where `token_logprobs` is 0 by convention.
+    """−Σ_v p_v log p_v in nats, at index t of the (filtered) distribution that token t was drawn
+    from; 0 where `token_logprobs` is 0 by convention.
 
     >>> entropy(torch.zeros(1, 2, 4), kind=LogprobKind(top_k=4)).tolist()
     [[0.0, 1.3862943649291992]]
     """
-    return _describe(_entropy(_filtered(_predictions(logits, segment_ids), kind, None).log_softmax(-1)), segment_ids)
+    return _describe(
+        _entropy(_filtered(_predictions(logits, segment_ids), kind, None).log_softmax(-1)),
+        segment_ids,
+    )
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """log p(ids) and entropy of softmax(hidden @ weightᵀ / temperature), a chunk of tokens at a time; backward computes each chunk's logits again.
+    """log p(ids) and entropy of softmax(hidden @ weightᵀ / temperature), a chunk of tokens at a
+    time; backward computes each chunk's logits again.
 
-    An output that nobody differentiates costs nothing backward (its gradient is None). In place is changed only what no second derivative and no
-    `vmap` has to remember, so that both follow from the code as it stands.
+    An output that nobody differentiates costs nothing backward (its gradient is None). In place is
+    changed only what no second derivative and no `vmap` has to remember, so that both follow from
+    the code as it stands.
     """
 
     generate_vmap_rule = True
@@ -189,8 +249,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 every = _chunk_logits(h.to(dtype), head, y, kind).log_softmax(-1)
                 logprobs.append(every.gather(-1, y[:, None])[:, 0])
                 if with_entropy:
-                    entropies.append(-every.exp().mul_(_finite(every) if kind.filtered else every).sum(-1))
-                del every  # not kept while the next chunk is made: a [chunk, vocab] array less at the peak
+                    entropies.append(
+                        -every.exp().mul_(_finite(every) if kind.filtered else every).sum(-1)
+                    )
+                del (
+                    every
+                )  # not kept while the next chunk is made: a [chunk, vocab] array less at the peak
         result = torch.cat(logprobs)
         return result, torch.cat(entropies) if with_entropy else torch.zeros_like(result)
 
@@ -205,27 +269,42 @@ class _LinearLogprobs(torch.autograd.Function):
         hidden, weight, ids, entropies = ctx.saved_tensors
         kind, chunk, dtype, _ = ctx.options
         # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
-        g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in (grad_logprobs, grad_entropies))
-        offset = torch.zeros_like(entropies)[:, None] - (0.0 if g is None else g) - (0.0 if ge is None else ge * entropies[:, None])
+        g, ge = (
+            None if grad is None else (grad / kind.temperature)[:, None]
+            for grad in (grad_logprobs, grad_entropies)
+        )
+        offset = (
+            torch.zeros_like(entropies)[:, None]
+            - (0.0 if g is None else g)
+            - (0.0 if ge is None else ge * entropies[:, None])
+        )
         grad_hidden, grad_weight = [], None
-        final = not torch.is_grad_enabled()  # nobody will differentiate this again, so that sums may grow in place
+        final = (
+            not torch.is_grad_enabled()
+        )  # nobody will differentiate this again, so that sums may grow in place
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
-            for start in range(0, max(len(hidden), 1), chunk):  # no tokens: one empty chunk, and gradients of zeros
+            for start in range(
+                0, max(len(hidden), 1), chunk
+            ):  # no tokens: one empty chunk, and gradients of zeros
                 rows = slice(start, start + chunk)
                 h, y = hidden[rows].to(dtype), ids[rows]
                 if ge is None:
                     grad = _chunk_logits(h, head, y, kind).softmax(-1) * offset[rows]
                 else:
                     every = _chunk_logits(h, head, y, kind).log_softmax(-1)
-                    grad = every.exp() * torch.addcmul(offset[rows], -ge[rows], _finite(every) if kind.filtered else every)
+                    grad = every.exp() * torch.addcmul(
+                        offset[rows], -ge[rows], _finite(every) if kind.filtered else every
+                    )
                     del every
                 if g is not None:
                     grad = grad.scatter_add_(1, y[:, None], g[rows])
                 grad = grad.to(dtype)
                 if ctx.needs_input_grad[0]:
                     grad_hidden.append(grad @ head)
-                if ctx.needs_input_grad[1]:  # partial products in the model's type, their sum over chunks in float32
+                if ctx.needs_input_grad[
+                    1
+                ]:  # partial products in the model's type, their sum over chunks in float32
                     if grad_weight is None:
                         grad_weight = at_least_float32(grad.t() @ h)
                     elif final and grad_weight.dtype == dtype:
@@ -253,13 +332,17 @@ def flat_linear_logprobs(
     chunk: int = 1024,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-    """log p(ids) under softmax(states @ weight.T), without any shift, and its entropy (0 unless asked for); see `linear_token_logprobs`.
+    """log p(ids) under softmax(states @ weight.T), without any shift, and its entropy (0 unless
+    asked for); see `linear_token_logprobs`.
 
     >>> flat_linear_logprobs(torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([1]))[0].tolist()
     [-0.6931471824645996]
     """
     if chunk < 1:
-        raise ValueError(f"linear_token_logprobs: chunk must be at least 1 token (got {chunk}); 1024 suits most vocabularies")
+        raise ValueError(
+            f"linear_token_logprobs: chunk must be at least 1 token (got {chunk}); 1024 suits most"
+            " vocabularies"
+        )
     device = states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
     return _LinearLogprobs.apply(states, weight, ids.long(), kind, chunk, dtype, with_entropy)
@@ -275,12 +358,14 @@ def linear_token_logprobs(
     chunk: int = 1024,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"] | None]:
-    """`token_logprobs` (and the entropy) of the logits `hidden @ weight.T`, which are computed `chunk` tokens at a time, forward and again backward.
+    """`token_logprobs` (and the entropy) of the logits `hidden @ weight.T`, which are computed
+    `chunk` tokens at a time, forward and again backward.
 
-    Memory beyond the arguments and their gradients is O(chunk · vocab), whatever batch and seq are. Products run in the type of `hidden` (under
-    autocast in autocast's), softmax and the sum of `weight`'s gradient over chunks in float32 at least. Conventions and `kind` are those of
-    `token_logprobs_and_entropy`, and the entropy is None unless asked for. Differentiable in `hidden` and `weight`, also under `torch.func` (grad,
-    vmap).
+    Memory beyond the arguments and their gradients is O(chunk · vocab), whatever batch and seq are.
+    Products run in the type of `hidden` (under autocast in autocast's), softmax and the sum of
+    `weight`'s gradient over chunks in float32 at least. Conventions and `kind` are those of
+    `token_logprobs_and_entropy`, and the entropy is None unless asked for. Differentiable in
+    `hidden` and `weight`, also under `torch.func` (grad, vmap).
 
     Raises ValueError if `chunk` is less than 1.
 
@@ -292,5 +377,14 @@ def linear_token_logprobs(
     if segment_ids is not None:
         states = torch.where(same_segment(segment_ids)[:, 1:, None], states, 0.0)
     targets = input_ids[:, 1:]
-    logprobs, entropies = flat_linear_logprobs(states.flatten(0, 1), weight, targets.flatten(), kind=kind, chunk=chunk, with_entropy=with_entropy)
-    return _describe(logprobs.view(targets.shape), segment_ids), _describe(entropies.view(targets.shape), segment_ids) if with_entropy else None
+    logprobs, entropies = flat_linear_logprobs(
+        states.flatten(0, 1),
+        weight,
+        targets.flatten(),
+        kind=kind,
+        chunk=chunk,
+        with_entropy=with_entropy,
+    )
+    return _describe(logprobs.view(targets.shape), segment_ids), (
+        _describe(entropies.view(targets.shape), segment_ids) if with_entropy else None
+    )

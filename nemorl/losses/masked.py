@@ -1,4 +1,6 @@
-"""The four or five lines that every loss of this package shares: mask first, compute in float32 at least, report as monoids."""
+"""The four or five lines that every loss of this package shares: mask first, compute in float32 at
+least, report as monoids.
+"""
 
 import torch
 from jaxtyping import Bool, Float
@@ -8,10 +10,13 @@ from nemorl.losses.segments import at_least_float32
 from nemorl.losses.types import Max, Mean, Min
 
 
-def masked(mask: Bool[Tensor, "*shape"], values: Float[Tensor, "*shape"], fill: float = 0.0) -> Float[Tensor, "*shape"]:
+def masked(
+    mask: Bool[Tensor, "*shape"], values: Float[Tensor, "*shape"], fill: float = 0.0
+) -> Float[Tensor, "*shape"]:
     """`values` where `mask`, `fill` elsewhere, in float32 at least.
 
-    Every loss calls this on every input before anything else: from here on nothing can see what a masked slot held, and its gradient is exactly 0.
+    Every loss calls this on every input before anything else: from here on nothing can see what a
+    masked slot held, and its gradient is exactly 0.
 
     >>> masked(torch.tensor([True, False]), torch.tensor([2.0, float("nan")]))
     tensor([2., 0.])
@@ -19,7 +24,9 @@ def masked(mask: Bool[Tensor, "*shape"], values: Float[Tensor, "*shape"], fill: 
     return torch.where(mask, at_least_float32(values), fill)
 
 
-def weighted_sum(loss_weights: Float[Tensor, "*shape"], losses: Float[Tensor, "*shape"]) -> Float[Tensor, ""]:
+def weighted_sum(
+    loss_weights: Float[Tensor, "*shape"], losses: Float[Tensor, "*shape"]
+) -> Float[Tensor, ""]:
     """Σ w·ℓ over the slots with w ≠ 0 (SPEC §2).
 
     >>> weighted_sum(torch.tensor([0.5, 0.0]), torch.tensor([2.0, float("inf")]))
@@ -76,4 +83,6 @@ def require_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
     ValueError: level must be one of 'token', 'sequence', but it is 'word'.
     """
     if value not in choices:
-        raise ValueError(f"{field} must be one of {', '.join(map(repr, choices))}, but it is {value!r}.")
+        raise ValueError(
+            f"{field} must be one of {', '.join(map(repr, choices))}, but it is {value!r}."
+        )

@@ -1,4 +1,6 @@
-"""Sums and means over the sequences of a row and over the groups of a batch, with static shapes (they run under `torch.compile` and `vmap`)."""
+"""Sums and means over the sequences of a row and over the groups of a batch, with static shapes
+(they run under `torch.compile` and `vmap`).
+"""
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -6,7 +8,8 @@ from torch import Tensor
 
 
 def at_least_float32(values: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`values` in the type that reductions are computed in: float64 stays, everything else becomes float32.
+    """`values` in the type that reductions are computed in: float64 stays, everything else becomes
+    float32.
 
     >>> at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype, at_least_float32(torch.ones(1, dtype=torch.float64)).dtype
     (torch.float32, torch.float64)
@@ -15,12 +18,17 @@ def at_least_float32(values: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"
 
 
 def same_segment(segment_ids: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
-    """True where a token is not padding and the token before it belongs to the same sequence: the tokens that have a prediction.
+    """True where a token is not padding and the token before it belongs to the same sequence: the
+    tokens that have a prediction.
 
     >>> same_segment(torch.tensor([[1, 1, 2, 2, 2, 0]])).int().tolist()
     [[0, 1, 0, 1, 1, 0]]
     """
-    before = torch.nn.functional.pad(segment_ids[:, :-1], (1, 0)) if segment_ids.shape[1] else segment_ids
+    before = (
+        torch.nn.functional.pad(segment_ids[:, :-1], (1, 0))
+        if segment_ids.shape[1]
+        else segment_ids
+    )
     return (segment_ids > 0) & (segment_ids == before)
 
 
@@ -33,21 +41,29 @@ def segment_starts(segment_ids: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch
     return (segment_ids > 0) & ~same_segment(segment_ids)
 
 
-def segment_totals(values: Shaped[Tensor, "batch seq"], segment_ids: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch segments"]:
-    """The sum over every sequence of a row: column s is segment s, column 0 the padding, and there are seq + 1 columns (the most it can need).
+def segment_totals(
+    values: Shaped[Tensor, "batch seq"], segment_ids: Int[Tensor, "batch seq"]
+) -> Float[Tensor, "batch segments"]:
+    """The sum over every sequence of a row: column s is segment s, column 0 the padding, and there
+    are seq + 1 columns (the most it can need).
 
     >>> segment_totals(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 1, 2, 0]])).tolist()
     [[8.0, 3.0, 4.0, 0.0, 0.0]]
     """
     values = at_least_float32(values)
-    return values.new_zeros(values.shape[0], values.shape[1] + 1).scatter_add(1, segment_ids.long(), values)
+    return values.new_zeros(values.shape[0], values.shape[1] + 1).scatter_add(
+        1, segment_ids.long(), values
+    )
 
 
-def segment_sum(values: Shaped[Tensor, "batch seq"], segment_ids: Int[Tensor, "batch seq"] | None = None) -> Float[Tensor, "batch seq"]:
-    """At every token the sum of `values` over its sequence, and 0 on padding. Without `segment_ids` every row is one sequence.
+def segment_sum(
+    values: Shaped[Tensor, "batch seq"], segment_ids: Int[Tensor, "batch seq"] | None = None
+) -> Float[Tensor, "batch seq"]:
+    """At every token the sum of `values` over its sequence, and 0 on padding. Without `segment_ids`
+    every row is one sequence.
 
-    Mask `values` first (`torch.where`): what they hold off the mask is summed like the rest. At least float32, also for Bool and Int values (a
-    count).
+    Mask `values` first (`torch.where`): what they hold off the mask is summed like the rest. At
+    least float32, also for Bool and Int values (a count).
 
     >>> segment_sum(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 1, 2, 0]])).tolist()
     [[3.0, 3.0, 4.0, 0.0]]
@@ -59,9 +75,12 @@ def segment_sum(values: Shaped[Tensor, "batch seq"], segment_ids: Int[Tensor, "b
 
 
 def segment_mean(
-    values: Float[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"], segment_ids: Int[Tensor, "batch seq"] | None = None
+    values: Float[Tensor, "batch seq"],
+    mask: Bool[Tensor, "batch seq"],
+    segment_ids: Int[Tensor, "batch seq"] | None = None,
 ) -> Float[Tensor, "batch seq"]:
-    """At every token the mean of `values` over the masked tokens of its sequence, 0 where it has none; off the mask they are not read.
+    """At every token the mean of `values` over the masked tokens of its sequence, 0 where it has
+    none; off the mask they are not read.
 
     >>> values, mask = torch.tensor([[1.0, 3.0, 4.0, float("nan")]]), torch.tensor([[True, True, True, False]])
     >>> segment_mean(values, mask, torch.tensor([[1, 1, 2, 2]])).tolist()
@@ -72,9 +91,11 @@ def segment_mean(
 
 
 def group_labels(group_id: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """Any integer labels as labels below the number of elements, equal where the given ones are: what `group_sum` and `group_extremes` scatter by.
+    """Any integer labels as labels below the number of elements, equal where the given ones are:
+    what `group_sum` and `group_extremes` scatter by.
 
-    The label of a group is the count of elements with a smaller `group_id`, so that no data-dependent shape (`torch.unique`) is needed.
+    The label of a group is the count of elements with a smaller `group_id`, so that no
+    data-dependent shape (`torch.unique`) is needed.
 
     >>> group_labels(torch.tensor([70, -3, 70, 9])).tolist()
     [2, 0, 2, 1]
@@ -83,7 +104,9 @@ def group_labels(group_id: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     return torch.searchsorted(flat.sort().values, flat).reshape(group_id.shape)
 
 
-def group_sum(values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+def group_sum(
+    values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
     """At every element the sum of `values` over its group; `labels` come from `group_labels`.
 
     >>> group_sum(torch.tensor([1.0, 2.0, 4.0, 8.0]), group_labels(torch.tensor([70, -3, 70, 9]))).tolist()
@@ -93,8 +116,11 @@ def group_sum(values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]) -
     return torch.zeros_like(flat).scatter_add(0, index, flat)[index].reshape(values.shape)
 
 
-def group_extremes(values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
-    """At every element the smallest and the largest of `values` in its group; they are the same exactly where a group's values are all equal.
+def group_extremes(
+    values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]
+) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
+    """At every element the smallest and the largest of `values` in its group; they are the same
+    exactly where a group's values are all equal.
 
     >>> low, high = group_extremes(torch.tensor([1.0, 2.0, 4.0, 8.0]), group_labels(torch.tensor([70, -3, 70, 9])))
     >>> low.tolist(), high.tolist()

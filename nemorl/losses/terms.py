@@ -1,4 +1,7 @@
-"""Optional terms of a policy loss (SPEC §6). Each is a `LossOutput` of its own; the caller adds those it wants: `clipped(...) + kl_loss(...)`."""
+"""Optional terms of a policy loss (SPEC §6).
+
+Each is a `LossOutput` of its own; the caller adds those it wants: `clipped(...) + kl_loss(...)`.
+"""
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,10 +24,11 @@ def kl_loss(
     input_clamp: float | None = 20.0,
     output_clamp: float | None = 10.0,
 ) -> LossOutput:
-    """coef · Σ w · KL(π‖π_ref), estimated per token as `kl` does: see there for `estimator`, `gradient` and the clamps. Metric: `kl`, the mean
-    estimate in nats.
+    """coef · Σ w · KL(π‖π_ref), estimated per token as `kl` does: see there for `estimator`,
+    `gradient` and the clamps. Metric: `kl`, the mean estimate in nats.
 
-    `coef=0` reports the metric and trains nothing. Source: NeMo RL `reference_policy_kl_penalty`, TRL `beta`, verl `kl_loss_coef`.
+    `coef=0` reports the metric and trains nothing. Source: NeMo RL `reference_policy_kl_penalty`,
+    TRL `beta`, verl `kl_loss_coef`.
 
     >>> policy, reference = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
     >>> output = kl_loss(policy, reference, torch.ones(1, 1), coef=0.1)
@@ -45,15 +49,21 @@ def kl_loss(
     return LossOutput(coef * weighted_sum(loss_weights, values), {"kl": mean_of(values, mask)})
 
 
-def entropy_bonus(entropy: Float[Tensor, "batch seq"], loss_weights: Float[Tensor, "batch seq"], *, coef: float) -> LossOutput:
-    """−coef · Σ w · H: a positive `coef` keeps the policy random. Metric: `entropy`, the mean in nats; `coef=0` reports it and trains nothing.
+def entropy_bonus(
+    entropy: Float[Tensor, "batch seq"], loss_weights: Float[Tensor, "batch seq"], *, coef: float
+) -> LossOutput:
+    """−coef · Σ w · H: a positive `coef` keeps the policy random. Metric: `entropy`, the mean in
+    nats; `coef=0` reports it and trains nothing.
 
     Source: Mnih et al. 2016; verl `entropy_coeff`.
 
     >>> entropy_bonus(torch.tensor([[2.0, 4.0]]), torch.tensor([[0.5, 0.5]]), coef=0.1).loss
     tensor(-0.3000)
     """
-    return LossOutput(-coef * weighted_sum(loss_weights, entropy), {"entropy": mean_of(entropy, loss_weights != 0)})
+    return LossOutput(
+        -coef * weighted_sum(loss_weights, entropy),
+        {"entropy": mean_of(entropy, loss_weights != 0)},
+    )
 
 
 def positive_nll(
@@ -65,10 +75,12 @@ def positive_nll(
 ) -> LossOutput:
     """−coef · Σ_{t positive} w · log π: imitation of the sequences that were rewarded.
 
-    `positive` is True on the tokens of rewarded sequences. The weights are the step's, like everybody's: VAPO's mean over the positive tokens is
-    `loss_weights=token_mean_weights(loss_mask & positive)`; with the policy loss's own weights the term shrinks with the share of positive tokens.
-    Metrics: `positive_nll` (mean over the positive tokens), `positive_fraction`. Source: VAPO (2025), coefficient 0.1; NeMo RL
-    `positive_example_nll_weight` (a mean over each microbatch's own positive tokens there).
+    `positive` is True on the tokens of rewarded sequences. The weights are the step's, like
+    everybody's: VAPO's mean over the positive tokens is `loss_weights=token_mean_weights(loss_mask
+    & positive)`; with the policy loss's own weights the term shrinks with the share of positive
+    tokens. Metrics: `positive_nll` (mean over the positive tokens), `positive_fraction`. Source:
+    VAPO (2025), coefficient 0.1; NeMo RL `positive_example_nll_weight` (a mean over each
+    microbatch's own positive tokens there).
 
     >>> output = positive_nll(torch.tensor([[-2.0, -3.0]]), torch.tensor([[True, False]]), torch.tensor([[0.5, 0.5]]), coef=0.1)
     >>> output.loss

@@ -92,7 +92,8 @@ Metrics = Mapping[str, Metric]
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss, already weighted (`Σ_t w_t ℓ_t`, SPEC §2), and its metrics. Two outputs of two shards add to the whole's.
+    """A loss, already weighted (`Σ_t w_t ℓ_t`, SPEC §2), and its metrics. Two outputs of two shards
+    add to the whole's.
 
     >>> one = LossOutput(torch.tensor(1.0), {"n": Sum(torch.tensor(1.0))})
     >>> both = one + one
@@ -111,13 +112,18 @@ def _register(cls: type) -> None:
     names = [field.name for field in fields(cls)]
 
     def unflatten(values: Iterable[Any], _: Any) -> Any:
-        instance: Any = object.__new__(cls)  # not the constructor: tree_map and vmap may put anything in the place of a tensor
+        instance: Any = object.__new__(
+            cls
+        )  # not the constructor: tree_map and vmap may put anything in the place of a tensor
         for name, value in zip(names, values, strict=True):
             object.__setattr__(instance, name, value)
         return instance
 
     pytree.register_pytree_node(
-        cls, lambda node: ([getattr(node, name) for name in names], None), unflatten, serialized_type_name=f"nemorl.{cls.__name__}"
+        cls,
+        lambda node: ([getattr(node, name) for name in names], None),
+        unflatten,
+        serialized_type_name=f"nemorl.{cls.__name__}",
     )
 
 

@@ -18,22 +18,31 @@ def value_loss(
     *,
     clip: float | None = 0.2,
 ) -> LossOutput:
-    """ℓ = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), ε = `clip`; None: ½(V − G)² and `old_values` does nothing.
+    """ℓ = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), ε = `clip`; None: ½(V − G)² and
+    `old_values` does nothing.
 
     V_old and G are constants: no gradient goes into them. Units of V, G and ε: those of the reward.
-    Metrics over the trained tokens: `value_clip_fraction` (the clipped square is the larger one), `value_mean`, `return_mean`, `return_square_mean`,
-    `value_error_mean` (G − V), `value_error_square_mean`; from the finalized last four `explained_variance` follows.
-    Raises: ValueError unless clip > 0 or None. Source: Schulman et al. 2017; verl `cliprange_value` = 0.5, TRL `cliprange_value` = 0.2, NeMo RL
-    `cliprange`.
+    Metrics over the trained tokens: `value_clip_fraction` (the clipped square is the larger one),
+    `value_mean`, `return_mean`, `return_square_mean`, `value_error_mean` (G − V),
+    `value_error_square_mean`; from the finalized last four `explained_variance` follows. Raises:
+    ValueError unless clip > 0 or None. Source: Schulman et al. 2017; verl `cliprange_value` = 0.5,
+    TRL `cliprange_value` = 0.2, NeMo RL `cliprange`.
 
     >>> values, old, returns = torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, 2.0]])
     >>> value_loss(values, old, returns, torch.tensor([[0.5, 0.5]]), clip=0.5).loss  # ½ · mean of max(1, 2.25) and 1
     tensor(0.8125)
     """
     if clip is not None and clip <= 0:
-        raise ValueError(f"clip must be > 0 or None, but it is {clip}. It is how far the value may move from old_values; None turns the clip off.")
+        raise ValueError(
+            f"clip must be > 0 or None, but it is {clip}. It is how far the value may move from"
+            " old_values; None turns the clip off."
+        )
     mask = loss_weights != 0
-    values, old_values, returns = masked(mask, values), masked(mask, old_values.detach()), masked(mask, returns.detach())
+    values, old_values, returns = (
+        masked(mask, values),
+        masked(mask, old_values.detach()),
+        masked(mask, returns.detach()),
+    )
     square = (values - returns).square()
     larger, clipped = square, torch.zeros_like(mask)
     if clip is not None:
@@ -52,8 +61,8 @@ def value_loss(
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:
-    """1 − Var(G − V)/Var(G) of finalized `value_loss` metrics: 1 = perfect, 0 = no better than the mean return, negative = worse. 0 where all returns
-    are equal.
+    """1 − Var(G − V)/Var(G) of finalized `value_loss` metrics: 1 = perfect, 0 = no better than the
+    mean return, negative = worse. 0 where all returns are equal.
 
     From merged moments, so it is the whole step's and not a mean over microbatches.
 

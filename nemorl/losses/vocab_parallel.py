@@ -1,4 +1,6 @@
-"""Log-probabilities where each rank of a group has a part of the vocabulary (tensor parallelism): from logits, and straight from hidden states."""
+"""Log-probabilities where each rank of a group has a part of the vocabulary (tensor parallelism):
+from logits, and straight from hidden states.
+"""
 
 from typing import Any
 
@@ -15,7 +17,9 @@ __all__ = ["vocab_parallel_linear_logprobs", "vocab_parallel_token_logprobs"]
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """All-reduce forward, identity backward: every rank of the group goes on with the same value and the same gradient."""
+    """All-reduce forward, identity backward: every rank of the group goes on with the same value
+    and the same gradient.
+    """
 
     @staticmethod
     def forward(values, group):
@@ -40,10 +44,12 @@ def vocab_parallel_token_logprobs(
     segment_ids: Int[Tensor, "batch seq"] | None = None,
     temperature: float = 1.0,
 ) -> Float[Tensor, "batch seq"]:
-    """`token_logprobs` from logits whose vocabulary is sharded over `group`, in equal parts in the order of the ranks, without gathering them.
+    """`token_logprobs` from logits whose vocabulary is sharded over `group`, in equal parts in the
+    order of the ranks, without gathering them.
 
-    `group=None`: this process holds the whole vocabulary. Every rank of the group gets the same result and, if all go on to the same loss, the
-    gradient of its own shard. Filters of the sampling support need the whole vocabulary and are not offered.
+    `group=None`: this process holds the whole vocabulary. Every rank of the group gets the same
+    result and, if all go on to the same loss, the gradient of its own shard. Filters of the
+    sampling support need the whole vocabulary and are not offered.
 
     >>> vocab_parallel_token_logprobs(torch.tensor([[[0.0, 0.0], [0.0, 9.0]]]), torch.tensor([[1, 1]])).tolist()
     [[0.0, -0.6931471824645996]]
@@ -56,14 +62,19 @@ def vocab_parallel_token_logprobs(
         dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
     logits = logits - top[..., None]
     mine = (targets >= 0) & (targets < size)
-    target = torch.where(mine, logits.gather(-1, targets.clamp(0, size - 1)[..., None])[..., 0], 0.0)
+    target = torch.where(
+        mine, logits.gather(-1, targets.clamp(0, size - 1)[..., None])[..., 0], 0.0
+    )
     parts = torch.stack([target, logits.exp().sum(-1)])
     target, total = parts if group is None else _SumOverGroup.apply(parts, group)
     return _describe(target - total.log(), segment_ids)
 
 
 class _VocabParallelLinearLogprobs(torch.autograd.Function):
-    """`_LinearLogprobs` with a rank's rows of the head. Backward, the gradient of the hidden states is this rank's summand."""
+    """`_LinearLogprobs` with a rank's rows of the head.
+
+    Backward, the gradient of the hidden states is this rank's summand.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, group, kind, chunk, with_entropy):
@@ -77,7 +88,11 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
                 shifted = logits - top[:, None]
                 target = torch.where(mine, shifted.gather(-1, place[:, None])[:, 0], 0.0)
                 weights = shifted.exp()
-                moments = (weights * _finite(shifted)).sum(-1) if with_entropy else torch.zeros_like(target)
+                moments = (
+                    (weights * _finite(shifted)).sum(-1)
+                    if with_entropy
+                    else torch.zeros_like(target)
+                )
                 parts = torch.stack([target, weights.sum(-1), moments])
                 dist.all_reduce(parts, group=group)
                 target, total, moments = parts
@@ -97,19 +112,33 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
         group, kind, chunk = ctx.options
         # With respect to the logits z: d log p(y) = 1[y] − p, dH = −p (log p + H).
         g, ge = (None if grad is None else (grad / kind.temperature)[:, None] for grad in grads)
-        offset = torch.zeros_like(entropies)[:, None] - (0.0 if g is None else g) - (0.0 if ge is None else ge * entropies[:, None])
+        offset = (
+            torch.zeros_like(entropies)[:, None]
+            - (0.0 if g is None else g)
+            - (0.0 if ge is None else ge * entropies[:, None])
+        )
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(weight.shape, dtype=torch.float32 if weight.dtype != torch.float64 else weight.dtype, device=weight.device)
+        grad_weight = torch.zeros(
+            weight.shape,
+            dtype=torch.float32 if weight.dtype != torch.float64 else weight.dtype,
+            device=weight.device,
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(hidden.dtype)
             for start in range(0, len(hidden), chunk):
                 rows = slice(start, start + chunk)
                 logits, mine, place = _local_logits(hidden[rows], head, ids[rows], group, kind)
                 every = logits - normalizers[rows, None]
-                grad = every.exp() * (offset[rows] if ge is None else torch.addcmul(offset[rows], -ge[rows], _finite(every)))
+                grad = every.exp() * (
+                    offset[rows]
+                    if ge is None
+                    else torch.addcmul(offset[rows], -ge[rows], _finite(every))
+                )
                 del every, logits
                 if g is not None:
-                    grad = grad.scatter_add_(1, place[:, None], torch.where(mine[:, None], g[rows], 0.0))
+                    grad = grad.scatter_add_(
+                        1, place[:, None], torch.where(mine[:, None], g[rows], 0.0)
+                    )
                 grad = grad.to(hidden.dtype)
                 grad_hidden[rows] = grad @ head
                 if ctx.needs_input_grad[1]:
@@ -117,11 +146,18 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
                         grad_weight.addmm_(grad.t(), hidden[rows])
                     else:
                         grad_weight.add_(grad.t() @ hidden[rows])
-        return grad_hidden, grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None, *[None] * 5
+        return (
+            grad_hidden,
+            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            *[None] * 5,
+        )
 
 
-def _local_logits(hidden: Tensor, head: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's logits in this rank's part of the vocabulary, divided by the temperature and filtered; which tokens are in it, and where.
+def _local_logits(
+    hidden: Tensor, head: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A chunk's logits in this rank's part of the vocabulary, divided by the temperature and
+    filtered; which tokens are in it, and where.
 
     Filters need the whole vocabulary: the chunk's logits are gathered for them.
     """
@@ -147,15 +183,20 @@ def vocab_parallel_linear_logprobs(
     chunk: int = 1024,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-    """`flat_linear_logprobs` where each rank of `group` has an equal part of the head's rows, in the order of ranks, and all have the same states.
-    `group=None`: this process has them all.
+    """`flat_linear_logprobs` where each rank of `group` has an equal part of the head's rows, in
+    the order of ranks, and all have the same states. `group=None`: this process has them all.
 
-    No rank ever holds more than the logits of `chunk` tokens. All ranks get the same result and, if all go on to the same loss, the gradient of their
-    own rows of `weight`, but only their summand of the gradient of `states`: whoever shared the states out sums it.
+    No rank ever holds more than the logits of `chunk` tokens. All ranks get the same result and, if
+    all go on to the same loss, the gradient of their own rows of `weight`, but only their summand
+    of the gradient of `states`: whoever shared the states out sums it.
 
     >>> vocab_parallel_linear_logprobs(torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([1]), None)[0].tolist()
     [-0.6931471824645996]
     """
     if group is None:
-        return flat_linear_logprobs(states, weight, ids, kind=kind, chunk=chunk, with_entropy=with_entropy)
-    return _VocabParallelLinearLogprobs.apply(states, weight, ids.long(), group, kind, chunk, with_entropy)
+        return flat_linear_logprobs(
+            states, weight, ids, kind=kind, chunk=chunk, with_entropy=with_entropy
+        )
+    return _VocabParallelLinearLogprobs.apply(
+        states, weight, ids.long(), group, kind, chunk, with_entropy
+    )

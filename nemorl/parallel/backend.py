@@ -15,28 +15,39 @@ from nemorl.losses.types import LossOutput, Metrics
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """What the current policy says about a (micro)batch, in the batch's own layout and of its `logprob_kind`."""
+    """What the current policy says about a (micro)batch, in the batch's own layout and of its
+    `logprob_kind`.
+    """
 
     token_logprobs: Float[Tensor, "batch seq"]
     entropy: Float[Tensor, "batch seq"]
 
 
 LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]
-"""A loss as a trainer sees it: pick the arrays that a pure loss function wants and call it. Called once per microbatch; the outputs add (SPEC §2)."""
+"""A loss as a trainer sees it: pick the arrays that a pure loss function wants and call it.
+
+Called once per microbatch; the outputs add (SPEC §2).
+"""
 
 
 @runtime_checkable
 class TrainingBackend(Protocol):
-    """One model in training. tests/parallel/test_training_conformance.py is the contract that each one passes.
+    """One model in training. tests/parallel/test_training_conformance.py is the contract that each
+    one passes.
 
     From `setup` until `shutdown` its `model` is the live model, which an embedded generator shares.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        """With a loaded model to train, or without one: then `setup` loads the one that the configuration names."""
+        """With a loaded model to train, or without one: then `setup` loads the one that the
+        configuration names.
+        """
 
     step: int
-    """Optimizer steps begun so far: while it stands still the weights are as they were. Part of a checkpoint."""
+    """Optimizer steps begun so far: while it stands still the weights are as they were.
+
+    Part of a checkpoint.
+    """
 
     def setup(self, config: Any) -> None:
         """Load the model and make the optimizer. Called once, first."""
@@ -44,11 +55,14 @@ class TrainingBackend(Protocol):
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """One optimizer step on a batch whose `loss_weights` were built for the whole of it.
 
-        Returns the loss's metrics, and of its own loss, grad_norm (before clipping), lr and num_tokens (those that are not padding).
+        Returns the loss's metrics, and of its own loss, grad_norm (before clipping), lr and
+        num_tokens (those that are not padding).
         """
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
-        """The current policy's token logprobs, without gradient, in the batch's layout and of its kind."""
+        """The current policy's token logprobs, without gradient, in the batch's layout and of its
+        kind.
+        """
 
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         """The same of the frozen reference model; an error where none was asked for."""
@@ -57,13 +71,21 @@ class TrainingBackend(Protocol):
         """Every parameter under its Hugging Face name, one at a time; tied ones once."""
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write model, optimizer and schedule into the directory `path`. With `background` return as soon as training may go on."""
+        """Write model, optimizer and schedule into the directory `path`.
+
+        With `background` return as soon as training may go on.
+        """
 
     def wait_for_checkpoint(self) -> None:
-        """Return when what `save_checkpoint` was given last is on the disk. Raises what went wrong. Called from another thread than the rest."""
+        """Return when what `save_checkpoint` was given last is on the disk.
+
+        Raises what went wrong. Called from another thread than the rest.
+        """
 
     def load_checkpoint(self, path: Path) -> None:
-        """Take over what `save_checkpoint` wrote; the next step equals the one that would have followed."""
+        """Take over what `save_checkpoint` wrote; the next step equals the one that would have
+        followed.
+        """
 
     def shutdown(self) -> None:
         """Free everything. The last call, made after a setup that failed, too."""

@@ -17,9 +17,13 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; the model's own unless given."""
     chat_template: str | None = None
-    """A Jinja chat template, the path of a file with one, or passthrough (contents as they are); the tokenizer's own unless given."""
+    """A Jinja chat template, the path of a file with one, or passthrough (contents as they are);
+    the tokenizer's own unless given.
+    """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values that the chat template asks for by name, such as enable_thinking: false; kept in the tokenizer that a run exports."""
+    """Values that the chat template asks for by name, such as enable_thinking: false; kept in the
+    tokenizer that a run exports.
+    """
     from_scratch: bool = False
     """Initialise the weights at random from the model's configuration instead of loading them."""
 
@@ -31,7 +35,10 @@ class TrainerConfig:
     backend: str = "dtensor"
     """Name of the training backend."""
     train_micro_batch_size: int | None = None
-    """Sequences (or packed rows) per forward pass; memory depends on it, the result does not. None: all at once, or as micro_batch_tokens says."""
+    """Sequences (or packed rows) per forward pass; memory depends on it, the result does not.
+
+    None: all at once, or as micro_batch_tokens says.
+    """
     micro_batch_tokens: int | None = None
     """Instead of a fixed number of rows: tokens per forward pass, padding included."""
     sequence_packing: bool = False
@@ -41,9 +48,14 @@ class TrainerConfig:
     logprob_chunk: int = 1024
     """Tokens whose logits are held at a time; [batch, seq, vocab] never is."""
     device: str | None = None
-    """cpu, cuda, cuda:1, …; the first GPU if there is one unless given. With several ranks cpu or cuda: each takes a GPU of its own."""
+    """cpu, cuda, cuda:1, …; the first GPU if there is one unless given.
+
+    With several ranks cpu or cuda: each takes a GPU of its own.
+    """
     deterministic: bool = False
-    """Only use kernels that give the same bits in every run (on GPUs slower; on a CPU they do anyhow)."""
+    """Only use kernels that give the same bits in every run (on GPUs slower; on a CPU they do
+    anyhow).
+    """
 
     def __post_init__(self) -> None:
         at_least(1, trainer__train_micro_batch_size=self.train_micro_batch_size, trainer__micro_batch_tokens=self.micro_batch_tokens,
@@ -80,9 +92,23 @@ class OptimizerConfig:
     """One kernel for a whole step, or one for each operation on all parameters."""
 
     def __post_init__(self) -> None:
-        require(self.lr > 0, "optimizer.lr", "must be positive", self.lr, "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT")
-        at_least(0, optimizer__warmup_steps=self.warmup_steps, optimizer__weight_decay=self.weight_decay)
-        require(0 <= self.min_lr_ratio <= 1, "optimizer.min_lr_ratio", "must lie in 0 … 1", self.min_lr_ratio, "0.1 ends at a tenth of lr")
+        require(
+            self.lr > 0,
+            "optimizer.lr",
+            "must be positive",
+            self.lr,
+            "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT",
+        )
+        at_least(
+            0, optimizer__warmup_steps=self.warmup_steps, optimizer__weight_decay=self.weight_decay
+        )
+        require(
+            0 <= self.min_lr_ratio <= 1,
+            "optimizer.min_lr_ratio",
+            "must lie in 0 … 1",
+            self.min_lr_ratio,
+            "0.1 ends at a tenth of lr",
+        )
         require(self.eps > 0, "optimizer.eps", "must be positive", self.eps, "1e-8 is usual")
         require(
             self.max_grad_norm is None or self.max_grad_norm > 0,
@@ -93,7 +119,11 @@ class OptimizerConfig:
         )
         for name in ("beta1", "beta2"):
             require(
-                0 <= getattr(self, name) < 1, f"optimizer.{name}", "must lie in 0 … 1 (1 excluded)", getattr(self, name), "0.9 and 0.95 are usual"
+                0 <= getattr(self, name) < 1,
+                f"optimizer.{name}",
+                "must lie in 0 … 1 (1 excluded)",
+                getattr(self, name),
+                "0.9 and 0.95 are usual",
             )
 
 
@@ -102,39 +132,75 @@ class LoRAConfig:
     """Train small adapters beside the model's weights, which stay as they are (LoRA, through PEFT)."""
 
     rank: int = 0
-    """Rank of the adapters: 8 to 64 are usual, with about ten times the optimizer.lr of full training. 0: train the whole model, without adapters."""
+    """Rank of the adapters: 8 to 64 are usual, with about ten times the optimizer.lr of full
+    training. 0: train the whole model, without adapters.
+    """
     alpha: float = 32.0
     """What an adapter adds is scaled by alpha / rank."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in training. Leave it at 0 in RL: what is trained should be what sampled."""
+    """Share of an adapter's inputs that is dropped in training.
+
+    Leave it at 0 in RL: what is trained should be what sampled.
+    """
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter, such as q_proj and v_proj; all but the output layer unless given."""
+    """Names of the linear layers that get an adapter, such as q_proj and v_proj; all but the output
+    layer unless given.
+    """
     export: Literal["merged", "adapter"] = "merged"
-    """What hf/ holds: the whole model, with the adapters merged into its weights; or a PEFT folder of the adapters alone, for use with their base."""
+    """What hf/ holds: the whole model, with the adapters merged into its weights; or a PEFT folder
+    of the adapters alone, for use with their base.
+    """
 
     def __post_init__(self) -> None:
         at_least(0, lora__rank=self.rank)
-        require(self.alpha > 0, "lora.alpha", "must be positive", self.alpha, "32 is usual; an adapter's share is scaled by alpha / rank")
-        require(0 <= self.dropout < 1, "lora.dropout", "must lie in 0 … 1 (1 excluded)", self.dropout, "0.05 is usual in SFT, 0 in RL")
+        require(
+            self.alpha > 0,
+            "lora.alpha",
+            "must be positive",
+            self.alpha,
+            "32 is usual; an adapter's share is scaled by alpha / rank",
+        )
+        require(
+            0 <= self.dropout < 1,
+            "lora.dropout",
+            "must lie in 0 … 1 (1 excluded)",
+            self.dropout,
+            "0.05 is usual in SFT, 0 in RL",
+        )
         if not self.rank:
             for item in fields(self):
                 value = getattr(self, item.name)
-                require(value == item.default, f"lora.{item.name}", "needs lora.rank", value, "add --lora.rank 16, or leave it out")
+                require(
+                    value == item.default,
+                    f"lora.{item.name}",
+                    "needs lora.rank",
+                    value,
+                    "add --lora.rank 16, or leave it out",
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Traces of where the time of a training step goes, for https://ui.perfetto.dev or chrome://tracing."""
+    """Traces of where the time of a training step goes, for https://ui.perfetto.dev or
+    chrome://tracing.
+    """
 
     steps: str | None = None
-    """First and last optimizer step that are recorded, such as 10:12; a lone 10 is 10:10. None: nothing is."""
+    """First and last optimizer step that are recorded, such as 10:12; a lone 10 is 10:10.
+
+    None: nothing is.
+    """
     dir: str | None = None
     """Folder of the traces, one file per device; profile/ of the run unless given."""
 
     def __post_init__(self) -> None:
         span = self.span()
         require(
-            self.dir is None or span is not None, "profile.dir", "needs profile.steps", self.dir, "name the steps to record (--profile.steps 10:12)"
+            self.dir is None or span is not None,
+            "profile.dir",
+            "needs profile.steps",
+            self.dir,
+            "name the steps to record (--profile.steps 10:12)",
         )
 
     def span(self) -> tuple[int, int] | None:
@@ -144,14 +210,26 @@ class ProfileConfig:
         first, *rest = self.steps.split(":", 1)
         last = rest[0] if rest else first
         fits = first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)
-        require(fits, "profile.steps", "must be FIRST:LAST, counted from 1", self.steps, "10:12 records three steps")
+        require(
+            fits,
+            "profile.steps",
+            "must be FIRST:LAST, counted from 1",
+            self.steps,
+            "10:12 records three steps",
+        )
         return int(first), int(last)
 
 
 def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
-    """Adapters beside weights that are random and stay so would teach the model nothing, and nobody could find those weights again."""
+    """Adapters beside weights that are random and stay so would teach the model nothing, and nobody
+    could find those weights again.
+    """
     require(
-        not (lora.rank and model.from_scratch), "lora.rank", "must be 0 with model.from_scratch", lora.rank, "adapt a trained model, or leave it out"
+        not (lora.rank and model.from_scratch),
+        "lora.rank",
+        "must be 0 with model.from_scratch",
+        lora.rank,
+        "adapt a trained model, or leave it out",
     )
 
 
@@ -170,11 +248,17 @@ class BackendConfig:
     total_steps: int = 1
     """Optimizer steps of the whole run, which the learning-rate schedule is stretched over."""
     keep_reference: bool = False
-    """Keep a frozen copy of the initial model for `get_reference_logprobs`; with LoRA none is needed, as that is the model without its adapters."""
+    """Keep a frozen copy of the initial model for `get_reference_logprobs`; with LoRA none is
+    needed, as that is the model without its adapters.
+    """
     collective_timeout_s: float | None = None
-    """How long ranks may wait for each other before they give up, in seconds; None: as long as torch does."""
+    """How long ranks may wait for each other before they give up, in seconds; None: as long as
+    torch does.
+    """
     same_initial_model_as: Path | None = None
-    """A checkpoint whose run must have begun with the same weights, or `setup` refuses them: where a resumed run needs its initial model anew."""
+    """A checkpoint whose run must have begun with the same weights, or `setup` refuses them: where
+    a resumed run needs its initial model anew.
+    """
 
     def __post_init__(self) -> None:
         check_lora(self.lora, self.model)

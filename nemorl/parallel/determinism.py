@@ -11,16 +11,24 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def use_deterministic_kernels() -> Callable[[], None]:
-    """From here on only kernels that give the same bits in every run, in the whole process. Returns a function that puts back what was set before.
+    """From here on only kernels that give the same bits in every run, in the whole process. Returns
+    a function that puts back what was set before.
 
-    An operation that has no such kernel then raises a RuntimeError that names it. (A cumsum on a GPU, by which top_p and the sampler work, has one,
-    though the documentation of torch 2.13 still says that it raises.) cuBLAS reads its setting when it is first used: call this before
-    the model comes to the GPU.
+    An operation that has no such kernel then raises a RuntimeError that names it. (A cumsum on a
+    GPU, by which top_p and the sampler work, has one, though the documentation of torch 2.13 still
+    says that it raises.) cuBLAS reads its setting when it is first used: call this before the model
+    comes to the GPU.
     """
     cudnn = torch.backends.cudnn
     memory: Any = torch.utils.deterministic
-    before = (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
-    before_cudnn, before_fill = (cudnn.deterministic, cudnn.benchmark), memory.fill_uninitialized_memory
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    before_cudnn, before_fill = (
+        (cudnn.deterministic, cudnn.benchmark),
+        memory.fill_uninitialized_memory,
+    )
     before_workspace = os.environ.get(_WORKSPACE)
 
     def restore() -> None:
@@ -33,7 +41,9 @@ def use_deterministic_kernels() -> Callable[[], None]:
     os.environ.setdefault(_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
-    memory.fill_uninitialized_memory = False  # every tensor is written before it is read; filling them would only cost time
+    memory.fill_uninitialized_memory = (
+        False  # every tensor is written before it is read; filling them would only cost time
+    )
     return restore
 
 

@@ -1,4 +1,6 @@
-"""How a batch is cut for the model: packed rows, ranks and microbatches, and the way back to the batch's own layout."""
+"""How a batch is cut for the model: packed rows, ranks and microbatches, and the way back to the
+batch's own layout.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,13 +32,23 @@ class Layout:
     multiple_of: int
 
     def parts(self, rank: int = 0) -> tuple[TokenBatch, ...]:
-        """The microbatches of a rank. An empty one is a row of padding, so that the rank takes part in what all do together."""
+        """The microbatches of a rank.
+
+        An empty one is a row of padding, so that the rank takes part in what all do together.
+        """
         plan = self.microbatches[rank]
         found = split(self.rows, plan, multiple_of=self.multiple_of)
-        return tuple(part if rows else padding_like(self.rows, self.multiple_of) for part, rows in zip(found, plan, strict=True))
+        return tuple(
+            part if rows else padding_like(self.rows, self.multiple_of)
+            for part, rows in zip(found, plan, strict=True)
+        )
 
-    def place(self, values: Sequence[Shaped[Tensor, "_ _"]], rank: int = 0) -> Shaped[Tensor, "rows width"]:
-        """What a rank's model made of each of its microbatches, in the rows' own places; 0 in those of other ranks, so that ranks add up."""
+    def place(
+        self, values: Sequence[Shaped[Tensor, "_ _"]], rank: int = 0
+    ) -> Shaped[Tensor, "rows width"]:
+        """What a rank's model made of each of its microbatches, in the rows' own places; 0 in those
+        of other ranks, so that ranks add up.
+        """
         placed = values[0].new_zeros(self.rows.input_ids.shape)
         for rows, value in zip(self.microbatches[rank], values, strict=True):
             if rows:
@@ -51,11 +63,15 @@ class Layout:
         return pad(placed, (0, self.width - placed.shape[1]))
 
 
-def cut(batch: TokenBatch, config: TrainerConfig, *, num_ranks: int = 1, multiple_of: int = 1) -> Layout:
-    """Cut a batch as the configuration says, but never a row of it: several sequences in a row (a preference pair) stay together.
+def cut(
+    batch: TokenBatch, config: TrainerConfig, *, num_ranks: int = 1, multiple_of: int = 1
+) -> Layout:
+    """Cut a batch as the configuration says, but never a row of it: several sequences in a row (a
+    preference pair) stay together.
 
-    Rows are dealt to the ranks by what they cost, then cut into microbatches whose width is a multiple of `multiple_of`. No number of a training step
-    depends on how it is cut (SPEC §2). Raises ValueError that names a row longer than `packed_row_tokens` or `micro_batch_tokens`.
+    Rows are dealt to the ranks by what they cost, then cut into microbatches whose width is a
+    multiple of `multiple_of`. No number of a training step depends on how it is cut (SPEC §2).
+    Raises ValueError that names a row longer than `packed_row_tokens` or `micro_batch_tokens`.
     """
     lengths = tuple(batch.lengths.tolist())
     packing, rows = None, batch
@@ -69,15 +85,21 @@ def cut(batch: TokenBatch, config: TrainerConfig, *, num_ranks: int = 1, multipl
     return Layout(rows, microbatches, packing, lengths, batch.input_ids.shape[1], multiple_of)
 
 
-def _microbatches(rows: TokenBatch, config: TrainerConfig, own: Sequence[int], at_least: int) -> Plan:
+def _microbatches(
+    rows: TokenBatch, config: TrainerConfig, own: Sequence[int], at_least: int
+) -> Plan:
     """The rows of one rank in microbatches, as indices of all rows."""
     if not own:
         return ((),) * at_least
     mine = take(rows, own)
     if config.micro_batch_tokens is not None:
-        plan = split_microbatches(mine, token_budget=config.micro_batch_tokens, min_microbatches=at_least)
+        plan = split_microbatches(
+            mine, token_budget=config.micro_batch_tokens, min_microbatches=at_least
+        )
     else:
-        plan = split_microbatches(mine, rows=config.train_micro_batch_size or max(1, len(mine)), min_microbatches=at_least)
+        plan = split_microbatches(
+            mine, rows=config.train_micro_batch_size or max(1, len(mine)), min_microbatches=at_least
+        )
     return tuple(tuple(own[row] for row in part) for part in plan)
 
 

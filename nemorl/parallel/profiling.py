@@ -1,7 +1,8 @@
-"""Traces of training steps by torch.profiler: one file per rank, for https://ui.perfetto.dev or chrome://tracing.
+"""Traces of training steps by torch.profiler: one file per rank, for https://ui.perfetto.dev or
+chrome://tracing.
 
-The profiler belongs to the process, so what is open is kept here, in one place. A process that ended while it is open would crash: it is closed at
-exit.
+The profiler belongs to the process, so what is open is kept here, in one place. A process that
+ended while it is open would crash: it is closed at exit.
 """
 
 import atexit
@@ -36,15 +37,18 @@ class _Recording:
 _recording: _Recording | None = None
 
 QUIET_S = 0.1
-"""How long operations of other threads, which have just begun to be recorded, are given before a recording ends."""
+"""How long operations of other threads, which have just begun to be recorded, are given before a
+recording ends.
+"""
 
 
 @contextmanager
 def profiled(config: ProfileConfig, *, step: int, rank: int) -> Iterator[None]:
     """The block, which is optimizer step `step` (from 1), recorded if it is one of `config.steps`.
 
-    Recording begins with the first of these steps and ends with the last, and the trace then lies in `config.dir` as rank0_steps10-12.json. What goes
-    on between the steps is in it, too. Where the run ends earlier, by an error or otherwise, `close_profile` writes the steps that there are.
+    Recording begins with the first of these steps and ends with the last, and the trace then lies
+    in `config.dir` as rank0_steps10-12.json. What goes on between the steps is in it, too. Where
+    the run ends earlier, by an error or otherwise, `close_profile` writes the steps that there are.
 
     Raises ValueError if the folder can't be written to.
     """
@@ -66,12 +70,16 @@ def profiled(config: ProfileConfig, *, step: int, rank: int) -> Iterator[None]:
 
 
 def close_profile() -> None:
-    """Write the trace that is open, if one is; from any thread. A disk that is full is a warning: a trace is not worth a run."""
+    """Write the trace that is open, if one is; from any thread.
+
+    A disk that is full is a warning: a trace is not worth a run.
+    """
     global _recording
     recording, _recording = _recording, None
     if recording is None:
         return
-    # The other threads go on, and torch (2.13: pytorch pull request 187483) would read what one is just writing, and crash: none may record any more.
+    # The other threads go on, and torch (2.13: pytorch pull request 187483) would read what one is
+    # just writing, and crash: none may record any more.
     recording.profiler.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
     time.sleep(QUIET_S)
     recording.profiler.stop()
@@ -93,7 +101,13 @@ def profile_folder(config: ProfileConfig) -> Path | None:
     """
     if config.steps is None:
         return None
-    require(config.dir is not None, "profile.dir", "must be given where no run has a directory for it", None, "name a folder (--profile.dir)")
+    require(
+        config.dir is not None,
+        "profile.dir",
+        "must be given where no run has a directory for it",
+        None,
+        "name a folder (--profile.dir)",
+    )
     folder = Path(str(config.dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +117,8 @@ def profile_folder(config: ProfileConfig) -> Path | None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(
-            f"profile.dir must be a folder that can be written to, but {config.dir} can't ({reason}): name another (--profile.dir)"
+            f"profile.dir must be a folder that can be written to, but {config.dir} can't"
+            f" ({reason}): name another (--profile.dir)"
         ) from error
     return folder
 
@@ -111,9 +126,16 @@ def profile_folder(config: ProfileConfig) -> Path | None:
 def _begin(config: ProfileConfig, step: int, rank: int) -> _Recording:
     folder = profile_folder(config)
     assert folder is not None
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
     # Of all threads: otherwise only the thread that began could end it, and any other would crash.
-    profiler = profile(activities=activities, record_shapes=True, experimental_config=_ExperimentalConfig(profile_all_threads=True))
+    profiler = profile(
+        activities=activities,
+        record_shapes=True,
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),
+    )
     profiler.start()
     return _Recording(profiler, config, folder, rank, step, step)
 

@@ -1,4 +1,6 @@
-"""Attention of decoding: new tokens against a cache of keys and values, as an attention function of `transformers`."""
+"""Attention of decoding: new tokens against a cache of keys and values, as an attention function of
+`transformers`.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,17 +22,23 @@ def cached_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`[batch, heads, new, head_dim]` to `[batch, new, heads, head_dim]`, under a mask that is true where a new token sees a key.
+    """`[batch, heads, new, head_dim]` to `[batch, new, heads, head_dim]`, under a mask that is true
+    where a new token sees a key.
 
-    Of one new token, the heads that share a key head are taken as several tokens with that one head: the keys are then read once for all of them,
-    where repeating keys and values for each head would copy the whole cache in every layer.
+    Of one new token, the heads that share a key head are taken as several tokens with that one
+    head: the keys are then read once for all of them, where repeating keys and values for each head
+    would copy the whole cache in every layer.
     """
     batch, heads, new, dim = query.shape
     options: dict[str, Any] = {"attn_mask": attention_mask, "dropout_p": dropout, "scale": scaling}
     if new == 1:
         grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
-        return scaled_dot_product_attention(grouped, key, value, **options).reshape(batch, 1, heads, dim), None
-    output = scaled_dot_product_attention(query, key, value, enable_gqa=heads != key.shape[1], **options)
+        return scaled_dot_product_attention(grouped, key, value, **options).reshape(
+            batch, 1, heads, dim
+        ), None
+    output = scaled_dot_product_attention(
+        query, key, value, enable_gqa=heads != key.shape[1], **options
+    )
     return output.transpose(1, 2).contiguous(), None
 
 

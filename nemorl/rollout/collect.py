@@ -1,4 +1,6 @@
-"""From prompts to judged responses (`collect`), and from those to a batch to train on (`to_token_batch`)."""
+"""From prompts to judged responses (`collect`), and from those to a batch to train on
+(`to_token_batch`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +29,11 @@ class Prompts:
         return len(self.rows)
 
     def take(self, indices: Sequence[int]) -> "Prompts":
-        return replace(self, rows=[self.rows[i] for i in indices], token_ids=[self.token_ids[i] for i in indices])
+        return replace(
+            self,
+            rows=[self.rows[i] for i in indices],
+            token_ids=[self.token_ids[i] for i in indices],
+        )
 
     def messages(self, index: int) -> list[Mapping[str, Any]]:
         """A row's prompt as a conversation."""
@@ -52,24 +58,38 @@ class Rollouts:
     metrics: Mapping[str, float]
     """Of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
-    """The rewards of which `rewards` is the weighted sum, by name and before they are weighted; empty where there is one reward alone."""
+    """The rewards of which `rewards` is the weighted sum, by name and before they are weighted;
+    empty where there is one reward alone.
+    """
 
     def __len__(self) -> int:
         return len(self.completions)
 
     @property
     def correct(self) -> Bool[Tensor, "batch"]:
-        """Whose reward is at least 1; of several rewards the first one is meant, whatever its weight."""
+        """Whose reward is at least 1; of several rewards the first one is meant, whatever its
+        weight.
+        """
         return next(iter(self.components.values()), self.rewards) >= 1
 
     def reward_metrics(self) -> dict[str, float]:
-        """Mean reward and accuracy (the share of `correct` responses), and of several rewards the mean of each as reward/<name>."""
+        """Mean reward and accuracy (the share of `correct` responses), and of several rewards the
+        mean of each as reward/<name>.
+        """
         parts = {f"reward/{name}": float(values.mean()) for name, values in self.components.items()}
-        return {"reward": float(self.rewards.mean()), "accuracy": float(self.correct.float().mean()), **parts}
+        return {
+            "reward": float(self.rewards.mean()),
+            "accuracy": float(self.correct.float().mean()),
+            **parts,
+        }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
         """The components of one response's reward for a log: {"rewards": {name: value}}, or nothing where there is one reward alone."""
-        return {"rewards": {name: float(values[index]) for name, values in self.components.items()}} if self.components else {}
+        return (
+            {"rewards": {name: float(values[index]) for name, values in self.components.items()}}
+            if self.components
+            else {}
+        )
 
     @property
     def truncated(self) -> Bool[Tensor, "batch"]:
@@ -82,26 +102,57 @@ class Rollouts:
 
 
 def collect(
-    generator: GenerationBackend, environment: EnvironmentInterface, prompts: Prompts, sampling: SamplingParams, *, seed: int, first_group: int = 0
+    generator: GenerationBackend,
+    environment: EnvironmentInterface,
+    prompts: Prompts,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    first_group: int = 0,
 ) -> Rollouts:
     """Sample `sampling.n` responses to each prompt and have them judged.
 
-    Group i, counted from `first_group`, samples from its own seed `derive_seed(seed, i)`, so that a response depends on nothing else in the batch.
-    Raises ValueError where the environment wants to go on with a conversation: turns beyond the first are not supported yet.
+    Group i, counted from `first_group`, samples from its own seed `derive_seed(seed, i)`, so that a
+    response depends on nothing else in the batch. Raises ValueError where the environment wants to
+    go on with a conversation: turns beyond the first are not supported yet.
     """
-    requests = [replace(sampling, seed=derive_seed(seed, first_group + i)) for i in range(len(prompts))]
+    requests = [
+        replace(sampling, seed=derive_seed(seed, first_group + i)) for i in range(len(prompts))
+    ]
     completions = generator.generate(prompts.token_ids, requests)
     index = [i for i in range(len(prompts)) for _ in range(sampling.n)]
-    logs = [[*prompts.messages(i), {"role": "assistant", "content": c.text}] for i, c in zip(index, completions, strict=True)]
-    result = checked(environment.step(logs, [prompts.rows[i] for i in index]), len(logs), type(environment).__name__)
+    logs = [
+        [*prompts.messages(i), {"role": "assistant", "content": c.text}]
+        for i, c in zip(index, completions, strict=True)
+    ]
+    result = checked(
+        environment.step(logs, [prompts.rows[i] for i in index]),
+        len(logs),
+        type(environment).__name__,
+    )
     if not all(result.terminateds):
-        raise ValueError("the environment must end every conversation after the first response: conversations of several turns are not supported yet")
+        raise ValueError(
+            "the environment must end every conversation after the first response: conversations of"
+            " several turns are not supported yet"
+        )
     texts = ["\n".join(str(message["content"]) for message in log[:-1]) for log in logs]
     changed, metrics = environment.global_post_process_and_metrics(
-        {"rewards": result.rewards, "components": result.components, "texts": texts, "truncated": [c.truncated for c in completions]}
+        {
+            "rewards": result.rewards,
+            "components": result.components,
+            "texts": texts,
+            "truncated": [c.truncated for c in completions],
+        }
     )
-    rewards, components = [float(reward) for reward in changed["rewards"]], changed.get("components", {})
-    result = checked(replace(result, rewards=rewards, components=components), len(logs), type(environment).__name__)
+    rewards, components = (
+        [float(reward) for reward in changed["rewards"]],
+        changed.get("components", {}),
+    )
+    result = checked(
+        replace(result, rewards=rewards, components=components),
+        len(logs),
+        type(environment).__name__,
+    )
     return Rollouts(
         rows=[prompts.rows[i] for i in index],
         prompts=[prompts.token_ids[i] for i in index],
@@ -112,48 +163,78 @@ def collect(
         answers=result.answers or [None] * len(completions),
         kind=kind_of(sampling, version=completions[0].policy_version if completions else 0),
         metrics=metrics,
-        components={name: torch.tensor(values, dtype=torch.float32) for name, values in result.components.items()},
+        components={
+            name: torch.tensor(values, dtype=torch.float32)
+            for name, values in result.components.items()
+        },
     )
 
 
 def kind_of(sampling: SamplingParams, *, version: int | None = None) -> LogprobKind:
-    """Which distribution the logprobs of these completions are about (greedy ones: the model's own, at temperature 1)."""
+    """Which distribution the logprobs of these completions are about (greedy ones: the model's own,
+    at temperature 1).
+    """
     if sampling.temperature == 0:
         return LogprobKind(policy_version=version)
-    return LogprobKind(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, policy_version=version)
+    return LogprobKind(
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, policy_version=version
+    )
 
 
 def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
     """Some of the responses, in the order given."""
     index = torch.tensor(list(keep), dtype=torch.long)
-    columns: dict[str, Any] = {name: [getattr(rollouts, name)[i] for i in keep] for name in ("rows", "prompts", "texts", "completions", "answers")}
+    columns: dict[str, Any] = {
+        name: [getattr(rollouts, name)[i] for i in keep]
+        for name in ("rows", "prompts", "texts", "completions", "answers")
+    }
     components = {name: values[index] for name, values in rollouts.components.items()}
-    return replace(rollouts, rewards=rollouts.rewards[index], group_id=rollouts.group_id[index], components=components, **columns)
+    return replace(
+        rollouts,
+        rewards=rollouts.rewards[index],
+        group_id=rollouts.group_id[index],
+        components=components,
+        **columns,
+    )
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
-    """Several rollouts as one; each of the environment's metrics is averaged by size over the parts that have it.
+    """Several rollouts as one; each of the environment's metrics is averaged by size over the parts
+    that have it.
 
-    Raises ValueError if they were sampled from unlike distributions, or have unlike reward components.
+    Raises ValueError if they were sampled from unlike distributions, or have unlike reward
+    components.
     """
     first = parts[0]
     unlike = [part.kind for part in parts if part.kind != first.kind]
     if unlike:
         raise ValueError(
-            f"rollouts of one batch must be sampled alike, but there are {first.kind} and {unlike[0]}: use the same sampling parameters and weights"
+            f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
+            f" {unlike[0]}: use the same sampling parameters and weights"
         )
-    other = next((part for part in parts if part.components.keys() != first.components.keys()), None)
+    other = next(
+        (part for part in parts if part.components.keys() != first.components.keys()), None
+    )
     if other is not None:
         raise ValueError(
-            f"an environment must return the same reward components in every batch, but it returned {sorted(first.components)} and "
-            f"{sorted(other.components)}: return 0.0 where one has no value"
+            "an environment must return the same reward components in every batch, but it returned"
+            f" {sorted(first.components)} and {sorted(other.components)}: return 0.0 where one has"
+            " no value"
         )
     columns: dict[str, Any] = {
-        name: [item for part in parts for item in getattr(part, name)] for name in ("rows", "prompts", "texts", "completions", "answers")
+        name: [item for part in parts for item in getattr(part, name)]
+        for name in ("rows", "prompts", "texts", "completions", "answers")
     }
-    metrics = {name: _mean_metric(name, parts) for name in dict.fromkeys(name for part in parts for name in part.metrics)}
-    components = {name: torch.cat([part.components[name] for part in parts]) for name in first.components}
-    tensors: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("rewards", "group_id")}
+    metrics = {
+        name: _mean_metric(name, parts)
+        for name in dict.fromkeys(name for part in parts for name in part.metrics)
+    }
+    components = {
+        name: torch.cat([part.components[name] for part in parts]) for name in first.components
+    }
+    tensors: dict[str, Any] = {
+        name: torch.cat([getattr(part, name) for part in parts]) for name in ("rewards", "group_id")
+    }
     return replace(first, metrics=metrics, components=components, **tensors, **columns)
 
 
@@ -164,7 +245,9 @@ def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
 
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:
-    """One row per response: its prompt and its tokens, just as they were sampled, with `generation_logprobs`. All response tokens are trained on."""
+    """One row per response: its prompt and its tokens, just as they were sampled, with
+    `generation_logprobs`. All response tokens are trained on.
+    """
     examples = []
     for prompt, completion in zip(rollouts.prompts, rollouts.completions, strict=True):
         response = [False] * len(prompt) + [True] * len(completion.token_ids)

@@ -18,7 +18,9 @@ Metadata = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentReturn:
-    """An environment's answer to a batch of conversations; every list has one entry per conversation."""
+    """An environment's answer to a batch of conversations; every list has one entry per
+    conversation.
+    """
 
     observations: list[dict[str, str]]
     """The message that follows; not used where the conversation is over."""
@@ -32,33 +34,44 @@ class EnvironmentReturn:
     answers: list[str | None] = field(default_factory=list)
     """What the environment read as the answer, for the sample log."""
     components: dict[str, list[float]] = field(default_factory=dict)
-    """Where the rewards are a weighted sum: its parts by name, before they are weighted, to be logged apart."""
+    """Where the rewards are a weighted sum: its parts by name, before they are weighted, to be
+    logged apart.
+    """
 
 
 @runtime_checkable
 class EnvironmentInterface(Protocol):
     """What `collect` talks to after each response."""
 
-    def step(self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]) -> EnvironmentReturn:
+    def step(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
+    ) -> EnvironmentReturn:
         """Judge each conversation, whose last message is the assistant's."""
 
-    def global_post_process_and_metrics(self, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, float]]:
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """See the whole rollout batch at once ({"rewards", "components", "texts", "truncated"}): a changed batch and metrics to log."""
 
 
 RewardFunction = Callable[..., Any]
-"""`fn(prompt, response) -> float` or `fn(prompts, responses) -> list[float]`; further parameters get the data set's columns of their name."""
+"""`fn(prompt, response) -> float` or `fn(prompts, responses) -> list[float]`; further parameters
+get the data set's columns of their name.
+"""
 
 
 class FunctionalRewardWrapper:
     """A reward function as a single-turn environment.
 
-    `fn` is called with the texts of prompt and response, and the columns of the row that it names as parameters (all, if it takes `**columns`). With
-    parameters in the plural (`prompts`, `responses` or `completions`), or with batch=True, it is called once for the whole batch: with lists, columns
-    too, and it returns one number per response, as a list, array or tensor. `name` is what metrics and errors call it.
+    `fn` is called with the texts of prompt and response, and the columns of the row that it names
+    as parameters (all, if it takes `**columns`). With parameters in the plural (`prompts`,
+    `responses` or `completions`), or with batch=True, it is called once for the whole batch: with
+    lists, columns too, and it returns one number per response, as a list, array or tensor. `name`
+    is what metrics and errors call it.
 
-    Raises ValueError if the function can't take a response, wants a column that the rows don't have, or returns something else than finite numbers,
-    one per response. An exception in the function itself comes through, with a note that shows prompt and response.
+    Raises ValueError if the function can't take a response, wants a column that the rows don't
+    have, or returns something else than finite numbers, one per response. An exception in the
+    function itself comes through, with a note that shows prompt and response.
 
     >>> environment = FunctionalRewardWrapper(lambda prompt, response, answer: float(response == answer))
     >>> log = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -68,19 +81,26 @@ class FunctionalRewardWrapper:
     [1.0]
     """
 
-    def __init__(self, fn: RewardFunction, *, batch: bool | None = None, name: str | None = None) -> None:
+    def __init__(
+        self, fn: RewardFunction, *, batch: bool | None = None, name: str | None = None
+    ) -> None:
         self.signature = read_signature(fn, batch=batch, name=name)
         self.fn = fn
         self.name = self.signature.name
 
-    def step(self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]) -> EnvironmentReturn:
+    def step(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
+    ) -> EnvironmentReturn:
         size = len(message_log_batch)
         self._check_columns(metadata)
         texts = [(text_of(log[:-1]), str(log[-1]["content"])) for log in message_log_batch]
         if self.signature.batch:
             rewards = self._of_batch(texts, metadata) if size else []
         else:
-            rewards = [self._of_one(prompt, response, row) for (prompt, response), row in zip(texts, metadata, strict=True)]
+            rewards = [
+                self._of_one(prompt, response, row)
+                for (prompt, response), row in zip(texts, metadata, strict=True)
+            ]
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * size,
             metadata=[None] * size,
@@ -90,13 +110,17 @@ class FunctionalRewardWrapper:
             answers=[None] * size,
         )
 
-    def global_post_process_and_metrics(self, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, float]]:
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
         return batch, {}
 
     def check(self, rows: Sequence[Metadata]) -> None:
-        """Raise a ValueError that names the first row without a column that the function wants, or with one that it takes for the response.
+        """Raise a ValueError that names the first row without a column that the function wants, or
+        with one that it takes for the response.
 
-        A function with an attribute `check_row` has that look at each row, too: `check_row(row)` raises a ValueError for one that it can't judge.
+        A function with an attribute `check_row` has that look at each row, too: `check_row(row)`
+        raises a ValueError for one that it can't judge.
         """
         self._check_columns(rows)
         check_row = getattr(self.fn, "check_row", None)
@@ -105,19 +129,27 @@ class FunctionalRewardWrapper:
                 in_row(row, number, check_row)
 
     def _check_columns(self, rows: Sequence[Metadata]) -> None:
-        wanted, response = [name for name, required in self.signature.columns.items() if required], self.signature.response
+        wanted, response = (
+            [name for name, required in self.signature.columns.items() if required],
+            self.signature.response,
+        )
         for number, row in enumerate(rows):
             if response in row and response not in RESPONSE:
                 raise ValueError(
-                    f"reward {self.name!r} would get the response as its parameter {response!r}, but there is a column of that name, too: call the "
-                    "parameter for the response 'response'"
+                    f"reward {self.name!r} would get the response as its parameter {response!r},"
+                    " but there is a column of that name, too: call the parameter for the response"
+                    " 'response'"
                 )
             missing = next((name for name in wanted if row.get(name) is None), None)
             if missing is not None:
-                where, near = origin_of(row, number), difflib.get_close_matches(missing, map(str, row), n=1)
+                where, near = (
+                    origin_of(row, number),
+                    difflib.get_close_matches(missing, map(str, row), n=1),
+                )
                 hint = f" (did you mean {near[0]!r}?)" if near and near[0] != missing else ""
                 raise ValueError(
-                    f"reward {self.name!r} wants the column {missing!r}, but {where} has only {sorted(row)}{hint}: add it or leave the row out"
+                    f"reward {self.name!r} wants the column {missing!r}, but {where} has only"
+                    f" {sorted(row)}{hint}: add it or leave the row out"
                 )
 
     def _of_one(self, prompt: str, response: str, row: Metadata) -> float:
@@ -131,7 +163,9 @@ class FunctionalRewardWrapper:
 
     def _of_batch(self, texts: Sequence[tuple[str, str]], rows: Sequence[Metadata]) -> list[float]:
         prompts, responses = ([text[part] for text in texts] for part in (0, 1))
-        args, kwargs = self.signature.arguments(prompts, responses, columns_of(rows, self.signature))
+        args, kwargs = self.signature.arguments(
+            prompts, responses, columns_of(rows, self.signature)
+        )
         first = f"a batch of {len(texts)} responses, of which the first is for {_shown(*texts[0])}"
         try:
             result = self.fn(*args, **kwargs)
@@ -141,12 +175,16 @@ class FunctionalRewardWrapper:
         numbers = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping):
             raise ValueError(
-                f"reward {self.name!r} must return a list with one number per response, but it returned {result!r} for {first}: return a list, "
-                "or name its parameters prompt and response to be called for each"
+                f"reward {self.name!r} must return a list with one number per response, but it"
+                f" returned {result!r} for {first}: return a list, or name its parameters prompt"
+                " and response to be called for each"
             )
         numbers = list(numbers)
         if len(numbers) != len(texts):
-            raise ValueError(f"reward {self.name!r} must return one number per response, but it returned {len(numbers)} for {first}: return as many")
+            raise ValueError(
+                f"reward {self.name!r} must return one number per response, but it returned"
+                f" {len(numbers)} for {first}: return as many"
+            )
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 
     def _number(self, result: Any, prompt: str, response: str) -> float:
@@ -157,40 +195,49 @@ class FunctionalRewardWrapper:
             reward = math.nan
         if not math.isfinite(reward):
             raise ValueError(
-                f"reward {self.name!r} must be a finite number, but it is {result!r} for {_shown(prompt, response)}: return 0.0, for example"
+                f"reward {self.name!r} must be a finite number, but it is {result!r} for"
+                f" {_shown(prompt, response)}: return 0.0, for example"
             )
         return reward
 
 
 def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> None:
-    """Have an environment look at the rows before a run, if it has a method `check(rows)`: it raises a ValueError for one that it can't judge."""
+    """Have an environment look at the rows before a run, if it has a method `check(rows)`: it
+    raises a ValueError for one that it can't judge.
+    """
     check = getattr(environment, "check", None)
     if check is not None:
         check(rows)
 
 
 def checked(result: EnvironmentReturn, count: int, name: str) -> EnvironmentReturn:
-    """What an environment returned for `count` conversations, with rewards as plain numbers. ValueError where one is missing or not finite.
+    """What an environment returned for `count` conversations, with rewards as plain numbers.
+    ValueError where one is missing or not finite.
 
     >>> wrong = EnvironmentReturn(observations=[], metadata=[], next_stop_strings=[], rewards=[1.0], terminateds=[True, True])
     >>> checked(wrong, 2, "mine")
     Traceback (most recent call last):
     ValueError: environment 'mine' must return one of rewards per conversation, but it returned 1 for 2 conversations: return as many
     """
-    lists: dict[str, Sequence[Any]] = {"rewards": result.rewards, "terminateds": result.terminateds, **result.components}
+    lists: dict[str, Sequence[Any]] = {
+        "rewards": result.rewards,
+        "terminateds": result.terminateds,
+        **result.components,
+    }
     if result.answers:
         lists["answers"] = result.answers
     for field_name, values in lists.items():
         if len(values) != count:
             raise ValueError(
-                f"environment {name!r} must return one of {field_name} per conversation, but it returned {len(values)} for {count} conversations: "
-                "return as many"
+                f"environment {name!r} must return one of {field_name} per conversation, but it"
+                f" returned {len(values)} for {count} conversations: return as many"
             )
     rewards = [float(reward) for reward in result.rewards]
     wrong = next((i for i, reward in enumerate(rewards) if not math.isfinite(reward)), None)
     if wrong is not None:
         raise ValueError(
-            f"environment {name!r} must return finite rewards, but it returned {rewards[wrong]} for conversation {wrong}: return 0.0, for example"
+            f"environment {name!r} must return finite rewards, but it returned {rewards[wrong]} for"
+            f" conversation {wrong}: return 0.0, for example"
         )
     return replace(result, rewards=rewards)
 
@@ -200,13 +247,20 @@ def _shown(prompt: str, response: str) -> str:
 
 
 def _short(text: str, limit: int = 500) -> str:
-    """A text as it stands in an error: the end of a long one is what an answer is read from, so its middle is left out."""
+    """A text as it stands in an error: the end of a long one is what an answer is read from, so its
+    middle is left out.
+    """
     half = limit // 2
-    return repr(text) if len(text) <= limit else f"{text[:half]!r} … {len(text) - 2 * half} characters … {text[-half:]!r}"
+    return (
+        repr(text)
+        if len(text) <= limit
+        else f"{text[:half]!r} … {len(text) - 2 * half} characters … {text[-half:]!r}"
+    )
 
 
 def text_of(log: MessageLog) -> str:
-    """A conversation as a reward function sees its prompt: the text of a lone message, else one `role: text` per line.
+    """A conversation as a reward function sees its prompt: the text of a lone message, else one
+    `role: text` per line.
 
     >>> text_of([{"role": "user", "content": "1+1="}])
     '1+1='

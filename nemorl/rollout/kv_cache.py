@@ -7,10 +7,13 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values of up to `num_slots` sequences of up to `length` tokens, `[slots, kv_heads, length, head_dim]` a layer.
+    """Keys and values of up to `num_slots` sequences of up to `length` tokens, `[slots, kv_heads,
+    length, head_dim]` a layer.
 
-    It stands in for a `transformers` cache: the model calls `update` in every layer, and `prefill` or `decode` said before where the new keys belong.
-    The layers' tensors are made on first use, when their shapes are known. They start as zeros, because a masked slot's weight 0 times NaN is NaN.
+    It stands in for a `transformers` cache: the model calls `update` in every layer, and `prefill`
+    or `decode` said before where the new keys belong. The layers' tensors are made on first use,
+    when their shapes are known. They start as zeros, because a masked slot's weight 0 times NaN is
+    NaN.
     """
 
     def __init__(self, num_slots: int, length: int) -> None:
@@ -23,11 +26,15 @@ class SlotCache:
         self._lines: Tensor | None = None
 
     def prefill(self, slots: Tensor, sources: Tensor) -> None:
-        """The next forward pass computes whole prompts: keep a copy of prompt `sources[i]` in slot `slots[i]`."""
+        """The next forward pass computes whole prompts: keep a copy of prompt `sources[i]` in slot
+        `slots[i]`.
+        """
         self._prefill = (slots, sources)
 
     def decode(self, positions: Tensor, width: int) -> None:
-        """The next forward pass computes one token for each of the first `len(positions)` slots; `width` = the largest position + 1."""
+        """The next forward pass computes one token for each of the first `len(positions)` slots;
+        `width` = the largest position + 1.
+        """
         self._prefill, self._positions, self._width, self._lines = None, positions, width, None
 
     def move(self, targets: Tensor, sources: Tensor) -> None:
@@ -35,11 +42,15 @@ class SlotCache:
         for store in (*self.keys, *self.values):
             store[targets] = store[sources]
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         """Called by each attention layer: store the new keys and values, return those to attend to."""
         if layer_idx == len(self.keys):
             for stores, new in ((self.keys, key), (self.values, value)):
-                stores.append(new.new_zeros(self.num_slots, new.shape[1], self.length, new.shape[3]))
+                stores.append(
+                    new.new_zeros(self.num_slots, new.shape[1], self.length, new.shape[3])
+                )
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         if self._prefill is not None:
             slots, sources = self._prefill
@@ -48,8 +59,15 @@ class SlotCache:
             return key, value
         assert self._positions is not None
         rows, heads = key.shape[:2]
-        if self._lines is None:  # of all layers alike: where keys and values go in a store seen as lines of head_dim numbers
-            self._lines = (torch.arange(rows * heads, device=key.device).view(rows, heads) * self.length + self._positions[:, None]).flatten()
+        if (
+            self._lines is None
+        ):  # of all layers alike: where keys and values go in a store seen as lines of head_dim numbers
+            self._lines = (
+                torch.arange(rows * heads, device=key.device).view(rows, heads) * self.length
+                + self._positions[:, None]
+            ).flatten()
         for store, new in ((keys, key), (values, value)):
-            store.view(-1, store.shape[-1]).index_copy_(0, self._lines, new.reshape(rows * heads, -1))
+            store.view(-1, store.shape[-1]).index_copy_(
+                0, self._lines, new.reshape(rows * heads, -1)
+            )
         return keys[:rows, :, : self._width], values[:rows, :, : self._width]

@@ -1,4 +1,6 @@
-"""Random numbers by counting: what a request draws depends on its own seed and position, never on who else is in the batch."""
+"""Random numbers by counting: what a request draws depends on its own seed and position, never on
+who else is in the batch.
+"""
 
 import torch
 from jaxtyping import Float64, Int64
@@ -15,7 +17,9 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & ((1 << (64 - bits)) - 1)  # int64 shifts keep the sign; the mask makes the shift logical
+    return (x >> bits) & (
+        (1 << (64 - bits)) - 1
+    )  # int64 shifts keep the sign; the mask makes the shift logical
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -24,10 +28,14 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
-def uniform(seed: Int64[Tensor, "batch"], stream: Int64[Tensor, "batch"], counter: Int64[Tensor, "batch"]) -> Float64[Tensor, "batch"]:
-    """One number in [0, 1) for each (seed, stream, counter), by SplitMix64's mixing function (Steele et al. 2014) on 64-bit integers.
+def uniform(
+    seed: Int64[Tensor, "batch"], stream: Int64[Tensor, "batch"], counter: Int64[Tensor, "batch"]
+) -> Float64[Tensor, "batch"]:
+    """One number in [0, 1) for each (seed, stream, counter), by SplitMix64's mixing function
+    (Steele et al. 2014) on 64-bit integers.
 
-    Here the seed is a request's, the stream its sample, the counter the token's place in the response.
+    Here the seed is a request's, the stream its sample, the counter the token's place in the
+    response.
 
     >>> one = torch.tensor([1])
     >>> alone = uniform(one, one, one)
@@ -41,7 +49,8 @@ def uniform(seed: Int64[Tensor, "batch"], stream: Int64[Tensor, "batch"], counte
 
 
 def derive_seed(seed: int, *path: int) -> int:
-    """A seed for one part of a run (a step, a row), from the run's seed and the part's numbers; below 2^62.
+    """A seed for one part of a run (a step, a row), from the run's seed and the part's numbers;
+    below 2^62.
 
     >>> derive_seed(0, 1, 2) == derive_seed(0, 1, 2), derive_seed(0, 1, 2) == derive_seed(0, 2, 1)
     (True, False)

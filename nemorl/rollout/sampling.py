@@ -37,7 +37,10 @@ class Slot:
 
 @dataclass
 class SlotTensors:
-    """What the device knows of the active slots. Made anew when slots come or go; from token to token only the last four change."""
+    """What the device knows of the active slots.
+
+    Made anew when slots come or go; from token to token only the last four change.
+    """
 
     slots: list[Slot]
     seeds: Tensor
@@ -45,7 +48,9 @@ class SlotTensors:
     greedy: Tensor | None
     """Which rows take the likeliest token; None: none does."""
     filters: dict[str, Any]
-    """temperature, top_k, top_p and min_p: numbers where all slots have the same, otherwise a value for each."""
+    """temperature, top_k, top_p and min_p: numbers where all slots have the same, otherwise a value
+    for each.
+    """
     places: Tensor
     """Tokens that each has so far."""
     positions: Tensor
@@ -71,10 +76,18 @@ class SlotTensors:
             samples=column([s.sample for s in slots]),
             greedy=column(greedy, torch.bool) if any(greedy) else None,
             filters={
-                "temperature": same_or_column([p.temperature or 1.0 for p in params], torch.float32),
-                "top_k": same_or_column([0 if p.temperature == 0 else p.top_k for p in params], torch.int64),
-                "top_p": same_or_column([1.0 if p.temperature == 0 else p.top_p for p in params], torch.float32),
-                "min_p": same_or_column([0.0 if p.temperature == 0 else p.min_p for p in params], torch.float32),
+                "temperature": same_or_column(
+                    [p.temperature or 1.0 for p in params], torch.float32
+                ),
+                "top_k": same_or_column(
+                    [0 if p.temperature == 0 else p.top_k for p in params], torch.int64
+                ),
+                "top_p": same_or_column(
+                    [1.0 if p.temperature == 0 else p.top_p for p in params], torch.float32
+                ),
+                "min_p": same_or_column(
+                    [0.0 if p.temperature == 0 else p.min_p for p in params], torch.float32
+                ),
             },
             places=column([len(s.token_ids) for s in slots]),
             positions=column([s.position for s in slots]),
@@ -84,19 +97,28 @@ class SlotTensors:
 
     def advance(self, tokens: Tensor) -> None:
         """Each slot has one more token."""
-        self.tokens, self.places, self.positions, self.width = tokens, self.places + 1, self.positions + 1, self.width + 1
+        self.tokens, self.places, self.positions, self.width = (
+            tokens,
+            self.places + 1,
+            self.positions + 1,
+            self.width + 1,
+        )
 
 
 def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its logprob under the distribution that it was sampled from (greedy: the model's own, at temperature 1).
+    """The next token of each row and its logprob under the distribution that it was sampled from
+    (greedy: the model's own, at temperature 1).
 
-    Sampling inverts the cumulative distribution at the row's own number of `uniform(seed, sample, place)`.
+    Sampling inverts the cumulative distribution at the row's own number of `uniform(seed, sample,
+    place)`.
     """
     logits = filter_logits(logits.float(), **batch.filters)
     logprobs = logits.log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     threshold = uniform(batch.seeds, batch.samples, batch.places) * cumulative[:, -1]
-    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    tokens = torch.searchsorted(cumulative, threshold[:, None], right=True)[:, 0].clamp(
+        max=logits.shape[-1] - 1
+    )
     if batch.greedy is not None:
         tokens = torch.where(batch.greedy, logits.argmax(-1), tokens)
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]

@@ -21,30 +21,46 @@ class Signature:
     """The parameter that gets the prompt; None: it isn't asked for."""
     response: str
     columns: Mapping[str, bool]
-    """The data columns that are asked for by name; False: the parameter has a default, so that the column may be missing."""
+    """The data columns that are asked for by name; False: the parameter has a default, so that the
+    column may be missing.
+    """
     any_columns: bool
     """It takes `**columns`: all that the row has."""
     leading: tuple[str, ...]
     """The parameters that are given by place."""
     defaults: Mapping[str, Any]
-    """What those of `leading` get whose column is missing, so that the ones behind them keep their places."""
+    """What those of `leading` get whose column is missing, so that the ones behind them keep their
+    places.
+    """
 
-    def arguments(self, prompt: Any, response: Any, columns: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(
+        self, prompt: Any, response: Any, columns: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
         """What to call the function with: `fn(*args, **kwargs)`."""
-        values = {name: value for name, value in columns.items() if name in self.columns or (self.any_columns and name not in (*PROMPT, *RESPONSE))}
+        values = {
+            name: value
+            for name, value in columns.items()
+            if name in self.columns or (self.any_columns and name not in (*PROMPT, *RESPONSE))
+        }
         values[self.response] = response
         if self.prompt or self.any_columns:
             values[self.prompt or PROMPT[self.batch]] = prompt
-        args = {name: values.pop(name) if name in values else self.defaults[name] for name in self.leading if name in values.keys() | self.defaults}
+        args = {
+            name: values.pop(name) if name in values else self.defaults[name]
+            for name in self.leading
+            if name in values.keys() | self.defaults
+        }
         return list(args.values()), values
 
 
 def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = None) -> Signature:
     """The signature of a reward function.
 
-    Parameters called `prompt` and `response` (or `completion`) get those, others the data columns of their name. A function that calls its response
-    something else gets it as its first parameter that is not the prompt, and one that names neither gets both as its first two. Names in the plural
-    (`prompts`, `responses`, `completions`) make it a function of a whole batch, as does batch=True.
+    Parameters called `prompt` and `response` (or `completion`) get those, others the data columns
+    of their name. A function that calls its response something else gets it as its first parameter
+    that is not the prompt, and one that names neither gets both as its first two. Names in the
+    plural (`prompts`, `responses`, `completions`) make it a function of a whole batch, as does
+    batch=True.
 
     Raises ValueError for what is not a function, can't take a response, or is `async`.
 
@@ -55,17 +71,26 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
     ValueError: reward 'short' must take at least (prompt, response), but its parameters are ['text']: add them
     """
     if not callable(fn):
-        raise ValueError(f"reward must be a function fn(prompt, response), but it is {fn!r}: pass the function itself")
-    name = name or name_of(fn)
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(getattr(fn, "__call__", None)):  # noqa: B004
         raise ValueError(
-            f"reward {name!r} must be a plain function, but it is async: write one of a whole batch, fn(prompts, responses), that calls asyncio.run"
+            f"reward must be a function fn(prompt, response), but it is {fn!r}: pass the function"
+            " itself"
+        )
+    name = name or name_of(fn)
+    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
+        raise ValueError(
+            f"reward {name!r} must be a plain function, but it is async: write one of a whole"
+            " batch, fn(prompts, responses), that calls asyncio.run"
         )
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError) as error:
-        raise ValueError(f"reward {name!r} must show its parameters, but {fn!r} has none to see: wrap it, lambda prompt, response: ...") from error
-    by_place = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        raise ValueError(
+            f"reward {name!r} must show its parameters, but {fn!r} has none to see: wrap it, lambda"
+            " prompt, response: ..."
+        ) from error
+    by_place = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
     named = [*by_place, *(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)]
     several_places = any(p.kind == p.VAR_POSITIONAL for p in parameters)
     prompt = next((n for n in PROMPT if n in named), None)
@@ -79,7 +104,8 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
             free, leading = [RESPONSE[0]], [prompt, RESPONSE[0]]
         if not free:
             raise ValueError(
-                f"reward {name!r} must take at least (prompt, response), but its parameters are {[p.name for p in parameters]}: add them"
+                f"reward {name!r} must take at least (prompt, response), but its parameters are"
+                f" {[p.name for p in parameters]}: add them"
             )
         response = free[0]
     return Signature(
@@ -87,10 +113,16 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
         batch=bool(set(PLURAL) & set(named)) if batch is None else batch,
         prompt=prompt,
         response=response,
-        columns={p.name: p.default is p.empty for p in parameters if p.name in named and p.name not in (prompt, response)},
+        columns={
+            p.name: p.default is p.empty
+            for p in parameters
+            if p.name in named and p.name not in (prompt, response)
+        },
         any_columns=any(p.kind == p.VAR_KEYWORD for p in parameters),
         leading=tuple(leading),
-        defaults={p.name: p.default for p in parameters if p.name in leading and p.default is not p.empty},
+        defaults={
+            p.name: p.default for p in parameters if p.name in leading and p.default is not p.empty
+        },
     )
 
 
@@ -105,11 +137,14 @@ def name_of(fn: Any) -> str:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[str, list[Any]]:
-    """The rows' columns as lists for a function of a batch; None where a row doesn't have one that others have.
+    """The rows' columns as lists for a function of a batch; None where a row doesn't have one that
+    others have.
 
     >>> columns_of([{"answer": 1}, {"level": 2}], read_signature(lambda responses, **columns: [0.0, 0.0]))
     {'answer': [1, None], 'level': [None, 2]}
     """
     there = dict.fromkeys(name for row in rows for name in row)
-    wanted = there if signature.any_columns else [name for name in signature.columns if name in there]
+    wanted = (
+        there if signature.any_columns else [name for name in signature.columns if name in there]
+    )
     return {name: [row.get(name) for row in rows] for name in wanted}

@@ -1,4 +1,6 @@
-"""The embedded generation engine: plain PyTorch in the trainer's process, on the trainer's own weights."""
+"""The embedded generation engine: plain PyTorch in the trainer's process, on the trainer's own
+weights.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemorl.rollout.adapters import has_adapters
+from nemorl.models.adapters import has_adapters
+from nemorl.models.causal_lm import (
+    check_supported,
+    decoder_of,
+    end_tokens,
+    head_weight,
+    load_causal_lm,
+)
 from nemorl.rollout.attention import decoding
-from nemorl.rollout.causal_lm import check_supported, decoder_of, end_tokens, head_weight, load_causal_lm
-from nemorl.rollout.generation import Completion, FinishReason, SamplingParams, checked_requests, text_before
+from nemorl.rollout.generation import (
+    Completion,
+    FinishReason,
+    SamplingParams,
+    checked_requests,
+    text_before,
+)
 from nemorl.rollout.kv_cache import SlotCache
 from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 
@@ -23,13 +37,27 @@ PREFILL_TOKENS = 8192
 
 
 class TorchGenerationBackend:
-    """`GenerationBackend` "torch". Given the trainer's model it shares its weights: no copy and nothing to sync.
+    """`GenerationBackend` "torch". Given the trainer's model it shares its weights: no copy and
+    nothing to sync.
 
-    Decoding is continuous: sequences that finish leave the batch and waiting prompts take their slots. A prompt is computed once for all its samples.
+    Decoding is continuous: sequences that finish leave the batch and waiting prompts take their
+    slots. A prompt is computed once for all its samples.
     """
 
-    def __init__(self, *, model: nn.Module | None = None, tokenizer: Any = None, model_path: str = "", precision: str = "float32") -> None:
-        self.model, self.tokenizer, self.model_path, self.precision = model, tokenizer, model_path, precision
+    def __init__(
+        self,
+        *,
+        model: nn.Module | None = None,
+        tokenizer: Any = None,
+        model_path: str = "",
+        precision: str = "float32",
+    ) -> None:
+        self.model, self.tokenizer, self.model_path, self.precision = (
+            model,
+            tokenizer,
+            model_path,
+            precision,
+        )
         self.policy_version: int | None = 0
         self.end_tokens: set[int] = set()
         self.max_batch_size = 256
@@ -37,7 +65,10 @@ class TorchGenerationBackend:
         self.asleep = False
 
     def setup(self, config: Any) -> None:
-        """`config` is the run's generation section: `max_batch_size` is read of it; how to sample comes with each request."""
+        """`config` is the run's generation section:
+
+        `max_batch_size` is read of it; how to sample comes with each request.
+        """
         self.max_batch_size = config.max_batch_size
         if self.model is None:
             self.model = load_causal_lm(self.model_path)
@@ -45,7 +76,9 @@ class TorchGenerationBackend:
         self.end_tokens = end_tokens(self.model, self.tokenizer)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy what is not already the same memory; with the trainer's own model that is nothing, also where it has adapters."""
+        """Copy what is not already the same memory; with the trainer's own model that is nothing,
+        also where it has adapters.
+        """
         own, adapted = self._model.state_dict(keep_vars=True), has_adapters(self._model)
         self.policy_version = None  # until all of them are there
         with torch.no_grad():
@@ -54,12 +87,18 @@ class TorchGenerationBackend:
                     break  # the trainer's own model: the weights to come have its adapters merged, and are for others
                 if adapted:
                     raise ValueError(
-                        "a generator whose model has adapters must share it with the trainer, but these weights are of another: give it the trainer's"
+                        "a generator whose model has adapters must share it with the trainer, but"
+                        " these weights are of another: give it the trainer's"
                     )
                 if name not in own or own[name].shape != tensor.shape:
-                    came = f"shape {tuple(tensor.shape)}, where {tuple(own[name].shape)} is expected" if name in own else "no such parameter"
+                    came = (
+                        f"shape {tuple(tensor.shape)}, where {tuple(own[name].shape)} is expected"
+                        if name in own
+                        else "no such parameter"
+                    )
                     raise ValueError(
-                        f"weights must be those of the generator's model, but {name!r} does not fit ({came}): use the same model on both sides"
+                        f"weights must be those of the generator's model, but {name!r} does not fit"
+                        f" ({came}): use the same model on both sides"
                     )
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
@@ -80,18 +119,28 @@ class TorchGenerationBackend:
     @property
     def _model(self) -> nn.Module:
         if self.model is None:
-            raise RuntimeError("the generation backend has no model: call setup() first, and nothing after shutdown()")
+            raise RuntimeError(
+                "the generation backend has no model: call setup() first, and nothing after"
+                " shutdown()"
+            )
         return self.model
 
     @property
     def _device(self) -> torch.device:
         return head_weight(self._model).device
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams]) -> list[Completion]:
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+    ) -> list[Completion]:
         if self.asleep:
             raise RuntimeError("the generation backend sleeps: call wake() before generate()")
         if self.policy_version is None:
-            raise RuntimeError("the generation backend's weights are incomplete, because an update failed: call update_weights() with all of them")
+            raise RuntimeError(
+                "the generation backend's weights are incomplete, because an update failed: call"
+                " update_weights() with all of them"
+            )
         waiting = self._requests(prompts, sampling_params)
         finished: list[Slot] = []
         active: list[Slot] = []
@@ -101,7 +150,9 @@ class TorchGenerationBackend:
                 self._make_cache(waiting)
                 while waiting or active:
                     while self._room_for(waiting, len(active)):
-                        active = self._retire(active + self._admit(prompts, waiting, len(active)), finished)
+                        active = self._retire(
+                            active + self._admit(prompts, waiting, len(active)), finished
+                        )
                     if active:
                         if batch is None or batch.slots is not active:
                             batch = SlotTensors.of(active, self._device)
@@ -111,19 +162,37 @@ class TorchGenerationBackend:
             self.cache = None  # whatever it holds now must not get into later answers
             raise
         finished.sort(key=lambda s: (s.request, s.sample))
-        texts = self._decode_texts([s.token_ids for s in finished]) if self.tokenizer is not None and finished else [""] * len(finished)
+        texts = (
+            self._decode_texts([s.token_ids for s in finished])
+            if self.tokenizer is not None and finished
+            else [""] * len(finished)
+        )
         return [self._completion(s, text) for s, text in zip(finished, texts, strict=True)]
 
-    def _requests(self, prompts: Sequence[Sequence[int]], sampling_params: SamplingParams | Sequence[SamplingParams]) -> deque[list[Slot]]:
-        """The samples of each prompt, together up to the batch size, so that they share a prefill. Short prompts first: they pad each other least."""
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+    ) -> deque[list[Slot]]:
+        """The samples of each prompt, together up to the batch size, so that they share a prefill.
+
+        Short prompts first: they pad each other least.
+        """
         positions = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
-        params = checked_requests(prompts, sampling_params, vocab_size=head_weight(self._model).shape[0], max_positions=positions)
+        params = checked_requests(
+            prompts,
+            sampling_params,
+            vocab_size=head_weight(self._model).shape[0],
+            max_positions=positions,
+        )
         waiting: deque[list[Slot]] = deque()
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             seed = int(torch.randint(2**62, ())) if p.seed is None else p.seed
             limit = min(p.max_new_tokens, positions - len(prompt))
             samples = [Slot(index, j, p, seed, len(prompt), limit) for j in range(p.n)]
-            waiting.extend(samples[i : i + self.max_batch_size] for i in range(0, p.n, self.max_batch_size))
+            waiting.extend(
+                samples[i : i + self.max_batch_size] for i in range(0, p.n, self.max_batch_size)
+            )
         return deque(sorted(waiting, key=lambda group: group[0].prompt_length))
 
     def _make_cache(self, waiting: deque[list[Slot]]) -> None:
@@ -133,17 +202,31 @@ class TorchGenerationBackend:
             self.cache = SlotCache(slots, length)
 
     def _room_for(self, waiting: deque[list[Slot]], num_active: int) -> bool:
-        """Whether to admit a group now. While others decode it waits until an eighth of the slots is free: one prefill of several costs less."""
+        """Whether to admit a group now.
+
+        While others decode it waits until an eighth of the slots is free: one prefill of several
+        costs less.
+        """
         assert self.cache is not None
         free = self.cache.num_slots - num_active
-        return bool(waiting) and free >= (max(len(waiting[0]), self.cache.num_slots // 8) if num_active else 1)
+        return bool(waiting) and free >= (
+            max(len(waiting[0]), self.cache.num_slots // 8) if num_active else 1
+        )
 
-    def _admit(self, prompts: Sequence[Sequence[int]], waiting: deque[list[Slot]], num_active: int) -> list[Slot]:
-        """Fill free slots with waiting groups: compute their prompts in one pass of up to PREFILL_TOKENS and sample their first tokens."""
+    def _admit(
+        self, prompts: Sequence[Sequence[int]], waiting: deque[list[Slot]], num_active: int
+    ) -> list[Slot]:
+        """Fill free slots with waiting groups: compute their prompts in one pass of up to
+        PREFILL_TOKENS and sample their first tokens.
+        """
         assert self.cache is not None
         free = self.cache.num_slots - num_active
         groups: list[list[Slot]] = []
-        while waiting and len(waiting[0]) <= free and (not groups or (len(groups) + 1) * waiting[0][0].prompt_length <= PREFILL_TOKENS):
+        while (
+            waiting
+            and len(waiting[0]) <= free
+            and (not groups or (len(groups) + 1) * waiting[0][0].prompt_length <= PREFILL_TOKENS)
+        ):
             free -= len(waiting[0])
             groups.append(waiting.popleft())
         device = self._device
@@ -152,30 +235,50 @@ class TorchGenerationBackend:
         for row, group in enumerate(groups):
             input_ids[row, : lengths[row]] = torch.tensor(prompts[group[0].request])
         new = [s for group in groups for s in group]
-        sources = torch.tensor([row for row, group in enumerate(groups) for _ in group], device=device)
+        sources = torch.tensor(
+            [row for row, group in enumerate(groups) for _ in group], device=device
+        )
         self.cache.prefill(torch.arange(num_active, num_active + len(new), device=device), sources)
-        causal = torch.ones(1, 1, max(lengths), max(lengths), dtype=torch.bool, device=device).tril()
+        causal = torch.ones(
+            1, 1, max(lengths), max(lengths), dtype=torch.bool, device=device
+        ).tril()
         positions = torch.arange(max(lengths), device=device)[None].expand(len(groups), -1)
         hidden = self._forward(input_ids.to(device), positions, causal)
-        last = hidden[torch.arange(len(groups), device=device), torch.tensor(lengths, device=device) - 1]
-        self._sample((last @ head_weight(self._model).to(last.dtype).t())[sources], SlotTensors.of(new, device))
+        last = hidden[
+            torch.arange(len(groups), device=device), torch.tensor(lengths, device=device) - 1
+        ]
+        self._sample(
+            (last @ head_weight(self._model).to(last.dtype).t())[sources],
+            SlotTensors.of(new, device),
+        )
         return new
 
     def _decode(self, batch: SlotTensors) -> None:
         assert self.cache is not None
         self.cache.decode(batch.positions, batch.width)
-        visible = (torch.arange(batch.width, device=self._device) <= batch.positions[:, None])[:, None, None]
+        visible = (torch.arange(batch.width, device=self._device) <= batch.positions[:, None])[
+            :, None, None
+        ]
         hidden = self._forward(batch.tokens[:, None], batch.positions[:, None], visible)[:, 0]
         self._sample(hidden @ head_weight(self._model).to(hidden.dtype).t(), batch)
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor) -> Tensor:
         decoder = decoder_of(self._model)
-        return decoder(input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, past_key_values=self.cache, use_cache=True)[0]
+        return decoder(
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            past_key_values=self.cache,
+            use_cache=True,
+        )[0]
 
     def _sample(self, logits: Tensor, batch: SlotTensors) -> None:
         tokens, logprobs = sample_tokens(logits, batch)
         if not bool(logprobs.isfinite().all()):
-            raise FloatingPointError("the model's logits are not finite, so that no token can be sampled: its weights hold NaN or infinity")
+            raise FloatingPointError(
+                "the model's logits are not finite, so that no token can be sampled: its weights"
+                " hold NaN or infinity"
+            )
         for s, token, logprob in zip(batch.slots, tokens.tolist(), logprobs.tolist(), strict=True):
             s.token_ids.append(token)
             s.logprobs.append(logprob)
@@ -186,14 +289,19 @@ class TorchGenerationBackend:
         if token in s.params.stop_token_ids or token in self.end_tokens:
             return "stop"
         if s.params.stop_strings:
-            # The newest token may complete a stop string that began at most its length in bytes earlier.
-            tail = self._decode_texts([s.token_ids[-max(len(stop.encode()) for stop in s.params.stop_strings) - 4 :]])[0]
+            # The newest token may complete a stop string that began at most its length in bytes
+            # earlier.
+            tail = self._decode_texts(
+                [s.token_ids[-max(len(stop.encode()) for stop in s.params.stop_strings) - 4 :]]
+            )[0]
             if any(stop in tail for stop in s.params.stop_strings):
                 return "stop"
         return "length" if len(s.token_ids) >= s.limit else None
 
     def _retire(self, active: list[Slot], finished: list[Slot]) -> list[Slot]:
-        """Take finished sequences out, and move the last active ones into their slots so that the active slots are the first."""
+        """Take finished sequences out, and move the last active ones into their slots so that the
+        active slots are the first.
+        """
         assert self.cache is not None
         done = [s for s in active if s.finish_reason]
         if not done:
@@ -212,7 +320,9 @@ class TorchGenerationBackend:
 
     def _decode_texts(self, token_ids: list[list[int]]) -> list[str]:
         if self.tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer: give the backend one, or use stop_token_ids")
+            raise ValueError(
+                "stop_strings need a tokenizer: give the backend one, or use stop_token_ids"
+            )
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
     def _completion(self, s: Slot, text: str) -> Completion:

@@ -1,4 +1,6 @@
-"""Batches that Hypothesis draws: ragged sequences in which every token is a number of its own, so that a lost or doubled one shows."""
+"""Batches that Hypothesis draws: ragged sequences in which every token is a number of its own, so
+that a lost or doubled one shows.
+"""
 
 import hypothesis.strategies as st
 import torch
@@ -6,26 +8,45 @@ from torch.utils import _pytree as pytree
 
 from nemorl.data.batch import TENSOR_FIELDS, Example, TokenBatch, collate
 
-LENGTHS = st.lists(st.one_of(st.just(1), st.integers(2, 9), st.integers(10, 33)), min_size=1, max_size=12)
+LENGTHS = st.lists(
+    st.one_of(st.just(1), st.integers(2, 9), st.integers(10, 33)), min_size=1, max_size=12
+)
 
 
 def batch_of(lengths: list[int], *, width: int = 0, seed: int = 0) -> TokenBatch:
-    """One sequence a row; the input ids count the tokens of the batch from 1, and every optional array is there. NaN stands off the loss mask."""
+    """One sequence a row; the input ids count the tokens of the batch from 1, and every optional
+    array is there. NaN stands off the loss mask.
+    """
     generator = torch.Generator().manual_seed(seed)
     examples, first = [], 1
     for length in lengths:
         response = [False] + [True] * (length - 1) if length else []
         floats = torch.rand(5, length, generator=generator)
         floats[:, :1] = float("nan")
-        names = ("loss_weights", "advantages", "prev_logprobs", "generation_logprobs", "reference_logprobs")
+        names = (
+            "loss_weights",
+            "advantages",
+            "prev_logprobs",
+            "generation_logprobs",
+            "reference_logprobs",
+        )
         arrays = {name: row.tolist() for name, row in zip(names, floats, strict=True)}
-        examples.append(Example(input_ids=list(range(first, first + length)), loss_mask=response, response_mask=response, **arrays))
+        examples.append(
+            Example(
+                input_ids=list(range(first, first + length)),
+                loss_mask=response,
+                response_mask=response,
+                **arrays,
+            )
+        )
         first += length
     return collate(examples, length=max([width, *lengths]))
 
 
 SPECS = st.tuples(LENGTHS, st.integers(0, 3), st.integers(0, 99))
-"""What `built` makes a batch of: lengths, spare columns, seed. (In the test, not in the strategy: the shape checks draw random numbers.)"""
+"""What `built` makes a batch of: lengths, spare columns, seed. (In the test, not in the strategy:
+the shape checks draw random numbers.)
+"""
 
 
 def built(spec: tuple[list[int], int, int]) -> TokenBatch:
@@ -35,14 +56,20 @@ def built(spec: tuple[list[int], int, int]) -> TokenBatch:
 
 def tokens_of(*parts: TokenBatch) -> list[int]:
     """The numbers of all tokens that are there."""
-    return sorted(token for part in parts for token in part.input_ids[part.segment_ids > 0].tolist())
+    return sorted(
+        token for part in parts for token in part.input_ids[part.segment_ids > 0].tolist()
+    )
 
 
 def assert_equal(one: TokenBatch, other: TokenBatch) -> None:
     """Equal in every array, bit for bit, NaN included, and in the kind of the logprobs."""
     assert one.logprob_kind == other.logprob_kind
-    for name, a, b in zip(TENSOR_FIELDS, pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
+    for name, a, b in zip(
+        TENSOR_FIELDS, pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True
+    ):
         assert (a is None) == (b is None), name
         if a is not None:
             assert a.dtype == b.dtype, name
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}")
+            torch.testing.assert_close(
+                a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
+            )

@@ -17,7 +17,10 @@ def example(*ids: int, **arrays) -> Example:
 
 
 def test_worked_collate():
-    batch = collate([example(5, 6, 7, prev_logprobs=[0.0, -1.0, -2.0]), example(8, prev_logprobs=[0.0])], multiple_of=4)
+    batch = collate(
+        [example(5, 6, 7, prev_logprobs=[0.0, -1.0, -2.0]), example(8, prev_logprobs=[0.0])],
+        multiple_of=4,
+    )
     assert batch.input_ids.tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
     assert batch.segment_ids.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0], [0, 0, 0, 0]]
@@ -27,9 +30,17 @@ def test_worked_collate():
     assert batch.advantages is None
     assert batch.lengths.tolist() == [3, 1]
     assert (batch.num_tokens, len(batch)) == (4, 2)
-    assert [x.dtype for x in (batch.input_ids, batch.segment_ids, batch.position_ids)] == [torch.int64] * 3
-    assert [x.dtype for x in (batch.loss_mask, batch.response_mask, batch.prev_logprobs)] == [torch.bool, torch.bool, torch.float32]
-    assert collate([{"input_ids": [8], "loss_mask": [False], "response_mask": [False]}], length=3).input_ids.tolist() == [[8, 0, 0]]
+    assert [x.dtype for x in (batch.input_ids, batch.segment_ids, batch.position_ids)] == [
+        torch.int64
+    ] * 3
+    assert [x.dtype for x in (batch.loss_mask, batch.response_mask, batch.prev_logprobs)] == [
+        torch.bool,
+        torch.bool,
+        torch.float32,
+    ]
+    assert collate(
+        [{"input_ids": [8], "loss_mask": [False], "response_mask": [False]}], length=3
+    ).input_ids.tolist() == [[8, 0, 0]]
 
 
 def test_a_batch_is_a_pytree_with_its_kind():
@@ -70,16 +81,52 @@ def test_errors_say_what_is_wrong():
     wide = batch_of([3])
     cases = [
         (lambda: collate([]), "at least one sequence"),
-        (lambda: Example(input_ids=[1, 2], loss_mask=[False], response_mask=[False, True]), "input_ids has 2, loss_mask has 1"),
-        (lambda: collate([example(1, 2, advantages=[0.0, 1.0]), example(1)]), "advantages must be given for all examples or for none: example 1"),
-        (lambda: collate([example(1), Example(input_ids=[1], loss_mask=[True], response_mask=[True])]), "example 1 trains on it"),
-        (lambda: collate([Example(input_ids=[1, 2], loss_mask=[False, True], response_mask=[False, False])]), "trains on a prompt token"),
-        (lambda: collate([example(1), Example(input_ids=[1, 2, 3], loss_mask=[False, False, True], response_mask=[False] * 3)]), "example 1 trains"),
+        (
+            lambda: Example(input_ids=[1, 2], loss_mask=[False], response_mask=[False, True]),
+            "input_ids has 2, loss_mask has 1",
+        ),
+        (
+            lambda: collate([example(1, 2, advantages=[0.0, 1.0]), example(1)]),
+            "advantages must be given for all examples or for none: example 1",
+        ),
+        (
+            lambda: collate(
+                [example(1), Example(input_ids=[1], loss_mask=[True], response_mask=[True])]
+            ),
+            "example 1 trains on it",
+        ),
+        (
+            lambda: collate(
+                [Example(input_ids=[1, 2], loss_mask=[False, True], response_mask=[False, False])]
+            ),
+            "trains on a prompt token",
+        ),
+        (
+            lambda: collate(
+                [
+                    example(1),
+                    Example(
+                        input_ids=[1, 2, 3],
+                        loss_mask=[False, False, True],
+                        response_mask=[False] * 3,
+                    ),
+                ]
+            ),
+            "example 1 trains",
+        ),
         (lambda: resize(wide, 2), "at least 3"),
         (lambda: resize(collate([example(1, 2, 3), example(1)]), 2), "at least 3"),
         (lambda: concatenate([]), "at least one batch"),
         (lambda: concatenate([wide, collate([example(1, 2)])]), "batches 0 and 1 differ"),
-        (lambda: concatenate([collate([example(1)]), collate([example(1)], logprob_kind=LogprobKind(temperature=0.5))]), "batch 1 has"),
+        (
+            lambda: concatenate(
+                [
+                    collate([example(1)]),
+                    collate([example(1)], logprob_kind=LogprobKind(temperature=0.5)),
+                ]
+            ),
+            "batch 1 has",
+        ),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -94,10 +141,21 @@ def test_tokens_are_counted_and_padding_is_not():
 def test_sequences_without_a_token_and_batches_without_a_row():
     empty = Example(input_ids=[], loss_mask=[], response_mask=[])
     batch = collate([empty, empty])
-    assert batch.input_ids.shape == (2, 0) and batch.num_tokens == 0 and extents(batch).tolist() == [0, 0]
+    assert (
+        batch.input_ids.shape == (2, 0)
+        and batch.num_tokens == 0
+        and extents(batch).tolist() == [0, 0]
+    )
     assert extents(collate([example(1, 2), empty])).tolist() == [2, 0]
-    assert trim(batch).input_ids.shape == (2, 1) and trim(batch, multiple_of=4).input_ids.shape == (2, 4)
+    assert trim(batch).input_ids.shape == (2, 1) and trim(batch, multiple_of=4).input_ids.shape == (
+        2,
+        4,
+    )
     none = take(batch, [])
-    assert len(none) == 0 and resize(none, 0).input_ids.shape == (0, 0) and trim(none).input_ids.shape == (0, 1)
+    assert (
+        len(none) == 0
+        and resize(none, 0).input_ids.shape == (0, 0)
+        and trim(none).input_ids.shape == (0, 1)
+    )
     wide = take(collate([example(1, 2)]), [])
     assert extents(wide).shape == (0,) and resize(wide, 0).input_ids.shape == (0, 0)

@@ -15,14 +15,23 @@ def example(prompt: list[int], response: list[int]) -> Example:
 
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=6))
 def test_rows_hold_their_sequences_in_order(lengths):
-    rows = [tuple(example([row + 1], [place + 1] * length) for place, length in enumerate(sizes)) for row, sizes in enumerate(lengths)]
+    rows = [
+        tuple(example([row + 1], [place + 1] * length) for place, length in enumerate(sizes))
+        for row, sizes in enumerate(lengths)
+    ]
     batch = collate_together(rows)
     assert len(batch) == len(rows)
     for row, sequences in enumerate(rows):
         length = sum(one.num_tokens for one in sequences)
-        assert batch.input_ids[row, :length].tolist() == [token for one in sequences for token in one.input_ids]
-        assert batch.segment_ids[row, :length].tolist() == [segment for segment, one in enumerate(sequences, 1) for _ in one.input_ids]
-        assert batch.position_ids[row, :length].tolist() == [place for one in sequences for place in range(one.num_tokens)]
+        assert batch.input_ids[row, :length].tolist() == [
+            token for one in sequences for token in one.input_ids
+        ]
+        assert batch.segment_ids[row, :length].tolist() == [
+            segment for segment, one in enumerate(sequences, 1) for _ in one.input_ids
+        ]
+        assert batch.position_ids[row, :length].tolist() == [
+            place for one in sequences for place in range(one.num_tokens)
+        ]
         assert not batch.segment_ids[row, length:].any()
 
 
@@ -46,14 +55,19 @@ def test_another_prompts_response(prompts, seed):
 
 
 def test_all_responses_take_part():
-    """Chosen and rejected ones alternate in the data; the baseline is not measured on one kind alone."""
+    """Chosen and rejected ones alternate in the data; the baseline is not measured on one kind
+    alone.
+    """
     examples = [example([prompt], [10 + kind]) for prompt in range(1, 51) for kind in (0, 1)]
     kinds = [other.input_ids[1] - 10 for other in mismatched(examples, max_length=9)]
     assert 30 <= sum(kinds) <= 70
     assert mismatched(examples, max_length=9, seed=1) != mismatched(examples, max_length=9, seed=2)
 
 
-@pytest.mark.parametrize(("max_length", "expected"), [(9, [1, 2, 3, 7, 8, 9]), (5, [1, 2, 3, 7, 8]), (3, [1, 2, 3]), (2, [1, 2, 3])])
+@pytest.mark.parametrize(
+    ("max_length", "expected"),
+    [(9, [1, 2, 3, 7, 8, 9]), (5, [1, 2, 3, 7, 8]), (3, [1, 2, 3]), (2, [1, 2, 3])],
+)
 def test_worked_and_cut(max_length, expected):
     long, short = example([1, 2, 3], [4]), example([6], [7, 8, 9])
     first, second = mismatched([long, short], max_length=max_length)

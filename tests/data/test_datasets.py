@@ -11,16 +11,32 @@ TOKENIZER = character_tokenizer()
 
 def test_columns_are_mapped_and_kept():
     rows = [{"question": "1+1", "gold": "2", "prompt": "old"}]
-    assert load_rows(rows, prompt_column="question", answer_column="gold") == [{"question": "1+1", "gold": "2", "prompt": "1+1", "answer": "2"}]
+    assert load_rows(rows, prompt_column="question", answer_column="gold") == [
+        {"question": "1+1", "gold": "2", "prompt": "1+1", "answer": "2"}
+    ]
     assert rows == [{"question": "1+1", "gold": "2", "prompt": "old"}], "the source stays as it was"
 
 
 def test_rows_become_prompts_and_examples():
     user, assistant = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     asked = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    rows = [{"prompt": "a"}, {"prompt": [user]}, {"messages": [user, assistant]}, {"messages": [user], "prompt": None}]
-    assert [TOKENIZER.decode(ids) for ids in to_prompts(rows, TOKENIZER)] == ["a", asked, asked, asked]
-    rows = [{"prompt": "a", "response": "b"}, {"prompt": [user], "response": "b"}, {"messages": [user, assistant]}]
+    rows = [
+        {"prompt": "a"},
+        {"prompt": [user]},
+        {"messages": [user, assistant]},
+        {"messages": [user], "prompt": None},
+    ]
+    assert [TOKENIZER.decode(ids) for ids in to_prompts(rows, TOKENIZER)] == [
+        "a",
+        asked,
+        asked,
+        asked,
+    ]
+    rows = [
+        {"prompt": "a", "response": "b"},
+        {"prompt": [user], "response": "b"},
+        {"messages": [user, assistant]},
+    ]
     examples = to_examples(rows, TOKENIZER)
     assert [trained_text(TOKENIZER, example) for example in examples] == [["b<|im_end|>"]] * 3
     assert examples[1] == examples[2]
@@ -28,7 +44,10 @@ def test_rows_become_prompts_and_examples():
 
 
 def test_keys_that_arrow_filled_with_none_do_not_reach_the_template():
-    template = "{% for m in messages %}{{ m.role }}{{ ' CALLS' if 'tool_calls' in m }}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
+    template = (
+        "{% for m in messages %}{{ m.role }}{{ ' CALLS' if 'tool_calls' in m }}{{ m.content }}{%"
+        " endfor %}{{ '>' if add_generation_prompt }}"
+    )
     rows = [{"prompt": [{"role": "user", "content": "a", "tool_calls": None}]}]
     assert TOKENIZER.decode(to_prompts(rows, TOKENIZER, chat_template=template)[0]) == "usera>"
 
@@ -41,7 +60,10 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template():
         ({"messages": "hello"}, "row 2: messages must be a list of messages"),
         ({"messages": []}, "row 2: messages must be a list of messages"),
         ({"messages": [{"content": "a"}]}, "row 2: messages must be a list of messages"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "row 2: messages must hold an assistant message"),
+        (
+            {"messages": [{"role": "user", "content": "a"}]},
+            "row 2: messages must hold an assistant message",
+        ),
         ({"prompt": 5, "response": "a"}, "row 2: prompt must be a list of messages"),
     ],
 )
@@ -71,12 +93,21 @@ def test_every_column_can_be_renamed():
     row = {f"my_{name}": name.upper() for name in names}
     mapped = load_rows([row], **{f"{name}_column": f"my_{name}" for name in names})
     assert mapped == [row | {name: name.upper() for name in names}]
-    with pytest.raises(ValueError, match=r"label_column \(data\.label_column\) is 'labl', but row 1 has the columns .*; did you mean 'my_label'"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"label_column \(data\.label_column\) is 'labl', but row 1 has the columns .*; did you"
+            r" mean 'my_label'"
+        ),
+    ):
         load_rows([row], label_column="labl")
 
 
 def test_of_several_sets_one_may_have_the_standard_name():
-    assert load_rows([[{"question": "a"}], [{"prompt": "b"}]], prompt_column="question") == [{"question": "a", "prompt": "a"}, {"prompt": "b"}]
+    assert load_rows([[{"question": "a"}], [{"prompt": "b"}]], prompt_column="question") == [
+        {"question": "a", "prompt": "a"},
+        {"prompt": "b"},
+    ]
     with pytest.raises(ValueError, match="row 1 of data set 2 has the columns text"):
         load_rows([[{"question": "a"}], [{"text": "b"}]], prompt_column="question")
     with pytest.raises(ValueError, match="row 2 has the columns prompt"):
@@ -89,12 +120,17 @@ def test_rows_keep_their_place_through_the_mapping():
 
 
 def test_a_prompt_is_not_trained_on_even_where_the_assistant_says_something_in_it():
-    talk = [{"role": role, "content": content} for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    talk = [
+        {"role": role, "content": content}
+        for role, content in (("user", "a"), ("assistant", "b"), ("user", "c"))
+    ]
     for tokenizer in (TOKENIZER, character_tokenizer(MARKED)):
         example = to_examples([{"prompt": talk, "response": "d"}], tokenizer)[0]
         assert trained_text(tokenizer, example) == ["d<|im_end|>"]
         assert list(example.response_mask) == [*list(example.loss_mask)[:-1], True]
-        whole = to_examples([{"messages": [*talk, {"role": "assistant", "content": "d"}]}], tokenizer)[0]
+        whole = to_examples(
+            [{"messages": [*talk, {"role": "assistant", "content": "d"}]}], tokenizer
+        )[0]
         assert whole.input_ids == example.input_ids
         assert trained_text(tokenizer, whole) == ["b<|im_end|>", "d<|im_end|>"]
 
@@ -108,13 +144,24 @@ def test_a_prompt_of_the_assistants_own_words_is_not_trained_on():
 def test_a_response_may_be_messages():
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     wanted = to_examples([{"prompt": [user], "response": "b"}], TOKENIZER)
-    assert to_examples([{"prompt": [user], "response": [answer]}, {"prompt": "a", "response": [answer]}], TOKENIZER) == wanted * 2
+    assert (
+        to_examples(
+            [{"prompt": [user], "response": [answer]}, {"prompt": "a", "response": [answer]}],
+            TOKENIZER,
+        )
+        == wanted * 2
+    )
     tool = [answer, {"role": "tool", "content": "42"}, {"role": "assistant", "content": "c"}]
-    assert trained_text(TOKENIZER, to_examples([{"prompt": [user], "response": tool}], TOKENIZER)[0]) == ["b<|im_end|>", "c<|im_end|>"]
+    assert trained_text(
+        TOKENIZER, to_examples([{"prompt": [user], "response": tool}], TOKENIZER)[0]
+    ) == ["b<|im_end|>", "c<|im_end|>"]
 
 
 def test_a_rows_tools_reach_the_template():
-    template = "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    template = (
+        "{% for t in tools %}{{ t.name }} {% endfor %}{% for m in messages %}{{ m.role }}{{"
+        " m.content }}{% endfor %}"
+    )
     template += "{% if add_generation_prompt %}{{ 'assistant' }}{% endif %}"
     tokenizer = character_tokenizer(template)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -122,11 +169,24 @@ def test_a_rows_tools_reach_the_template():
     for given in (tools, '[{"name": "add"}]'):
         row = {"prompt": messages[:1], "tools": given}
         assert tokenizer.decode(to_prompts([row], tokenizer)[0]) == "add useraassistant"
-        assert tokenizer.decode(to_examples([{"messages": messages, "tools": given}], tokenizer)[0].input_ids) == "add useraassistantb"
-    marked = character_tokenizer(template.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}"))
+        assert (
+            tokenizer.decode(
+                to_examples([{"messages": messages, "tools": given}], tokenizer)[0].input_ids
+            )
+            == "add useraassistantb"
+        )
+    marked = character_tokenizer(
+        template.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+    )
     example = to_examples([{"messages": messages[1:], "tools": tools}], marked)[0]
-    assert marked.decode(example.input_ids) == "add assistantb" and trained_text(marked, example) == ["b"]
-    for wrong, message in (("[", "JSON text"), (5, "a list of tools"), (["add"], "a list of tools")):
+    assert marked.decode(example.input_ids) == "add assistantb" and trained_text(
+        marked, example
+    ) == ["b"]
+    for wrong, message in (
+        ("[", "JSON text"),
+        (5, "a list of tools"),
+        (["add"], "a list of tools"),
+    ):
         with pytest.raises(ValueError, match=f"row 1: tools must be .*{message}"):
             to_prompts([{"prompt": messages[:1], "tools": wrong}], tokenizer)
 
@@ -134,15 +194,25 @@ def test_a_rows_tools_reach_the_template():
 def test_errors_name_file_and_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "a", "response": "b"}\n\n{"prompt": "a", "response": 5}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3: response must be text or messages, got 5 .*data\.response_column"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"rows\.jsonl, line 3: response must be text or messages, got 5 .*data\.response_column"
+        ),
+    ):
         to_examples(load_rows(path), TOKENIZER)
     path.write_text('{"text": "a"}\n')
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 1: a row needs a prompt .*got columns text.*data\.prompt_column"):
+    with pytest.raises(
+        ValueError,
+        match=r"rows\.jsonl, line 1: a row needs a prompt .*got columns text.*data\.prompt_column",
+    ):
         to_prompts(load_rows(path), TOKENIZER)
 
 
 def test_a_content_that_the_template_cannot_join_names_its_row():
-    with pytest.raises(ValueError, match="row 1: the chat template refuses messages with the roles user"):
+    with pytest.raises(
+        ValueError, match="row 1: the chat template refuses messages with the roles user"
+    ):
         to_prompts([{"prompt": [{"role": "user", "content": [{"type": "text"}]}]}], TOKENIZER)
 
 
@@ -155,13 +225,18 @@ def test_what_is_no_list_of_messages_or_tools_is_refused():
         to_prompts([{"prompt": [user], "tools": [tool, "add"]}], TOKENIZER)
     with pytest.raises(ValueError, match="row 1: prompt must have at least one token, got ''"):
         to_prompts([{"prompt": ""}], TOKENIZER)
-    with pytest.raises(ValueError, match=r"row 1: response must be text or messages, got 5 \(columns: prompt, response\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"row 1: response must be text or messages, got 5 \(columns: prompt, response\)",
+    ):
         to_examples([{"prompt": "a", "response": 5}], TOKENIZER)
 
 
 def test_a_message_may_have_no_content_but_keeps_the_key():
     calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}], "name": None}
-    assert messages_of([calls], "messages") == [{"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}]
+    assert messages_of([calls], "messages") == [
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "add"}]}
+    ]
 
 
 def test_without_an_end_token_where_nobody_wants_one():
@@ -173,12 +248,19 @@ def test_without_an_end_token_where_nobody_wants_one():
 
 
 def test_as_many_splits_as_sources():
-    with pytest.raises(ValueError, match=r"^split must be one for all sources or one for each of them, 1, got "):
+    with pytest.raises(
+        ValueError, match=r"^split must be one for all sources or one for each of them, 1, got "
+    ):
         load_rows([{"prompt": "a"}], split=["train", "test"])
 
 
 def test_a_missing_column_is_told_with_those_that_there_are():
-    with pytest.raises(ValueError, match=r"prompt_column \(data\.prompt_column\) is 'question', but row 1 has the columns a, b$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"prompt_column \(data\.prompt_column\) is 'question', but row 1 has the columns a, b$"
+        ),
+    ):
         load_rows([{"a": 1, "b": 2}], prompt_column="question")
 
 

@@ -26,24 +26,43 @@ def test_a_pair_is_as_long_as_its_longer_side_and_stays_whole():
     kept, report = limit_length(PAIRS, max_length=5, policy="drop")
     assert (kept, report.kept, report.num_dropped, report.longest) == ([PAIRS[1]], (1,), 2, 11)
     kept, report = limit_length(PAIRS, max_length=5, policy="truncate")
-    assert (report.kept, report.num_truncated, report.num_dropped, report.num_tokens_cut) == ((0, 1), 1, 1, 3)
-    assert (kept[0].chosen, kept[0].rejected) == (example(2, 3), example(2, 3)), "the last pair has no trained token left on one side"
+    assert (report.kept, report.num_truncated, report.num_dropped, report.num_tokens_cut) == (
+        (0, 1),
+        1,
+        1,
+        3,
+    )
+    assert (kept[0].chosen, kept[0].rejected) == (
+        example(2, 3),
+        example(2, 3),
+    ), "the last pair has no trained token left on one side"
     with pytest.raises(ValueError, match="sequence 0 has 8 tokens, max_length is 5"):
         limit_length(PAIRS, max_length=5)
 
 
 def test_judged_answers_keep_their_verdict():
     items = [(example(1, 5), True), (example(5, 1), False), (example(1, 1), False)]
-    assert limit_length(items, max_length=4, policy="truncate")[0] == [(example(1, 3), True), (example(1, 1), False)]
+    assert limit_length(items, max_length=4, policy="truncate")[0] == [
+        (example(1, 3), True),
+        (example(1, 1), False),
+    ]
     kept, report = limit_length(items, max_length=4, policy="drop")
     assert (kept, report.longest) == ([items[2]], 6)
 
 
 def test_the_error_names_the_row_it_was_made_of():
     with pytest.raises(
-        ValueError, match=r"^a\.jsonl, line 3: the sequence has 3 tokens, max_length is 2: .*max_total_sequence_length.*data\.too_long"
+        ValueError,
+        match=(
+            r"^a\.jsonl, line 3: the sequence has 3 tokens, max_length is 2:"
+            r" .*max_total_sequence_length.*data\.too_long"
+        ),
     ):
-        limit_length([[1], [1, 2, 3]], max_length=2, rows=[{}, Row({"prompt": "a"}, origin="a.jsonl, line 3")])
+        limit_length(
+            [[1], [1, 2, 3]],
+            max_length=2,
+            rows=[{}, Row({"prompt": "a"}, origin="a.jsonl, line 3")],
+        )
 
 
 @pytest.mark.parametrize("policy", ["error", "truncate", "drop"])
@@ -56,5 +75,8 @@ def test_what_just_fits_stays_as_it_is(policy):
 
 
 def test_an_unknown_policy_is_named():
-    with shapes_checked(False), pytest.raises(ValueError, match=r"^policy must be error, truncate or drop, got 'cut'$"):
+    with (
+        shapes_checked(False),
+        pytest.raises(ValueError, match=r"^policy must be error, truncate or drop, got 'cut'$"),
+    ):
         limit_length([[1]], max_length=1, policy="cut")

@@ -1,4 +1,6 @@
-"""Which tokens are the assistant's: exact for several chat templates, verified by tokenising what a sampler would have seen."""
+"""Which tokens are the assistant's: exact for several chat templates, verified by tokenising what a
+sampler would have seen.
+"""
 
 import string
 
@@ -10,7 +12,17 @@ from transformers import ByT5Tokenizer
 from nemorl.data.batch import Example
 from nemorl.data.lengths import limit_length
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
-from tests.data.tokenizers_small import CHATML, FORGETFUL, MARKED, PLAIN, STRIPPING, WITH_SYSTEM, character_tokenizer, trained_text, word_tokenizer
+from tests.data.tokenizers_small import (
+    CHATML,
+    FORGETFUL,
+    MARKED,
+    PLAIN,
+    STRIPPING,
+    WITH_SYSTEM,
+    character_tokenizer,
+    trained_text,
+    word_tokenizer,
+)
 
 CHARACTERS = character_tokenizer()
 TEXT = st.text(string.ascii_letters + string.digits + " \n.?", min_size=1, max_size=12)
@@ -18,7 +30,10 @@ STABLE = {"chatml": CHATML, "marked": MARKED, "with_system": WITH_SYSTEM, "strip
 
 
 def talk(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    turns = [{"role": ("user", "assistant")[number % 2], "content": content} for number, content in enumerate(contents)]
+    turns = [
+        {"role": ("user", "assistant")[number % 2], "content": content}
+        for number, content in enumerate(contents)
+    ]
     return ([{"role": "system", "content": system}] if system else []) + turns
 
 
@@ -38,37 +53,54 @@ def test_trained_tokens_are_what_a_sampler_would_have_returned(template, content
             assert example.loss_mask[len(prompt)]
             assert not example.loss_mask[len(prompt) - 1]
     first = example.loss_mask.index(True)
-    assert list(example.response_mask) == [place >= first for place in range(len(example.input_ids))]
+    assert list(example.response_mask) == [
+        place >= first for place in range(len(example.input_ids))
+    ]
 
 
 def test_marks_and_rendering_agree():
     messages = talk("1+1", "2", "and 2+2?", "4")
-    assert tokenize_messages(CHARACTERS, messages, chat_template=MARKED) == tokenize_messages(CHARACTERS, messages, chat_template=CHATML)
+    assert tokenize_messages(CHARACTERS, messages, chat_template=MARKED) == tokenize_messages(
+        CHARACTERS, messages, chat_template=CHATML
+    )
 
 
 def test_worked_example():
     example = tokenize_messages(character_tokenizer(), talk("a", "b", "c"))
     tokens = CHARACTERS.convert_ids_to_tokens(example.input_ids)
     text = [*"|user\na.\n|assistant\nb.\n|user\nc.\n"]
-    assert tokens == ["<|im_start|>" if character == "|" else "<|im_end|>" if character == "." else character for character in text]
+    assert tokens == [
+        "<|im_start|>" if character == "|" else "<|im_end|>" if character == "." else character
+        for character in text
+    ]
     assert [place for place, trained in enumerate(example.loss_mask) if trained] == [20, 21]
     assert example.response_mask.index(True) == 20
     assert all(example.response_mask[20:])
 
 
 def test_the_first_token_of_all_is_never_trained_on():
-    template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-    example = tokenize_messages(CHARACTERS, [{"role": "assistant", "content": "abc"}], chat_template=template)
+    template = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    example = tokenize_messages(
+        CHARACTERS, [{"role": "assistant", "content": "abc"}], chat_template=template
+    )
     assert list(example.loss_mask) == [False, True, True]
 
 
 def test_tool_messages_are_response_but_not_trained_on():
-    messages = [*talk("a", "call"), {"role": "tool", "content": "42"}, {"role": "assistant", "content": "it is 42"}]
+    messages = [
+        *talk("a", "call"),
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "it is 42"},
+    ]
     example = tokenize_messages(CHARACTERS, messages)
     assert trained_text(CHARACTERS, example) == ["call<|im_end|>", "it is 42<|im_end|>"]
     untrained = [
         token
-        for token, response, trained in zip(example.input_ids, example.response_mask, example.loss_mask, strict=True)
+        for token, response, trained in zip(
+            example.input_ids, example.response_mask, example.loss_mask, strict=True
+        )
         if response and not trained
     ]
     assert "tool\n42" in CHARACTERS.decode(untrained)
@@ -83,7 +115,9 @@ def test_template_without_end_token_keeps_its_line_break():
 def test_slow_tokenizers_work_too():
     tokenizer = ByT5Tokenizer()
     for template in (CHATML, MARKED):
-        example = tokenize_messages(tokenizer, talk("a", "b"), chat_template=template.replace("<|im_end|>", "</s>"))
+        example = tokenize_messages(
+            tokenizer, talk("a", "b"), chat_template=template.replace("<|im_end|>", "</s>")
+        )
         assert trained_text(tokenizer, example) == ["b</s>"]
 
 
@@ -99,8 +133,11 @@ def test_forgetful_template_is_an_error_with_its_remedy_but_works_for_the_last_t
     "template",
     [
         PLAIN.replace("assistant:{", "{{ 'assistant: ' }}{"),
-        "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{% endfor %}",
+        (
+            "{% for m in messages %}{{ m.role + ': ' }}{% if m.role == 'assistant' %}{% generation"
+            " %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{{ '\n' }}{%"
+            " endfor %}"
+        ),
     ],
     ids=["rendered", "marked"],
 )
@@ -115,37 +152,79 @@ def test_prompt_response_is_exact():
     assert CHARACTERS.decode(example.input_ids) == "1+1=2<|im_end|>"
     assert trained_text(CHARACTERS, example) == ["2<|im_end|>"]
     assert list(example.response_mask) == list(example.loss_mask)
-    assert trained_text(CHARACTERS, tokenize_prompt_response(CHARACTERS, "1+1=", "2<|im_end|>")) == ["2<|im_end|>"]
-    assert trained_text(CHARACTERS, tokenize_prompt_response(CHARACTERS, "1+1=", "2", add_eos=False)) == ["2"]
-    assert trained_text(CHARACTERS, tokenize_prompt_response(CHARACTERS, talk("1+1="), "2")) == ["2<|im_end|>"]
-    assert list(tokenize_prompt_response(CHARACTERS, "", "22").loss_mask) == [False, True, True], "nothing comes before the first token"
+    assert trained_text(
+        CHARACTERS, tokenize_prompt_response(CHARACTERS, "1+1=", "2<|im_end|>")
+    ) == ["2<|im_end|>"]
+    assert trained_text(
+        CHARACTERS, tokenize_prompt_response(CHARACTERS, "1+1=", "2", add_eos=False)
+    ) == ["2"]
+    assert trained_text(CHARACTERS, tokenize_prompt_response(CHARACTERS, talk("1+1="), "2")) == [
+        "2<|im_end|>"
+    ]
+    assert list(tokenize_prompt_response(CHARACTERS, "", "22").loss_mask) == [
+        False,
+        True,
+        True,
+    ], "nothing comes before the first token"
 
 
 @given(TEXT, TEXT)
 def test_prompt_response_begins_with_the_samplers_prompt(prompt, response):
     example = tokenize_prompt_response(CHARACTERS, prompt, response)
     given_ids = tokenize_prompt(CHARACTERS, prompt)
-    assert list(example.input_ids) == given_ids + CHARACTERS(response, add_special_tokens=False).input_ids + [CHARACTERS.eos_token_id]
+    assert list(example.input_ids) == given_ids + CHARACTERS(
+        response, add_special_tokens=False
+    ).input_ids + [CHARACTERS.eos_token_id]
 
 
 def test_prompts():
-    assert CHARACTERS.decode(tokenize_prompt(CHARACTERS, talk("a"))) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
-    assert CHARACTERS.decode(tokenize_prompt(CHARACTERS, talk("a", "well, "))) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nwell, "
-    assert tokenize_prompt(ByT5Tokenizer(), "ab") == [100, 101], "the end token that this tokenizer adds does not belong to a prompt"
-    assert tokenize_prompt(ByT5Tokenizer(), "ab</s>")[-1] == 1, "one that the prompt itself ends with does"
+    assert (
+        CHARACTERS.decode(tokenize_prompt(CHARACTERS, talk("a")))
+        == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (
+        CHARACTERS.decode(tokenize_prompt(CHARACTERS, talk("a", "well, ")))
+        == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nwell, "
+    )
+    assert tokenize_prompt(ByT5Tokenizer(), "ab") == [
+        100,
+        101,
+    ], "the end token that this tokenizer adds does not belong to a prompt"
+    assert tokenize_prompt(ByT5Tokenizer(), "ab</s>")[-1] == 1, (
+        "one that the prompt itself ends with does"
+    )
 
 
 def test_limit_length_counts_what_it_does():
-    examples = [tokenize_prompt_response(CHARACTERS, prompt, response) for prompt, response in (("ab", "cd"), ("a", "b"), ("abcd", "e"))]
+    examples = [
+        tokenize_prompt_response(CHARACTERS, prompt, response)
+        for prompt, response in (("ab", "cd"), ("a", "b"), ("abcd", "e"))
+    ]
     with pytest.raises(ValueError, match="sequence 0 has 5 tokens, max_length is 4"):
         limit_length(examples, max_length=4)
     kept, report = limit_length(examples, max_length=4, policy="drop")
-    assert (kept, report.kept, report.num_dropped, report.num_truncated, report.longest) == ([examples[1]], (1,), 2, 0, 6)
+    assert (kept, report.kept, report.num_dropped, report.num_truncated, report.longest) == (
+        [examples[1]],
+        (1,),
+        2,
+        0,
+        6,
+    )
     kept, report = limit_length(examples, max_length=4, policy="truncate")
     assert [CHARACTERS.decode(item.input_ids) for item in kept] == ["abcd", "ab<|im_end|>"]
-    assert (report.kept, report.num_dropped, report.num_truncated, report.num_tokens_cut) == ((0, 1), 1, 1, 1)
+    assert (report.kept, report.num_dropped, report.num_truncated, report.num_tokens_cut) == (
+        (0, 1),
+        1,
+        1,
+        1,
+    )
     assert limit_length([[1, 2, 3]], max_length=2, policy="truncate")[0] == [[2, 3]]
-    arrays = Example(input_ids=[1, 2, 3], loss_mask=[False, True, True], response_mask=[False, True, True], advantages=[0.0, 1.0, 2.0])
+    arrays = Example(
+        input_ids=[1, 2, 3],
+        loss_mask=[False, True, True],
+        response_mask=[False, True, True],
+        advantages=[0.0, 1.0, 2.0],
+    )
     assert limit_length([arrays], max_length=2, policy="truncate")[0][0].advantages == [0.0, 1.0]
 
 
@@ -159,24 +238,37 @@ def test_errors_say_what_is_wrong():
         (lambda: tokenize_prompt(bare, talk("a")), "pass chat_template"),
         (lambda: tokenize_messages(CHARACTERS, talk("a", "b")[1:]), "message 0 is the assistant's"),
         (
-            lambda: tokenize_messages(CHARACTERS, talk("a", "b"), chat_template="{{ raise_exception('no') }}"),
+            lambda: tokenize_messages(
+                CHARACTERS, talk("a", "b"), chat_template="{{ raise_exception('no') }}"
+            ),
             "refuses messages with the roles user, assistant: no",
         ),
         (
             lambda: tokenize_messages(
-                CHARACTERS, talk("a", ""), chat_template=MARKED.replace("m.content + '<|im_end|>' }}{% endg", "m.content }}{% endg")
+                CHARACTERS,
+                talk("a", ""),
+                chat_template=MARKED.replace(
+                    "m.content + '<|im_end|>' }}{% endg", "m.content }}{% endg"
+                ),
             ),
             "no token",
         ),
         (lambda: tokenize_prompt_response(endless, "a", "b"), "set tokenizer.eos_token"),
-        (lambda: tokenize_prompt_response(CHARACTERS, "a", "", add_eos=False), "response must give a token"),
+        (
+            lambda: tokenize_prompt_response(CHARACTERS, "a", "", add_eos=False),
+            "response must give a token",
+        ),
         (lambda: limit_length([[1]], max_length=0), "max_length"),
         (
-            lambda: tokenize_messages(CHARACTERS, talk("a", "b"), chat_template=MARKED + "{{ raise_exception('no') }}"),
+            lambda: tokenize_messages(
+                CHARACTERS, talk("a", "b"), chat_template=MARKED + "{{ raise_exception('no') }}"
+            ),
             "^the chat template refuses messages with the roles user, assistant: no",
         ),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
-    assert tokenize_messages(CHARACTERS, talk("a", "b")[1:], chat_template=MARKED).loss_mask[-2], "marks say where a first message begins"
+    assert tokenize_messages(CHARACTERS, talk("a", "b")[1:], chat_template=MARKED).loss_mask[-2], (
+        "marks say where a first message begins"
+    )

@@ -1,4 +1,6 @@
-"""An order that neither repeats nor drops a row across a resume, of one set and of mixtures by weight."""
+"""An order that neither repeats nor drops a row across a resume, of one set and of mixtures by
+weight.
+"""
 
 from collections import Counter
 from typing import Any
@@ -12,7 +14,13 @@ from nemorl.data.order import BLOCK, RowOrder, rows_at, split_rows
 from nemorl.data.rows import Row
 
 
-@given(st.integers(1, 30), st.integers(0, 80), st.lists(st.integers(0, 25), max_size=6), st.integers(0, 2**40), st.booleans())
+@given(
+    st.integers(1, 30),
+    st.integers(0, 80),
+    st.lists(st.integers(0, 25), max_size=6),
+    st.integers(0, 2**40),
+    st.booleans(),
+)
 def test_a_resumed_order_is_the_uninterrupted_order(num_rows, start, counts, seed, shuffle):
     whole = rows_at(num_rows, start, sum(counts), seed, shuffle)
     parts, cursor = [], start
@@ -48,10 +56,21 @@ def test_split_rows_shares_no_row(num_rows, data, seed):
 
 @st.composite
 def orders(draw, *, weighted: bool | None = None) -> dict[str, Any]:
-    """What a `RowOrder` is made of. (Made in the test, not here: the shape checks draw random numbers.)"""
+    """What a `RowOrder` is made of. (Made in the test, not here: the shape checks draw random
+    numbers.)
+    """
     sizes = draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-    weights = [draw(st.sampled_from([0.1, 0.5, 1.0, 3.0, 7.0])) for _ in sizes] if (draw(st.booleans()) if weighted is None else weighted) else []
-    return {"sizes": tuple(sizes), "weights": tuple(weights), "seed": draw(st.integers(0, 2**40)), "shuffle": draw(st.booleans())}
+    weights = (
+        [draw(st.sampled_from([0.1, 0.5, 1.0, 3.0, 7.0])) for _ in sizes]
+        if (draw(st.booleans()) if weighted is None else weighted)
+        else []
+    )
+    return {
+        "sizes": tuple(sizes),
+        "weights": tuple(weights),
+        "seed": draw(st.integers(0, 2**40)),
+        "shuffle": draw(st.booleans()),
+    }
 
 
 @given(orders(), st.integers(0, 2500), st.lists(st.integers(0, 60), max_size=6))
@@ -83,14 +102,22 @@ def test_each_set_of_a_mixture_neither_repeats_nor_drops_a_row_within_its_pass(s
 def test_each_block_of_a_mixture_meets_the_shares(spec, block):
     order = RowOrder(**spec)
     bounds = np.cumsum(order.sizes)
-    sets = Counter(int(np.searchsorted(bounds, row, side="right")) for row in order.take(block * BLOCK, BLOCK))
+    sets = Counter(
+        int(np.searchsorted(bounds, row, side="right")) for row in order.take(block * BLOCK, BLOCK)
+    )
     assert tuple(sets[number] for number in range(len(order.sizes))) == order.quotas
     for quota, weight in zip(order.quotas, order.weights, strict=True):
         assert abs(quota - BLOCK * weight / sum(order.weights)) < 1
     assert sum(order.quotas) == BLOCK
 
 
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any), st.integers(0, 200), st.integers(0, 60), st.integers(0, 99), st.booleans())
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=4).filter(any),
+    st.integers(0, 200),
+    st.integers(0, 60),
+    st.integers(0, 99),
+    st.booleans(),
+)
 def test_without_weights_it_is_the_order_of_all_rows_together(sizes, cursor, count, seed, shuffle):
     order = RowOrder(sizes=tuple(sizes), seed=seed, shuffle=shuffle)
     assert order.take(cursor, count) == rows_at(sum(sizes), cursor, count, seed, shuffle)
@@ -112,12 +139,16 @@ def test_the_order_of_a_mixture_stays_what_it_was():
 
 def test_a_mixture_gives_as_many_rows_as_were_asked_for():
     order = RowOrder(sizes=(4, 6), weights=(1, 2), seed=3)
-    assert [len(order.take(cursor, count)) for cursor, count in ((0, 0), (5, 7), (990, 20), (995, 2010))] == [0, 7, 20, 2010]
+    assert [
+        len(order.take(cursor, count)) for cursor, count in ((0, 0), (5, 7), (990, 20), (995, 2010))
+    ] == [0, 7, 20, 2010]
 
 
 def test_what_is_left_of_a_block_goes_to_the_largest_remainders():
     assert RowOrder(sizes=(5, 5), weights=(1, 2)).quotas == (333, 667)
-    assert RowOrder(sizes=(5, 5, 5), weights=(1, 1, 1)).quotas == (334, 333, 333), "the first of equal ones"
+    assert RowOrder(sizes=(5, 5, 5), weights=(1, 1, 1)).quotas == (334, 333, 333), (
+        "the first of equal ones"
+    )
 
 
 def test_an_even_mixture_without_shuffling_spreads_the_sets():
@@ -129,7 +160,10 @@ def test_an_even_mixture_without_shuffling_spreads_the_sets():
 def test_sets_of_a_mixture_have_orders_of_their_own():
     order = RowOrder(sizes=(30, 30), weights=(1, 1), seed=1)
     visited = order.take(0, 3000)
-    first, second = [row for row in visited if row < 30][:30], [row - 30 for row in visited if row >= 30][:30]
+    first, second = (
+        [row for row in visited if row < 30][:30],
+        [row - 30 for row in visited if row >= 30][:30],
+    )
     assert first != second
     assert [row < 30 for row in visited[:BLOCK]] != [row < 30 for row in visited[BLOCK : 2 * BLOCK]]
 
@@ -137,7 +171,9 @@ def test_sets_of_a_mixture_have_orders_of_their_own():
 def test_the_sets_of_rows_are_counted_by_their_source():
     rows = [Row({"n": n}, source=source) for n, source in enumerate((0, 0, 2))]
     assert RowOrder.of(rows) == RowOrder(sizes=(2, 0, 1))
-    assert RowOrder.of(rows[:2], weights=(1.0,), seed=3, shuffle=False) == RowOrder(sizes=(2,), weights=(1.0,), seed=3, shuffle=False)
+    assert RowOrder.of(rows[:2], weights=(1.0,), seed=3, shuffle=False) == RowOrder(
+        sizes=(2,), weights=(1.0,), seed=3, shuffle=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,18 +185,33 @@ def test_the_sets_of_rows_are_counted_by_their_source():
         (lambda: RowOrder(sizes=(0,)), "sizes must hold at least one row"),
         (lambda: RowOrder(sizes=(-1, 5)), "sizes must hold at least one row"),
         (lambda: RowOrder(sizes=(1,), seed=-1), "seed"),
-        (lambda: RowOrder(sizes=(1, 2), weights=(1.0,)), r"weights \(data\.weights\) must be as many as data sets, 2, got \(1\.0,\)"),
-        (lambda: RowOrder(sizes=(1, 2), weights=(1.0, 0.0)), r"must be positive.*leave set 2 out of data\.train"),
+        (
+            lambda: RowOrder(sizes=(1, 2), weights=(1.0,)),
+            r"weights \(data\.weights\) must be as many as data sets, 2, got \(1\.0,\)",
+        ),
+        (
+            lambda: RowOrder(sizes=(1, 2), weights=(1.0, 0.0)),
+            r"must be positive.*leave set 2 out of data\.train",
+        ),
         (lambda: RowOrder(sizes=(1, 2), weights=(1.0, float("nan"))), "must be positive"),
         (lambda: RowOrder(sizes=(1, 2), weights=(1.0, float("inf"))), "must be positive"),
-        (lambda: RowOrder(sizes=(5, 0), weights=(1.0, 1.0)), r"set 2 has no rows left.*data\.too_long"),
+        (
+            lambda: RowOrder(sizes=(5, 0), weights=(1.0, 1.0)),
+            r"set 2 has no rows left.*data\.too_long",
+        ),
         (lambda: RowOrder.of([Row(source=0)], weights=(1.0, 1.0)), "set 2 has no rows left"),
-        (lambda: RowOrder(sizes=(5, 5), weights=(10_000.0, 1.0)), "must be at least 10.*raise the least"),
+        (
+            lambda: RowOrder(sizes=(5, 5), weights=(10_000.0, 1.0)),
+            "must be at least 10.*raise the least",
+        ),
         (lambda: RowOrder(sizes=(5, 5), weights=(1.0, 1.0)).take(-1, 1), "cursor and count"),
         (lambda: RowOrder.of([Row(source=1), Row(source=0)]), "set after set"),
         (lambda: RowOrder.of([]), "at least one row"),
         (lambda: split_rows([{}, {}], validation=2), "at least one of the 2 rows on each side"),
-        (lambda: split_rows([{}, {}], validation=0.1), r"data\.held_out\) must leave at least one of the 2 rows on each side"),
+        (
+            lambda: split_rows([{}, {}], validation=0.1),
+            r"data\.held_out\) must leave at least one of the 2 rows on each side",
+        ),
         (lambda: split_rows([{}, {}, {}, {}], validation=1.5), "at least one of the 4 rows"),
     ],
 )

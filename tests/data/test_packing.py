@@ -1,4 +1,6 @@
-"""Laws 2 and 15 for packing: nothing lost or doubled, capacities kept, pack and unpack inverse; how tight the plans are."""
+"""Laws 2 and 15 for packing: nothing lost or doubled, capacities kept, pack and unpack inverse; how
+tight the plans are.
+"""
 
 import itertools
 import subprocess
@@ -28,14 +30,24 @@ def test_plan_holds_every_index_once_within_capacity(lengths, spare, algorithm, 
     assert all(list(row) == sorted(row) for row in plan)
     assert len(plan) % multiple == 0
     filled = sum(length > 0 for length in lengths)
-    assert sum(any(lengths[index] for index in row) for row in plan) == min(len(plan), filled), "a row is empty although another could be split"
-    assert plan == pack_plan(torch.tensor(lengths, dtype=torch.int64), capacity, algorithm=algorithm, num_rows_multiple=multiple)
+    assert sum(any(lengths[index] for index in row) for row in plan) == min(len(plan), filled), (
+        "a row is empty although another could be split"
+    )
+    assert plan == pack_plan(
+        torch.tensor(lengths, dtype=torch.int64),
+        capacity,
+        algorithm=algorithm,
+        num_rows_multiple=multiple,
+    )
 
 
 @given(WEIGHTS.filter(any), st.integers(0, 20), ALGORITHM)
 def test_plan_has_no_two_rows_that_fit_into_one(lengths, spare, algorithm):
     capacity = max(lengths) + spare
-    used = sorted(sum(lengths[index] for index in row) for row in pack_plan(lengths, capacity, algorithm=algorithm))
+    used = sorted(
+        sum(lengths[index] for index in row)
+        for row in pack_plan(lengths, capacity, algorithm=algorithm)
+    )
     if algorithm != "concatenative":
         assert len(used) == 1 or used[0] + used[1] > capacity
 
@@ -65,15 +77,23 @@ def naive_best_fit_decreasing(lengths, capacity):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(0, 20))
 def test_indexed_search_finds_what_a_linear_search_finds(lengths, spare):
     capacity = max(lengths) + spare
-    assert ALGORITHMS["first_fit_decreasing"](lengths, capacity) == naive_first_fit_decreasing(lengths, capacity)
-    rooms = sorted(capacity - sum(lengths[i] for i in row) for row in ALGORITHMS["best_fit_decreasing"](lengths, capacity))
+    assert ALGORITHMS["first_fit_decreasing"](lengths, capacity) == naive_first_fit_decreasing(
+        lengths, capacity
+    )
+    rooms = sorted(
+        capacity - sum(lengths[i] for i in row)
+        for row in ALGORITHMS["best_fit_decreasing"](lengths, capacity)
+    )
     assert rooms == naive_best_fit_decreasing(lengths, capacity)
 
 
 def naive_modified_first_fit_decreasing(lengths, capacity):
     """The five phases with plain lists, as lengths in rows."""
     bounds = (capacity / 2, capacity / 3, capacity / 6, 0)
-    large, *kinds = (sorted(x for x in lengths if low < x and (k == 0 or x <= bounds[k - 1])) for k, low in enumerate(bounds))
+    large, *kinds = (
+        sorted(x for x in lengths if low < x and (k == 0 or x <= bounds[k - 1]))
+        for k, low in enumerate(bounds)
+    )
     medium, small, _ = kinds
     rows = [[x] for x in reversed(large)]
 
@@ -106,18 +126,44 @@ def naive_modified_first_fit_decreasing(lengths, capacity):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(30, 90))
 def test_modified_first_fit_decreasing_is_its_five_phases(lengths, capacity):
     plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, capacity)
-    assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(lengths, capacity)
+    assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(
+        lengths, capacity
+    )
 
 
 def test_modified_first_fit_decreasing_at_its_borders():
     """Exactly a half is medium, exactly a third small, exactly a sixth tiny."""
-    for lengths in ([6, 6], [7, 6, 5], [8, 4, 4, 4], [8, 3, 2, 2], [9, 2, 2, 1], [7, 4, 4], [7, 3, 2, 3], [8, 2, 2, 4, 4], [7, 2, 2, 3, 3], [12, 1]):
+    for lengths in (
+        [6, 6],
+        [7, 6, 5],
+        [8, 4, 4, 4],
+        [8, 3, 2, 2],
+        [9, 2, 2, 1],
+        [7, 4, 4],
+        [7, 3, 2, 3],
+        [8, 2, 2, 4, 4],
+        [7, 2, 2, 3, 3],
+        [12, 1],
+    ):
         plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, 12)
-        assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(lengths, 12), lengths
-    for lengths, rows in (([51, 40, 20, 25], [[51, 40], [25, 20]]), ([51, 17, 20], [[51, 17, 20]]), ([60, 17, 20], [[60, 17, 20]])):
+        assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(
+            lengths, 12
+        ), lengths
+    for lengths, rows in (
+        ([51, 40, 20, 25], [[51, 40], [25, 20]]),
+        ([51, 17, 20], [[51, 17, 20]]),
+        ([60, 17, 20], [[60, 17, 20]]),
+    ):
         plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, 100)
-        assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(lengths, 100) == rows
-    assert ALGORITHMS["modified_first_fit_decreasing"]([16, 10, 6, 7], 30) == [[0, 2, 3], [1]], "as medium, 10 would stand beside 16"
+        assert (
+            [[lengths[i] for i in row] for row in plan]
+            == naive_modified_first_fit_decreasing(lengths, 100)
+            == rows
+        )
+    assert ALGORITHMS["modified_first_fit_decreasing"]([16, 10, 6, 7], 30) == [
+        [0, 2, 3],
+        [1],
+    ], "as medium, 10 would stand beside 16"
 
 
 def test_concatenative_takes_empty_sequences_along():
@@ -132,22 +178,43 @@ def test_worked_plans():
     assert pack_plan(lengths, 10, num_rows_multiple=4) == ((1,), (0, 3), (4, 5), (2,))
     assert pack_plan([5, 5], 10, num_rows_multiple=4) == ((0,), (1,), (), ())
     assert pack_plan([1, 1], 10, num_rows_multiple=2) == ((0,), (1,))
-    assert pack_plan([1, 2, 3], 6, num_rows_multiple=2) == ((2,), (0, 1)), "halves of three tokens each"
+    assert pack_plan([1, 2, 3], 6, num_rows_multiple=2) == (
+        (2,),
+        (0, 1),
+    ), "halves of three tokens each"
     # The fullest row first, then the fuller half of it before a row that holds less.
-    assert pack_plan([1, 2, 2, 2], 4, algorithm="concatenative", num_rows_multiple=3) == ((0, 1), (2,), (3,))
-    assert pack_plan([2, 2, 2, 2, 1, 2], 8, algorithm="concatenative", num_rows_multiple=4) == ((0,), (4, 5), (1, 3), (2,))
+    assert pack_plan([1, 2, 2, 2], 4, algorithm="concatenative", num_rows_multiple=3) == (
+        (0, 1),
+        (2,),
+        (3,),
+    )
+    assert pack_plan([2, 2, 2, 2, 1, 2], 8, algorithm="concatenative", num_rows_multiple=4) == (
+        (0,),
+        (4, 5),
+        (1, 3),
+        (2,),
+    )
     assert pack_plan([], 10, num_rows_multiple=4) == ()
 
 
 def test_modified_first_fit_decreasing_wins_where_johnson_and_garey_say():
-    """51, 27, 26 and 23 in 100: first fit decreasing joins 51 and 27, which leaves 22 free; phase 3 joins 51, 26 and 23. (The optimum is 9 rows.)"""
+    """51, 27, 26 and 23 in 100: first fit decreasing joins 51 and 27, which leaves 22 free; phase 3
+    joins 51, 26 and 23. (The optimum is 9 rows.)
+    """
     lengths = [51] * 6 + [27] * 6 + [26] * 6 + [23] * 12
     assert len(pack_plan(lengths, 100, algorithm="first_fit_decreasing")) == 11
     assert len(pack_plan(lengths, 100, algorithm="modified_first_fit_decreasing")) == 10
-    # Phase 3 begins with the row that has most room: 51 gets the smallest (20) and the largest that fits beside it (25).
-    assert pack_plan([60, 51, 25, 20, 20], 100, algorithm="modified_first_fit_decreasing") == ((0, 3), (1, 2, 4))
+    # Phase 3 begins with the row that has most room: 51 gets the smallest (20) and the largest that
+    # fits beside it (25).
+    assert pack_plan([60, 51, 25, 20, 20], 100, algorithm="modified_first_fit_decreasing") == (
+        (0, 3),
+        (1, 2, 4),
+    )
     # The two smallest just fit beside 60; beside 58 the two smallest, 20 and 25, don't.
-    assert pack_plan([60, 25, 20, 20], 100, algorithm="modified_first_fit_decreasing") == ((0, 2, 3), (1,))
+    assert pack_plan([60, 25, 20, 20], 100, algorithm="modified_first_fit_decreasing") == (
+        (0, 2, 3),
+        (1,),
+    )
     assert pack_plan([58, 20, 25], 100, algorithm="modified_first_fit_decreasing") == ((0, 2), (1,))
 
 
@@ -165,8 +232,12 @@ for algorithm in ("best_fit_decreasing", "first_fit_decreasing", "modified_first
 
 
 def test_log_normal_lengths_pack_tight():
-    """100,000 lengths: at most 1 % above the lower bound (without this run's checks of each call; benchmarks/packing.py takes the time)."""
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True)
+    """100,000 lengths: at most 1 % above the lower bound (without this run's checks of each call;
+    benchmarks/packing.py takes the time).
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
+    )
     measured = [line.split() for line in done.stdout.splitlines()]
     assert len(measured) == 9
     for algorithm, capacity, ratio in measured:
@@ -177,12 +248,16 @@ def test_log_normal_lengths_pack_tight():
 def test_unpack_undoes_pack(spec, spare, algorithm, multiple, multiple_of):
     batch = built(spec)
     lengths = batch.lengths
-    plan = pack_plan(lengths, int(lengths.max()) + spare, algorithm=algorithm, num_rows_multiple=multiple)
+    plan = pack_plan(
+        lengths, int(lengths.max()) + spare, algorithm=algorithm, num_rows_multiple=multiple
+    )
     packed = pack(batch, plan, multiple_of=multiple_of)
     assert packed.input_ids.shape[1] % multiple_of == 0
     assert tokens_of(packed) == tokens_of(batch)
     assert_equal(unpack(packed, plan, lengths, length=batch.input_ids.shape[1]), batch)
-    assert torch.equal(unpack(packed.input_ids, plan, lengths, length=batch.input_ids.shape[1]), batch.input_ids)
+    assert torch.equal(
+        unpack(packed.input_ids, plan, lengths, length=batch.input_ids.shape[1]), batch.input_ids
+    )
 
 
 @given(SPECS, st.data())
@@ -193,10 +268,21 @@ def test_packed_rows_restart_positions_and_number_segments(spec, data):
     plan = (tuple(order[:cut]), tuple(order[cut:]))
     packed = pack(batch, plan)
     for row, indices in enumerate(plan):
-        expected = [(number, place) for number, index in enumerate(indices, 1) for place in range(int(batch.lengths[index]))]
+        expected = [
+            (number, place)
+            for number, index in enumerate(indices, 1)
+            for place in range(int(batch.lengths[index]))
+        ]
         width = packed.input_ids.shape[1]
         expected += [(0, 0)] * (width - len(expected))
-        assert list(zip(packed.segment_ids[row].tolist(), packed.position_ids[row].tolist(), strict=True)) == expected
+        assert (
+            list(
+                zip(
+                    packed.segment_ids[row].tolist(), packed.position_ids[row].tolist(), strict=True
+                )
+            )
+            == expected
+        )
         assert not packed.loss_mask[row][packed.segment_ids[row] == 0].any()
 
 
@@ -212,17 +298,26 @@ def test_worked_pack():
 
 @st.composite
 def several_per_row(draw):
-    """Lengths of sequences and in which rows of a batch they stand, several in a row and in any order, with empty rows."""
+    """Lengths of sequences and in which rows of a batch they stand, several in a row and in any
+    order, with empty rows.
+    """
     spec = draw(SPECS)
     order = draw(st.permutations(range(len(spec[0]))))
     cuts = sorted(draw(st.lists(st.integers(0, len(order)), max_size=5)))
-    return spec, tuple(tuple(order[begin:end]) for begin, end in zip([0, *cuts], [*cuts, len(order)], strict=True))
+    return spec, tuple(
+        tuple(order[begin:end]) for begin, end in zip([0, *cuts], [*cuts, len(order)], strict=True)
+    )
 
 
 def rows_of(batch):
     """Per row its sequences, each as its tokens with their positions, in order."""
     rows = []
-    for ids, segments, positions in zip(batch.input_ids.tolist(), batch.segment_ids.tolist(), batch.position_ids.tolist(), strict=True):
+    for ids, segments, positions in zip(
+        batch.input_ids.tolist(),
+        batch.segment_ids.tolist(),
+        batch.position_ids.tolist(),
+        strict=True,
+    ):
         sequences = [[] for _ in range(max(segments, default=0))]
         for token, segment, position in zip(ids, segments, positions, strict=True):
             if segment:
@@ -233,16 +328,22 @@ def rows_of(batch):
 
 @given(several_per_row(), st.integers(0, 20), ALGORITHM, st.integers(1, 4))
 def test_rows_of_several_segments_are_packed_whole(drawn, spare, algorithm, multiple):
-    """Preference pairs are such rows: no packing parts them, and unpacking gives them back bit for bit."""
+    """Preference pairs are such rows: no packing parts them, and unpacking gives them back bit for
+    bit.
+    """
     spec, rows = drawn
     batch = pack(built(spec), rows)
     lengths = batch.lengths
-    plan = pack_plan(lengths, max(1, int(lengths.max())) + spare, algorithm=algorithm, num_rows_multiple=multiple)
+    plan = pack_plan(
+        lengths, max(1, int(lengths.max())) + spare, algorithm=algorithm, num_rows_multiple=multiple
+    )
     packed = pack(batch, plan)
     before, after = rows_of(batch), rows_of(packed)
     assert after == [[sequence for index in row for sequence in before[index]] for row in plan]
     assert_equal(unpack(packed, plan, lengths, length=batch.input_ids.shape[1]), batch)
-    assert torch.equal(unpack(packed.input_ids, plan, lengths, length=batch.input_ids.shape[1]), batch.input_ids)
+    assert torch.equal(
+        unpack(packed.input_ids, plan, lengths, length=batch.input_ids.shape[1]), batch.input_ids
+    )
 
 
 @given(several_per_row(), st.data())
@@ -263,7 +364,10 @@ def test_worked_pack_of_pairs():
     assert packed.segment_ids.tolist() == [[1, 2, 2, 3, 3, 3, 4, 4, 0]]
     assert packed.position_ids.tolist() == [[0, 0, 1, 0, 1, 2, 0, 1, 0]]
     assert_equal(unpack(packed, ((1, 0),), pairs.lengths), pairs)
-    assert unpack(packed.segment_ids, ((1, 0),), pairs.lengths).tolist() == [[3, 3, 3, 4, 4], [1, 2, 2, 0, 0]], "an array is moved as it is"
+    assert unpack(packed.segment_ids, ((1, 0),), pairs.lengths).tolist() == [
+        [3, 3, 3, 4, 4],
+        [1, 2, 2, 0, 0],
+    ], "an array is moved as it is"
 
 
 def test_empty_sequences_and_rows_take_no_segment():
@@ -277,10 +381,19 @@ def test_empty_sequences_and_rows_take_no_segment():
 def test_place_of_the_padding_does_not_matter():
     batch = batch_of([2, 3])
     shifted = type(batch)(
-        **{name: None if value is None else torch.roll(value, 1, -1) for name, value in vars(batch).items() if name != "logprob_kind"}
+        **{
+            name: None if value is None else torch.roll(value, 1, -1)
+            for name, value in vars(batch).items()
+            if name != "logprob_kind"
+        }
     )
     right = pack(batch_of([2], width=3), ((0,),))
-    left = pack(type(batch)(**{name: value[:1] for name, value in vars(shifted).items() if name != "logprob_kind"}), ((0,),))
+    left = pack(
+        type(batch)(
+            **{name: value[:1] for name, value in vars(shifted).items() if name != "logprob_kind"}
+        ),
+        ((0,),),
+    )
     assert left.input_ids.tolist() == right.input_ids.tolist()
     assert left.position_ids.tolist() == right.position_ids.tolist()
 
@@ -300,13 +413,22 @@ def test_errors_say_what_is_wrong():
     cases = [
         (lambda: pack_plan([3, 11], 10), "sequence 1 has 11 tokens, but a row holds 10"),
         (lambda: pack_plan([3], 10, algorithm="worst"), "best_fit_decreasing"),
-        (lambda: pack_plan([3], 0), "^capacity and num_rows_multiple must be at least 1, got 0 and 1"),
-        (lambda: pack_plan([3], 10, num_rows_multiple=0), "^capacity and num_rows_multiple must be at least 1, got 10 and 0"),
+        (
+            lambda: pack_plan([3], 0),
+            "^capacity and num_rows_multiple must be at least 1, got 0 and 1",
+        ),
+        (
+            lambda: pack_plan([3], 10, num_rows_multiple=0),
+            "^capacity and num_rows_multiple must be at least 1, got 10 and 0",
+        ),
         (lambda: pack(batch, ((0,),)), "sequence 1 is there 0 times"),
         (lambda: pack(batch, ((0, 1), (1,))), "sequence 1 is there 2 times"),
         (lambda: pack(batch, ((0, 1, 2),)), "it holds 3"),
         (lambda: pack(batch, ((0, 0),)), "sequence 0 is there 2 times"),
-        (lambda: pack(batch, ((1,), (0,)), capacity=2), "row 1 of the plan has 3 tokens, capacity is 2"),
+        (
+            lambda: pack(batch, ((1,), (0,)), capacity=2),
+            "row 1 of the plan has 3 tokens, capacity is 2",
+        ),
         (lambda: pack(batch, ((0, 1),), capacity=6, multiple_of=4), "try 8"),
         (lambda: unpack(packed, ((0, 1),), [3, 1], length=2), "longest row"),
         (lambda: unpack(packed.input_ids[:, :3], ((0, 1),), [3, 1]), "at least 4 columns"),
@@ -324,7 +446,12 @@ def test_errors_name_the_sequence_that_is_wrong():
         pack_plan([-1, 3], 10)
     with pytest.raises(ValueError, match=r"^multiple_of must be at least 1"):
         pack(batch_of([1]), ((0,),), multiple_of=0)
-    with shapes_checked(False), pytest.raises(ValueError, match=r"^algorithm must be one of best_fit_decreasing, .*, got 'worst'"):
+    with (
+        shapes_checked(False),
+        pytest.raises(
+            ValueError, match=r"^algorithm must be one of best_fit_decreasing, .*, got 'worst'"
+        ),
+    ):
         pack_plan([3], 10, algorithm="worst")
     with pytest.raises(ValueError, match="sequence 1 is there 2 times"):
         pack(batch_of([1, 1, 1]), ((0, 1, 1),))

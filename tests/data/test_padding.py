@@ -13,7 +13,13 @@ SEQUENCES = st.lists(st.lists(st.integers(-5, 5), max_size=7), min_size=1, max_s
 
 @given(SEQUENCES, st.integers(0, 4), st.integers(1, 8), SIDES)
 def test_unpad_undoes_pad(sequences, spare, multiple_of, side):
-    padded, lengths = pad(sequences, value=9, length=max(map(len, sequences)) + spare, multiple_of=multiple_of, side=side)
+    padded, lengths = pad(
+        sequences,
+        value=9,
+        length=max(map(len, sequences)) + spare,
+        multiple_of=multiple_of,
+        side=side,
+    )
     assert padded.shape[1] % multiple_of == 0
     assert lengths.tolist() == [len(sequence) for sequence in sequences]
     assert (padded == 9).sum() == padded.numel() - sum(map(len, sequences))
@@ -31,16 +37,26 @@ def test_pad_undoes_unpad(sequences, side):
 def test_worked_example():
     sequences = [[1, 2, 3], [], [4]]
     assert pad(sequences, value=0)[0].tolist() == [[1, 2, 3], [0, 0, 0], [4, 0, 0]]
-    assert pad(sequences, value=7, length=4, side="left")[0].tolist() == [[7, 1, 2, 3], [7, 7, 7, 7], [7, 7, 7, 4]]
+    assert pad(sequences, value=7, length=4, side="left")[0].tolist() == [
+        [7, 1, 2, 3],
+        [7, 7, 7, 7],
+        [7, 7, 7, 4],
+    ]
 
 
-@pytest.mark.parametrize(("sequences", "value", "dtype"), [([[True]], False, torch.bool), ([[1.5]], 0, torch.float32), ([[], []], 0, torch.int64)])
+@pytest.mark.parametrize(
+    ("sequences", "value", "dtype"),
+    [([[True]], False, torch.bool), ([[1.5]], 0, torch.float32), ([[], []], 0, torch.int64)],
+)
 def test_dtype_follows_the_data(sequences, value, dtype):
     assert pad(sequences, value=value)[0].dtype == dtype
 
 
 def test_tensors_keep_dtype_trailing_dims_and_gradient():
-    one, two = torch.ones(2, 3, dtype=torch.float64, requires_grad=True), torch.ones(1, 3, dtype=torch.float64)
+    one, two = (
+        torch.ones(2, 3, dtype=torch.float64, requires_grad=True),
+        torch.ones(1, 3, dtype=torch.float64),
+    )
     padded, _ = pad([one, two], value=0.0)
     assert padded.shape == (2, 2, 3)
     assert padded.dtype == torch.float64
@@ -63,4 +79,8 @@ def test_errors_name_the_sequence():
 def test_no_sequence_at_all_and_lists_beside_tensors():
     padded, lengths = pad([], value=0)
     assert padded.shape == (0, 0) and lengths.tolist() == []
-    assert pad([torch.tensor([1]), [2, 3]], value=0)[0].tolist() == pad([[1], torch.tensor([2, 3])], value=0)[0].tolist() == [[1, 0], [2, 3]]
+    assert (
+        pad([torch.tensor([1]), [2, 3]], value=0)[0].tolist()
+        == pad([[1], torch.tensor([2, 3])], value=0)[0].tolist()
+        == [[1, 0], [2, 3]]
+    )

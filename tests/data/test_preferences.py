@@ -23,16 +23,29 @@ FORMS = {
     "messages and text": {"prompt": [user("a")], "chosen": "b", "rejected": "cd"},
     "half text": {"prompt": [user("a")], "chosen": "b", "rejected": [assistant("cd")]},
     "text and messages": {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("cd")]},
-    "prompt inside": {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("cd")]},
-    "prompt inside and beside": {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("cd")]},
+    "prompt inside": {
+        "chosen": [user("a"), assistant("b")],
+        "rejected": [user("a"), assistant("cd")],
+    },
+    "prompt inside and beside": {
+        "prompt": "a",
+        "chosen": [user("a"), assistant("b")],
+        "rejected": [user("a"), assistant("cd")],
+    },
     "conversation as prompt": {"messages": [user("a")], "chosen": "b", "rejected": "cd"},
     "ranked": {
         "context": [user("a")],
-        "completions": [{"rank": 0, "completion": [assistant("b")]}, {"rank": 1, "completion": [assistant("cd")]}],
+        "completions": [
+            {"rank": 0, "completion": [assistant("b")]},
+            {"rank": 1, "completion": [assistant("cd")]},
+        ],
     },
     "ranked, worst first": {
         "context": user("a"),
-        "completions": [{"rank": 2.0, "completion": [assistant("cd")]}, {"rank": 1, "completion": "b"}],
+        "completions": [
+            {"rank": 2.0, "completion": [assistant("cd")]},
+            {"rank": 1, "completion": "b"},
+        ],
     },
 }
 
@@ -59,26 +72,54 @@ SYSTEM = {"role": "system", "content": "Be terse."}
     ("prompt", "begin", "expected"),
     [
         ([SYSTEM, user("a")], [user("a")], [SYSTEM, user("a")]),
-        ([SYSTEM, user("x"), assistant("y"), user("a")], [user("a")], [SYSTEM, user("x"), assistant("y"), user("a")]),
-        ([SYSTEM, user("x")], [user("x"), assistant("y"), user("a")], [SYSTEM, user("x"), assistant("y"), user("a")]),
+        (
+            [SYSTEM, user("x"), assistant("y"), user("a")],
+            [user("a")],
+            [SYSTEM, user("x"), assistant("y"), user("a")],
+        ),
+        (
+            [SYSTEM, user("x")],
+            [user("x"), assistant("y"), user("a")],
+            [SYSTEM, user("x"), assistant("y"), user("a")],
+        ),
         ("a", [SYSTEM, user("a")], [SYSTEM, user("a")]),
-        (" x\n", [SYSTEM, user("x"), assistant("y"), user("a")], [SYSTEM, user("x"), assistant("y"), user("a")]),
+        (
+            " x\n",
+            [SYSTEM, user("x"), assistant("y"), user("a")],
+            [SYSTEM, user("x"), assistant("y"), user("a")],
+        ),
         (None, [user("a")], [user("a")]),
         ("", [user("a")], [user("a")]),
     ],
 )
 def test_a_column_prompt_beside_whole_conversations(prompt, begin, expected):
     """What it says more goes before them."""
-    (row,) = pair_rows([{"prompt": prompt, "chosen": [*begin, assistant("b")], "rejected": [*begin, assistant("cd")]}])
-    assert (row["prompt"], row["chosen"], row["rejected"]) == (expected, [assistant("b")], [assistant("cd")])
+    (row,) = pair_rows(
+        [
+            {
+                "prompt": prompt,
+                "chosen": [*begin, assistant("b")],
+                "rejected": [*begin, assistant("cd")],
+            }
+        ]
+    )
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (
+        expected,
+        [assistant("b")],
+        [assistant("cd")],
+    )
     assert pair_rows([row]) == [row]
 
 
 def test_plain_text_goes_past_the_template():
-    (pair,) = to_pairs([{"prompt": "a", "chosen": "b", "rejected": "cd"}], character_tokenizer(None))
+    (pair,) = to_pairs(
+        [{"prompt": "a", "chosen": "b", "rejected": "cd"}], character_tokenizer(None)
+    )
     assert TOKENIZER.decode(pair.chosen.input_ids) == "ab<|im_end|>"
     assert trained_text(TOKENIZER, pair.rejected) == ["cd<|im_end|>"]
-    (pair,) = to_pairs([{"input": "a", "chosen": "b", "rejected": "cd", "prompt": "a"}], TOKENIZER, add_eos=False)
+    (pair,) = to_pairs(
+        [{"input": "a", "chosen": "b", "rejected": "cd", "prompt": "a"}], TOKENIZER, add_eos=False
+    )
     assert trained_text(TOKENIZER, pair.chosen) == ["b"]
 
 
@@ -86,18 +127,25 @@ def test_a_conversation_before_the_answers_is_not_trained_on():
     talk = [user("a"), assistant("b"), user("c")]
     for template in (CHATML, MARKED):
         tokenizer = character_tokenizer(template)
-        (pair,) = to_pairs([{"chosen": [*talk, assistant("d")], "rejected": [*talk, assistant("e")]}], tokenizer)
+        (pair,) = to_pairs(
+            [{"chosen": [*talk, assistant("d")], "rejected": [*talk, assistant("e")]}], tokenizer
+        )
         assert trained_text(tokenizer, pair.chosen) == ["d<|im_end|>"]
         assert trained_text(tokenizer, pair.rejected) == ["e<|im_end|>"]
 
 
 def test_conversations_part_where_the_assistant_last_said_the_same():
-    chosen, rejected = [user("a"), assistant("b"), user("c"), assistant("d")], [user("a"), assistant("b"), user("x"), assistant("e")]
+    chosen, rejected = (
+        [user("a"), assistant("b"), user("c"), assistant("d")],
+        [user("a"), assistant("b"), user("x"), assistant("e")],
+    )
     (row,) = pair_rows([{"chosen": chosen, "rejected": rejected}])
     assert row["prompt"] == [user("a")]
     assert (row["chosen"], row["rejected"]) == (chosen[1:], rejected[1:])
     same = [user("a"), assistant("b")]
-    assert pair_rows([{"chosen": same, "rejected": same}])[0]["prompt"] == [user("a")], "no preference, but no error either"
+    assert pair_rows([{"chosen": same, "rejected": same}])[0]["prompt"] == [user("a")], (
+        "no preference, but no error either"
+    )
 
 
 def test_an_answer_that_goes_on_where_the_other_ends():
@@ -109,11 +157,17 @@ def test_an_answer_that_goes_on_where_the_other_ends():
 def test_two_messages_of_the_assistant_in_a_row():
     begin = [user("a"), assistant("b")]
     (row,) = pair_rows([{"chosen": [*begin, assistant("c")], "rejected": [*begin, assistant("d")]}])
-    assert (row["prompt"], row["chosen"], row["rejected"]) == (begin, [assistant("c")], [assistant("d")])
+    assert (row["prompt"], row["chosen"], row["rejected"]) == (
+        begin,
+        [assistant("c")],
+        [assistant("d")],
+    )
 
 
 def test_rows_of_one_set_belong_to_it():
-    assert [row.source for row in pair_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])] == [0]
+    assert [row.source for row in pair_rows([{"prompt": "a", "chosen": "b", "rejected": "c"}])] == [
+        0
+    ]
 
 
 def test_a_verdict_on_a_conversation():
@@ -129,27 +183,57 @@ def test_errors_name_the_column():
     ranked = [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}]
     for row, message in (
         ({"context": 5, "completions": ranked}, "context must be a list of messages"),
-        ({"context": "a", "completions": [*ranked, {"completion": "d"}]}, "completions must be a list of"),
-        ({"context": "a", "completions": [*ranked, {"rank": "last", "completion": "d"}]}, r"rank must be a number, .* got ranks \[0, 1, 'last'\]"),
+        (
+            {"context": "a", "completions": [*ranked, {"completion": "d"}]},
+            "completions must be a list of",
+        ),
+        (
+            {"context": "a", "completions": [*ranked, {"rank": "last", "completion": "d"}]},
+            r"rank must be a number, .* got ranks \[0, 1, 'last'\]",
+        ),
     ):
         with pytest.raises(ValueError, match=f"^row 1: {message}"):
             pair_rows([row])
 
 
 def test_all_pairs_of_unlike_rank():
-    completions = [{"rank": rank, "completion": str(rank) + suffix} for rank, suffix in ((2, ""), (0, ""), (1, "x"), (1, "y"))]
-    rows = pair_rows([Row({"context": "a", "completions": completions, "id": 7}, origin="a.jsonl, line 3", source=1)])
-    assert [(row["chosen"], row["rejected"]) for row in rows] == [("0", "1x"), ("0", "1y"), ("0", "2"), ("1x", "2"), ("1y", "2")]
-    assert {(row.origin, row.source, row["id"], row["prompt"]) for row in rows} == {("a.jsonl, line 3", 1, 7, "a")}
+    completions = [
+        {"rank": rank, "completion": str(rank) + suffix}
+        for rank, suffix in ((2, ""), (0, ""), (1, "x"), (1, "y"))
+    ]
+    rows = pair_rows(
+        [
+            Row(
+                {"context": "a", "completions": completions, "id": 7},
+                origin="a.jsonl, line 3",
+                source=1,
+            )
+        ]
+    )
+    assert [(row["chosen"], row["rejected"]) for row in rows] == [
+        ("0", "1x"),
+        ("0", "1y"),
+        ("0", "2"),
+        ("1x", "2"),
+        ("1y", "2"),
+    ]
+    assert {(row.origin, row.source, row["id"], row["prompt"]) for row in rows} == {
+        ("a.jsonl, line 3", 1, 7, "a")
+    }
     assert len(to_pairs(rows, TOKENIZER)) == 5
 
 
 def test_answers_with_a_verdict(tmp_path):
     (tmp_path / "rows.csv").write_text("prompt,completion,label\na,b,True\na,cd,0\n")
     found = to_labelled(load_rows(tmp_path / "rows.csv"), TOKENIZER)
-    assert [(trained_text(TOKENIZER, example), label) for example, label in found] == [(["b<|im_end|>"], True), (["cd<|im_end|>"], False)]
+    assert [(trained_text(TOKENIZER, example), label) for example, label in found] == [
+        (["b<|im_end|>"], True),
+        (["cd<|im_end|>"], False),
+    ]
     rows = [{"prompt": [user("a")], "completion": [assistant("b")], "label": True}]
-    assert [(trained_text(TOKENIZER, example), label) for example, label in to_labelled(rows, TOKENIZER)] == [(["b<|im_end|>"], True)]
+    assert [
+        (trained_text(TOKENIZER, example), label) for example, label in to_labelled(rows, TOKENIZER)
+    ] == [(["b<|im_end|>"], True)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -157,12 +241,18 @@ def test_a_pair_is_a_desirable_and_an_undesirable_answer(form):
     (pair,) = to_pairs([FORMS[form]], TOKENIZER)
     assert to_labelled([FORMS[form]], TOKENIZER) == [(pair.chosen, True), (pair.rejected, False)]
     rows = labelled_rows([FORMS[form]])
-    assert to_labelled(rows, TOKENIZER) == [(pair.chosen, True), (pair.rejected, False)], "its own rows again"
+    assert to_labelled(rows, TOKENIZER) == [
+        (pair.chosen, True),
+        (pair.rejected, False),
+    ], "its own rows again"
 
 
 def test_arguments_reach_the_template():
     row = {"prompt": [user("a")], "chosen": "b", "rejected": "c", "tools": [{"name": "add"}]}
-    template = "{{ extra }}{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '>' if add_generation_prompt }}"
+    template = (
+        "{{ extra }}{{ tools[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}{{ '>' if"
+        " add_generation_prompt }}"
+    )
     with pytest.raises(ValueError, match="row 1: message 1: the chat template renders"):
         to_pairs([row], TOKENIZER, chat_template=template)
     template = template.replace("{{ '>' if add_generation_prompt }}", "")
@@ -173,35 +263,94 @@ def test_arguments_reach_the_template():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "chosen": "b"}, r"a preference must have chosen and rejected, .* got columns prompt, chosen; .*data\.chosen_column"),
+        (
+            {"prompt": "a", "chosen": "b"},
+            (
+                r"a preference must have chosen and rejected, .* got columns prompt, chosen;"
+                r" .*data\.chosen_column"
+            ),
+        ),
         ({"chosen": "b", "rejected": "c"}, "a row needs a prompt"),
         ({"chosen": "b", "rejected": 5, "prompt": "a"}, "rejected must be a list of messages"),
         ({"chosen": [user("a")], "rejected": [user("a")]}, "must begin with the same prompt"),
-        ({"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("b")]}, "must begin with the same prompt .*got roles"),
-        ({"chosen": [user("a"), assistant("b")], "rejected": [assistant("b")], "prompt": "a"}, "must begin with the same prompt"),
-        ({"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")], "prompt": "x"}, "prompt must be what chosen and rejected"),
-        ({"context": "a", "completions": [{"rank": 0, "completion": "b"}]}, r"two of unlike rank, got ranks \[0\]"),
-        ({"context": "a", "completions": [{"rank": 0, "completion": "b"}] * 2}, r"two of unlike rank, got ranks \[0, 0\]"),
-        ({"context": "a", "completions": [{"completion": "b"}] * 2}, "completions must be a list of"),
+        (
+            {"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("b")]},
+            "must begin with the same prompt .*got roles",
+        ),
+        (
+            {"chosen": [user("a"), assistant("b")], "rejected": [assistant("b")], "prompt": "a"},
+            "must begin with the same prompt",
+        ),
+        (
+            {
+                "chosen": [user("a"), assistant("b")],
+                "rejected": [user("a"), assistant("c")],
+                "prompt": "x",
+            },
+            "prompt must be what chosen and rejected",
+        ),
+        (
+            {"context": "a", "completions": [{"rank": 0, "completion": "b"}]},
+            r"two of unlike rank, got ranks \[0\]",
+        ),
+        (
+            {"context": "a", "completions": [{"rank": 0, "completion": "b"}] * 2},
+            r"two of unlike rank, got ranks \[0, 0\]",
+        ),
+        (
+            {"context": "a", "completions": [{"completion": "b"}] * 2},
+            "completions must be a list of",
+        ),
         ({"context": "a", "completions": "b"}, "completions must be a list of"),
-        ({"context": "a", "completions": [{"rank": "best", "completion": "b"}]}, "rank must be a number"),
-        ({"context": "a", "completions": [{"rank": True, "completion": "b"}]}, "rank must be a number"),
-        ({"context": "a", "completions": [{"rank": 0, "completion": 1}, {"rank": 1, "completion": "b"}]}, "chosen must be text or messages"),
-        ({"completions": [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}]}, "a row needs a prompt"),
-        ({"context": 5, "completions": [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}]}, "context must be a list of messages"),
-        ({"prompt": [user("a")], "chosen": [assistant("")], "rejected": [assistant("b")]}, "non-empty assistant message"),
+        (
+            {"context": "a", "completions": [{"rank": "best", "completion": "b"}]},
+            "rank must be a number",
+        ),
+        (
+            {"context": "a", "completions": [{"rank": True, "completion": "b"}]},
+            "rank must be a number",
+        ),
+        (
+            {
+                "context": "a",
+                "completions": [{"rank": 0, "completion": 1}, {"rank": 1, "completion": "b"}],
+            },
+            "chosen must be text or messages",
+        ),
+        (
+            {"completions": [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}]},
+            "a row needs a prompt",
+        ),
+        (
+            {
+                "context": 5,
+                "completions": [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}],
+            },
+            "context must be a list of messages",
+        ),
+        (
+            {"prompt": [user("a")], "chosen": [assistant("")], "rejected": [assistant("b")]},
+            "non-empty assistant message",
+        ),
     ],
 )
 def test_rows_that_hold_no_pair_are_named(row, message):
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match=f"^row 2: .*{message}"):
-        to_pairs([{"prompt": "a", "chosen": "b", "rejected": "c"}, row], TOKENIZER, chat_template=template)
+        to_pairs(
+            [{"prompt": "a", "chosen": "b", "rejected": "c"}, row],
+            TOKENIZER,
+            chat_template=template,
+        )
 
 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "response": "b", "label": "good"}, r"label must be true or false, got 'good': .*data\.label_column"),
+        (
+            {"prompt": "a", "response": "b", "label": "good"},
+            r"label must be true or false, got 'good': .*data\.label_column",
+        ),
         ({"prompt": "a", "response": "b", "label": 2}, "label must be true or false, got 2"),
         ({"prompt": "a", "label": True}, "response must be text or messages, got None"),
         ({"prompt": "a", "response": "b"}, "a preference must have"),

@@ -8,7 +8,15 @@ from torch.utils import _pytree as pytree
 
 from nemorl.data.batch import take, trim
 from nemorl.data.packing import pack
-from nemorl.data.sharding import balance, merge, row_costs, shard_by_rank, split, split_microbatches, unshard
+from nemorl.data.sharding import (
+    balance,
+    merge,
+    row_costs,
+    shard_by_rank,
+    split,
+    split_microbatches,
+    unshard,
+)
 from tests.data.batches import SPECS, assert_equal, batch_of, built, tokens_of
 
 
@@ -28,7 +36,9 @@ def test_unshard_undoes_shard_by_rank(spec, num_ranks):
     assert tokens_of(*shards) == tokens_of(batch)
     assert_equal(unshard(shards, plan), trim(batch))
     assert torch.equal(unshard([shard.input_ids for shard in shards], plan), trim(batch).input_ids)
-    assert torch.equal(unshard([shard.input_ids.sum(-1) for shard in shards], plan), batch.input_ids.sum(-1))
+    assert torch.equal(
+        unshard([shard.input_ids.sum(-1) for shard in shards], plan), batch.input_ids.sum(-1)
+    )
     assert plan == shard_by_rank(batch, num_ranks)
 
 
@@ -39,7 +49,9 @@ def test_merge_undoes_fixed_rows(spec, rows, at_least):
     assert len(plan) == max(at_least, -(-len(batch) // rows))
     assert max(map(len, plan)) <= rows
     assert every_row_once(plan, len(batch))
-    assert min(map(len, plan)) > 0 or len(batch) < len(plan), "a microbatch is empty although another could be halved"
+    assert min(map(len, plan)) > 0 or len(batch) < len(plan), (
+        "a microbatch is empty although another could be halved"
+    )
     assert_equal(merge(split(batch, plan), plan), trim(batch))
 
 
@@ -67,8 +79,13 @@ def test_worked_shares():
     batch = batch_of([9, 1, 8, 2])
     assert row_costs(batch, linear=1.0, quadratic=0.5) == (49.5, 1.5, 40.0, 4.0)
     assert shard_by_rank(batch, 2) == ((0, 1), (2, 3))
-    assert row_costs(batch_of([96]))[0] == 96 + 96 * 96 / 24576, "what attention costs at a width of 2048"
-    assert [part.input_ids.shape[1] for part in split(batch, ((0, 1), (2, 3)), multiple_of=6)] == [12, 12]
+    assert row_costs(batch_of([96]))[0] == 96 + 96 * 96 / 24576, (
+        "what attention costs at a width of 2048"
+    )
+    assert [part.input_ids.shape[1] for part in split(batch, ((0, 1), (2, 3)), multiple_of=6)] == [
+        12,
+        12,
+    ]
     assert balance([8, 7, 6, 5, 4, 2], 2) == ((0, 3, 4), (1, 2, 5))
     assert balance([], 3) == ((), (), ())
     assert balance([5.0], 3) == ((0,), (), ())
@@ -81,14 +98,25 @@ def test_cost_is_of_segments_not_of_rows():
 
 def test_attention_cost_moves_rows_that_tokens_alone_would_not():
     lengths = [100, 60, 50, 40, 30, 20]
-    assert shard_by_rank(batch_of(lengths), 2, quadratic=0.0) == ((0, 3, 5), (1, 2, 4))  # 160 and 140 tokens
-    assert shard_by_rank(batch_of(lengths), 2, quadratic=1.0) == ((0, 4, 5), (1, 2, 3))  # 150 and 150 tokens; squares 11300 and 7700
-    assert shard_by_rank(batch_of(lengths), 2, linear=1e6, quadratic=1.0) == ((0, 3, 5), (1, 2, 4)), "again as if the tokens alone counted"
+    assert shard_by_rank(batch_of(lengths), 2, quadratic=0.0) == (
+        (0, 3, 5),
+        (1, 2, 4),
+    )  # 160 and 140 tokens
+    assert shard_by_rank(batch_of(lengths), 2, quadratic=1.0) == (
+        (0, 4, 5),
+        (1, 2, 3),
+    )  # 150 and 150 tokens; squares 11300 and 7700
+    assert shard_by_rank(batch_of(lengths), 2, linear=1e6, quadratic=1.0) == (
+        (0, 3, 5),
+        (1, 2, 4),
+    ), "again as if the tokens alone counted"
 
 
 @given(st.integers(0, 99), st.sampled_from([2, 4, 8]))
 def test_shares_are_even(seed, num_parts):
-    """Of 64 log-normal costs no part gets 5 % more than the mean, unless one cost alone is nearly that much."""
+    """Of 64 log-normal costs no part gets 5 % more than the mean, unless one cost alone is nearly
+    that much.
+    """
     costs = torch.randn(64, generator=torch.Generator().manual_seed(seed)).exp().tolist()
     shares = [sum(costs[index] for index in part) for part in balance(costs, num_parts)]
     smallest = sum(sorted(costs)[: 64 // num_parts - 1])
@@ -100,9 +128,15 @@ def test_errors_say_what_is_wrong():
     cases = [
         (lambda: shard_by_rank(batch, 0), "num_ranks must be at least 1"),
         (lambda: split_microbatches(batch), "give one of rows and token_budget"),
-        (lambda: split_microbatches(batch, rows=1, token_budget=9), "give one of rows and token_budget"),
+        (
+            lambda: split_microbatches(batch, rows=1, token_budget=9),
+            "give one of rows and token_budget",
+        ),
         (lambda: split_microbatches(batch, rows=0), "rows must be at least 1"),
-        (lambda: split_microbatches(batch, token_budget=4), "row 1 has 5 tokens, token_budget is 4"),
+        (
+            lambda: split_microbatches(batch, token_budget=4),
+            "row 1 has 5 tokens, token_budget is 4",
+        ),
         (lambda: merge([], ()), "at least one"),
         (lambda: merge([batch.input_ids], ((0,),)), "must have the plan's rows"),
         (lambda: merge([take(batch, [0, 1])], ((0, 0),)), "each row once"),

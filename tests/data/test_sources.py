@@ -57,12 +57,16 @@ def test_every_source_gives_the_same_rows(tmp_path):
     for name, source in sources(tmp_path).items():
         assert load_rows(source) == ROWS, name
     assert load_rows([tmp_path / "rows.jsonl", str(tmp_path / "rows.csv")]) == ROWS + ROWS
-    assert load_rows("json", data_files=str(tmp_path / "plain" / "train.jsonl")) == ROWS, "a loader of `datasets`"
+    assert load_rows("json", data_files=str(tmp_path / "plain" / "train.jsonl")) == ROWS, (
+        "a loader of `datasets`"
+    )
 
 
 def test_splits():
     assert load_rows(Module(), split="validation") == ROWS[:1]
-    assert load_rows(datasets.DatasetDict(dev=datasets.Dataset.from_list(ROWS)), split="dev") == ROWS
+    assert (
+        load_rows(datasets.DatasetDict(dev=datasets.Dataset.from_list(ROWS)), split="dev") == ROWS
+    )
 
 
 def test_a_name_goes_to_the_hub(monkeypatch):
@@ -106,7 +110,11 @@ def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
         ("bad.json", "[1]", r"bad\.json, row 1: a row must be a dict"),
         ("bad.csv", "a,b\n1,2\n3\n", r"bad\.csv, line 3: the header has 2 columns, this row has 1"),
         ("bad.csv", "a,b,c\n1,2\n", r"bad\.csv, line 2: the header has 3 columns, this row has 2"),
-        ("bad.csv", "a,b\n1,2,3,4\n", r"bad\.csv, line 2: the header has 2 columns, this row has 4"),
+        (
+            "bad.csv",
+            "a,b\n1,2,3,4\n",
+            r"bad\.csv, line 2: the header has 2 columns, this row has 4",
+        ),
         ("bad.csv", 'a,b\n1,"2\n', r"bad\.csv, line 2: not CSV"),
         ("bad.csv", "a,b\n", "holds no rows"),
         ("bad.parquet", "PAR0", r"bad\.parquet: not a Parquet file"),
@@ -130,11 +138,17 @@ def test_errors_say_what_is_wrong(tmp_path):
     empty.mkdir()
     cases = [
         (lambda: load_rows(tmp_path / "missing.jsonl"), "no file .*missing.jsonl"),
-        (lambda: load_rows(jsonl, prompt_column="qestion"), "has the columns question; did you mean 'question'"),
+        (
+            lambda: load_rows(jsonl, prompt_column="qestion"),
+            "has the columns question; did you mean 'question'",
+        ),
         (lambda: load_rows(jsonl, split="test"), "has no splits.*got 'test'"),
         (lambda: load_rows(ROWS, split="test"), "has no splits"),
         (lambda: load_rows(Module(), split="test"), "split of a DataModule"),
-        (lambda: load_rows(datasets.DatasetDict(dev=datasets.Dataset.from_list(ROWS))), "split 'train' is not in a DatasetDict, which has dev"),
+        (
+            lambda: load_rows(datasets.DatasetDict(dev=datasets.Dataset.from_list(ROWS))),
+            "split 'train' is not in a DatasetDict, which has dev",
+        ),
         (lambda: load_rows(ROWS, data_files="x"), "data_files chooses files"),
         (lambda: load_rows(jsonl, data_files="x"), "data_files chooses files"),
         (lambda: load_rows([]), "a list holds no rows"),
@@ -149,8 +163,14 @@ def test_errors_say_what_is_wrong(tmp_path):
 
 def test_a_row_knows_its_file_and_line(tmp_path):
     (tmp_path / "gaps.jsonl").write_text('\n{"prompt": "a"}\n\n{"prompt": "b"}\n')
-    found = {name: [row.origin for row in load_rows(source)] for name, source in {**sources(tmp_path), "gaps": tmp_path / "gaps.jsonl"}.items()}
-    path = {name: str(tmp_path / name) for name in ("rows.jsonl", "rows.csv", "rows.json", "rows.parquet", "saved", "gaps.jsonl")}
+    found = {
+        name: [row.origin for row in load_rows(source)]
+        for name, source in {**sources(tmp_path), "gaps": tmp_path / "gaps.jsonl"}.items()
+    }
+    path = {
+        name: str(tmp_path / name)
+        for name in ("rows.jsonl", "rows.csv", "rows.json", "rows.parquet", "saved", "gaps.jsonl")
+    }
     assert found["gaps"] == [f"{path['gaps.jsonl']}, line 2", f"{path['gaps.jsonl']}, line 4"]
     assert found["jsonl"] == [f"{path['rows.jsonl']}, line 1", f"{path['rows.jsonl']}, line 2"]
     assert found["csv"] == [f"{path['rows.csv']}, line 2", f"{path['rows.csv']}, line 3"]
@@ -162,18 +182,30 @@ def test_a_row_knows_its_file_and_line(tmp_path):
 
 
 def test_a_file_with_a_byte_order_mark_is_read(tmp_path):
-    for name, text in (("rows.jsonl", json.dumps(ROWS[0])), ("rows.json", json.dumps(ROWS[:1])), ("rows.csv", "prompt,answer\n1+1,2\n")):
+    for name, text in (
+        ("rows.jsonl", json.dumps(ROWS[0])),
+        ("rows.json", json.dumps(ROWS[:1])),
+        ("rows.csv", "prompt,answer\n1+1,2\n"),
+    ):
         (tmp_path / name).write_text("\ufeff" + text, encoding="utf-8")
         assert load_rows(tmp_path / name) == ROWS[:1], name
 
 
 def test_several_sources_stand_one_behind_the_other_and_are_told_apart(tmp_path):
     path = write(tmp_path / "rows.jsonl", json.dumps(ROWS[0]) + "\n")
-    for several in ([path, ROWS, datasets.Dataset.from_list(ROWS[1:])], (str(path), ROWS, ROWS[1:])):
+    for several in (
+        [path, ROWS, datasets.Dataset.from_list(ROWS[1:])],
+        (str(path), ROWS, ROWS[1:]),
+    ):
         rows = load_rows(several)
         assert rows == [ROWS[0], *ROWS, ROWS[1]]
         assert [row.source for row in rows] == [0, 1, 1, 2]
-        assert [row.origin for row in rows] == [f"{path}, line 1", "row 1 of data set 2", "row 2 of data set 2", "row 1 of data set 3"]
+        assert [row.origin for row in rows] == [
+            f"{path}, line 1",
+            "row 1 of data set 2",
+            "row 2 of data set 2",
+            "row 1 of data set 3",
+        ]
     assert [row.source for row in load_rows([ROWS])] == [0, 0], "one of one"
     assert sources_of(ROWS) == [ROWS]
     with pytest.raises(ValueError, match=r"empty\.jsonl' holds no rows"):
@@ -186,7 +218,10 @@ def test_a_data_set_with_several_configurations_is_named_with_a_colon(monkeypatc
     def load_dataset(*args, **kwargs):
         asked.append(args)
         if len(args) == 1:
-            raise ValueError("Config name is missing. Please pick one among the available configs: ['main', 'socratic']")
+            raise ValueError(
+                "Config name is missing. Please pick one among the available configs: ['main',"
+                " 'socratic']"
+            )
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
@@ -197,8 +232,13 @@ def test_a_data_set_with_several_configurations_is_named_with_a_colon(monkeypatc
 
 
 def test_what_has_a_validation_split_by_custom(tmp_path):
-    assert [has_splits(source) for source in ("owner/name", tmp_path, Module(), datasets.DatasetDict())] == [True] * 4
-    assert [has_splits(source) for source in ("a.jsonl", tmp_path / "a.parquet", ROWS, datasets.Dataset.from_list(ROWS))] == [False] * 4
+    assert [
+        has_splits(source) for source in ("owner/name", tmp_path, Module(), datasets.DatasetDict())
+    ] == [True] * 4
+    assert [
+        has_splits(source)
+        for source in ("a.jsonl", tmp_path / "a.parquet", ROWS, datasets.Dataset.from_list(ROWS))
+    ] == [False] * 4
 
 
 def test_rows_survive_pickling_and_keep_their_place():

@@ -12,12 +12,19 @@ from nemorl.data.statistics import SAMPLE, Lengths, length_statistics
 def test_numbers_are_those_of_plain_counting(tokens, room):
     limit = max(tokens) + room
     found = length_statistics(tokens, limit=limit)
-    assert (found.count, found.total_tokens, found.max, found.limit) == (len(tokens), sum(tokens), max(tokens), limit)
+    assert (found.count, found.total_tokens, found.max, found.limit) == (
+        len(tokens),
+        sum(tokens),
+        max(tokens),
+        limit,
+    )
     assert found.mean == pytest.approx(sum(tokens) / len(tokens))
     assert sum(length <= found.p95 for length in tokens) >= 0.95 * len(tokens)
     assert sum(length < found.p95 for length in tokens) < 0.95 * len(tokens)
     assert found.padded_fill == pytest.approx(sum(tokens) / (len(tokens) * max(tokens)))
-    assert found.packed_fill == pytest.approx(sum(tokens) / (len(pack_plan(tokens, max(tokens))) * max(tokens)))
+    assert found.packed_fill == pytest.approx(
+        sum(tokens) / (len(pack_plan(tokens, max(tokens))) * max(tokens))
+    )
     below, classes = 0, []
     for edge, _ in found.histogram:
         classes.append((edge, sum(below < length <= edge for length in tokens)))
@@ -36,17 +43,36 @@ def test_what_the_limit_took():
 
 def test_nothing_at_all():
     found = length_statistics([], limit=8)
-    assert (found.count, found.mean, found.median, found.p95, found.max, found.padded_fill, found.packed_fill) == (0, 0, 0, 0, 0, 0, 0)
+    assert (
+        found.count,
+        found.mean,
+        found.median,
+        found.p95,
+        found.max,
+        found.padded_fill,
+        found.packed_fill,
+    ) == (0, 0, 0, 0, 0, 0, 0)
     assert found.histogram == ()
 
 
 def test_the_packed_fill_of_many_sequences_is_estimated():
     few, many = [3, 5, 7, 9] * 100, [3, 5, 7, 9] * (SAMPLE // 2)
-    assert length_statistics(many, limit=16).packed_fill == pytest.approx(length_statistics(few, limit=16).packed_fill, abs=0.25)
+    assert length_statistics(many, limit=16).packed_fill == pytest.approx(
+        length_statistics(few, limit=16).packed_fill, abs=0.25
+    )
     assert length_statistics(many, limit=16).total_tokens == 6 * len(many)
 
 
 def test_classes_of_a_histogram():
     assert length_statistics([1, 1]).histogram == ((1, 2),)
-    assert length_statistics(list(range(1, 11))).histogram == tuple((edge, 1) for edge in range(1, 11))
-    assert length_statistics([1, 11]).histogram == ((2, 1), (4, 0), (6, 0), (8, 0), (10, 0), (12, 1))
+    assert length_statistics(list(range(1, 11))).histogram == tuple(
+        (edge, 1) for edge in range(1, 11)
+    )
+    assert length_statistics([1, 11]).histogram == (
+        (2, 1),
+        (4, 0),
+        (6, 0),
+        (8, 0),
+        (10, 0),
+        (12, 1),
+    )

@@ -1,11 +1,20 @@
-"""Chat templates by every way they can be given, passthrough among them, with masks as exact as ever."""
+"""Chat templates by every way they can be given, passthrough among them, with masks as exact as
+ever.
+"""
 
 import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
 from nemorl.data.templates import PASSTHROUGH, with_chat_template
-from tests.data.tokenizers_small import CHATML, FORGETFUL, MARKED, character_tokenizer, trained_text, word_tokenizer
+from tests.data.tokenizers_small import (
+    CHATML,
+    FORGETFUL,
+    MARKED,
+    character_tokenizer,
+    trained_text,
+    word_tokenizer,
+)
 
 THINKING = "{% if thinking %}{{ '<s>' }}{% endif %}" + CHATML + "{{ suffix }}"
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -14,7 +23,11 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 def test_a_template_as_text_file_or_name(tmp_path):
     (tmp_path / "chat.jinja").write_text(CHATML)
     own = character_tokenizer(None)
-    for given, wanted in ((CHATML, CHATML), (str(tmp_path / "chat.jinja"), CHATML), ("passthrough", PASSTHROUGH)):
+    for given, wanted in (
+        (CHATML, CHATML),
+        (str(tmp_path / "chat.jinja"), CHATML),
+        ("passthrough", PASSTHROUGH),
+    ):
         assert with_chat_template(own, given).chat_template == wanted
     assert own.chat_template is None, "the caller's tokenizer stays as it is"
     assert with_chat_template(own) is own
@@ -36,14 +49,22 @@ def test_arguments_become_the_templates_defaults(kwargs, wanted, tmp_path):
     text = tokenizer.apply_chat_template(TALK[:1], tokenize=False)
     assert text == wanted.replace("{}", "<|im_start|>user\na<|im_end|>\n")
     tokenizer.save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALK[:1], tokenize=False) == text, "also whoever loads it later"
-    assert tokenizer.apply_chat_template(TALK[:1], tokenize=False, thinking=False, suffix="!").endswith("<|im_end|>\n!"), "what a call says wins"
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TALK[:1], tokenize=False)
+        == text
+    ), "also whoever loads it later"
+    assert tokenizer.apply_chat_template(
+        TALK[:1], tokenize=False, thinking=False, suffix="!"
+    ).endswith("<|im_end|>\n!"), "what a call says wins"
 
 
 def test_arguments_reach_every_one_of_several_templates():
     tokenizer = character_tokenizer(None)
     tokenizer.chat_template = {"default": "{{ a }}", "tool_use": "{{ a }}{{ b }}"}
-    assert all("set a = 1" in text for text in with_chat_template(tokenizer, None, {"a": 1}).chat_template.values())
+    assert all(
+        "set a = 1" in text
+        for text in with_chat_template(tokenizer, None, {"a": 1}).chat_template.values()
+    )
 
 
 def test_what_cannot_be_a_template_is_refused(tmp_path):
@@ -51,16 +72,34 @@ def test_what_cannot_be_a_template_is_refused(tmp_path):
     cases = [
         (
             lambda: with_chat_template(own, str(tmp_path / "none.jinja")),
-            r"model\.chat_template must be a Jinja template, a file with one, or passthrough, .* can't be read \(No such file or directory\)",
+            (
+                r"model\.chat_template must be a Jinja template, a file with one, or passthrough,"
+                r" .* can't be read \(No such file or directory\)"
+            ),
         ),
-        (lambda: with_chat_template(own, "{% for %}"), r"model\.chat_template must be a Jinja template, but its line 1 isn't"),
+        (
+            lambda: with_chat_template(own, "{% for %}"),
+            r"model\.chat_template must be a Jinja template, but its line 1 isn't",
+        ),
         (
             lambda: with_chat_template(own, None, {"thinkin": True}),
-            r"has 'thinkin', but the chat template doesn't ask for it; it asks for suffix, thinking",
+            (
+                r"has 'thinkin', but the chat template doesn't ask for it; it asks for suffix,"
+                r" thinking"
+            ),
         ),
-        (lambda: with_chat_template(own, "passthrough", {"thinking": True}), "it asks for no names of its own"),
-        (lambda: with_chat_template(own, "{{ messages }}{{ tools }}{{ a }}", {"b": 1}), "it asks for a$"),
-        (lambda: with_chat_template(character_tokenizer(None), None, {"a": 1}), "the tokenizer has none.*add model.chat_template"),
+        (
+            lambda: with_chat_template(own, "passthrough", {"thinking": True}),
+            "it asks for no names of its own",
+        ),
+        (
+            lambda: with_chat_template(own, "{{ messages }}{{ tools }}{{ a }}", {"b": 1}),
+            "it asks for a$",
+        ),
+        (
+            lambda: with_chat_template(character_tokenizer(None), None, {"a": 1}),
+            "the tokenizer has none.*add model.chat_template",
+        ),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -69,19 +108,41 @@ def test_what_cannot_be_a_template_is_refused(tmp_path):
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_passthrough_is_the_contents_and_nothing_else(by_name):
-    tokenizer = character_tokenizer(None) if by_name else with_chat_template(character_tokenizer(), "passthrough")
+    tokenizer = (
+        character_tokenizer(None)
+        if by_name
+        else with_chat_template(character_tokenizer(), "passthrough")
+    )
     options = {"chat_template": "passthrough"} if by_name else {}
-    talk = [{"role": "system", "content": "s:"}, *TALK, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
+    talk = [
+        {"role": "system", "content": "s:"},
+        *TALK,
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "d"},
+    ]
     example = tokenize_messages(tokenizer, talk, **options)
     assert tokenizer.decode(example.input_ids) == "s:abcd<|im_end|>"
     assert trained_text(tokenizer, example) == ["b", "d<|im_end|>"]
     assert example.response_mask.index(True) == 3 and all(example.response_mask[3:])
-    assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=3, add_eos=False, **options)) == ["d"]
+    assert trained_text(
+        tokenizer, tokenize_messages(tokenizer, talk, given=3, add_eos=False, **options)
+    ) == ["d"]
     assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:4], **options)) == "s:abc"
-    assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:3], **options)) == "s:ab", "what the assistant has begun goes on"
-    assert tokenize_messages(tokenizer, TALK, **options) == tokenize_prompt_response(tokenizer, "a", "b"), "as plain text"
-    assert tokenizer.decode(tokenize_messages(tokenizer, talk[:4], **options).input_ids) == "s:abc", "no end token behind the user's words"
-    assert tokenize_messages(tokenizer, [{"role": "user", "content": None}, TALK[1]], **options).num_tokens == 2
+    assert tokenizer.decode(tokenize_prompt(tokenizer, talk[:3], **options)) == "s:ab", (
+        "what the assistant has begun goes on"
+    )
+    assert tokenize_messages(tokenizer, TALK, **options) == tokenize_prompt_response(
+        tokenizer, "a", "b"
+    ), "as plain text"
+    assert (
+        tokenizer.decode(tokenize_messages(tokenizer, talk[:4], **options).input_ids) == "s:abc"
+    ), "no end token behind the user's words"
+    assert (
+        tokenize_messages(
+            tokenizer, [{"role": "user", "content": None}, TALK[1]], **options
+        ).num_tokens
+        == 2
+    )
 
 
 def test_passthrough_makes_no_token_across_a_turns_border():
@@ -89,7 +150,9 @@ def test_passthrough_makes_no_token_across_a_turns_border():
     talk = [{"role": "user", "content": "you"}, {"role": "assistant", "content": "hi"}]
     example = tokenize_messages(tokenizer, talk, chat_template="passthrough")
     assert tokenizer.convert_ids_to_tokens(example.input_ids) == ["you", "hi", "<|im_end|>"]
-    assert example.input_ids[:1] == tokenize_prompt(tokenizer, talk[:1], chat_template="passthrough")
+    assert example.input_ids[:1] == tokenize_prompt(
+        tokenizer, talk[:1], chat_template="passthrough"
+    )
 
 
 def test_passthrough_begins_with_what_the_tokenizer_puts_in_front():
@@ -97,28 +160,48 @@ def test_passthrough_begins_with_what_the_tokenizer_puts_in_front():
         def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
             return [99, *token_ids_0]
 
-    talk = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}, {"role": "assistant", "content": "c"}]
+    talk = [
+        {"role": "assistant", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+    ]
     example = tokenize_messages(Opening(), talk, chat_template="passthrough")
     assert example.input_ids == [99, 100, 101, 102, 1]
     assert example.loss_mask == [False, True, False, True, True]
 
 
 def test_passthrough_refuses_contents_that_are_no_text():
-    with pytest.raises(ValueError, match="message 0: content must be text where the chat template is passthrough"):
-        tokenize_prompt(character_tokenizer(None), [{"role": "user", "content": [{"type": "text"}]}], chat_template="passthrough")
+    with pytest.raises(
+        ValueError, match="message 0: content must be text where the chat template is passthrough"
+    ):
+        tokenize_prompt(
+            character_tokenizer(None),
+            [{"role": "user", "content": [{"type": "text"}]}],
+            chat_template="passthrough",
+        )
 
 
 def test_messages_that_are_given_are_not_trained_on():
     talk = [*TALK, {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
     marked_twice = MARKED.replace(
-        "{% generation %}{{ m.content + '<|im_end|>' }}", "{% generation %}{% endgeneration %}{% generation %}{{ m.content + '<|im_end|>' }}"
+        "{% generation %}{{ m.content + '<|im_end|>' }}",
+        "{% generation %}{% endgeneration %}{% generation %}{{ m.content + '<|im_end|>' }}",
     )
     for template in (CHATML, MARKED, marked_twice, FORGETFUL):
         tokenizer = character_tokenizer(template)
-        assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=3)) == ["d<|im_end|>"]
-        assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=1)) == ["b<|im_end|>", "d<|im_end|>"]
-        with pytest.raises(ValueError, match="must hold an assistant message to train on, got roles user"):
+        assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=3)) == [
+            "d<|im_end|>"
+        ]
+        assert trained_text(tokenizer, tokenize_messages(tokenizer, talk, given=1)) == [
+            "b<|im_end|>",
+            "d<|im_end|>",
+        ]
+        with pytest.raises(
+            ValueError, match="must hold an assistant message to train on, got roles user"
+        ):
             tokenize_messages(tokenizer, talk[:3], given=2)
     thoughtful = [TALK[0], {"role": "assistant", "content": "hm</think>b"}, *talk[2:]]
     example = tokenize_messages(character_tokenizer(FORGETFUL), thoughtful, given=3)
-    assert trained_text(character_tokenizer(), example) == ["d<|im_end|>"], "a template may forget what was thought before"
+    assert trained_text(character_tokenizer(), example) == ["d<|im_end|>"], (
+        "a template may forget what was thought before"
+    )

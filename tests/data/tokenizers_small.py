@@ -1,4 +1,6 @@
-"""Small real tokenizers (a token a character; a token a word with the space before it) and chat templates of several habits."""
+"""Small real tokenizers (a token a character; a token a word with the space before it) and chat
+templates of several habits.
+"""
 
 import string
 
@@ -8,30 +10,41 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL = ["<pad>", "<s>", "<|im_start|>", "<|im_end|>"]
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%"
+    " endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 MARKED = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}"
-    "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{%"
+    " generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content +"
+    " '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{"
+    " '<|im_start|>assistant\n' }}{% endif %}"
 )
-WITH_SYSTEM = "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}" + CHATML
+WITH_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{%"
+    " endif %}" + CHATML
+)
 STRIPPING = CHATML.replace("m.content", "(m.content | trim)")
 FORGETFUL = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content if loop.last else m.content.split('</think>')[-1]) }}"
-    "{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + (m.content if loop.last else"
+    " m.content.split('</think>')[-1]) }}{{ '<|im_end|>\n' }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """Drops what was thought in earlier turns, as several reasoning models' templates do."""
-PLAIN = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+PLAIN = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if"
+    " add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def _fast(model, pattern: str, template: str | None, **special) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    names = {"pad_token": "<pad>", "eos_token": "<|im_end|>", "extra_special_tokens": ["<|im_start|>"]} | special
+    names = {
+        "pad_token": "<pad>",
+        "eos_token": "<|im_end|>",
+        "extra_special_tokens": ["<|im_start|>"],
+    } | special
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     fast.chat_template = template
     return fast
@@ -45,7 +58,9 @@ def character_tokenizer(template: str | None = CHATML, **special) -> PreTrainedT
 
 def word_tokenizer(words: list[str], template: str | None) -> PreTrainedTokenizerFast:
     """One token a word with its leading space, and one for each line break."""
-    vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*SPECIAL, "\n", *words]))}
+    vocabulary = {
+        token: number for number, token in enumerate(dict.fromkeys([*SPECIAL, "\n", *words]))
+    }
     return _fast(models.WordLevel(vocabulary, unk_token="<pad>"), r" ?[^\s]+|\s", template)
 
 

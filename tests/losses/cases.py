@@ -1,4 +1,6 @@
-"""Every function that the generic laws are run on, with its options, and the one table of the laws that a function cannot have."""
+"""Every function that the generic laws are run on, with its options, and the one table of the laws
+that a function cannot have.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,14 +10,27 @@ from torch import Tensor
 
 from nemorl.losses import advantages as adv
 from nemorl.losses import distillation as distill
-from nemorl.losses import importance, kl, logprobs, masks, policy, preference, supervised, terms, value, vocab_parallel
+from nemorl.losses import (
+    importance,
+    kl,
+    logprobs,
+    masks,
+    policy,
+    preference,
+    supervised,
+    terms,
+    value,
+    vocab_parallel,
+)
 from nemorl.losses import rewards as rewards_module
 from nemorl.losses.types import LossOutput
 from tests.helpers import Case
 
 
 def _as_loss(values: Tensor, cotangent: Tensor, metrics: Any = None) -> LossOutput:
-    """A function that gives one number a token as a loss: its sum against fixed random numbers, in padding and off the mask too."""
+    """A function that gives one number a token as a loss: its sum against fixed random numbers, in
+    padding and off the mask too.
+    """
     return LossOutput((values * cotangent).sum(), metrics or {})
 
 
@@ -24,69 +39,181 @@ def _mapped(function: Callable[..., Tensor]) -> Callable[..., LossOutput]:
 
 
 POLICY_INPUTS = ("token_logprobs", "prev_logprobs", "advantages", "loss_weights")
-CLIPS: tuple[dict[str, Any], ...] = ({}, {"clip_high": 0.28}, {"dual_clip": 3.0}, {"clip_low": 0.02, "clip_high": 0.02, "dual_clip": 1.2})
+CLIPS: tuple[dict[str, Any], ...] = (
+    {},
+    {"clip_high": 0.28},
+    {"dual_clip": 3.0},
+    {"clip_low": 0.02, "clip_high": 0.02, "dual_clip": 1.2},
+)
 
 
 def _policy_cases() -> list[Case]:
     grad = ("token_logprobs",)
     cases = [Case("clipped", policy.clipped, (*POLICY_INPUTS, "importance_weights"), grad, CLIPS)]
-    cases += [Case("clipped without importance weights", policy.clipped, POLICY_INPUTS, grad, CLIPS)]
+    cases += [
+        Case("clipped without importance weights", policy.clipped, POLICY_INPUTS, grad, CLIPS)
+    ]
     for name, function in (("gspo", policy.gspo), ("gspo_token", policy.gspo_token)):
-        options = ({"clip_low": 0.2, "clip_high": 0.2}, {}, {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.5})
-        cases += [Case(name, function, (*POLICY_INPUTS, "segment_ids", "importance_weights"), grad, options)]
-    cases += [Case("cispo", policy.cispo, (*POLICY_INPUTS, "importance_weights"), grad, ({}, {"clip_low": 0.2, "clip_high": 0.2}))]
+        options = (
+            {"clip_low": 0.2, "clip_high": 0.2},
+            {},
+            {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.5},
+        )
+        cases += [
+            Case(
+                name, function, (*POLICY_INPUTS, "segment_ids", "importance_weights"), grad, options
+            )
+        ]
+    cases += [
+        Case(
+            "cispo",
+            policy.cispo,
+            (*POLICY_INPUTS, "importance_weights"),
+            grad,
+            ({}, {"clip_low": 0.2, "clip_high": 0.2}),
+        )
+    ]
     cases += [Case("reinforce", policy.reinforce, (*POLICY_INPUTS, "importance_weights"), grad)]
-    on_policy = lambda logprobs, *rest, **options: policy.clipped(logprobs, policy.on_policy(logprobs), *rest, **options)  # noqa: E731
-    return [*cases, Case("clipped on policy", on_policy, ("token_logprobs", "advantages", "loss_weights"), grad, CLIPS)]
+
+    def on_policy(logprobs, *rest, **options):
+        return policy.clipped(logprobs, policy.on_policy(logprobs), *rest, **options)
+
+    return [
+        *cases,
+        Case(
+            "clipped on policy",
+            on_policy,
+            ("token_logprobs", "advantages", "loss_weights"),
+            grad,
+            CLIPS,
+        ),
+    ]
 
 
 def _kl_cases() -> list[Case]:
     inputs, grad = ("token_logprobs", "reference_logprobs", "loss_weights"), ("token_logprobs",)
-    estimators = ({"estimator": "k3"}, {"estimator": "k1"}, {"estimator": "k2"}, {"input_clamp": 1.0, "output_clamp": 0.5})
+    estimators = (
+        {"estimator": "k3"},
+        {"estimator": "k1"},
+        {"estimator": "k2"},
+        {"input_clamp": 1.0, "output_clamp": 0.5},
+    )
 
     def options(gradient: str, **more: Any) -> tuple[dict[str, Any], ...]:
         return tuple({"gradient": gradient, **estimator, **more} for estimator in estimators)
 
-    def by_importance(token: Tensor, reference: Tensor, mask: Tensor, generation: Tensor, cotangent: Tensor, **options: Any) -> LossOutput:
-        return _as_loss(kl.kl(token, reference, mask, generation_logprobs=generation, **options), cotangent)
+    def by_importance(
+        token: Tensor,
+        reference: Tensor,
+        mask: Tensor,
+        generation: Tensor,
+        cotangent: Tensor,
+        **options: Any,
+    ) -> LossOutput:
+        return _as_loss(
+            kl.kl(token, reference, mask, generation_logprobs=generation, **options), cotangent
+        )
 
     maps = ("token_logprobs", "reference_logprobs", "mask")
     logits = ("logits", "teacher_logits", "segment_ids", "cotangent")
-    full = lambda a, b, segments, cotangent, **options: _as_loss(kl.full_kl(a, b, segment_ids=segments, **options), cotangent)  # noqa: E731
-    directions = tuple({"direction": direction} for direction in ("reverse", "forward", "jensen_shannon"))
+
+    def full(a, b, segments, cotangent, **options):
+        return _as_loss(kl.full_kl(a, b, segment_ids=segments, **options), cotangent)
+
+    directions = tuple(
+        {"direction": direction} for direction in ("reverse", "forward", "jensen_shannon")
+    )
     return [
         Case("kl_loss pathwise", terms.kl_loss, inputs, grad, options("pathwise", coef=0.1)),
         Case("kl_loss score", terms.kl_loss, inputs, grad, options("score", coef=0.1)),
-        Case("kl_loss importance", terms.kl_loss, (*inputs, "generation_logprobs"), grad, options("importance", coef=0.1)),
+        Case(
+            "kl_loss importance",
+            terms.kl_loss,
+            (*inputs, "generation_logprobs"),
+            grad,
+            options("importance", coef=0.1),
+        ),
         Case("kl", _mapped(kl.kl), (*maps, "cotangent"), grad, options("pathwise"), family="map"),
-        Case("kl importance", by_importance, (*maps, "generation_logprobs", "cotangent"), grad, options("importance"), family="map"),
-        Case("full_kl", full, logits, ("logits", "teacher_logits"), directions, family="logits", masked_by="segment"),
+        Case(
+            "kl importance",
+            by_importance,
+            (*maps, "generation_logprobs", "cotangent"),
+            grad,
+            options("importance"),
+            family="map",
+        ),
+        Case(
+            "full_kl",
+            full,
+            logits,
+            ("logits", "teacher_logits"),
+            directions,
+            family="logits",
+            masked_by="segment",
+        ),
     ]
 
 
 def _other_token_losses() -> list[Case]:
     grad = ("token_logprobs",)
     value_inputs = ("values", "old_values", "returns", "loss_weights")
-    positive = lambda logprobs, advantages, weights, **options: terms.positive_nll(logprobs, advantages > 0, weights, **options)  # noqa: E731
+
+    def positive(logprobs, advantages, weights, **options):
+        return terms.positive_nll(logprobs, advantages > 0, weights, **options)
+
     return [
-        Case("entropy_bonus", terms.entropy_bonus, ("entropy", "loss_weights"), ("entropy",), ({"coef": 0.01},)),
-        Case("positive_nll", positive, ("token_logprobs", "advantages", "loss_weights"), grad, ({"coef": 0.1},)),
+        Case(
+            "entropy_bonus",
+            terms.entropy_bonus,
+            ("entropy", "loss_weights"),
+            ("entropy",),
+            ({"coef": 0.01},),
+        ),
+        Case(
+            "positive_nll",
+            positive,
+            ("token_logprobs", "advantages", "loss_weights"),
+            grad,
+            ({"coef": 0.1},),
+        ),
         Case("nll", supervised.nll, ("token_logprobs", "loss_weights"), grad),
-        Case("value_loss", value.value_loss, value_inputs, ("values",), ({"clip": 0.2}, {"clip": None})),
+        Case(
+            "value_loss",
+            value.value_loss,
+            value_inputs,
+            ("values",),
+            ({"clip": 0.2}, {"clip": None}),
+        ),
     ]
 
 
 def _importance_cases() -> list[Case]:
     inputs = ("prev_logprobs", "generation_logprobs", "mask", "segment_ids", "cotangent")
     bounds = ({"min": 0.5, "max": 2.0}, {"min": 0.0, "max": 5.0})
-    options = tuple({"level": level, "mode": mode, **bound} for bound in bounds for level in importance.LEVELS for mode in importance.MODES)
+    options = tuple(
+        {"level": level, "mode": mode, **bound}
+        for bound in bounds
+        for level in importance.LEVELS
+        for mode in importance.MODES
+    )
 
-    def weights(prev: Tensor, generation: Tensor, mask: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any) -> LossOutput:
-        values, metrics = importance.importance_weights(prev, generation, mask, segment_ids, **options)
+    def weights(
+        prev: Tensor,
+        generation: Tensor,
+        mask: Tensor,
+        segment_ids: Tensor,
+        cotangent: Tensor,
+        **options: Any,
+    ) -> LossOutput:
+        values, metrics = importance.importance_weights(
+            prev, generation, mask, segment_ids, **options
+        )
         return _as_loss(values, cotangent, metrics)
 
     def gap(prev: Tensor, generation: Tensor, mask: Tensor, segment_ids: Tensor) -> LossOutput:
-        return LossOutput(torch.zeros(()), importance.sampler_gap(prev, generation, mask, segment_ids))
+        return LossOutput(
+            torch.zeros(()), importance.sampler_gap(prev, generation, mask, segment_ids)
+        )
 
     return [
         Case("importance_weights", weights, inputs, (), options, family="constant"),
@@ -95,59 +222,126 @@ def _importance_cases() -> list[Case]:
 
 
 def _logprob_cases() -> list[Case]:
-    kinds = tuple({"kind": logprobs.LogprobKind(**options)} for options in ({}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8, "min_p": 0.05}))
+    kinds = tuple(
+        {"kind": logprobs.LogprobKind(**options)}
+        for options in ({}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8, "min_p": 0.05})
+    )
 
-    def plain(logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any) -> LossOutput:
-        return _as_loss(logprobs.token_logprobs(logits, input_ids, segment_ids=segment_ids, **options), cotangent)
+    def plain(
+        logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any
+    ) -> LossOutput:
+        return _as_loss(
+            logprobs.token_logprobs(logits, input_ids, segment_ids=segment_ids, **options),
+            cotangent,
+        )
 
-    def both(logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any) -> LossOutput:
-        values, entropies = logprobs.token_logprobs_and_entropy(logits, input_ids, segment_ids=segment_ids, **options)
+    def both(
+        logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any
+    ) -> LossOutput:
+        values, entropies = logprobs.token_logprobs_and_entropy(
+            logits, input_ids, segment_ids=segment_ids, **options
+        )
         return _as_loss(values + 0.7 * entropies, cotangent)
 
-    def entropy(logits: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any) -> LossOutput:
+    def entropy(
+        logits: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any
+    ) -> LossOutput:
         return _as_loss(logprobs.entropy(logits, segment_ids=segment_ids, **options), cotangent)
 
-    def linear(hidden: Tensor, head: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any) -> LossOutput:
-        values, entropies = logprobs.linear_token_logprobs(hidden, head, input_ids, segment_ids=segment_ids, with_entropy=True, **options)
+    def linear(
+        hidden: Tensor,
+        head: Tensor,
+        input_ids: Tensor,
+        segment_ids: Tensor,
+        cotangent: Tensor,
+        **options: Any,
+    ) -> LossOutput:
+        values, entropies = logprobs.linear_token_logprobs(
+            hidden, head, input_ids, segment_ids=segment_ids, with_entropy=True, **options
+        )
         return _as_loss(values + 0.7 * entropies, cotangent)
 
-    def parallel(logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor) -> LossOutput:
-        return _as_loss(vocab_parallel.vocab_parallel_token_logprobs(logits, input_ids, segment_ids=segment_ids, temperature=0.7), cotangent)
+    def parallel(
+        logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor
+    ) -> LossOutput:
+        return _as_loss(
+            vocab_parallel.vocab_parallel_token_logprobs(
+                logits, input_ids, segment_ids=segment_ids, temperature=0.7
+            ),
+            cotangent,
+        )
 
     inputs = ("logits", "input_ids", "segment_ids", "cotangent")
-    chunked, linear_inputs = tuple({**kind, "chunk": chunk} for kind in kinds[:3] for chunk in (2, 64)), ("hidden", "head", *inputs[1:])
+    chunked, linear_inputs = (
+        tuple({**kind, "chunk": chunk} for kind in kinds[:3] for chunk in (2, 64)),
+        ("hidden", "head", *inputs[1:]),
+    )
     shape: dict[str, Any] = {"family": "logits", "masked_by": "segment"}
     return [
         Case("token_logprobs", plain, inputs, ("logits",), kinds, **shape),
         Case("token_logprobs_and_entropy", both, inputs, ("logits",), kinds, **shape),
-        Case("entropy", entropy, ("logits", "segment_ids", "cotangent"), ("logits",), kinds, **shape),
-        Case("linear_token_logprobs", linear, linear_inputs, ("hidden", "head"), chunked, half_rounding=0.1, **shape),
+        Case(
+            "entropy", entropy, ("logits", "segment_ids", "cotangent"), ("logits",), kinds, **shape
+        ),
+        Case(
+            "linear_token_logprobs",
+            linear,
+            linear_inputs,
+            ("hidden", "head"),
+            chunked,
+            half_rounding=0.1,
+            **shape,
+        ),
         Case("vocab_parallel_token_logprobs", parallel, inputs, ("logits",), **shape),
     ]
 
 
 def _distillation_cases() -> list[Case]:
-    directions = ({}, {"direction": "reverse", "temperature": 2.0}, {"direction": "mixed", "mix": 0.3}, {"direction": "jensen_shannon", "mix": 0.3})
-    top = tuple({**options, "outside": outside} for outside in distill.OUTSIDE for options in directions)
+    directions = (
+        {},
+        {"direction": "reverse", "temperature": 2.0},
+        {"direction": "mixed", "mix": 0.3},
+        {"direction": "jensen_shannon", "mix": 0.3},
+    )
+    top = tuple(
+        {**options, "outside": outside} for outside in distill.OUTSIDE for options in directions
+    )
     inputs = ("logits", "top_logprobs", "top_ids", "loss_weights")
     return [
-        Case("distillation", distill.distillation, ("logits", "teacher_logits", "loss_weights"), ("logits",), directions),
+        Case(
+            "distillation",
+            distill.distillation,
+            ("logits", "teacher_logits", "loss_weights"),
+            ("logits",),
+            directions,
+        ),
         Case("distillation_topk", distill.distillation_topk, inputs, ("logits",), top),
     ]
 
 
 def _preference_cases() -> list[Case]:
-    policies, references = ("policy_chosen", "policy_rejected"), ("reference_chosen", "reference_rejected")
+    policies, references = (
+        ("policy_chosen", "policy_rejected"),
+        ("reference_chosen", "reference_rejected"),
+    )
     with_reference = (*policies, *references, "pair_weights")
     betas = ({"beta": 0.1}, {"beta": 0.5})
-    smooth = (*betas, {"beta": 0.5, "label_smoothing": 0.1}, {"beta": 0.5, "label_smoothing": 0.1, "robust": True})
+    smooth = (
+        *betas,
+        {"beta": 0.5, "label_smoothing": 0.1},
+        {"beta": 0.5, "label_smoothing": 0.1, "robust": True},
+    )
     margins = ({}, {"beta": 1.0, "margin": 0.5, "label_smoothing": 0.1})
     kto_inputs = ("policy_chosen", "reference_chosen", "desirable", "pair_weights", "kl_baseline")
     kto_options = (*betas, {"desirable_coef": 1.3, "undesirable_coef": 0.7})
     scores = ("chosen_scores", "rejected_scores")
 
-    def sums(logprobs: Tensor, mask: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any) -> LossOutput:
-        values = preference.sequence_logprobs(logprobs, mask, segment_ids, num_sequences=cotangent.shape[0], **options)
+    def sums(
+        logprobs: Tensor, mask: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any
+    ) -> LossOutput:
+        values = preference.sequence_logprobs(
+            logprobs, mask, segment_ids, num_sequences=cotangent.shape[0], **options
+        )
         return _as_loss(values, cotangent)
 
     averages = ({}, {"average": True})
@@ -156,12 +350,41 @@ def _preference_cases() -> list[Case]:
         Case("dpo", preference.dpo, with_reference, policies, smooth, family="preference"),
         Case("ipo", preference.ipo, with_reference, policies, betas, family="preference"),
         Case("hinge", preference.hinge, with_reference, policies, betas, family="preference"),
-        Case("simpo", preference.simpo, (*policies, "pair_weights"), policies, margins, family="preference"),
+        Case(
+            "simpo",
+            preference.simpo,
+            (*policies, "pair_weights"),
+            policies,
+            margins,
+            family="preference",
+        ),
         Case("orpo", preference.orpo, (*policies, "pair_weights"), policies, family="preference"),
-        Case("kto", preference.kto, kto_inputs, ("policy_chosen",), kto_options, family="preference"),
-        Case("bradley_terry", preference.bradley_terry, (*scores, "pair_weights", "margin"), scores, family="preference"),
-        Case("sequence_logprobs", sums, (*token_inputs, "segment_ids", "ordered_cotangent"), grad, averages, family="map"),
-        Case("sequence_logprobs of rows", _mapped(preference.sequence_logprobs), (*token_inputs, "sequence_cotangent"), grad, averages, family="map"),
+        Case(
+            "kto", preference.kto, kto_inputs, ("policy_chosen",), kto_options, family="preference"
+        ),
+        Case(
+            "bradley_terry",
+            preference.bradley_terry,
+            (*scores, "pair_weights", "margin"),
+            scores,
+            family="preference",
+        ),
+        Case(
+            "sequence_logprobs",
+            sums,
+            (*token_inputs, "segment_ids", "ordered_cotangent"),
+            grad,
+            averages,
+            family="map",
+        ),
+        Case(
+            "sequence_logprobs of rows",
+            _mapped(preference.sequence_logprobs),
+            (*token_inputs, "sequence_cotangent"),
+            grad,
+            averages,
+            family="map",
+        ),
     ]
 
 
@@ -169,54 +392,147 @@ def _weight_cases() -> list[Case]:
     def constant(mask: Tensor, segment_ids: Tensor, cotangent: Tensor) -> LossOutput:
         return _as_loss(masks.constant_weights(mask, segment_ids, length=7), cotangent)
 
-    by_segment, by_token, by_row = ("mask", "segment_ids", "cotangent"), ("mask", "token_group_id", "cotangent"), ("mask", "group_id", "cotangent")
+    by_segment, by_token, by_row = (
+        ("mask", "segment_ids", "cotangent"),
+        ("mask", "token_group_id", "cotangent"),
+        ("mask", "group_id", "cotangent"),
+    )
     return [
-        Case("token_mean_weights", _mapped(masks.token_mean_weights), ("mask", "cotangent"), (), family="weights"),
-        Case("sequence_mean_weights", _mapped(masks.sequence_mean_weights), by_segment, (), family="weights"),
+        Case(
+            "token_mean_weights",
+            _mapped(masks.token_mean_weights),
+            ("mask", "cotangent"),
+            (),
+            family="weights",
+        ),
+        Case(
+            "sequence_mean_weights",
+            _mapped(masks.sequence_mean_weights),
+            by_segment,
+            (),
+            family="weights",
+        ),
         Case("constant_weights", constant, by_segment, (), family="weights"),
-        Case("group_mean_weights", _mapped(masks.group_mean_weights), by_token, (), family="weights"),
-        Case("group_mean_weights of rows", _mapped(masks.group_mean_weights), by_row, (), family="weights"),
+        Case(
+            "group_mean_weights", _mapped(masks.group_mean_weights), by_token, (), family="weights"
+        ),
+        Case(
+            "group_mean_weights of rows",
+            _mapped(masks.group_mean_weights),
+            by_row,
+            (),
+            family="weights",
+        ),
     ]
 
 
 def _advantage_cases() -> list[Case]:
     inputs = ("rewards", "group_id", "sequence_cotangent")
     of_group: dict[str, Any] = {"family": "advantages", "whole_groups": True}
-    grouped = tuple({"baseline": b, "scale": s} for b in ("group_mean", "leave_one_out") for s in ("group_std", "leave_one_out_std", "none"))
-    of_batch = ({"baseline": "batch_mean", "scale": "batch_std"}, {"baseline": "group_mean", "scale": "batch_std"})
+    grouped = tuple(
+        {"baseline": b, "scale": s}
+        for b in ("group_mean", "leave_one_out")
+        for s in ("group_std", "leave_one_out_std", "none")
+    )
+    of_batch = (
+        {"baseline": "batch_mean", "scale": "batch_std"},
+        {"baseline": "group_mean", "scale": "batch_std"},
+    )
 
-    def with_lengths(rewards: Tensor, group_id: Tensor, lengths: Tensor, cotangent: Tensor) -> LossOutput:
-        return _as_loss(adv.advantages(rewards, group_id, baseline="length_weighted", lengths=lengths), cotangent)
+    def with_lengths(
+        rewards: Tensor, group_id: Tensor, lengths: Tensor, cotangent: Tensor
+    ) -> LossOutput:
+        return _as_loss(
+            adv.advantages(rewards, group_id, baseline="length_weighted", lengths=lengths),
+            cotangent,
+        )
 
-    def with_greedy(rewards: Tensor, group_id: Tensor, greedy: Tensor, cotangent: Tensor) -> LossOutput:
-        return _as_loss(adv.advantages(rewards, group_id, baseline="greedy", scale="none", greedy_rewards=greedy), cotangent)
+    def with_greedy(
+        rewards: Tensor, group_id: Tensor, greedy: Tensor, cotangent: Tensor
+    ) -> LossOutput:
+        return _as_loss(
+            adv.advantages(
+                rewards, group_id, baseline="greedy", scale="none", greedy_rewards=greedy
+            ),
+            cotangent,
+        )
 
-    informative = lambda rewards, group_id: rewards_module.informative_groups(rewards, group_id).float()  # noqa: E731
+    def informative(rewards, group_id):
+        return rewards_module.informative_groups(rewards, group_id).float()
+
     overlong = lambda mask, truncated: rewards_module.overlong_filter(mask, truncated).float()  # noqa: E731
     return [
         Case("advantages of groups", _mapped(adv.advantages), inputs, (), grouped, **of_group),
-        Case("advantages of the batch", _mapped(adv.advantages), inputs, (), of_batch, family="advantages"),
-        Case("advantages by length", with_lengths, ("rewards", "group_id", "lengths", "sequence_cotangent"), (), **of_group),
-        Case("advantages over greedy", with_greedy, ("rewards", "group_id", "greedy_rewards", "sequence_cotangent"), (), family="advantages"),
-        Case("gdpo", _mapped(adv.gdpo), ("reward_components", *inputs[1:]), (), ({"weights": (1.0, 0.5)},), family="advantages"),
-        Case("pass_at_k", _mapped(adv.pass_at_k), inputs, (), ({"k": 2}, {"k": 3}, {"k": 1}), **of_group),
+        Case(
+            "advantages of the batch",
+            _mapped(adv.advantages),
+            inputs,
+            (),
+            of_batch,
+            family="advantages",
+        ),
+        Case(
+            "advantages by length",
+            with_lengths,
+            ("rewards", "group_id", "lengths", "sequence_cotangent"),
+            (),
+            **of_group,
+        ),
+        Case(
+            "advantages over greedy",
+            with_greedy,
+            ("rewards", "group_id", "greedy_rewards", "sequence_cotangent"),
+            (),
+            family="advantages",
+        ),
+        Case(
+            "gdpo",
+            _mapped(adv.gdpo),
+            ("reward_components", *inputs[1:]),
+            (),
+            ({"weights": (1.0, 0.5)},),
+            family="advantages",
+        ),
+        Case(
+            "pass_at_k",
+            _mapped(adv.pass_at_k),
+            inputs,
+            (),
+            ({"k": 2}, {"k": 3}, {"k": 1}),
+            **of_group,
+        ),
         Case("max_rl", _mapped(adv.max_rl), inputs, (), **of_group),
         Case("informative_groups", _mapped(informative), inputs, (), **of_group),
-        Case("overlong_filter", _mapped(overlong), ("mask", "truncated", "cotangent"), (), family="map"),
+        Case(
+            "overlong_filter",
+            _mapped(overlong),
+            ("mask", "truncated", "cotangent"),
+            (),
+            family="map",
+        ),
     ]
 
 
 def _token_advantage_cases() -> list[Case]:
-    def gae(rewards: Tensor, values: Tensor, mask: Tensor, cotangent: Tensor, **options: Any) -> LossOutput:
+    def gae(
+        rewards: Tensor, values: Tensor, mask: Tensor, cotangent: Tensor, **options: Any
+    ) -> LossOutput:
         advantages, returns = adv.gae(rewards, values, mask, **options)
         return _as_loss(advantages + 0.7 * returns, cotangent)
 
     lambdas = ({}, {"gamma": 0.9, "lam": 0.8}, {"gamma": 0.9, "lam": 0.5, "value_lam": 1.0})
-    opd_inputs, row_inputs = ("teacher_logprobs", "prev_logprobs", "mask", "cotangent"), ("rewards", "mask", "cotangent")
+    opd_inputs, row_inputs = (
+        ("teacher_logprobs", "prev_logprobs", "mask", "cotangent"),
+        ("rewards", "mask", "cotangent"),
+    )
     plus_plus: tuple[dict[str, Any], ...] = ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_to_go": False})
 
-    def with_baseline(rewards: Tensor, kl: Tensor, mask: Tensor, group_id: Tensor, cotangent: Tensor) -> LossOutput:
-        return _as_loss(adv.reinforce_plus_plus(rewards, kl, mask, kl_coef=0.1, group_id=group_id), cotangent)
+    def with_baseline(
+        rewards: Tensor, kl: Tensor, mask: Tensor, group_id: Tensor, cotangent: Tensor
+    ) -> LossOutput:
+        return _as_loss(
+            adv.reinforce_plus_plus(rewards, kl, mask, kl_coef=0.1, group_id=group_id), cotangent
+        )
 
     rows: dict[str, Any] = {"differentiable": (), "family": "token advantages"}
     return [
@@ -225,8 +541,19 @@ def _token_advantage_cases() -> list[Case]:
         Case("at_last_token", _mapped(adv.at_last_token), row_inputs, **rows),
         Case("gae", gae, ("token_rewards", "values", "mask", "cotangent"), options=lambdas, **rows),
         Case("whiten", _mapped(adv.whiten), ("values", "mask", "cotangent"), (), family="map"),
-        Case("reinforce_plus_plus", _mapped(adv.reinforce_plus_plus), ("rewards", "kl", "mask", "cotangent"), options=plus_plus, **rows),
-        Case("reinforce_plus_plus over groups", with_baseline, ("rewards", "kl", "mask", "group_id", "cotangent"), **rows),
+        Case(
+            "reinforce_plus_plus",
+            _mapped(adv.reinforce_plus_plus),
+            ("rewards", "kl", "mask", "cotangent"),
+            options=plus_plus,
+            **rows,
+        ),
+        Case(
+            "reinforce_plus_plus over groups",
+            with_baseline,
+            ("rewards", "kl", "mask", "group_id", "cotangent"),
+            **rows,
+        ),
     ]
 
 
@@ -247,13 +574,25 @@ CASES: dict[str, Case] = {
     for case in cases()
 }
 
-_STOPPED = "a stop-gradient is part of its definition: the gradient is not the derivative of the value; worked examples pin it"
-_ONE_NUMBER = "reads one number a sequence, which has no place in a row; sequence_logprobs carries the law"
-_NO_WEIGHTS = "takes no loss_weights: its result is what a loss, which is linear in them, is made of"
+_STOPPED = (
+    "a stop-gradient is part of its definition: the gradient is not the derivative of the value;"
+    " worked examples pin it"
+)
+_ONE_NUMBER = (
+    "reads one number a sequence, which has no place in a row; sequence_logprobs carries the law"
+)
+_NO_WEIGHTS = (
+    "takes no loss_weights: its result is what a loss, which is linear in them, is made of"
+)
 _CONSTANT = "nothing is differentiated: its result is a constant"
 _NO_METRICS = "gives no metrics"
-_WHOLE_STEP = "built once from the whole step, so that the losses weighted with it add up; in parts it would be another reduction"
-_PADDING_ONLY = "knows no loss mask: a model's output has a log-probability wherever there is a next token"
+_WHOLE_STEP = (
+    "built once from the whole step, so that the losses weighted with it add up; in parts it would"
+    " be another reduction"
+)
+_PADDING_ONLY = (
+    "knows no loss mask: a model's output has a log-probability wherever there is a next token"
+)
 _NO_MASK = "every response counts: there is no mask"
 _BEFORE_PACKING = "one number a response, computed before rows are packed"
 _WHOLE_BATCH = "a mean or deviation over the batch: a part, or an added row, has another"
@@ -280,7 +619,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("weights", "8 gradcheck"): _CONSTANT,
     ("weights", "9 linearity"): "is what makes loss_weights",
     ("weights", "17 metrics"): _NO_METRICS,
-    ("group_mean_weights of rows", "2 packing"): "labels of rows; packed rows take one label a token",
+    (
+        "group_mean_weights of rows",
+        "2 packing",
+    ): "labels of rows; packed rows take one label a token",
     ("overlong_filter", "2 packing"): "says which rows were cut off, before they are packed",
     ("overlong_filter", "5 masked slots"): _NO_FLOATS,
     ("overlong_filter", "7 precision"): _NO_FLOATS,
@@ -306,4 +648,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("reinforce_plus_plus over groups", "3 additivity"): _WHOLE_BATCH,
     ("advantages over greedy", "1 padding"): "an added row would be a response with a reward",
 }
-"""(case or family, law) -> why there can be no such law. The only such table; `test_laws.py` tries each entry and refuses those that hold."""
+"""(case or family, law) -> why there can be no such law.
+
+The only such table; `test_laws.py` tries each entry and refuses those that hold.
+"""

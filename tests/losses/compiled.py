@@ -1,7 +1,9 @@
-"""`python -m tests.losses.compiled BACKEND [CASE...]`: law 16 for torch.compile, one JSON line a case: [name, error or null].
+"""`python -m tests.losses.compiled BACKEND [CASE...]`: law 16 for torch.compile, one JSON line a
+case: [name, error or null].
 
-A program of its own, run by test_compile.py, because the shape checks of the test run wrap every function and dataclass, and Dynamo can't trace
-through them. What is compiled here is what a user's program imports.
+A program of its own, run by test_compile.py, because the shape checks of the test run wrap every
+function and dataclass, and Dynamo can't trace through them. What is compiled here is what a user's
+program imports.
 """
 
 import itertools
@@ -20,10 +22,17 @@ LENGTHS = (3, 5, 1, 4)
 
 
 def check(case: Case, backend: str) -> None:
-    """Every variant compiles into one graph, gives the eager result, and is not compiled again for other numbers and masks of the same shape."""
+    """Every variant compiles into one graph, gives the eager result, and is not compiled again for
+    other numbers and masks of the same shape.
+    """
     for variant in range(len(case.options)):
         torch.compiler.reset()
-        compiled = torch.compile(lambda arrays: case(arrays, variant), fullgraph=True, dynamic=False, backend=backend)  # noqa: B023
+        compiled = torch.compile(
+            lambda arrays, variant=variant: case(arrays, variant),
+            fullgraph=True,
+            dynamic=False,
+            backend=backend,
+        )
         for seed, mask in itertools.product((0, 1), ("holes", "response", "none")):
             example = problem(seed, LENGTHS, mask=mask)
             arrays = arrays_in(case, example, lay_out(example))

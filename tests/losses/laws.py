@@ -1,7 +1,9 @@
-"""The laws of SPEC §12 that make sense for any loss: each is a function that raises when `case` breaks the law on `problem`.
+"""The laws of SPEC §12 that make sense for any loss: each is a function that raises when `case`
+breaks the law on `problem`.
 
-`test_laws.py` runs every law on every case, `test_negative_controls.py` shows that wrong losses are caught. Laws 10 to 14 speak of single functions
-and live in their test files, law 15 in `tests/data/`.
+`test_laws.py` runs every law on every case, `test_negative_controls.py` shows that wrong losses are
+caught. Laws 10 to 14 speak of single functions and live in their test files, law 15 in
+`tests/data/`.
 """
 
 import math
@@ -12,7 +14,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nemorl.losses.types import finalize
-from tests.helpers import SHIFTED, Case, Layout, Result, arrays_in, assert_same, assert_same_metrics, evaluate, lay_out, result_of
+from tests.helpers import (
+    SHIFTED,
+    Case,
+    Layout,
+    Result,
+    arrays_in,
+    assert_same,
+    assert_same_metrics,
+    evaluate,
+    lay_out,
+    result_of,
+)
 from tests.strategies import Problem
 
 OURS = ("loss_weights", "pair_weights", "cotangent", "sequence_cotangent", "ordered_cotangent")
@@ -52,7 +65,9 @@ def packed(problem: Problem) -> Layout:
     mask = torch.zeros_like(plain.slots, dtype=torch.bool)
     there = plain.segment_ids > 0
     batch = TokenBatch(
-        input_ids=plain.slots.clamp(min=0),  # the token's own number, so that the packed batch says where each token went
+        input_ids=plain.slots.clamp(
+            min=0
+        ),  # the token's own number, so that the packed batch says where each token went
         segment_ids=plain.segment_ids,
         position_ids=torch.where(there, torch.arange(plain.slots.shape[1]), 0),
         loss_mask=mask,
@@ -61,13 +76,20 @@ def packed(problem: Problem) -> Layout:
     longest = max(sum(problem.lengths[i] for i in row) for row in plan)
     result = pack(batch, plan, capacity=longest + int(torch.randint(0, 3, (), generator=generator)))
     slots = torch.where(result.segment_ids > 0, result.input_ids, -1)
-    assert sorted(slots[slots >= 0].tolist()) == list(range(problem.num_tokens)), "pack lost or doubled a token"
+    assert sorted(slots[slots >= 0].tolist()) == list(range(problem.num_tokens)), (
+        "pack lost or doubled a token"
+    )
     return Layout(slots, result.segment_ids, None)
 
 
 def additivity(case: Case, problem: Problem) -> None:
-    """Law 3: the losses and gradients of any microbatches on any ranks add up to the whole's. (Metrics are law 17.)"""
-    whole, parts = evaluate(case, problem, lay_out(problem)), evaluate(case, problem, *shards(case, problem))
+    """Law 3: the losses and gradients of any microbatches on any ranks add up to the whole's.
+    (Metrics are law 17.)
+    """
+    whole, parts = (
+        evaluate(case, problem, lay_out(problem)),
+        evaluate(case, problem, *shards(case, problem)),
+    )
     assert_same(Result(whole.loss, whole.gradients, {}), Result(parts.loss, parts.gradients, {}))
 
 
@@ -79,14 +101,18 @@ def metrics_merge(case: Case, problem: Problem) -> None:
 
 
 def shards(case: Case, problem: Problem) -> list[Layout]:
-    """Any partition of the sequences, each part with its own width; groups stay whole where the case needs them."""
+    """Any partition of the sequences, each part with its own width; groups stay whole where the
+    case needs them.
+    """
     generator = problem.generator(3)
     units = torch.arange(problem.num_sequences)
     if case.whole_groups:
         units = problem.sequences["group_id"].unique(return_inverse=True)[1]
     owner = torch.randint(0, 3, (int(units.max()) + 1,), generator=generator)[units]
     order = torch.randperm(problem.num_sequences, generator=generator)
-    return [lay_out(problem, order[owner[order] == rank].tolist()) for rank in owner.unique().tolist()]
+    return [
+        lay_out(problem, order[owner[order] == rank].tolist()) for rank in owner.unique().tolist()
+    ]
 
 
 def permutation(case: Case, problem: Problem) -> None:
@@ -94,28 +120,50 @@ def permutation(case: Case, problem: Problem) -> None:
     generator = problem.generator(4)
     order = torch.randperm(problem.num_sequences, generator=generator).tolist()
     names = torch.randperm(100, generator=generator)
-    renamed = problem.but(group_id=names[problem.sequences["group_id"]], token_group_id=names[problem.tokens["token_group_id"]])
-    assert_same(evaluate(case, problem, lay_out(problem)), evaluate(case, renamed, lay_out(problem, order)))
+    renamed = problem.but(
+        group_id=names[problem.sequences["group_id"]],
+        token_group_id=names[problem.tokens["token_group_id"]],
+    )
+    assert_same(
+        evaluate(case, problem, lay_out(problem)), evaluate(case, renamed, lay_out(problem, order))
+    )
 
 
 def masked_slots(case: Case, problem: Problem) -> None:
-    """Law 5: NaN, Inf and huge numbers where nothing is trained on change no bit of value, gradient or metric."""
+    """Law 5:
+
+    NaN, Inf and huge numbers where nothing is trained on change no bit of value, gradient or
+    metric.
+    """
     layout = lay_out(problem, width=max(problem.lengths) + 1)
     arrays = arrays_in(case, problem, layout)
     generator = problem.generator(5)
     poisoned = {}
     for name, value in arrays.items():
-        if name in case.inputs and value.is_floating_point() and name not in (*OURS, *problem.shared):
+        if (
+            name in case.inputs
+            and value.is_floating_point()
+            and name not in (*OURS, *problem.shared)
+        ):
             live = live_slots(case, arrays, name, value)
-            poison = torch.tensor(POISON, dtype=value.dtype)[torch.randint(0, len(POISON), value.shape, generator=generator)]
+            poison = torch.tensor(POISON, dtype=value.dtype)[
+                torch.randint(0, len(POISON), value.shape, generator=generator)
+            ]
             poisoned[name] = torch.where(live, value, poison)
     assert poisoned, "no input that could be poisoned"
-    clean, dirty = on_arrays(case, arrays, problem.seed), on_arrays(case, arrays | poisoned, problem.seed)
-    assert torch.equal(clean.loss, dirty.loss) and clean.loss.isfinite(), f"loss {clean.loss} became {dirty.loss}"
+    clean, dirty = (
+        on_arrays(case, arrays, problem.seed),
+        on_arrays(case, arrays | poisoned, problem.seed),
+    )
+    assert torch.equal(clean.loss, dirty.loss) and clean.loss.isfinite(), (
+        f"loss {clean.loss} became {dirty.loss}"
+    )
     assert clean.metrics == dirty.metrics, f"metrics {clean.metrics} became {dirty.metrics}"
     for name, gradient in clean.gradients.items():
         other = dirty.gradients[name]
-        assert torch.equal(gradient, other) and gradient.isfinite().all(), f"gradient of {name}: {gradient} became {other}"
+        assert torch.equal(gradient, other) and gradient.isfinite().all(), (
+            f"gradient of {name}: {gradient} became {other}"
+        )
         if name in poisoned:
             dead = ~live_slots(case, arrays, name, gradient).expand_as(gradient)
             assert (gradient[dead] == 0).all(), f"gradient of {name} in masked slots: {gradient}"
@@ -125,7 +173,11 @@ def live_slots(case: Case, arrays: dict[str, Tensor], name: str, value: Tensor) 
     """Which entries of an array the case may read, shaped so that it broadcasts over `value`."""
     if value.dim() < 2:
         assert "pair_weights" in case.inputs or "mask" in case.inputs, "there is no mask"
-        return arrays["pair_weights"] != 0 if "pair_weights" in case.inputs else torch.ones_like(value, dtype=torch.bool)
+        return (
+            arrays["pair_weights"] != 0
+            if "pair_weights" in case.inputs
+            else torch.ones_like(value, dtype=torch.bool)
+        )
     live = arrays["mask"] if case.masked_by == "mask" else arrays["segment_ids"] > 0
     if name in SHIFTED:  # the first token of a row is nobody's target
         live = torch.cat([live[:, 1:], torch.zeros_like(live[:, :1])], 1)
@@ -143,34 +195,58 @@ def empty_mask(case: Case, problem: Problem) -> None:
     names = {"mask", "loss_weights", "pair_weights"} & set(case.inputs)
     assert names, "no mask and no weights among the inputs"
     own = problem.tokens | problem.sequences
-    result = evaluate(case, problem.but(**{name: torch.zeros_like(own[name]) for name in names}), lay_out(problem))
+    result = evaluate(
+        case, problem.but(**{name: torch.zeros_like(own[name]) for name in names}), lay_out(problem)
+    )
     assert result.loss == 0, result.loss
     assert all((gradient == 0).all() for gradient in result.gradients.values()), result.gradients
     assert all(math.isfinite(value) for value in result.metrics.values()), result.metrics
 
 
 def precision(case: Case, problem: Problem) -> None:
-    """Law 7: float32 agrees with float64, and bfloat16 inputs give what the same numbers give in float32."""
+    """Law 7: float32 agrees with float64, and bfloat16 inputs give what the same numbers give in
+    float32.
+    """
     own = problem.tokens | problem.sequences | problem.shared
-    assert any(own[name].is_floating_point() for name in case.inputs if name in own and name not in OURS), "no float among the inputs"
+    assert any(
+        own[name].is_floating_point() for name in case.inputs if name in own and name not in OURS
+    ), "no float among the inputs"
     layout = lay_out(problem)
     low = _cast(problem, torch.bfloat16)
     single = evaluate(case, _cast(problem, torch.float32), layout)
     double = evaluate(case, _cast(_cast(problem, torch.float32), torch.float64), layout)
     assert_same(double, single, rtol=2e-4, atol=2e-5, metric_tol=1e-4)
-    half, same_numbers = evaluate(case, low, layout), evaluate(case, _cast(low, torch.float32), layout)
+    half, same_numbers = (
+        evaluate(case, low, layout),
+        evaluate(case, _cast(low, torch.float32), layout),
+    )
     assert half.loss.dtype == torch.float32, f"reduced in {half.loss.dtype}"
-    torch.testing.assert_close(half.loss, same_numbers.loss, rtol=2e-4 + case.half_rounding, atol=2e-5 + case.half_rounding)
+    torch.testing.assert_close(
+        half.loss, same_numbers.loss, rtol=2e-4 + case.half_rounding, atol=2e-5 + case.half_rounding
+    )
     for name, gradient in same_numbers.gradients.items():
         largest = float(gradient.abs().max())
-        torch.testing.assert_close(half.gradients[name].float(), gradient, rtol=2**-7, atol=(2**-8 + case.half_rounding) * largest + 1e-6)
+        torch.testing.assert_close(
+            half.gradients[name].float(),
+            gradient,
+            rtol=2**-7,
+            atol=(2**-8 + case.half_rounding) * largest + 1e-6,
+        )
 
 
 def _cast(problem: Problem, dtype: torch.dtype) -> Problem:
-    """The floats in another precision; weights and the tests' own cotangents, which no model computes, never below float32."""
+    """The floats in another precision; weights and the tests' own cotangents, which no model
+    computes, never below float32.
+    """
     own = problem.tokens | problem.sequences | problem.shared
     wide = torch.promote_types(dtype, torch.float32)
-    return problem.but(**{name: value.to(wide if name in OURS else dtype) for name, value in own.items() if value.is_floating_point()})
+    return problem.but(
+        **{
+            name: value.to(wide if name in OURS else dtype)
+            for name, value in own.items()
+            if value.is_floating_point()
+        }
+    )
 
 
 def gradients(case: Case, problem: Problem) -> None:
@@ -190,24 +266,45 @@ def linearity(case: Case, problem: Problem) -> None:
     name = "pair_weights" if "pair_weights" in case.inputs else "loss_weights"
     assert name in case.inputs, "no weights among the inputs"
     weights = (problem.tokens | problem.sequences)[name]
-    other = torch.where(weights != 0, torch.rand(weights.shape, generator=problem.generator(6), dtype=weights.dtype) + 0.1, 0.0)
-    one, two, both = (evaluate(case, problem.but(**{name: w}), lay_out(problem)) for w in (weights, other, 2 * weights + 3 * other))
+    other = torch.where(
+        weights != 0,
+        torch.rand(weights.shape, generator=problem.generator(6), dtype=weights.dtype) + 0.1,
+        0.0,
+    )
+    one, two, both = (
+        evaluate(case, problem.but(**{name: w}), lay_out(problem))
+        for w in (weights, other, 2 * weights + 3 * other)
+    )
     torch.testing.assert_close(both.loss, 2 * one.loss + 3 * two.loss, rtol=1e-8, atol=1e-10)
     for key, gradient in both.gradients.items():
-        torch.testing.assert_close(gradient, 2 * one.gradients[key] + 3 * two.gradients[key], rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(
+            gradient, 2 * one.gradients[key] + 3 * two.gradients[key], rtol=1e-8, atol=1e-10
+        )
 
 
 def transforms(case: Case, problem: Problem) -> None:
-    """Law 16: `torch.func.grad` and `torch.func.vmap` give the eager result. (`torch.compile` is in test_compile.py.)"""
+    """Law 16:
+
+    `torch.func.grad` and `torch.func.vmap` give the eager result. (`torch.compile` is in
+    test_compile.py.)
+    """
     arrays = arrays_in(case, problem, lay_out(problem))
     inputs = {name: arrays[name] for name in case.inputs}
     eager = on_arrays(case, inputs, problem.seed)
     if case.differentiable:
         leaves = {name: inputs[name] for name in case.differentiable}
-        functional = torch.func.grad(lambda leaves: case(inputs | leaves, problem.seed).loss)(leaves)
+        functional = torch.func.grad(lambda leaves: case(inputs | leaves, problem.seed).loss)(
+            leaves
+        )
         for name, gradient in eager.gradients.items():
             torch.testing.assert_close(functional[name], gradient, rtol=1e-8, atol=1e-10)
-    others = [inputs, {name: value - 0.1 * value.abs() if value.is_floating_point() else value for name, value in inputs.items()}]
+    others = [
+        inputs,
+        {
+            name: value - 0.1 * value.abs() if value.is_floating_point() else value
+            for name, value in inputs.items()
+        },
+    ]
     stacked = {name: torch.stack([arrays[name] for arrays in others]) for name in inputs}
     together = torch.func.vmap(lambda arrays: case(arrays, problem.seed))(stacked)
     for i, arrays in enumerate(others):

@@ -35,16 +35,31 @@ OF_GROUP = [(b, s) for b in ("group_mean", "leave_one_out", "length_weighted") f
 @st.composite
 def batches(draw):
     """Rewards with ties, groups of any size in any order, lengths."""
-    rows = draw(st.lists(st.tuples(st.sampled_from([0.0, 0.1, 0.3, 1.0]), st.sampled_from([7, -2, 30]), st.integers(1, 9)), min_size=2, max_size=8))
+    rows = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from([0.0, 0.1, 0.3, 1.0]),
+                st.sampled_from([7, -2, 30]),
+                st.integers(1, 9),
+            ),
+            min_size=2,
+            max_size=8,
+        )
+    )
     rewards, groups, lengths = zip(*rows, strict=True)
     return torch.tensor(rewards, dtype=torch.float64), torch.tensor(groups), torch.tensor(lengths)
 
 
 def options_of(baseline, lengths, greedy):
-    return {"length_weighted": {"lengths": lengths}, "greedy": {"greedy_rewards": greedy}}.get(baseline, {})
+    return {"length_weighted": {"lengths": lengths}, "greedy": {"greedy_rewards": greedy}}.get(
+        baseline, {}
+    )
 
 
-REWARDS, GROUPS = torch.tensor([1.0, 4.0, 3.0, 4.0, 5.0], dtype=torch.float64), torch.tensor([5, 2, 5, 2, 5])
+REWARDS, GROUPS = (
+    torch.tensor([1.0, 4.0, 3.0, 4.0, 5.0], dtype=torch.float64),
+    torch.tensor([5, 2, 5, 2, 5]),
+)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +74,9 @@ REWARDS, GROUPS = torch.tensor([1.0, 4.0, 3.0, 4.0, 5.0], dtype=torch.float64), 
     ],
 )
 def test_baselines_by_hand(baseline, expected):
-    options = options_of(baseline, torch.tensor([4, 9, 3, 1, 1]), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0]))
+    options = options_of(
+        baseline, torch.tensor([4, 9, 3, 1, 1]), torch.tensor([1.0, 2.0, 1.0, 2.0, 1.0])
+    )
     result = advantages(REWARDS, GROUPS, baseline=baseline, scale="none", **options)
     assert result.tolist() == pytest.approx(expected, abs=1e-12)
 
@@ -69,14 +86,20 @@ def test_baselines_by_hand(baseline, expected):
     [
         ("group_std", 1, [-2 / 2, 0, 0, 0, 2 / 2]),
         ("group_std", 0, [-2 / math.sqrt(8 / 3), 0, 0, 0, 2 / math.sqrt(8 / 3)]),
-        ("leave_one_out_std", 1, [-2 / math.sqrt(2), 0, 0, 0, 2 / math.sqrt(2)]),  # the others of 1 are 3 and 5
+        (
+            "leave_one_out_std",
+            1,
+            [-2 / math.sqrt(2), 0, 0, 0, 2 / math.sqrt(2)],
+        ),  # the others of 1 are 3 and 5
         ("leave_one_out_std", 0, [-2, 0, 0, 0, 2]),
         ("batch_std", 1, [-2 / math.sqrt(2.3), 0, 0, 0, 2 / math.sqrt(2.3)]),
         ("none", 1, [-2, 0, 0, 0, 2]),
     ],
 )
 def test_scales_by_hand(scale, ddof, expected):
-    assert advantages(REWARDS, GROUPS, scale=scale, ddof=ddof).tolist() == pytest.approx(expected, rel=2e-6)
+    assert advantages(REWARDS, GROUPS, scale=scale, ddof=ddof).tolist() == pytest.approx(
+        expected, rel=2e-6
+    )
 
 
 def test_presets_by_hand():
@@ -84,13 +107,17 @@ def test_presets_by_hand():
     assert grpo(rewards, one).tolist() == pytest.approx([-1, 0, 1], rel=1e-6)
     assert rloo(rewards, one).tolist() == [-3, 0, 3]
     assert dr_grpo(rewards, one).tolist() == [-2, 0, 2]
-    assert nemo_grpo(rewards, one).tolist() == pytest.approx([-3 / math.sqrt(2), 0, 3 / math.sqrt(2)], rel=1e-6)
+    assert nemo_grpo(rewards, one).tolist() == pytest.approx(
+        [-3 / math.sqrt(2), 0, 3 / math.sqrt(2)], rel=1e-6
+    )
 
 
 def test_a_lone_success_is_not_divided_by_the_zero_spread_of_the_others():
     result = nemo_grpo(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([3, 3, 3, 3]))
     sigma = math.sqrt(1 / 3)
-    assert result.tolist() == pytest.approx([1, -1 / 3 / sigma, -1 / 3 / sigma, -1 / 3 / sigma], rel=1e-5)
+    assert result.tolist() == pytest.approx(
+        [1, -1 / 3 / sigma, -1 / 3 / sigma, -1 / 3 / sigma], rel=1e-5
+    )
     low = nemo_grpo(torch.tensor([0.1, 0.3, 0.3]), torch.tensor([3, 3, 3]))
     assert low[0].item() == pytest.approx(-0.2, rel=1e-5)
 
@@ -99,12 +126,19 @@ def test_a_lone_success_is_not_divided_by_the_zero_spread_of_the_others():
 def test_against_plain_definitions(batch, choice):
     (rewards, groups, lengths), (baseline, scale) = batch, choice
     greedy = torch.arange(len(rewards), dtype=torch.float64) / 10
-    result = advantages(rewards, groups, baseline=baseline, scale=scale, **options_of(baseline, lengths, greedy))
+    result = advantages(
+        rewards, groups, baseline=baseline, scale=scale, **options_of(baseline, lengths, greedy)
+    )
     for i, (own, group) in enumerate(zip(rewards, groups, strict=True)):
         members = rewards[groups == group]
         others = rewards[(groups == group) & (torch.arange(len(rewards)) != i)]
         weights = lengths[groups == group]
-        taken_over = [members] if baseline in ("group_mean", "leave_one_out", "length_weighted") or scale.startswith(("group", "leave")) else []
+        taken_over = (
+            [members]
+            if baseline in ("group_mean", "leave_one_out", "length_weighted")
+            or scale.startswith(("group", "leave"))
+            else []
+        )
         taken_over += [rewards] if baseline == "batch_mean" or scale == "batch_std" else []
         if any(len(values.unique()) == 1 for values in taken_over):
             assert result[i] == 0
@@ -117,16 +151,34 @@ def test_against_plain_definitions(batch, choice):
             "greedy": greedy[i],
             "length_weighted": (weights * members).sum() / weights.sum(),
         }[baseline]
-        spread = {"group_std": members, "leave_one_out_std": others, "batch_std": rewards, "none": own[None]}[scale]
+        spread = {
+            "group_std": members,
+            "leave_one_out_std": others,
+            "batch_std": rewards,
+            "none": own[None],
+        }[scale]
         sigma = spread.std() + 1e-6 if len(spread.unique()) > 1 else 1.0
-        assert result[i].item() == pytest.approx(float((own - b) / sigma), rel=1e-9, abs=1e-9), (baseline, scale)
+        assert result[i].item() == pytest.approx(float((own - b) / sigma), rel=1e-9, abs=1e-9), (
+            baseline,
+            scale,
+        )
 
 
-@given(batches(), st.integers(-5, 5), st.sampled_from([b for b in BASELINES if b not in ("none", "greedy")]), st.sampled_from(SCALES))
+@given(
+    batches(),
+    st.integers(-5, 5),
+    st.sampled_from([b for b in BASELINES if b not in ("none", "greedy")]),
+    st.sampled_from(SCALES),
+)
 def test_law_10_a_shift_of_all_rewards_changes_nothing(batch, shift, baseline, scale):
     rewards, groups, lengths = batch
     options = {"baseline": baseline, "scale": scale, **options_of(baseline, lengths, None)}
-    torch.testing.assert_close(advantages(rewards + shift, groups, **options), advantages(rewards, groups, **options), rtol=1e-7, atol=1e-9)
+    torch.testing.assert_close(
+        advantages(rewards + shift, groups, **options),
+        advantages(rewards, groups, **options),
+        rtol=1e-7,
+        atol=1e-9,
+    )
 
 
 @given(
@@ -135,21 +187,41 @@ def test_law_10_a_shift_of_all_rewards_changes_nothing(batch, shift, baseline, s
     st.sampled_from(["group_mean", "batch_mean", "length_weighted"]),
     st.sampled_from(["group_std", "batch_std"]),
 )
-def test_law_10_a_positive_factor_changes_nothing_with_a_standard_deviation(batch, factor, baseline, scale):
+def test_law_10_a_positive_factor_changes_nothing_with_a_standard_deviation(
+    batch, factor, baseline, scale
+):
     rewards, groups, lengths = batch
     options = {"baseline": baseline, "scale": scale, **options_of(baseline, lengths, None)}
-    torch.testing.assert_close(advantages(rewards * factor, groups, **options), advantages(rewards, groups, **options), rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(
+        advantages(rewards * factor, groups, **options),
+        advantages(rewards, groups, **options),
+        rtol=1e-4,
+        atol=1e-9,
+    )
 
 
 @given(batches(), st.integers(-5, 5), st.sampled_from([0.5, 2.0, 16.0]), st.integers(1, 4))
 def test_law_10_of_pass_at_k_and_max_rl(batch, shift, factor, k):
     rewards, groups, _ = batch
     close = {"rtol": 1e-7, "atol": 1e-9}
-    torch.testing.assert_close(pass_at_k(factor * rewards + shift, groups, k=k), factor * pass_at_k(rewards, groups, k=k), **close)
+    torch.testing.assert_close(
+        pass_at_k(factor * rewards + shift, groups, k=k),
+        factor * pass_at_k(rewards, groups, k=k),
+        **close,
+    )
     torch.testing.assert_close(max_rl(rewards * factor, groups), max_rl(rewards, groups), **close)
 
 
-@given(batches(), st.sampled_from([(b, s) for b in ("group_mean", "leave_one_out") for s in ("group_std", "batch_std", "none")]))
+@given(
+    batches(),
+    st.sampled_from(
+        [
+            (b, s)
+            for b in ("group_mean", "leave_one_out")
+            for s in ("group_std", "batch_std", "none")
+        ]
+    ),
+)
 def test_law_12_group_advantages_sum_to_zero(batch, choice):
     rewards, groups, _ = batch
     result = advantages(rewards, groups, baseline=choice[0], scale=choice[1])
@@ -159,12 +231,23 @@ def test_law_12_group_advantages_sum_to_zero(batch, choice):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@given(st.sampled_from([0.1, 1 / 3, 0.7, 1e-30, 1e30, -5.1]), st.integers(1, 9), st.integers(1, 4), st.sampled_from(OF_GROUP))
+@given(
+    st.sampled_from([0.1, 1 / 3, 0.7, 1e-30, 1e30, -5.1]),
+    st.integers(1, 9),
+    st.integers(1, 4),
+    st.sampled_from(OF_GROUP),
+)
 def test_law_12_equal_groups_give_exact_zeros(dtype, reward, count, other, choice):
     rewards = torch.tensor([reward] * count + [1.0 * i for i in range(other)], dtype=dtype)
     groups = torch.tensor([7] * count + [3] * other)
     baseline, scale = choice
-    result = advantages(rewards, groups, baseline=baseline, scale=scale, **options_of(baseline, torch.arange(1, len(rewards) + 1), None))
+    result = advantages(
+        rewards,
+        groups,
+        baseline=baseline,
+        scale=scale,
+        **options_of(baseline, torch.arange(1, len(rewards) + 1), None),
+    )
     assert not result[:count].any()
     same = torch.full_like(rewards, reward)
     assert not advantages(same, groups, baseline="batch_mean", scale=scale).any()
@@ -176,19 +259,31 @@ def test_law_12_equal_groups_give_exact_zeros(dtype, reward, count, other, choic
 @given(st.integers(0, 2**20), st.integers(1, 4), st.integers(2, 4), CHOICES)
 def test_the_matrix_form_is_the_flat_form(seed, prompts, size, choice):
     generator = torch.Generator().manual_seed(seed)
-    rewards, greedy = torch.randn(prompts, size, generator=generator), torch.randn(prompts, generator=generator)
+    rewards, greedy = (
+        torch.randn(prompts, size, generator=generator),
+        torch.randn(prompts, generator=generator),
+    )
     lengths = torch.randint(1, 9, (prompts, size), generator=generator)
     groups = torch.randperm(50, generator=generator)[:prompts].repeat_interleave(size)
     baseline, scale = choice
-    matrix = group_advantages(rewards, baseline=baseline, scale=scale, **options_of(baseline, lengths, greedy))
+    matrix = group_advantages(
+        rewards, baseline=baseline, scale=scale, **options_of(baseline, lengths, greedy)
+    )
     options = options_of(baseline, lengths.flatten(), greedy.repeat_interleave(size))
-    torch.testing.assert_close(matrix.flatten(), advantages(rewards.flatten(), groups, baseline=baseline, scale=scale, **options))
+    torch.testing.assert_close(
+        matrix.flatten(),
+        advantages(rewards.flatten(), groups, baseline=baseline, scale=scale, **options),
+    )
 
 
 def test_the_matrix_form_runs_under_vmap():
     rewards = torch.randn(4, 3, 2)
-    together = torch.func.vmap(lambda r: group_advantages(r, baseline="leave_one_out", scale="leave_one_out_std"))(rewards)
-    alone = torch.stack([group_advantages(r, baseline="leave_one_out", scale="leave_one_out_std") for r in rewards])
+    together = torch.func.vmap(
+        lambda r: group_advantages(r, baseline="leave_one_out", scale="leave_one_out_std")
+    )(rewards)
+    alone = torch.stack(
+        [group_advantages(r, baseline="leave_one_out", scale="leave_one_out_std") for r in rewards]
+    )
     torch.testing.assert_close(together, alone)
 
 
@@ -198,34 +293,65 @@ def test_errors_say_what_to_do():
         advantages(rewards, groups, baseline="mean")
     with pytest.raises(ValueError, match=r"^scale must be one of 'group_std'"):
         advantages(rewards, groups, scale="std")
-    with pytest.raises(ValueError, match=r"^advantages: lengths must be given with baseline='length_weighted'.*lengths missing"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^advantages: lengths must be given with baseline='length_weighted'.*lengths missing"
+        ),
+    ):
         advantages(rewards, groups, baseline="length_weighted")
-    with pytest.raises(ValueError, match=r"^advantages: greedy_rewards must be given with baseline='greedy' and with no other.*greedy_rewards given"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^advantages: greedy_rewards must be given with baseline='greedy' and with no"
+            r" other.*greedy_rewards given"
+        ),
+    ):
         advantages(rewards, groups, greedy_rewards=rewards)
     for baseline, scale in (*OF_GROUP, ("none", "group_std"), ("batch_mean", "leave_one_out_std")):
-        with pytest.raises(ValueError, match=r"needs at least 2 \(got 1\); raise num_generations_per_prompt"):
+        with pytest.raises(
+            ValueError, match=r"needs at least 2 \(got 1\); raise num_generations_per_prompt"
+        ):
             group_advantages(rewards[:, None], baseline=baseline, scale=scale)
-    assert group_advantages(rewards[:, None], baseline="batch_mean", scale="batch_std").shape == (2, 1)
-    with pytest.raises(ValueError, match=r"weights must have one number per reward component, 2 \(got 1\)"):
+    assert group_advantages(rewards[:, None], baseline="batch_mean", scale="batch_std").shape == (
+        2,
+        1,
+    )
+    with pytest.raises(
+        ValueError, match=r"weights must have one number per reward component, 2 \(got 1\)"
+    ):
         gdpo(torch.zeros(2, 2), groups, weights=(1.0,))
     with pytest.raises(ValueError, match="k must be at least 1"):
         pass_at_k(rewards, groups, k=0)
 
 
 def test_gdpo_by_hand():
-    # Component 1: ±1/√2 in each group; component 2, a thousand times larger: only the second group, reversed.
-    components = torch.tensor([[1.0, 500.0], [0.0, 500.0], [1.0, 0.0], [0.0, 1000.0]], dtype=torch.float64)
+    # Component 1: ±1/√2 in each group; component 2, a thousand times larger: only the second group,
+    # reversed.
+    components = torch.tensor(
+        [[1.0, 500.0], [0.0, 500.0], [1.0, 0.0], [0.0, 1000.0]], dtype=torch.float64
+    )
     half = 1 / math.sqrt(2)
     total = torch.tensor([half, -half, half - 2 * half, -half + 2 * half])
     expected = total / total.std()
-    assert gdpo(components, torch.tensor([1, 1, 2, 2]), weights=(1.0, 2.0)).tolist() == pytest.approx(expected.tolist(), rel=1e-4)
+    assert gdpo(
+        components, torch.tensor([1, 1, 2, 2]), weights=(1.0, 2.0)
+    ).tolist() == pytest.approx(expected.tolist(), rel=1e-4)
 
 
 def test_gdpo_is_its_formula_to_the_last_digits():
-    components, groups = torch.tensor([[1.0, 5.0], [0.0, 2.0], [0.5, 9.0]], dtype=torch.float64), torch.tensor([1, 1, 1])
-    total = sum(w * (x - x.mean()) / (x.std() + 1e-6) for w, x in zip((1.0, 2.0), components.unbind(1), strict=True))
+    components, groups = (
+        torch.tensor([[1.0, 5.0], [0.0, 2.0], [0.5, 9.0]], dtype=torch.float64),
+        torch.tensor([1, 1, 1]),
+    )
+    total = sum(
+        w * (x - x.mean()) / (x.std() + 1e-6)
+        for w, x in zip((1.0, 2.0), components.unbind(1), strict=True)
+    )
     expected = (total - total.mean()) / (total.std() + 1e-6)
-    assert gdpo(components, groups, weights=(1.0, 2.0)).tolist() == pytest.approx(expected.tolist(), rel=1e-12)
+    assert gdpo(components, groups, weights=(1.0, 2.0)).tolist() == pytest.approx(
+        expected.tolist(), rel=1e-12
+    )
 
 
 def test_advantages_are_computed_in_float64():
@@ -240,15 +366,26 @@ def test_advantages_are_computed_in_float64():
         lambda r, g: whiten(r[:, None], torch.ones_like(g, dtype=torch.bool)[:, None]),
     ):
         assert torch.equal(function(one, groups), function(one.double(), groups).float())
-    assert torch.equal(gdpo(rewards, groups, weights=(1.0, 0.3)), gdpo(rewards.double(), groups, weights=(1.0, 0.3)).float())
+    assert torch.equal(
+        gdpo(rewards, groups, weights=(1.0, 0.3)),
+        gdpo(rewards.double(), groups, weights=(1.0, 0.3)).float(),
+    )
     mask, lam = torch.ones(1, 3, dtype=torch.bool), torch.tensor([0.5], dtype=torch.float64)
-    assert gae(torch.ones(1, 3), torch.ones(1, 3), mask, lam=lam)[0].dtype == torch.float32, "the type is that of the values"
+    assert gae(torch.ones(1, 3), torch.ones(1, 3), mask, lam=lam)[0].dtype == torch.float32, (
+        "the type is that of the values"
+    )
 
 
 def test_a_batch_without_differences_teaches_nothing():
     rewards, groups = torch.tensor([0.7, 0.7, 0.7]), torch.tensor([1, 1, 2])
     assert not advantages(rewards, groups, baseline="none", scale="batch_std").any()
-    assert not advantages(rewards, groups, baseline="greedy", scale="batch_std", greedy_rewards=torch.tensor([0.0, 0.0, 1.0])).any()
+    assert not advantages(
+        rewards,
+        groups,
+        baseline="greedy",
+        scale="batch_std",
+        greedy_rewards=torch.tensor([0.0, 0.0, 1.0]),
+    ).any()
     assert not advantages(rewards, groups, baseline="batch_mean", scale="none").any()
     assert advantages(rewards, groups, baseline="none", scale="none").tolist() == rewards.tolist()
 
@@ -265,11 +402,18 @@ def test_a_deviation_that_rounding_takes_below_zero_is_zero():
 
 
 def test_max_rl_of_negative_rewards_is_zero():
-    assert max_rl(torch.tensor([-1.0, -3.0, -1.0, 1.0]), torch.tensor([1, 1, 2, 2])).tolist() == [0, 0, 0, 0]
+    assert max_rl(torch.tensor([-1.0, -3.0, -1.0, 1.0]), torch.tensor([1, 1, 2, 2])).tolist() == [
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_max_rl_by_hand():
-    result = max_rl(torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([1, 1, 1, 1, 2, 2, 2]))
+    result = max_rl(
+        torch.tensor([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]), torch.tensor([1, 1, 1, 1, 2, 2, 2])
+    )
     assert result.tolist() == [1, -1, -1, 1, 0, 0, 0]
 
 
@@ -281,18 +425,25 @@ def test_pass_at_k_is_the_mean_gain_over_all_sets(batch, k):
         others = [j for j in range(len(rewards)) if groups[j] == group and j != i]
         best = [rewards[list(chosen)].max() for chosen in itertools.combinations(others, k - 1)]
         gains = [float((rewards[i] - value).clamp(min=0)) for value in best]
-        assert result[i].item() == pytest.approx(k * sum(gains) / len(gains) if gains else 0.0, abs=1e-12)
+        assert result[i].item() == pytest.approx(
+            k * sum(gains) / len(gains) if gains else 0.0, abs=1e-12
+        )
 
 
 @pytest.mark.parametrize(("n", "k"), [(2, 1), (3, 1), (3, 2), (4, 2), (4, 3), (4, 4)])
 def test_pass_at_k_is_unbiased(n, k):
-    """E over all 2ⁿ outcomes of mean_i A_i ∇ log π(y_i) = d/dp pass@k = k (1 − p)^(k − 1), for an answer that is right with probability p."""
+    """E over all 2ⁿ outcomes of mean_i A_i ∇ log π(y_i) = d/dp pass@k = k (1 − p)^(k − 1), for an
+    answer that is right with probability p.
+    """
     p, total = 0.3, 0.0
     for outcome in itertools.product((0.0, 1.0), repeat=n):
         rewards = torch.tensor(outcome, dtype=torch.float64)
         probability = math.prod(p if right else 1 - p for right in outcome)
         score = rewards / p - (1 - rewards) / (1 - p)
-        total += probability * (pass_at_k(rewards, torch.zeros(n, dtype=torch.long), k=k) * score).mean().item()
+        total += (
+            probability
+            * (pass_at_k(rewards, torch.zeros(n, dtype=torch.long), k=k) * score).mean().item()
+        )
     assert total == pytest.approx(k * (1 - p) ** (k - 1), rel=1e-9)
 
 
@@ -303,8 +454,11 @@ def test_max_rl_estimates_the_truncated_log_likelihood(n):
         rewards = torch.tensor(outcome, dtype=torch.float64)
         probability = math.prod(p if right else 1 - p for right in outcome)
         score = rewards / p - (1 - rewards) / (1 - p)
-        total += probability * (max_rl(rewards, torch.zeros(n, dtype=torch.long)) * score).mean().item()
-    # n terms without the baseline −mean(score); dropping it where nothing is right costs the last of them.
+        total += (
+            probability * (max_rl(rewards, torch.zeros(n, dtype=torch.long)) * score).mean().item()
+        )
+    # n terms without the baseline −mean(score); dropping it where nothing is right costs the last
+    # of them.
     assert total == pytest.approx(sum((1 - p) ** (k - 1) for k in range(1, n)), rel=1e-9)
 
 
@@ -318,7 +472,13 @@ def plain_gae(rewards, values, mask, gamma, lam):
     return result
 
 
-@given(st.integers(0, 2**20), st.integers(1, 3), st.integers(1, 9), st.sampled_from([1.0, 0.9]), st.sampled_from([0.0, 0.7, 1.0]))
+@given(
+    st.integers(0, 2**20),
+    st.integers(1, 3),
+    st.integers(1, 9),
+    st.sampled_from([1.0, 0.9]),
+    st.sampled_from([0.0, 0.7, 1.0]),
+)
 def test_gae_is_the_backward_loop_over_the_masked_tokens(seed, batch, seq, gamma, lam):
     generator = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, batch, seq, generator=generator, dtype=torch.float64)
@@ -328,26 +488,42 @@ def test_gae_is_the_backward_loop_over_the_masked_tokens(seed, batch, seq, gamma
     for row in range(batch):
         arguments = (rewards[row].tolist(), values[row].tolist(), mask[row].tolist(), gamma)
         assert policy[row].tolist() == pytest.approx(plain_gae(*arguments, lam), abs=1e-9)
-        expected = [a + v if m else 0.0 for a, v, m in zip(plain_gae(*arguments, lams[row].item()), arguments[1], arguments[2], strict=True)]
+        expected = [
+            a + v if m else 0.0
+            for a, v, m in zip(
+                plain_gae(*arguments, lams[row].item()), arguments[1], arguments[2], strict=True
+            )
+        ]
         assert returns[row].tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_gae_defaults():
     rewards, values = torch.randn(2, 1, 6, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(1, 6, dtype=torch.bool)
-    assert torch.equal(gae(rewards, values, mask)[0], gae(rewards, values, mask, gamma=1.0, lam=0.95)[0])
+    assert torch.equal(
+        gae(rewards, values, mask)[0], gae(rewards, values, mask, gamma=1.0, lam=0.95)[0]
+    )
 
 
 def test_gae_with_lambda_one_is_the_reward_to_go_less_the_value():
     mask = torch.tensor([[False, True, True, False, True]])
-    rewards, values = at_last_token(torch.tensor([2.0]), mask), torch.tensor([[9.0, 0.5, 1.0, 9.0, 1.5]])
+    rewards, values = (
+        at_last_token(torch.tensor([2.0]), mask),
+        torch.tensor([[9.0, 0.5, 1.0, 9.0, 1.5]]),
+    )
     policy, returns = gae(rewards, values, mask, lam=1.0)
     assert policy.tolist() == [[0, 1.5, 1.0, 0, 0.5]] and returns.tolist() == [[0, 2, 2, 0, 2]]
 
 
 def test_length_adaptive_lambda_by_hand():
-    assert length_adaptive_lambda(torch.tensor([0, 1, 2]), alpha=2.0).tolist() == [0.5, 0.5, 0.75], "nothing is as short as one token"
-    assert length_adaptive_lambda(torch.tensor([0, 1, 20, 100]), alpha=0.1).tolist() == pytest.approx([0, 0, 0.5, 0.9])
+    assert length_adaptive_lambda(torch.tensor([0, 1, 2]), alpha=2.0).tolist() == [
+        0.5,
+        0.5,
+        0.75,
+    ], "nothing is as short as one token"
+    assert length_adaptive_lambda(
+        torch.tensor([0, 1, 20, 100]), alpha=0.1
+    ).tolist() == pytest.approx([0, 0, 0.5, 0.9])
     with pytest.raises(ValueError, match="alpha must be above 0"):
         length_adaptive_lambda(torch.tensor([1]), alpha=0.0)
 
@@ -361,23 +537,40 @@ def test_reinforce_plus_plus_by_hand():
     for options, raw in (({}, to_go), ({"kl_to_go": False}, own)):
         expected = (raw - raw.mean()) / raw.std()
         result = reinforce_plus_plus(rewards, kl, mask, kl_coef=0.5, **options)
-        assert result[mask].tolist() == pytest.approx(expected.tolist(), abs=1e-5) and not result[~mask].any()
-    baseline = reinforce_plus_plus(rewards, torch.zeros_like(kl), mask, kl_coef=0.5, group_id=torch.tensor([4, 4]))
+        assert (
+            result[mask].tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+            and not result[~mask].any()
+        )
+    baseline = reinforce_plus_plus(
+        rewards, torch.zeros_like(kl), mask, kl_coef=0.5, group_id=torch.tensor([4, 4])
+    )
     raw = torch.tensor([0.5, 0.5, -0.5])
-    assert baseline[mask].tolist() == pytest.approx(((raw - raw.mean()) / raw.std()).tolist(), abs=1e-5)
+    assert baseline[mask].tolist() == pytest.approx(
+        ((raw - raw.mean()) / raw.std()).tolist(), abs=1e-5
+    )
     # Two groups of unlike spread: the baseline takes the mean away and leaves the spread.
     mask, groups = torch.ones(4, 1, dtype=torch.bool), torch.tensor([1, 1, 2, 2])
-    result = reinforce_plus_plus(torch.tensor([5.0, 3.0, 12.0, 0.0]), torch.zeros(4, 1), mask, kl_coef=0.5, group_id=groups)
+    result = reinforce_plus_plus(
+        torch.tensor([5.0, 3.0, 12.0, 0.0]), torch.zeros(4, 1), mask, kl_coef=0.5, group_id=groups
+    )
     raw = torch.tensor([1.0, -1.0, 6.0, -6.0])
     assert result[:, 0].tolist() == pytest.approx((raw / raw.std()).tolist(), abs=1e-5)
 
 
 def test_whitening():
-    values, mask = torch.tensor([[0.1, 0.1, 5.0], [0.1, 7.0, 0.1]]), torch.tensor([[True, True, False], [True, False, True]])
+    values, mask = (
+        torch.tensor([[0.1, 0.1, 5.0], [0.1, 7.0, 0.1]]),
+        torch.tensor([[True, True, False], [True, False, True]]),
+    )
     assert not whiten(values, mask).any()
-    assert not whiten(values.double(), mask).any(), "not even rounding: 0.1 three times over is not exact in float64"
+    assert not whiten(values.double(), mask).any(), (
+        "not even rounding: 0.1 three times over is not exact in float64"
+    )
     for value in (0.1, -0.1):
-        equal, there = torch.full((1, 4), value, dtype=torch.float64), torch.tensor([[True, True, True, False]])
+        equal, there = (
+            torch.full((1, 4), value, dtype=torch.float64),
+            torch.tensor([[True, True, True, False]]),
+        )
         assert not whiten(equal, there).any() and not whiten(equal, torch.ones_like(there)).any()
     exact = torch.tensor([[1.0, 2.0, 4.0]], dtype=torch.float64)
     assert whiten(exact, torch.ones(1, 3, dtype=torch.bool)).tolist() == [
@@ -385,7 +578,9 @@ def test_whitening():
     ]
     assert not whiten(values, torch.zeros_like(mask)).any()
     result = whiten(values, torch.ones_like(mask), ddof=0)
-    assert result.mean().item() == pytest.approx(0, abs=1e-6) and result.std(correction=0).item() == pytest.approx(1, abs=1e-5)
+    assert result.mean().item() == pytest.approx(0, abs=1e-6) and result.std(
+        correction=0
+    ).item() == pytest.approx(1, abs=1e-5)
     assert whiten(values[:0], mask[:0]).shape == (0, 3)
 
 
@@ -400,24 +595,47 @@ def test_token_forms():
 
 def test_lengths_of_zero_leave_the_group_mean():
     rewards, groups = torch.tensor([1.0, 3.0, 0.0, 2.0]), torch.tensor([1, 1, 2, 2])
-    result = advantages(rewards, groups, baseline="length_weighted", scale="none", lengths=torch.tensor([0, 0, 1, 0]))
+    result = advantages(
+        rewards,
+        groups,
+        baseline="length_weighted",
+        scale="none",
+        lengths=torch.tensor([0, 0, 1, 0]),
+    )
     assert result.tolist() == [-1, 1, 0, 2]
 
 
 def test_gdpo_takes_any_baseline_and_scale():
-    components, groups = torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.5, 1.0], [4.0, 4.0]]), torch.tensor([1, 1, 1, 2])
-    for baseline, scale in (("leave_one_out", "none"), ("none", "group_std"), ("group_mean", "none")):
-        total = sum(w * advantages(components[:, k], groups, baseline=baseline, scale=scale).double() for k, w in enumerate((1.0, 0.5)))
+    components, groups = (
+        torch.tensor([[1.0, 0.0], [0.0, 3.0], [0.5, 1.0], [4.0, 4.0]]),
+        torch.tensor([1, 1, 1, 2]),
+    )
+    for baseline, scale in (
+        ("leave_one_out", "none"),
+        ("none", "group_std"),
+        ("group_mean", "none"),
+    ):
+        total = sum(
+            w * advantages(components[:, k], groups, baseline=baseline, scale=scale).double()
+            for k, w in enumerate((1.0, 0.5))
+        )
         expected = (total - total.mean()) / total.std()
         result = gdpo(components, groups, weights=(1.0, 0.5), baseline=baseline, scale=scale)
         assert result.tolist() == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
 
 
 def test_every_advantage_is_a_constant_and_float32_at_least():
-    rewards, groups, mask = torch.tensor([1.0, 0.0, 2.0, 0.5]).requires_grad_(), torch.tensor([1, 1, 2, 2]), torch.ones(4, 2, dtype=torch.bool)
+    rewards, groups, mask = (
+        torch.tensor([1.0, 0.0, 2.0, 0.5]).requires_grad_(),
+        torch.tensor([1, 1, 2, 2]),
+        torch.ones(4, 2, dtype=torch.bool),
+    )
     tokens = torch.arange(8.0).view(4, 2).requires_grad_()
     for result in (
-        *(function(rewards, groups) for function in (advantages, grpo, rloo, dr_grpo, nemo_grpo, max_rl)),
+        *(
+            function(rewards, groups)
+            for function in (advantages, grpo, rloo, dr_grpo, nemo_grpo, max_rl)
+        ),
         *(pass_at_k(rewards, groups, k=k) for k in (1, 2)),
         advantages(rewards, groups, baseline="greedy", scale="none", greedy_rewards=rewards),
         gdpo(torch.stack([rewards, rewards], 1), groups, weights=(1.0, 1.0)),

@@ -1,4 +1,8 @@
-"""Law 16 for torch.compile: `fullgraph=True` gives the eager value, gradient and metrics, for every case and each of its options."""
+"""Law 16 for torch.compile:
+
+`fullgraph=True` gives the eager value, gradient and metrics, for every case and each of its
+options.
+"""
 
 import json
 import subprocess
@@ -10,7 +14,16 @@ from tests.losses.cases import CASES
 from tests.losses.test_negative_controls import UNCOMPILABLE
 
 ROOT = Path(__file__).parent.parent.parent
-INDUCTOR = ("clipped", "gspo", "kl_loss score", "nll", "importance_weights", "token_logprobs_and_entropy", "distillation", "dpo")
+INDUCTOR = (
+    "clipped",
+    "gspo",
+    "kl_loss score",
+    "nll",
+    "importance_weights",
+    "token_logprobs_and_entropy",
+    "distillation",
+    "dpo",
+)
 
 
 def _compile(forked: Path, backend: str, *names: str) -> dict[str, str | None]:
@@ -20,7 +33,9 @@ def _compile(forked: Path, backend: str, *names: str) -> dict[str, str | None]:
     return dict(json.loads(line) for line in run.stdout.splitlines())
 
 
-@pytest.mark.parametrize("half", (0, 1))  # one program for many cases, as starting it costs most; two, as the tests run in two processes
+@pytest.mark.parametrize(
+    "half", (0, 1)
+)  # one program for many cases, as starting it costs most; two, as the tests run in two processes
 def test_every_case_compiles_into_one_graph(forked: Path, half: int):
     names = list(CASES)[half::2]
     assert _compile(forked, "aot_eager", *names) == dict.fromkeys(names)

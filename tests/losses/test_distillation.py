@@ -1,4 +1,6 @@
-"""Distillation: worked examples of every direction and option, and the laws that are its own (SPEC §12, 14)."""
+"""Distillation: worked examples of every direction and option, and the laws that are its own (SPEC
+§12, 14).
+"""
 
 import math
 
@@ -35,7 +37,9 @@ def by_hand(p: list[float], q: list[float], direction: str, mix: float) -> float
 
 
 def logits(*rows: list[float]) -> Tensor:
-    """Logits of one sequence, one row a position; an arbitrary constant is added to each, which softmax does not see."""
+    """Logits of one sequence, one row a position; an arbitrary constant is added to each, which
+    softmax does not see.
+    """
     return (torch.tensor([rows]).log() + torch.arange(len(rows))[None, :, None]).requires_grad_()
 
 
@@ -48,7 +52,9 @@ def test_the_worked_numbers():
     reverse = 0.25 * math.log(0.5) + 0.5 * math.log(2)
     assert by_hand(P, Q, "forward", 0.5) == pytest.approx(forward)
     assert by_hand(P, Q, "reverse", 0.5) == pytest.approx(reverse)
-    assert distillation(logits(Q, P), logits(P, Q), WEIGHTS).loss.item() == pytest.approx(forward, abs=1e-6)
+    assert distillation(logits(Q, P), logits(P, Q), WEIGHTS).loss.item() == pytest.approx(
+        forward, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -57,7 +63,9 @@ def test_by_hand(direction, mix):
     p, q = [0.7, 0.1, 0.2], [0.2, 0.3, 0.5]
     output = distillation(logits(q, p), logits(p, q), WEIGHTS, direction=direction, mix=mix)
     assert output.loss.item() == pytest.approx(by_hand(p, q, direction, mix), abs=1e-6)
-    assert finalize(output.metrics) == pytest.approx({"divergence": by_hand(p, q, direction, mix), "top1_agreement": 0.0}, abs=1e-6)
+    assert finalize(output.metrics) == pytest.approx(
+        {"divergence": by_hand(p, q, direction, mix), "top1_agreement": 0.0}, abs=1e-6
+    )
 
 
 def test_forward_gradient_is_q_minus_p():
@@ -79,7 +87,12 @@ def test_top1_agreement():
     student = logits(P, Q, [0.1, 0.9, 0.0, 0.0], Q)
     teacher = logits(P, Q, [0.9, 0.1, 0.0, 0.0], Q)
     weights = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
-    assert finalize(distillation(student, teacher, weights, direction="jensen_shannon").metrics)["top1_agreement"] == 0.5
+    assert (
+        finalize(distillation(student, teacher, weights, direction="jensen_shannon").metrics)[
+            "top1_agreement"
+        ]
+        == 0.5
+    )
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -108,8 +121,14 @@ def test_masked_positions_are_not_read(direction, bad):
 def test_zero_times_its_logarithm_is_zero(direction, p, q):
     student = logits(q, q)
     output = distillation(student, logits(p, p), WEIGHTS, direction=direction)
-    impossible_for_q = any(a > 0 and b == 0 for a, b in zip(p, q, strict=True)) and direction in ("forward", "mixed")
-    impossible_for_p = any(b > 0 and a == 0 for a, b in zip(p, q, strict=True)) and direction in ("reverse", "mixed")
+    impossible_for_q = any(a > 0 and b == 0 for a, b in zip(p, q, strict=True)) and direction in (
+        "forward",
+        "mixed",
+    )
+    impossible_for_p = any(b > 0 and a == 0 for a, b in zip(p, q, strict=True)) and direction in (
+        "reverse",
+        "mixed",
+    )
     if impossible_for_q or impossible_for_p:
         assert output.loss.item() == INF
         return
@@ -128,10 +147,16 @@ def test_a_probability_that_underflows_is_zero(direction):
 
 def random_logits(seed: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(seed)
-    student, teacher = (scale * torch.randn(2, 5, 6, generator=random, dtype=torch.float64) for _ in range(2))
+    student, teacher = (
+        scale * torch.randn(2, 5, 6, generator=random, dtype=torch.float64) for _ in range(2)
+    )
     mask = torch.rand(2, 5, generator=random) < 0.7
     mask[:, 0] = False
-    return student.requires_grad_(), teacher, torch.where(mask, torch.rand(2, 5, generator=random, dtype=torch.float64), 0.0)
+    return (
+        student.requires_grad_(),
+        teacher,
+        torch.where(mask, torch.rand(2, 5, generator=random, dtype=torch.float64), 0.0),
+    )
 
 
 @given(st.integers(0, 2**31))
@@ -139,13 +164,20 @@ def test_the_ends_of_mixed_are_forward_and_reverse(seed):
     """Law 14, to the last bit."""
     student, teacher, weights = random_logits(seed)
     for mix, direction in ((1.0, "forward"), (0.0, "reverse")):
-        end, pure = distillation(student, teacher, weights, direction="mixed", mix=mix), distillation(student, teacher, weights, direction=direction)
+        end, pure = (
+            distillation(student, teacher, weights, direction="mixed", mix=mix),
+            distillation(student, teacher, weights, direction=direction),
+        )
         assert torch.equal(end.loss, pure.loss)
-        assert torch.equal(torch.autograd.grad(end.loss, student)[0], torch.autograd.grad(pure.loss, student)[0])
+        assert torch.equal(
+            torch.autograd.grad(end.loss, student)[0], torch.autograd.grad(pure.loss, student)[0]
+        )
 
 
 @given(st.integers(0, 2**31), st.sampled_from(DIRECTIONS), st.sampled_from([0.5, 1.0, 4.0]))
-def test_divergences_are_positive_and_zero_with_zero_gradient_at_the_teacher(seed, direction, temperature):
+def test_divergences_are_positive_and_zero_with_zero_gradient_at_the_teacher(
+    seed, direction, temperature
+):
     student, teacher, weights = random_logits(seed)
     options = {"direction": direction, "temperature": temperature}
     assert distillation(student, teacher, weights, **options).loss >= -1e-12
@@ -185,24 +217,44 @@ TOP_P, TOP_Q = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]  # the two most likely of the te
 )
 def test_topk_by_hand(outside, p, q, direction, mix):
     teacher, student = logits([0.1, 0.5, 0.1, 0.3], Q), logits([0.5, 0.2, 0.1, 0.2], Q)
-    output = distillation_topk(student, *topk(teacher.detach(), 2), WEIGHTS, direction=direction, mix=mix, outside=outside)
+    output = distillation_topk(
+        student, *topk(teacher.detach(), 2), WEIGHTS, direction=direction, mix=mix, outside=outside
+    )
     assert output.loss.item() == pytest.approx(by_hand(p, q, direction, mix), rel=1e-5)
     assert finalize(output.metrics)["top1_agreement"] == 0.0
 
 
-@given(st.integers(0, 2**31), st.sampled_from(DIRECTIONS), st.sampled_from(OUTSIDE), st.sampled_from([1.0, 2.0]))
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from(DIRECTIONS),
+    st.sampled_from(OUTSIDE),
+    st.sampled_from([1.0, 2.0]),
+)
 def test_with_the_whole_vocabulary_topk_is_distillation(seed, direction, outside, temperature):
     student, teacher, weights = random_logits(seed)
-    whole = distillation(student, teacher, weights, direction=direction, temperature=temperature).loss
-    part = distillation_topk(student, *topk(teacher, 6, temperature), weights, direction=direction, outside=outside, temperature=temperature).loss
+    whole = distillation(
+        student, teacher, weights, direction=direction, temperature=temperature
+    ).loss
+    part = distillation_topk(
+        student,
+        *topk(teacher, 6, temperature),
+        weights,
+        direction=direction,
+        outside=outside,
+        temperature=temperature,
+    ).loss
     torch.testing.assert_close(part, whole)
-    torch.testing.assert_close(torch.autograd.grad(part, student)[0], torch.autograd.grad(whole, student)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(part, student)[0], torch.autograd.grad(whole, student)[0]
+    )
 
 
 @given(st.integers(0, 2**31), st.sampled_from(DIRECTIONS), st.integers(1, 5))
 def test_rest_mass_never_exceeds_the_whole_divergence(seed, direction, k):
     student, teacher, weights = random_logits(seed)
-    part = distillation_topk(student, *topk(teacher, k), weights, direction=direction, outside="rest_mass").loss
+    part = distillation_topk(
+        student, *topk(teacher, k), weights, direction=direction, outside="rest_mass"
+    ).loss
     assert part <= distillation(student, teacher, weights, direction=direction).loss + 1e-9
     assert part >= -1e-12
 
@@ -212,9 +264,15 @@ def test_empty_places_of_the_topk_change_nothing(seed, direction, outside):
     """Also where their id, 0, is a real member."""
     student, teacher, weights = random_logits(seed)
     logprobs, ids = topk(teacher, 3)
-    padded = torch.cat([logprobs, torch.full_like(logprobs, -INF)], -1), torch.cat([ids, torch.zeros_like(ids)], -1)
+    padded = (
+        torch.cat([logprobs, torch.full_like(logprobs, -INF)], -1),
+        torch.cat([ids, torch.zeros_like(ids)], -1),
+    )
     options = {"direction": direction, "outside": outside}
-    short, long = (distillation_topk(student, *given_, weights, **options).loss for given_ in ((logprobs, ids), padded))
+    short, long = (
+        distillation_topk(student, *given_, weights, **options).loss
+        for given_ in ((logprobs, ids), padded)
+    )
     torch.testing.assert_close(long, short)
     gradients = [torch.autograd.grad(loss, student)[0] for loss in (short, long)]
     torch.testing.assert_close(*gradients)
@@ -224,8 +282,13 @@ def test_empty_places_of_the_topk_change_nothing(seed, direction, outside):
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_a_student_with_excluded_tokens_stays_finite(direction, outside):
     student = torch.tensor([[[1.0, 0.5, -INF, -INF], [0.0, 0.0, 0.0, 0.0]]]).requires_grad_()
-    logprobs, ids = torch.tensor([[[NAN, NAN], [0.75, 0.25]]]).log(), torch.tensor([[[-7, 99], [0, 1]]])
-    output = distillation_topk(student, logprobs, ids, WEIGHTS, direction=direction, outside=outside)
+    logprobs, ids = (
+        torch.tensor([[[NAN, NAN], [0.75, 0.25]]]).log(),
+        torch.tensor([[[-7, 99], [0, 1]]]),
+    )
+    output = distillation_topk(
+        student, logprobs, ids, WEIGHTS, direction=direction, outside=outside
+    )
     assert output.loss.isfinite()
     assert torch.autograd.grad(output.loss, student)[0].isfinite().all()
 
@@ -234,12 +297,19 @@ def test_a_student_with_excluded_tokens_stays_finite(direction, outside):
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_masked_places_of_the_topk_are_not_read(outside, bad):
     weights = torch.tensor([[0.0, 1.0, 0.0]])
-    clean, dirty = logits(Q, Q, Q), torch.cat([logits(Q, Q, Q)[:, :1], torch.full((1, 2, 4), bad)], 1).detach().requires_grad_()
+    clean, dirty = (
+        logits(Q, Q, Q),
+        torch.cat([logits(Q, Q, Q)[:, :1], torch.full((1, 2, 4), bad)], 1)
+        .detach()
+        .requires_grad_(),
+    )
     logprobs, ids = topk(logits(P, P, P).detach(), 2)
     bad_logprobs = torch.cat([logprobs[:, :2], torch.full((1, 1, 2), bad)], 1)
     bad_ids = torch.cat([ids[:, :2], torch.tensor([[[-7, 99]]])], 1)
     output = distillation_topk(dirty, bad_logprobs, bad_ids, weights, outside=outside)
-    assert torch.equal(output.loss, distillation_topk(clean, logprobs, ids, weights, outside=outside).loss)
+    assert torch.equal(
+        output.loss, distillation_topk(clean, logprobs, ids, weights, outside=outside).loss
+    )
     gradient = torch.autograd.grad(output.loss, dirty)[0]
     assert torch.equal(gradient[0, 1:], torch.zeros(2, 4))
     assert gradient[0, 0].isfinite().all()
@@ -257,9 +327,13 @@ def test_a_teacher_that_is_rounded_has_no_rest(dtype):
 
 def test_the_teacher_is_a_constant():
     student, teacher = logits(Q, Q), logits(P, P)
-    assert torch.autograd.grad(distillation(student, teacher, WEIGHTS).loss, teacher, allow_unused=True) == (None,)
+    assert torch.autograd.grad(
+        distillation(student, teacher, WEIGHTS).loss, teacher, allow_unused=True
+    ) == (None,)
     logprobs = torch.tensor([[[0.0], [0.5]]]).log().requires_grad_()
-    output = distillation_topk(student, logprobs, torch.zeros(1, 2, 1, dtype=torch.int64), WEIGHTS, outside="rest_mass")
+    output = distillation_topk(
+        student, logprobs, torch.zeros(1, 2, 1, dtype=torch.int64), WEIGHTS, outside="rest_mass"
+    )
     assert torch.autograd.grad(output.loss, logprobs, allow_unused=True) == (None,)
 
 
@@ -268,7 +342,10 @@ def test_the_teacher_is_a_constant():
     [
         ({"direction": "sideways"}, "^direction must be one of .* but it is 'sideways'"),
         ({"direction": "mixed", "mix": 1.5}, r"mix must be in \[0, 1\] for 'mixed', but it is 1.5"),
-        ({"direction": "jensen_shannon", "mix": 1.0}, r"mix must be inside \(0, 1\) for 'jensen_shannon', but it is 1.0"),
+        (
+            {"direction": "jensen_shannon", "mix": 1.0},
+            r"mix must be inside \(0, 1\) for 'jensen_shannon', but it is 1.0",
+        ),
         ({"temperature": 0.0}, "temperature must be > 0, but it is 0.0"),
     ],
 )
@@ -280,18 +357,28 @@ def test_bad_options_are_named(options, message):
 
 
 def test_an_unknown_outside_is_named():
-    with pytest.raises(ValueError, match=r"^outside must be one of 'renormalize', 'rest_mass', 'zero', but it is 'ignore'"):
+    with pytest.raises(
+        ValueError,
+        match=r"^outside must be one of 'renormalize', 'rest_mass', 'zero', but it is 'ignore'",
+    ):
         distillation_topk(logits(Q, Q), *topk(logits(P, P), 2), WEIGHTS, outside="ignore")
 
 
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_topk_of_other_types_and_its_agreement(outside):
-    """Ids of 16 bits, a float32 teacher of a float64 student; both think token 1 (the second of the list) most likely in two of three."""
-    student = torch.tensor([[[0.2, 0.7, 0.1], [0.3, 0.6, 0.1], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]], dtype=torch.float64).log()
+    """Ids of 16 bits, a float32 teacher of a float64 student; both think token 1 (the second of the
+    list) most likely in two of three.
+    """
+    student = torch.tensor(
+        [[[0.2, 0.7, 0.1], [0.3, 0.6, 0.1], [0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]], dtype=torch.float64
+    ).log()
     logprobs = torch.tensor([[[0.5, 0.5], [0.3, 0.6], [0.3, 0.6], [0.3, 0.6]]]).log()
     ids = torch.tensor([[[0, 1]] * 4])
     weights = torch.tensor([[0.0, 0.25, 0.25, 0.5]])
     output = distillation_topk(student, logprobs, ids.short(), weights, outside=outside)
     assert output.loss.dtype == torch.float64
-    assert output.loss.item() == pytest.approx(distillation_topk(student, logprobs.double(), ids, weights, outside=outside).loss.item(), rel=1e-5)
+    assert output.loss.item() == pytest.approx(
+        distillation_topk(student, logprobs.double(), ids, weights, outside=outside).loss.item(),
+        rel=1e-5,
+    )
     assert finalize(output.metrics)["top1_agreement"] == pytest.approx(2 / 3)

@@ -23,7 +23,13 @@ MASK = torch.tensor([[True, True, True, True, True, False]])
         ("token", "truncate", 0.0, 2.0, [1, 2, 0.25, 2, 2]),
         ("token", "truncate", 0.5, 3.0, [1, 3, 0.5, 2, 2]),
         ("token", "mask", 0.5, 3.0, [1, 0, 0, 2, 2]),
-        ("token", "sequence_mask", 0.5, 1.5, [1, 4, 0.25, 0, 0]),  # survivors keep their own weight, however large
+        (
+            "token",
+            "sequence_mask",
+            0.5,
+            1.5,
+            [1, 4, 0.25, 0, 0],
+        ),  # survivors keep their own weight, however large
         ("sequence", "truncate", 0.0, 3.0, [1, 1, 1, 3, 3]),
         ("sequence", "mask", 0.0, 3.0, [1, 1, 1, 0, 0]),
         ("sequence", "sequence_mask", 0.0, 3.0, [1, 1, 1, 4, 4]),  # judged by the geometric ratio 2
@@ -33,7 +39,16 @@ MASK = torch.tensor([[True, True, True, True, True, False]])
     ],
 )
 def test_by_hand(level, mode, low, high, expected):
-    weights, _ = importance_weights(RATIOS.log() - 3, torch.full_like(RATIOS, -3.0), MASK, SEGMENTS, level=level, mode=mode, min=low, max=high)
+    weights, _ = importance_weights(
+        RATIOS.log() - 3,
+        torch.full_like(RATIOS, -3.0),
+        MASK,
+        SEGMENTS,
+        level=level,
+        mode=mode,
+        min=low,
+        max=high,
+    )
     assert weights[0].tolist() == pytest.approx([*expected, 0.0], rel=1e-5)
 
 
@@ -43,12 +58,16 @@ def test_defaults_are_truncated_importance_sampling_at_two():
 
 
 def test_without_segments_a_row_is_one_sequence():
-    weights, _ = importance_weights(RATIOS.log(), torch.zeros_like(RATIOS), MASK, level="sequence", max=10.0)
+    weights, _ = importance_weights(
+        RATIOS.log(), torch.zeros_like(RATIOS), MASK, level="sequence", max=10.0
+    )
     assert weights[0].tolist() == pytest.approx([4, 4, 4, 4, 4, 0], rel=1e-5)
 
 
 def test_metrics_by_hand():
-    _, metrics = importance_weights(RATIOS.log(), torch.zeros_like(RATIOS), MASK, SEGMENTS, mode="mask", min=0.5, max=3.0)
+    _, metrics = importance_weights(
+        RATIOS.log(), torch.zeros_like(RATIOS), MASK, SEGMENTS, mode="mask", min=0.5, max=3.0
+    )
     assert finalize(metrics) == pytest.approx(
         {
             "importance_ratio_mean": 9.25 / 5,
@@ -66,14 +85,24 @@ def test_metrics_by_hand():
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_token_without_a_sampler_logprob_is_dropped_and_counted(level, mode, bad):
     generation = torch.tensor([[0.0, bad, 0.0, 0.0, 0.0, bad]])
-    weights, metrics = importance_weights(RATIOS.log(), generation, MASK, SEGMENTS, level=level, mode=mode, max=INF)
-    expected = {"token": [1, 0, 0.25, 2, 2], "sequence": [0.25, 0, 0.25, 4, 4], "geometric": [0.5, 0, 0.5, 2, 2]}[level]
+    weights, metrics = importance_weights(
+        RATIOS.log(), generation, MASK, SEGMENTS, level=level, mode=mode, max=INF
+    )
+    expected = {
+        "token": [1, 0, 0.25, 2, 2],
+        "sequence": [0.25, 0, 0.25, 4, 4],
+        "geometric": [0.5, 0, 0.5, 2, 2],
+    }[level]
     assert weights[0].tolist() == pytest.approx([*expected, 0.0], rel=1e-5)
-    assert finalize(metrics)["generation_nonfinite_fraction"] == pytest.approx(0.2)  # the padded one isn't counted
+    assert finalize(metrics)["generation_nonfinite_fraction"] == pytest.approx(
+        0.2
+    )  # the padded one isn't counted
 
 
 def test_the_trainers_own_nan_is_not_hidden():
-    weights, _ = importance_weights(torch.tensor([[NAN, 0.0]]), torch.zeros(1, 2), torch.tensor([[True, True]]))
+    weights, _ = importance_weights(
+        torch.tensor([[NAN, 0.0]]), torch.zeros(1, 2), torch.tensor([[True, True]])
+    )
     assert weights[0, 0].isnan()
     assert weights[0, 1] == 1
 
@@ -82,22 +111,36 @@ def test_weights_are_constants():
     prev = torch.zeros(1, 2, requires_grad=True)
     for arguments in ((prev, torch.zeros(1, 2)), (torch.zeros(1, 2), prev)):
         for level in LEVELS:
-            weights, metrics = importance_weights(*arguments, torch.tensor([[True, True]]), level=level)
+            weights, metrics = importance_weights(
+                *arguments, torch.tensor([[True, True]]), level=level
+            )
             assert not weights.requires_grad
-            assert not any(value.requires_grad for metric in metrics.values() for value in vars(metric).values())
+            assert not any(
+                value.requires_grad
+                for metric in metrics.values()
+                for value in vars(metric).values()
+            )
 
 
 def test_the_geometric_mean_of_one_token_is_its_ratio():
     prev, generation = torch.tensor([[4.0, 9.0]]).log(), torch.zeros(1, 2)
-    weights, _ = importance_weights(prev, generation, torch.tensor([[True, False]]), level="geometric", max=10.0)
+    weights, _ = importance_weights(
+        prev, generation, torch.tensor([[True, False]]), level="geometric", max=10.0
+    )
     assert weights.tolist() == [[pytest.approx(4.0), 0.0]]
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"level": "word"}, "^level must be one of 'token', 'sequence', 'geometric', but it is 'word'"),
-        ({"mode": "drop"}, "^mode must be one of 'truncate', 'mask', 'sequence_mask', but it is 'drop'"),
+        (
+            {"level": "word"},
+            "^level must be one of 'token', 'sequence', 'geometric', but it is 'word'",
+        ),
+        (
+            {"mode": "drop"},
+            "^mode must be one of 'truncate', 'mask', 'sequence_mask', but it is 'drop'",
+        ),
         ({"min": 3.0}, "^min and max must be 0 <= min <= max, but they are 3.0 and 2.0"),
         ({"min": -1.0}, "0 <= min <= max, but they are -1.0 and 2.0"),
     ],
@@ -111,14 +154,24 @@ def test_bad_options_are_named(options, message):
 def test_equal_policies_give_one_everywhere(level, mode, seed):
     logprobs = -torch.rand(2, 6, generator=torch.Generator().manual_seed(seed))
     mask = MASK.expand(2, 6)
-    weights, _ = importance_weights(logprobs, logprobs, mask, SEGMENTS.expand(2, 6), level=level, mode=mode, min=1.0, max=1.0)
+    weights, _ = importance_weights(
+        logprobs, logprobs, mask, SEGMENTS.expand(2, 6), level=level, mode=mode, min=1.0, max=1.0
+    )
     assert torch.equal(weights, mask.float())
 
 
 def test_sampler_gap_by_hand():
-    """Two sequences in a row: one token half as likely and one four times as likely, then one that agrees; one that the sampler can't tell of."""
-    prev, generation = torch.tensor([[0.25, 0.5, 0.5, 0.5, NAN]]).log(), torch.tensor([[0.5, 0.125, 0.5, 0.0, 0.5]]).log()
-    mask, segments = torch.tensor([[True, True, True, True, False]]), torch.tensor([[1, 1, 2, 2, 2]])
+    """Two sequences in a row: one token half as likely and one four times as likely, then one that
+    agrees; one that the sampler can't tell of.
+    """
+    prev, generation = (
+        torch.tensor([[0.25, 0.5, 0.5, 0.5, NAN]]).log(),
+        torch.tensor([[0.5, 0.125, 0.5, 0.0, 0.5]]).log(),
+    )
+    mask, segments = (
+        torch.tensor([[True, True, True, True, False]]),
+        torch.tensor([[1, 1, 2, 2, 2]]),
+    )
     log2 = math.log(2)
     kl = (0.5 - 1 + log2) + (4 - 1 - 2 * log2)
     expected = {
@@ -128,5 +181,9 @@ def test_sampler_gap_by_hand():
         "gen_kl_error_max": kl / 2,
         "generation_nonfinite_fraction": 1 / 4,
     }
-    assert finalize(sampler_gap(prev, generation, mask, segments)) == pytest.approx(expected, rel=1e-5)
-    assert finalize(sampler_gap(prev, generation, mask))["token_mult_prob_error_max"] == pytest.approx(7 / 3, rel=1e-5)  # a row is one sequence
+    assert finalize(sampler_gap(prev, generation, mask, segments)) == pytest.approx(
+        expected, rel=1e-5
+    )
+    assert finalize(sampler_gap(prev, generation, mask))[
+        "token_mult_prob_error_max"
+    ] == pytest.approx(7 / 3, rel=1e-5)  # a row is one sequence

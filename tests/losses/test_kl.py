@@ -16,12 +16,19 @@ ALL = torch.ones(1, VOCAB, dtype=torch.bool)
 
 
 def two_policies(seed: int, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of every token of a small vocabulary under two policies, as a row [1, vocab]."""
-    logits = spread * torch.randn(2, 1, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    """Log-probabilities of every token of a small vocabulary under two policies, as a row [1,
+    vocab].
+    """
+    logits = spread * torch.randn(
+        2, 1, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return tuple(logits.log_softmax(-1))
 
 
-@pytest.mark.parametrize(("estimator", "expected"), [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", math.log(2) - 0.5)])
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [("k1", math.log(2)), ("k2", math.log(2) ** 2 / 2), ("k3", math.log(2) - 0.5)],
+)
 def test_estimates_where_the_policy_is_twice_as_sure_as_the_reference(estimator, expected):
     logprobs, reference = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.25]]).log()
     result = kl(logprobs, reference, torch.tensor([[True, False]]), estimator=estimator)
@@ -30,17 +37,26 @@ def test_estimates_where_the_policy_is_twice_as_sure_as_the_reference(estimator,
 
 
 def test_the_clamps():
-    logprobs, reference, mask = torch.tensor([[0.0, -50.0]]), torch.tensor([[-50.0, 0.0]]), torch.tensor([[True, True]])
+    logprobs, reference, mask = (
+        torch.tensor([[0.0, -50.0]]),
+        torch.tensor([[-50.0, 0.0]]),
+        torch.tensor([[True, True]]),
+    )
     assert kl(logprobs, reference, mask, estimator="k1").tolist() == [[10, -10]]
     assert kl(logprobs, reference, mask, estimator="k1", output_clamp=None).tolist() == [[20, -20]]
-    assert kl(logprobs, reference, mask, estimator="k1", input_clamp=None, output_clamp=None).tolist() == [[50, -50]]
+    assert kl(
+        logprobs, reference, mask, estimator="k1", input_clamp=None, output_clamp=None
+    ).tolist() == [[50, -50]]
 
 
 @given(SEEDS)
 def test_law_13_k1_and_k3_are_unbiased_and_k3_is_never_negative(seed):
     logprobs, reference = two_policies(seed)
     exact = (logprobs.exp() * (logprobs - reference)).sum()
-    k1, k2, k3 = (kl(logprobs, reference, ALL, estimator=name, output_clamp=None) for name in ("k1", "k2", "k3"))
+    k1, k2, k3 = (
+        kl(logprobs, reference, ALL, estimator=name, output_clamp=None)
+        for name in ("k1", "k2", "k3")
+    )
     torch.testing.assert_close((logprobs.exp() * k1).sum(), exact)
     torch.testing.assert_close((logprobs.exp() * k3).sum(), exact)
     assert (k3 >= 0).all() and (k2 >= 0).all()
@@ -54,11 +70,21 @@ def test_law_13_every_estimate_is_zero_for_the_reference_itself(estimator, seed)
 
 
 def expected_gradient(logits, reference, estimator, gradient):
-    """Σ_v π(v) ∇ estimate(v), with the probabilities themselves held fixed: what a sampled batch gives on average."""
+    """Σ_v π(v) ∇ estimate(v), with the probabilities themselves held fixed: what a sampled batch
+    gives on average.
+    """
     logits = logits.clone().requires_grad_()
     logprobs = logits.log_softmax(-1)
     generation = logprobs.detach() if gradient == "importance" else None
-    estimate = kl(logprobs, reference, ALL, estimator=estimator, gradient=gradient, generation_logprobs=generation, output_clamp=None)
+    estimate = kl(
+        logprobs,
+        reference,
+        ALL,
+        estimator=estimator,
+        gradient=gradient,
+        generation_logprobs=generation,
+        output_clamp=None,
+    )
     return torch.autograd.grad((logprobs.detach().exp() * estimate).sum(), logits)[0]
 
 
@@ -66,22 +92,47 @@ def expected_gradient(logits, reference, estimator, gradient):
 def test_which_gradient_an_estimator_has_on_average(seed):
     logits, reference = two_policies(seed)
     leaf = logits.clone().requires_grad_()
-    forward, reverse = (divergence(leaf.log_softmax(-1), reference, direction=name).sum() for name in ("forward", "reverse"))
-    of_forward, of_reverse = torch.autograd.grad(forward, leaf)[0], torch.autograd.grad(reverse, leaf)[0]
+    forward, reverse = (
+        divergence(leaf.log_softmax(-1), reference, direction=name).sum()
+        for name in ("forward", "reverse")
+    )
+    of_forward, of_reverse = (
+        torch.autograd.grad(forward, leaf)[0],
+        torch.autograd.grad(reverse, leaf)[0],
+    )
     same = {"rtol": 1e-7, "atol": 1e-12}
-    torch.testing.assert_close(expected_gradient(logits, reference, "k1", "pathwise"), torch.zeros_like(logits), **same)
-    torch.testing.assert_close(expected_gradient(logits, reference, "k2", "pathwise"), of_reverse, **same)
-    torch.testing.assert_close(expected_gradient(logits, reference, "k3", "pathwise"), of_forward, **same)
+    torch.testing.assert_close(
+        expected_gradient(logits, reference, "k1", "pathwise"), torch.zeros_like(logits), **same
+    )
+    torch.testing.assert_close(
+        expected_gradient(logits, reference, "k2", "pathwise"), of_reverse, **same
+    )
+    torch.testing.assert_close(
+        expected_gradient(logits, reference, "k3", "pathwise"), of_forward, **same
+    )
     for estimator in ("k1", "k3"):
         for gradient in ("score", "importance"):
-            torch.testing.assert_close(expected_gradient(logits, reference, estimator, gradient), of_reverse, **same)
+            torch.testing.assert_close(
+                expected_gradient(logits, reference, estimator, gradient), of_reverse, **same
+            )
 
 
 def test_score_and_importance_weights_have_the_right_value():
-    logprobs, reference, mask = torch.tensor([[-1.0]]), torch.tensor([[-2.0]]), torch.tensor([[True]])
+    logprobs, reference, mask = (
+        torch.tensor([[-1.0]]),
+        torch.tensor([[-2.0]]),
+        torch.tensor([[True]]),
+    )
     plain = kl(logprobs, reference, mask, estimator="k1")
     assert torch.equal(kl(logprobs, reference, mask, estimator="k1", gradient="score"), plain)
-    weighted = kl(logprobs, reference, mask, estimator="k1", gradient="importance", generation_logprobs=torch.tensor([[-1.0 - math.log(3)]]))
+    weighted = kl(
+        logprobs,
+        reference,
+        mask,
+        estimator="k1",
+        gradient="importance",
+        generation_logprobs=torch.tensor([[-1.0 - math.log(3)]]),
+    )
     assert weighted.item() == pytest.approx(3 * plain.item(), rel=1e-6)
 
 
@@ -100,13 +151,20 @@ def test_options_that_make_no_sense_are_refused(options, message):
 
 
 def test_full_divergences_by_hand():
-    student, reference = torch.tensor([0.5, 0.5], dtype=torch.float64), torch.tensor([0.25, 0.75], dtype=torch.float64)
+    student, reference = (
+        torch.tensor([0.5, 0.5], dtype=torch.float64),
+        torch.tensor([0.25, 0.75], dtype=torch.float64),
+    )
     reverse = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
     forward = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
     mean = [0.375, 0.625]
-    js = 0.5 * sum(r * math.log(r / m) for r, m in zip((0.25, 0.75), mean, strict=True)) + 0.5 * sum(0.5 * math.log(0.5 / m) for m in mean)
+    js = 0.5 * sum(
+        r * math.log(r / m) for r, m in zip((0.25, 0.75), mean, strict=True)
+    ) + 0.5 * sum(0.5 * math.log(0.5 / m) for m in mean)
     for direction, expected in (("reverse", reverse), ("forward", forward), ("jensen_shannon", js)):
-        assert divergence(student.log(), reference.log(), direction=direction).item() == pytest.approx(expected, rel=1e-12)
+        assert divergence(
+            student.log(), reference.log(), direction=direction
+        ).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_tokens_outside_the_support():
@@ -118,12 +176,20 @@ def test_tokens_outside_the_support():
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_both_exclude_changes_neither_value_nor_gradient(direction):
-    values = [torch.tensor([[[0.3, -1.0, 0.2]] * 2], dtype=torch.float64), torch.tensor([[[1.0, 0.5, -0.7]] * 2], dtype=torch.float64)]
+    values = [
+        torch.tensor([[[0.3, -1.0, 0.2]] * 2], dtype=torch.float64),
+        torch.tensor([[[1.0, 0.5, -0.7]] * 2], dtype=torch.float64),
+    ]
     excluded = torch.full((1, 2, 1), -math.inf, dtype=torch.float64)
-    plain, wider = ([x.clone().requires_grad_() for x in xs] for xs in (values, [torch.cat([x, excluded], -1) for x in values]))
+    plain, wider = (
+        [x.clone().requires_grad_() for x in xs]
+        for xs in (values, [torch.cat([x, excluded], -1) for x in values])
+    )
     expected, result = (full_kl(*xs, direction=direction)[0, 1] for xs in (plain, wider))
     assert torch.equal(result, expected) and result > 0
-    for gradient, same in zip(torch.autograd.grad(result, wider), torch.autograd.grad(expected, plain), strict=True):
+    for gradient, same in zip(
+        torch.autograd.grad(result, wider), torch.autograd.grad(expected, plain), strict=True
+    ):
         assert torch.equal(gradient[..., :3], same) and (gradient[..., 3] == 0).all()
 
 
@@ -136,8 +202,12 @@ def test_a_probability_that_underflows_adds_nothing_whatever_the_other_excludes(
 
 def test_the_floor_keeps_reverse_finite_and_leaves_forward_alone():
     half, inside = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
-    assert divergence(half, inside, direction="reverse", floor=-100.0).item() == pytest.approx(50 - math.log(2))
-    assert divergence(half, inside, direction="forward", floor=-100.0).item() == pytest.approx(math.log(2))
+    assert divergence(half, inside, direction="reverse", floor=-100.0).item() == pytest.approx(
+        50 - math.log(2)
+    )
+    assert divergence(half, inside, direction="forward", floor=-100.0).item() == pytest.approx(
+        math.log(2)
+    )
 
 
 def test_full_kl_is_shifted_like_the_tokens_and_zero_where_nothing_is_predicted():
@@ -159,8 +229,13 @@ def test_full_kl_is_shifted_like_the_tokens_and_zero_where_nothing_is_predicted(
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_law_8_gradcheck_of_the_full_divergence(direction):
     generator = torch.Generator().manual_seed(1)
-    student, reference = (torch.randn(1, 3, VOCAB, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda a, b: full_kl(a, b, direction=direction, mix=0.3), (student, reference))
+    student, reference = (
+        torch.randn(1, 3, VOCAB, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(2)
+    )
+    assert torch.autograd.gradcheck(
+        lambda a, b: full_kl(a, b, direction=direction, mix=0.3), (student, reference)
+    )
 
 
 @given(SEEDS, st.floats(0.05, 0.95))
@@ -169,8 +244,13 @@ def test_divergences_are_positive_and_the_jensen_shannon_is_bounded(seed, mix):
     for direction in DIRECTIONS:
         assert divergence(p, q, direction=direction, mix=mix).item() > -1e-12
         assert abs(divergence(p, p, direction=direction, mix=mix).item()) < 1e-12
-    assert divergence(p, q, direction="jensen_shannon", mix=mix).item() <= -mix * math.log(mix) - (1 - mix) * math.log(1 - mix) + 1e-12
-    torch.testing.assert_close(divergence(p, q, direction="forward"), divergence(q, p, direction="reverse"))
+    assert (
+        divergence(p, q, direction="jensen_shannon", mix=mix).item()
+        <= -mix * math.log(mix) - (1 - mix) * math.log(1 - mix) + 1e-12
+    )
+    torch.testing.assert_close(
+        divergence(p, q, direction="forward"), divergence(q, p, direction="reverse")
+    )
 
 
 def test_mix_concerns_mixed_and_jensen_shannon_only():
@@ -184,11 +264,18 @@ def test_mix_concerns_mixed_and_jensen_shannon_only():
 
 def test_the_sampler_and_its_clamp_are_constants_of_the_importance_form():
     mask, reference = torch.tensor([[True]]), torch.tensor([[-2.0]])
-    logprobs, generation = torch.tensor([[-1.0]]).requires_grad_(), torch.tensor([[-31.0]]).requires_grad_()
+    logprobs, generation = (
+        torch.tensor([[-1.0]]).requires_grad_(),
+        torch.tensor([[-31.0]]).requires_grad_(),
+    )
     options = {"estimator": "k1", "gradient": "importance", "generation_logprobs": generation}
     value = kl(logprobs, reference, mask, **options)
-    assert value.item() == pytest.approx(math.exp(20), rel=1e-5), "the ratio is clamped at 20 as well"
-    assert kl(logprobs, reference, mask, **options, input_clamp=None).item() == pytest.approx(math.exp(30), rel=1e-5)
+    assert value.item() == pytest.approx(math.exp(20), rel=1e-5), (
+        "the ratio is clamped at 20 as well"
+    )
+    assert kl(logprobs, reference, mask, **options, input_clamp=None).item() == pytest.approx(
+        math.exp(30), rel=1e-5
+    )
     near = kl(logprobs, reference, mask, **options | {"generation_logprobs": generation + 30})
     assert torch.autograd.grad(near.sum(), generation, allow_unused=True) == (None,)
 
@@ -200,14 +287,20 @@ def test_an_unknown_direction_is_named():
 
 def test_the_ends_of_mixed_do_not_look_at_the_other_side():
     half, inside = torch.tensor([0.5, 0.5]).log(), torch.tensor([1.0, 0.0]).log()
-    assert divergence(inside, half, direction="mixed", mix=0.0).item() == pytest.approx(math.log(2))  # forward is infinite
-    assert divergence(half, inside, direction="mixed", mix=1.0).item() == pytest.approx(math.log(2))  # reverse is
+    assert divergence(inside, half, direction="mixed", mix=0.0).item() == pytest.approx(
+        math.log(2)
+    )  # forward is infinite
+    assert divergence(half, inside, direction="mixed", mix=1.0).item() == pytest.approx(
+        math.log(2)
+    )  # reverse is
     assert divergence(half, inside, direction="mixed", mix=0.5).item() == math.inf
 
 
 @pytest.mark.parametrize("mix", [0.0, 1.0])
 def test_the_jensen_shannon_needs_both_sides(mix):
-    with pytest.raises(ValueError, match=rf"^mix must be inside \(0, 1\) for 'jensen_shannon', but it is {mix}"):
+    with pytest.raises(
+        ValueError, match=rf"^mix must be inside \(0, 1\) for 'jensen_shannon', but it is {mix}"
+    ):
         divergence(torch.zeros(1), torch.zeros(1), direction="jensen_shannon", mix=mix)
     for direction in ("forward", "reverse", "mixed"):
         assert divergence(torch.zeros(1), torch.zeros(1), direction=direction, mix=mix).item() == 0
@@ -216,6 +309,12 @@ def test_the_jensen_shannon_needs_both_sides(mix):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("mix", [0.3, 0.8])
 def test_full_kl_is_the_divergence_of_the_logits(direction, mix):
-    student, reference = torch.randn(2, 1, 3, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    expected = divergence(student.log_softmax(-1), reference.log_softmax(-1), direction=direction, mix=mix)
-    torch.testing.assert_close(full_kl(student, reference, direction=direction, mix=mix)[:, 1:], expected[:, :-1])
+    student, reference = torch.randn(
+        2, 1, 3, VOCAB, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    expected = divergence(
+        student.log_softmax(-1), reference.log_softmax(-1), direction=direction, mix=mix
+    )
+    torch.testing.assert_close(
+        full_kl(student, reference, direction=direction, mix=mix)[:, 1:], expected[:, :-1]
+    )

@@ -1,6 +1,7 @@
 """Every law on every case, 200 derandomised examples each.
 
-What a case cannot have is in `EXCEPTIONS`, and is tried as well: an exception that holds after all is stale.
+What a case cannot have is in `EXCEPTIONS`, and is tried as well: an exception that holds after all
+is stale.
 """
 
 import ast
@@ -19,7 +20,12 @@ from tests.losses.cases import CASES, EXCEPTIONS
 from tests.losses.laws import LAWS
 from tests.strategies import Problem, problem, problems
 
-TRIED = [(case, law) for case in CASES for law in LAWS if (case, law) not in EXCEPTIONS and (CASES[case].family, law) not in EXCEPTIONS]
+TRIED = [
+    (case, law)
+    for case in CASES
+    for law in LAWS
+    if (case, law) not in EXCEPTIONS and (CASES[case].family, law) not in EXCEPTIONS
+]
 EXCEPTED = [(case, law) for case in CASES for law in LAWS if (case, law) not in TRIED]
 
 
@@ -30,17 +36,25 @@ def test_law(case: str, law: str):
     def holds(drawn: Problem) -> None:
         LAWS[law](CASES[case], drawn)
 
-    # The checks take more time than the losses: 200 examples of each case run under them, the other laws call the same functions without.
+    # The checks take more time than the losses: 200 examples of each case run under them, the other
+    # laws call the same functions without.
     with shapes_checked(law == "1 padding"):
         holds()
 
 
-@pytest.mark.parametrize(("case", "law"), EXCEPTED, ids=[f"{case}: {law}" for case, law in EXCEPTED])
+@pytest.mark.parametrize(
+    ("case", "law"), EXCEPTED, ids=[f"{case}: {law}" for case, law in EXCEPTED]
+)
 def test_exception_is_needed(case: str, law: str):
     """An excepted law does fail (or cannot even be asked) somewhere: else the entry is stale."""
     for number in range(40):
         try:
-            LAWS[law](CASES[case], problem(number, ((3, 5, 1, 4), (4, 4, 4))[number % 2], noise=(0.3, 2.0)[number // 2 % 2]))
+            LAWS[law](
+                CASES[case],
+                problem(
+                    number, ((3, 5, 1, 4), (4, 4, 4))[number % 2], noise=(0.3, 2.0)[number // 2 % 2]
+                ),
+            )
         except Exception:
             return
     pytest.fail("the law holds: take the exception off the table")
@@ -110,15 +124,21 @@ WITHOUT_CASE = {
     "overlong_penalty": "elementwise, by hand in test_rewards.py",
     "stop_properly": "elementwise, by hand in test_rewards.py",
     "length_adaptive_lambda": "elementwise, by hand in test_advantages.py",
-    "group_advantages": "is `advantages` on a matrix, which a property test in test_advantages.py says",
+    "group_advantages": (
+        "is `advantages` on a matrix, which a property test in test_advantages.py says"
+    ),
     "grpo": "names a choice of `advantages`",
     "rloo": "names a choice of `advantages`",
     "dr_grpo": "names a choice of `advantages`",
     "nemo_grpo": "names a choice of `advantages`",
     "divergence": "what `full_kl` is of every token",
     "filter_logits": "what `token_logprobs` applies to its logits",
-    "flat_linear_logprobs": "what `linear_token_logprobs` is of tokens that are shifted and flat already",
-    "vocab_parallel_linear_logprobs": "of one rank the above; of two compared with it in test_vocab_parallel.py",
+    "flat_linear_logprobs": (
+        "what `linear_token_logprobs` is of tokens that are shifted and flat already"
+    ),
+    "vocab_parallel_linear_logprobs": (
+        "of one rank the above; of two compared with it in test_vocab_parallel.py"
+    ),
     "log_ratio": "a difference of two arrays and a check of their kinds",
     "require_same_support": "a check of two kinds",
     "explained_variance": "a number from finalized metrics, by hand in test_value.py",
@@ -129,6 +149,14 @@ WITHOUT_CASE = {
 
 def test_every_public_function_has_a_case():
     """Or a reason why not: so that a new loss can't come without its laws."""
-    used = {node.attr for node in ast.walk(ast.parse(Path(cases.__file__).read_text(encoding="utf-8"))) if isinstance(node, ast.Attribute)}
-    public = {name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))} | {"advantages", "kl", "distillation"}
+    used = {
+        node.attr
+        for node in ast.walk(ast.parse(Path(cases.__file__).read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    public = {name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))} | {
+        "advantages",
+        "kl",
+        "distillation",
+    }
     assert public - used == set(WITHOUT_CASE)

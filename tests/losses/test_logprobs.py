@@ -1,4 +1,6 @@
-"""Log-probabilities by hand, the sampling filters, and the chunked head against the plain form. (Laws 1 to 9 and 16 are in test_laws.py.)"""
+"""Log-probabilities by hand, the sampling filters, and the chunked head against the plain form.
+(Laws 1 to 9 and 16 are in test_laws.py.)
+"""
 
 import math
 
@@ -43,24 +45,33 @@ class Operations(TorchDispatchMode):
 
 SEEDS = st.integers(0, 2**20)
 KINDS = st.builds(
-    LogprobKind, st.sampled_from([1.0, 0.5, 1.7]), st.sampled_from([0, 1, 3, 50]), st.sampled_from([1.0, 0.9, 0.4]), st.sampled_from([0.0, 0.1, 0.5])
+    LogprobKind,
+    st.sampled_from([1.0, 0.5, 1.7]),
+    st.sampled_from([0, 1, 3, 50]),
+    st.sampled_from([1.0, 0.9, 0.4]),
+    st.sampled_from([0.0, 0.1, 0.5]),
 )
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def randn(*shape, seed=0, **options):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), **{"dtype": torch.float64} | options)
+    return torch.randn(
+        *shape, generator=torch.Generator().manual_seed(seed), **{"dtype": torch.float64} | options
+    )
 
 
 def test_by_hand_with_the_shift():
     logits = torch.tensor([[[0.0, math.log(3.0)], [math.log(4.0), 0.0], [50.0, 60.0]]])
     ids = torch.tensor([[0, 1, 1]])
-    # Token 1 is id 1 under (1/4, 3/4), token 2 is id 1 under (4/5, 1/5); the last position predicts nothing that is there.
+    # Token 1 is id 1 under (1/4, 3/4), token 2 is id 1 under (4/5, 1/5); the last position predicts
+    # nothing that is there.
     logprobs, entropies = token_logprobs_and_entropy(logits, ids)
     assert logprobs.tolist() == [pytest.approx([0.0, math.log(3 / 4), math.log(1 / 5)])]
     h = [-(p * math.log(p) + (1 - p) * math.log(1 - p)) for p in (1 / 4, 1 / 5)]
     assert entropies.tolist() == [pytest.approx([0.0, *h])]
-    assert torch.equal(token_logprobs(logits, ids), logprobs) and torch.equal(entropy(logits), entropies)
+    assert torch.equal(token_logprobs(logits, ids), logprobs) and torch.equal(
+        entropy(logits), entropies
+    )
 
 
 def test_temperature_by_hand():
@@ -77,10 +88,16 @@ def test_segments_are_cut_and_what_predicts_across_is_not_read():
     dirty.requires_grad_()
     ids = torch.tensor([[0, 1, 2, 0, 1, 2]])
     for kind in (LogprobKind(), LogprobKind(0.7, 2, 0.9, 0.1)):
-        clean_result, dirty_result = (torch.stack(token_logprobs_and_entropy(x, ids, segment_ids=segments, kind=kind)) for x in (logits, dirty))
+        clean_result, dirty_result = (
+            torch.stack(token_logprobs_and_entropy(x, ids, segment_ids=segments, kind=kind))
+            for x in (logits, dirty)
+        )
         assert torch.equal(clean_result, dirty_result)
         assert not clean_result[:, 0, [0, 2, 4, 5]].any()
-        clean_grad, dirty_grad = (torch.autograd.grad(r.sum(), x)[0] for r, x in ((clean_result, logits), (dirty_result, dirty)))
+        clean_grad, dirty_grad = (
+            torch.autograd.grad(r.sum(), x)[0]
+            for r, x in ((clean_result, logits), (dirty_result, dirty))
+        )
         assert torch.equal(clean_grad, dirty_grad) and not dirty_grad[0, [1, 3, 4, 5]].any()
 
 
@@ -109,7 +126,10 @@ def test_short_and_empty_batches():
         ({"top_p": 0.95}, [0.4, 0.3, 0.2, 0.1]),
         ({"min_p": 0.45}, [0.4, 0.3, 0.2, 0]),
         ({"min_p": 1.0}, [0.4, 0, 0, 0]),
-        ({"top_k": 3, "top_p": 0.75}, [0.4, 0.3, 0, 0]),  # of what top_k left, 0.4 and 0.3 hold 0.78
+        (
+            {"top_k": 3, "top_p": 0.75},
+            [0.4, 0.3, 0, 0],
+        ),  # of what top_k left, 0.4 and 0.3 hold 0.78
         ({"min_p": 0.7, "top_p": 0.58}, [0.4, 0.3, 0, 0]),  # of what min_p left, 0.4 holds 0.57
         ({"top_k": 1, "keep": torch.tensor(3)}, [0.4, 0, 0, 0.1]),
     ],
@@ -121,44 +141,81 @@ def test_filters_by_hand(options, expected):
 
 def test_what_is_off_costs_nothing():
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    assert filter_logits(logits) is logits and filter_logits(logits, top_p=1.0, min_p=0.0, top_k=0, temperature=1.0) is logits
+    assert (
+        filter_logits(logits) is logits
+        and filter_logits(logits, top_p=1.0, min_p=0.0, top_k=0, temperature=1.0) is logits
+    )
     assert filter_logits(logits, temperature=2.0).tolist() == [[1.0, 0.5, 0.0]]
-    for options, costly in (({"top_k": 2}, "sort"), ({"min_p": 0.5}, "sort"), ({"top_k": torch.tensor([2])}, "softmax")):
+    for options, costly in (
+        ({"top_k": 2}, "sort"),
+        ({"min_p": 0.5}, "sort"),
+        ({"top_k": torch.tensor([2])}, "softmax"),
+    ):
         with Operations() as done:
             filter_logits(logits, **options)
         assert not any(costly in name for name in done.names), (options, done.names)
     with Operations() as done:
         filter_logits(logits, top_p=0.5, top_k=torch.tensor([2]))
-    assert all(any(costly in name for name in done.names) for costly in ("sort", "softmax")), "the measure sees them"
+    assert all(any(costly in name for name in done.names) for costly in ("sort", "softmax")), (
+        "the measure sees them"
+    )
 
 
 def test_borders_of_the_filters_in_float64():
     tenth = torch.tensor([1.0, 0.1], dtype=torch.float64).log()
     assert filter_logits(tenth, min_p=0.1).isfinite().all(), "at least min_p times the largest"
-    assert filter_logits(torch.tensor([1.0, 0.4], dtype=torch.float64).log(), min_p=0.4).isfinite().all(), "log 0.4 in float32 is a little more"
+    assert (
+        filter_logits(torch.tensor([1.0, 0.4], dtype=torch.float64).log(), min_p=0.4)
+        .isfinite()
+        .all()
+    ), "log 0.4 in float32 is a little more"
     nearly = torch.tensor([0.699999995, 0.300000005], dtype=torch.float64).log()
     assert filter_logits(nearly, top_p=0.7).isfinite().all(), "0.7 in float32 is a little less"
     half = torch.tensor([math.log(2), 0.0, 0.0], dtype=torch.float64)
-    assert filter_logits(half, top_p=0.5).tolist() == [math.log(2), -INF, -INF], "half of the mass is there already"
+    assert filter_logits(half, top_p=0.5).tolist() == [
+        math.log(2),
+        -INF,
+        -INF,
+    ], "half of the mass is there already"
     far = torch.tensor([[0.0, -50.0], [0.0, -50.0]])
-    assert filter_logits(far, top_p=torch.tensor([1.0, 0.9])).tolist() == [[0.0, -50.0], [0.0, -INF]], "off, although rounding says it is enough"
+    assert filter_logits(far, top_p=torch.tensor([1.0, 0.9])).tolist() == [
+        [0.0, -50.0],
+        [0.0, -INF],
+    ], "off, although rounding says it is enough"
 
 
 def test_whole_numbers_may_have_16_bits():
-    logits, ids, segments = randn(2, 4, 5), torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]), torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])
+    logits, ids, segments = (
+        randn(2, 4, 5),
+        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
+        torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]]),
+    )
     short = {"segment_ids": segments.short()}
     for kind in (LogprobKind(), LogprobKind(top_k=2, top_p=0.9)):
         expected = token_logprobs_and_entropy(logits, ids, segment_ids=segments, kind=kind)
-        for a, b in zip(token_logprobs_and_entropy(logits, ids.short(), **short, kind=kind), expected, strict=True):
+        for a, b in zip(
+            token_logprobs_and_entropy(logits, ids.short(), **short, kind=kind),
+            expected,
+            strict=True,
+        ):
             assert torch.equal(a, b)
         assert torch.equal(token_logprobs(logits, ids.short(), **short, kind=kind), expected[0])
         head = torch.eye(5, dtype=torch.float64)
-        for a, b in zip(linear_token_logprobs(logits, head, ids.short(), **short, kind=kind, with_entropy=True), expected, strict=True):
+        for a, b in zip(
+            linear_token_logprobs(logits, head, ids.short(), **short, kind=kind, with_entropy=True),
+            expected,
+            strict=True,
+        ):
             torch.testing.assert_close(a, b, **EXACT)
     plain = token_logprobs(logits, ids, segment_ids=segments)
-    torch.testing.assert_close(vocab_parallel_token_logprobs(logits, ids.short(), **short), plain, **EXACT)
+    torch.testing.assert_close(
+        vocab_parallel_token_logprobs(logits, ids.short(), **short), plain, **EXACT
+    )
     top_k, keep = torch.tensor([1, 2]), torch.tensor([4, 4])
-    assert torch.equal(filter_logits(logits[:, 0], top_k=top_k.short(), keep=keep.short()), filter_logits(logits[:, 0], top_k=top_k, keep=keep))
+    assert torch.equal(
+        filter_logits(logits[:, 0], top_k=top_k.short(), keep=keep.short()),
+        filter_logits(logits[:, 0], top_k=top_k, keep=keep),
+    )
 
 
 def test_equal_logits_stay_or_go_together():
@@ -167,7 +224,13 @@ def test_equal_logits_stay_or_go_together():
     assert filter_logits(logits, top_p=0.6).tolist() == [1, 2, 1, -INF]
 
 
-@given(SEEDS, st.sampled_from([0.3, 1.0, 5.0]), st.integers(1, 7), st.sampled_from([0.2, 0.5, 0.9, 0.99]), st.sampled_from([0.05, 0.3]))
+@given(
+    SEEDS,
+    st.sampled_from([0.3, 1.0, 5.0]),
+    st.integers(1, 7),
+    st.sampled_from([0.2, 0.5, 0.9, 0.99]),
+    st.sampled_from([0.05, 0.3]),
+)
 def test_each_filter_is_that_of_transformers(seed, spread, top_k, top_p, min_p):
     logits = spread * randn(3, 7, seed=seed)
     ids = torch.zeros(3, 1, dtype=torch.long)
@@ -182,11 +245,21 @@ def test_each_filter_is_that_of_transformers(seed, spread, top_k, top_p, min_p):
 def test_rows_with_their_own_options_are_filtered_as_if_alone(seed, kinds, with_keep):
     logits = 2 * randn(len(kinds), 7, seed=seed)
     keep = torch.arange(len(kinds)) if with_keep else None
-    columns = {name: torch.tensor([getattr(kind, name) for kind in kinds], dtype=torch.float64) for name in ("temperature", "top_p", "min_p")}
-    together = filter_logits(logits, top_k=torch.tensor([kind.top_k for kind in kinds]), **columns, keep=keep)
+    columns = {
+        name: torch.tensor([getattr(kind, name) for kind in kinds], dtype=torch.float64)
+        for name in ("temperature", "top_p", "min_p")
+    }
+    together = filter_logits(
+        logits, top_k=torch.tensor([kind.top_k for kind in kinds]), **columns, keep=keep
+    )
     for i, kind in enumerate(kinds):
         alone = filter_logits(
-            logits[i], temperature=kind.temperature, top_k=kind.top_k, top_p=kind.top_p, min_p=kind.min_p, keep=None if keep is None else keep[i]
+            logits[i],
+            temperature=kind.temperature,
+            top_k=kind.top_k,
+            top_p=kind.top_p,
+            min_p=kind.min_p,
+            keep=None if keep is None else keep[i],
         )
         assert torch.equal(together[i], alone)
 
@@ -194,12 +267,29 @@ def test_rows_with_their_own_options_are_filtered_as_if_alone(seed, kinds, with_
 @given(SEEDS, KINDS)
 def test_a_filtered_distribution_sums_to_one_over_the_support(seed, kind):
     logits = 2 * randn(2, 3, 6, seed=seed)
-    inside = filter_logits(logits, temperature=kind.temperature, top_k=kind.top_k, top_p=kind.top_p, min_p=kind.min_p)[:, :-1] > -INF
-    every = torch.stack([token_logprobs(logits, torch.full((2, 3), token), kind=kind)[:, 1:] for token in range(6)], -1)
+    inside = (
+        filter_logits(
+            logits,
+            temperature=kind.temperature,
+            top_k=kind.top_k,
+            top_p=kind.top_p,
+            min_p=kind.min_p,
+        )[:, :-1]
+        > -INF
+    )
+    every = torch.stack(
+        [token_logprobs(logits, torch.full((2, 3), token), kind=kind)[:, 1:] for token in range(6)],
+        -1,
+    )
     probabilities = torch.where(inside, every.exp(), 0.0)
     torch.testing.assert_close(probabilities.sum(-1), torch.ones(2, 2, dtype=torch.float64))
-    torch.testing.assert_close(entropy(logits, kind=kind)[:, 1:], -torch.special.xlogy(probabilities, probabilities).sum(-1))
-    assert every.isfinite().all()  # a token that was drawn is in the support, whatever rounding says
+    torch.testing.assert_close(
+        entropy(logits, kind=kind)[:, 1:],
+        -torch.special.xlogy(probabilities, probabilities).sum(-1),
+    )
+    assert (
+        every.isfinite().all()
+    )  # a token that was drawn is in the support, whatever rounding says
 
 
 # Kinds
@@ -207,32 +297,68 @@ def test_a_filtered_distribution_sums_to_one_over_the_support(seed, kind):
 
 def test_unlike_kinds_are_not_subtracted():
     values = torch.tensor([-1.0])
-    plain, filtered = Logprobs(values, LogprobKind()), Logprobs(values, LogprobKind(top_p=0.9, temperature=0.5))
+    plain, filtered = (
+        Logprobs(values, LogprobKind()),
+        Logprobs(values, LogprobKind(top_p=0.9, temperature=0.5)),
+    )
     with pytest.raises(
         LogprobKindError,
-        match=r"^left and right log-probabilities are.*temperature: 1.0 and 0.5; top_p: 1.0 and 0.9.*left is LogprobKind\(.*right is LogprobKind\(",
+        match=(
+            r"^left and right log-probabilities are.*temperature: 1.0 and 0.5; top_p: 1.0 and"
+            r" 0.9.*left is LogprobKind\(.*right is LogprobKind\("
+        ),
     ):
         plain - filtered
-    with pytest.raises(ValueError, match=r"^prev and generation log-probabilities.*; compute both with the same temperature and filters$"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"^prev and generation log-probabilities.*; compute both with the same temperature and"
+            r" filters$"
+        ),
+    ):
         require_same_support(plain.kind, filtered.kind, what_a="prev", what_b="generation")
     with pytest.raises(LogprobKindError):
         log_ratio(plain, filtered)
 
 
 def test_versions_may_differ_in_a_ratio_only():
-    old, new, unknown = (Logprobs(torch.tensor([x]), LogprobKind(policy_version=v)) for x, v in ((-3.0, 1), (-1.0, 2), (-2.0, None)))
-    assert log_ratio(new, old).tolist() == [2] and (new - unknown).tolist() == [1] and (new - new).tolist() == [0]
-    with pytest.raises(LogprobKindError, match=r"policy_version: 2 and 1.*; for a ratio between two versions use log_ratio$"):
+    old, new, unknown = (
+        Logprobs(torch.tensor([x]), LogprobKind(policy_version=v))
+        for x, v in ((-3.0, 1), (-1.0, 2), (-2.0, None))
+    )
+    assert (
+        log_ratio(new, old).tolist() == [2]
+        and (new - unknown).tolist() == [1]
+        and (new - new).tolist() == [0]
+    )
+    with pytest.raises(
+        LogprobKindError,
+        match=r"policy_version: 2 and 1.*; for a ratio between two versions use log_ratio$",
+    ):
         new - old
 
 
 def test_a_kind_is_filtered_when_some_token_may_be_outside():
-    assert not LogprobKind().filtered and not LogprobKind(temperature=0.5, policy_version=3).filtered
-    assert all(LogprobKind(**options).filtered for options in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}, {"top_k": 5, "top_p": 0.5}))
+    assert (
+        not LogprobKind().filtered and not LogprobKind(temperature=0.5, policy_version=3).filtered
+    )
+    assert all(
+        LogprobKind(**options).filtered
+        for options in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}, {"top_k": 5, "top_p": 0.5})
+    )
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": 0.0}, {"temperature": INF}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2.0}]
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": INF},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"top_p": 1.1},
+        {"min_p": -0.1},
+        {"min_p": 2.0},
+    ],
 )
 def test_kinds_out_of_range_are_refused(options):
     with pytest.raises(ValueError, match=rf"LogprobKind\.{next(iter(options))} must be"):
@@ -247,14 +373,31 @@ def test_logprobs_are_a_pytree():
 # The chunked head
 
 
-@given(SEEDS, st.integers(1, 3), st.integers(1, 6), KINDS, st.sampled_from([1, 2, 3, 5, 1000]), st.booleans(), st.booleans())
+@given(
+    SEEDS,
+    st.integers(1, 3),
+    st.integers(1, 6),
+    KINDS,
+    st.sampled_from([1, 2, 3, 5, 1000]),
+    st.booleans(),
+    st.booleans(),
+)
 def test_the_chunked_head_is_the_plain_one(seed, batch, seq, kind, chunk, packed, with_entropy):
-    hidden, weight = randn(batch, seq, 3, seed=seed).requires_grad_(), randn(7, 3, seed=seed + 1).requires_grad_()
+    hidden, weight = (
+        randn(batch, seq, 3, seed=seed).requires_grad_(),
+        randn(7, 3, seed=seed + 1).requires_grad_(),
+    )
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 7, (batch, seq), generator=generator)
-    segments = torch.randint(0, 3, (batch, seq), generator=generator).sort(descending=True).values if packed else None
+    segments = (
+        torch.randint(0, 3, (batch, seq), generator=generator).sort(descending=True).values
+        if packed
+        else None
+    )
     plain = token_logprobs_and_entropy(hidden @ weight.T, ids, segment_ids=segments, kind=kind)
-    chunked = linear_token_logprobs(hidden, weight, ids, segment_ids=segments, kind=kind, chunk=chunk, with_entropy=with_entropy)
+    chunked = linear_token_logprobs(
+        hidden, weight, ids, segment_ids=segments, kind=kind, chunk=chunk, with_entropy=with_entropy
+    )
     assert (chunked[1] is not None) == with_entropy
     cotangents = randn(2, batch, seq, seed=seed + 2)
     results = [
@@ -270,7 +413,9 @@ def test_the_chunked_head_is_the_plain_one(seed, batch, seq, kind, chunk, packed
 
 @pytest.mark.parametrize("chunk", [2, 100])
 def test_gradients_for_several_cotangents_at_once_are_those_for_each(chunk):
-    """Sums over chunks grow in place only as this allows it: a gradient may have a batch dimension where hidden states and weight have none."""
+    """Sums over chunks grow in place only as this allows it: a gradient may have a batch dimension
+    where hidden states and weight have none.
+    """
     hidden, weight, ids = randn(1, 6, 4), randn(7, 4, seed=1), torch.tensor([[0, 1, 2, 3, 4, 5]])
 
     def chunked(hidden, weight):
@@ -284,27 +429,50 @@ def test_gradients_for_several_cotangents_at_once_are_those_for_each(chunk):
         torch.testing.assert_close(together, one_by_one, **EXACT)
 
 
-@pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.9, min_p=0.02)])
+@pytest.mark.parametrize(
+    "kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.9, min_p=0.02)]
+)
 def test_law_8_gradcheck_also_of_the_second_derivative(kind):
     hidden, weight = randn(2, 4, 3).requires_grad_(), randn(5, 3, seed=1).requires_grad_()
-    ids, segments = torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]), torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])
+    ids, segments = (
+        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
+        torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]]),
+    )
 
     def chunked(h, w):
-        return linear_token_logprobs(h, w, ids, segment_ids=segments, kind=kind, chunk=2, with_entropy=True)
+        return linear_token_logprobs(
+            h, w, ids, segment_ids=segments, kind=kind, chunk=2, with_entropy=True
+        )
 
-    assert torch.autograd.gradcheck(chunked, (hidden, weight)) and torch.autograd.gradgradcheck(chunked, (hidden, weight))
-    assert torch.autograd.gradcheck(lambda x: token_logprobs_and_entropy(x, ids, segment_ids=segments, kind=kind), randn(2, 4, 5).requires_grad_())
-    assert torch.autograd.gradcheck(lambda x: vocab_parallel_token_logprobs(x, ids, temperature=0.7), randn(2, 4, 5).requires_grad_())
+    assert torch.autograd.gradcheck(chunked, (hidden, weight)) and torch.autograd.gradgradcheck(
+        chunked, (hidden, weight)
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: token_logprobs_and_entropy(x, ids, segment_ids=segments, kind=kind),
+        randn(2, 4, 5).requires_grad_(),
+    )
+    assert torch.autograd.gradcheck(
+        lambda x: vocab_parallel_token_logprobs(x, ids, temperature=0.7),
+        randn(2, 4, 5).requires_grad_(),
+    )
 
 
 def test_torch_func_through_the_chunked_head():
-    hidden, weight, ids = randn(3, 2, 4, 3), randn(5, 3, seed=1), torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]])
+    hidden, weight, ids = (
+        randn(3, 2, 4, 3),
+        randn(5, 3, seed=1),
+        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
+    )
 
     def loss(h, w):
-        logprobs, entropies = linear_token_logprobs(h, w, ids, kind=LogprobKind(top_p=0.8), chunk=2, with_entropy=True)
+        logprobs, entropies = linear_token_logprobs(
+            h, w, ids, kind=LogprobKind(top_p=0.8), chunk=2, with_entropy=True
+        )
         return (logprobs + 0.3 * entropies).sum()
 
-    together = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(hidden, weight)
+    together = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=(0, None))(
+        hidden, weight
+    )
     for i in range(3):
         h, w = hidden[i].clone().requires_grad_(), weight.clone().requires_grad_()
         for got, expected in zip(together, torch.autograd.grad(loss(h, w), (h, w)), strict=True):
@@ -314,17 +482,25 @@ def test_torch_func_through_the_chunked_head():
 @pytest.mark.parametrize("used", [0, 1])
 @pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3)])
 def test_either_output_may_go_without_a_gradient(kind, used):
-    hidden, weight, ids = randn(2, 4, 3).requires_grad_(), randn(5, 3, seed=1).requires_grad_(), torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]])
+    hidden, weight, ids = (
+        randn(2, 4, 3).requires_grad_(),
+        randn(5, 3, seed=1).requires_grad_(),
+        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
+    )
     cotangent = randn(2, 4, seed=2)
 
     def loss(h, w, head=None):
         both = (
-            linear_token_logprobs(h, w, ids, kind=kind, chunk=2, with_entropy=True) if head else token_logprobs_and_entropy(h @ w.T, ids, kind=kind)
+            linear_token_logprobs(h, w, ids, kind=kind, chunk=2, with_entropy=True)
+            if head
+            else token_logprobs_and_entropy(h @ w.T, ids, kind=kind)
         )
         return (both[used] * cotangent).sum()
 
     expected = torch.autograd.grad(loss(hidden, weight), (hidden, weight))
-    together = torch.func.vmap(torch.func.grad(lambda h, w: loss(h, w, head=True), argnums=(0, 1)), in_dims=(0, None))
+    together = torch.func.vmap(
+        torch.func.grad(lambda h, w: loss(h, w, head=True), argnums=(0, 1)), in_dims=(0, None)
+    )
     for results in (
         torch.autograd.grad(loss(hidden, weight, head=True), (hidden, weight)),
         torch.func.grad(lambda h, w: loss(h, w, head=True), argnums=(0, 1))(hidden, weight),
@@ -336,21 +512,34 @@ def test_either_output_may_go_without_a_gradient(kind, used):
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_what_is_frozen_gets_no_gradient_and_the_other_its_own(with_entropy):
-    hidden, weight, ids = randn(2, 4, 3), randn(5, 3, seed=1), torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]])
+    hidden, weight, ids = (
+        randn(2, 4, 3),
+        randn(5, 3, seed=1),
+        torch.tensor([[0, 1, 2, 3], [4, 0, 1, 2]]),
+    )
 
     def gradient_of(trained: str):
-        h, w = (x.clone().requires_grad_(name in trained) for name, x in (("hidden", hidden), ("weight", weight)))
+        h, w = (
+            x.clone().requires_grad_(name in trained)
+            for name, x in (("hidden", hidden), ("weight", weight))
+        )
         logprobs, entropies = linear_token_logprobs(h, w, ids, chunk=2, with_entropy=with_entropy)
         (logprobs.sum() + (entropies.sum() if with_entropy else 0)).backward()
         return h.grad, w.grad
 
-    both, only_hidden, only_weight = gradient_of("hidden weight"), gradient_of("hidden"), gradient_of("weight")
+    both, only_hidden, only_weight = (
+        gradient_of("hidden weight"),
+        gradient_of("hidden"),
+        gradient_of("weight"),
+    )
     assert torch.equal(only_hidden[0], both[0]) and only_hidden[1] is None
     assert torch.equal(only_weight[1], both[1]) and only_weight[0] is None
 
 
 class LargestTensor(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation made, and how many had that many."""
+    """The number of elements of the largest tensor that any operation made, and how many had that
+    many.
+    """
 
     numel = count = 0
 
@@ -364,10 +553,16 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_an_entropy_that_is_only_reported_costs_nothing_backward():
-    hidden, weight, ids = randn(1, 33, 4).requires_grad_(), randn(512, 4).requires_grad_(), torch.randint(0, 512, (1, 33))
+    hidden, weight, ids = (
+        randn(1, 33, 4).requires_grad_(),
+        randn(512, 4).requires_grad_(),
+        torch.randint(0, 512, (1, 33)),
+    )
     operations = []
     for with_entropy in (False, True):
-        logprobs, _ = linear_token_logprobs(hidden, weight, ids, chunk=16, with_entropy=with_entropy)
+        logprobs, _ = linear_token_logprobs(
+            hidden, weight, ids, chunk=16, with_entropy=with_entropy
+        )
         with LargestTensor() as made:
             logprobs.sum().backward()
         operations.append((made.numel, made.count))
@@ -378,7 +573,9 @@ def test_an_entropy_that_is_only_reported_costs_nothing_backward():
     assert made.count > operations[0][1], "the measure sees what the entropy's gradient costs"
 
 
-@pytest.mark.parametrize("kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.9, min_p=0.02)])
+@pytest.mark.parametrize(
+    "kind", [LogprobKind(), LogprobKind(temperature=0.7, top_k=3, top_p=0.9, min_p=0.02)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_tensor_of_all_tokens_by_the_vocabulary_is_ever_made(kind, dtype):
     batch, seq, width, vocab, chunk = 4, 65, 4, 512, 16
@@ -388,7 +585,15 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_is_ever_made(kind, dtype):
     )
     ids = torch.randint(0, vocab, (batch, seq))
     with LargestTensor() as chunked:
-        logprobs, entropies = linear_token_logprobs(hidden, weight, ids, segment_ids=torch.ones_like(ids), kind=kind, chunk=chunk, with_entropy=True)
+        logprobs, entropies = linear_token_logprobs(
+            hidden,
+            weight,
+            ids,
+            segment_ids=torch.ones_like(ids),
+            kind=kind,
+            chunk=chunk,
+            with_entropy=True,
+        )
         (logprobs + entropies).sum().backward()
     assert chunked.numel <= chunk * vocab
     with LargestTensor() as plain:  # the measure sees what the plain form makes
@@ -397,16 +602,26 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_is_ever_made(kind, dtype):
 
 
 def test_half_precision_states_and_no_grad():
-    hidden, weight, ids = randn(2, 9, 16, dtype=torch.float32), 0.5 * randn(11, 16, seed=1, dtype=torch.float32), torch.randint(0, 11, (2, 9))
+    hidden, weight, ids = (
+        randn(2, 9, 16, dtype=torch.float32),
+        0.5 * randn(11, 16, seed=1, dtype=torch.float32),
+        torch.randint(0, 11, (2, 9)),
+    )
     expected = token_logprobs(hidden @ weight.T, ids)
     with torch.no_grad():
         result, none = linear_token_logprobs(hidden.bfloat16(), weight.bfloat16(), ids, chunk=5)
     assert none is None and not result.requires_grad and result.dtype == torch.float32
     torch.testing.assert_close(result, expected, rtol=0.02, atol=0.05)
     weight.requires_grad_()
-    mixed = linear_token_logprobs(hidden.bfloat16(), weight, ids, chunk=5)[0]  # a float32 head under bfloat16 states
+    mixed = linear_token_logprobs(hidden.bfloat16(), weight, ids, chunk=5)[
+        0
+    ]  # a float32 head under bfloat16 states
     mixed.sum().backward()
-    assert mixed.dtype == torch.float32 and weight.grad.dtype == torch.float32 and not hidden.requires_grad
+    assert (
+        mixed.dtype == torch.float32
+        and weight.grad.dtype == torch.float32
+        and not hidden.requires_grad
+    )
 
 
 def test_under_autocast_it_computes_as_a_linear_layer_would():
@@ -419,23 +634,33 @@ def test_under_autocast_it_computes_as_a_linear_layer_would():
         chunked = linear_token_logprobs(hidden, weight, ids, chunk=5)[0]
         plain = token_logprobs(torch.nn.functional.linear(hidden, weight), ids)
         torch.testing.assert_close(chunked, plain)
-        gradients = torch.autograd.grad(chunked.sum(), (hidden, weight))  # also when backward is called inside
-    for got, expected in zip(gradients, torch.autograd.grad(plain.sum(), (hidden, weight)), strict=True):
+        gradients = torch.autograd.grad(
+            chunked.sum(), (hidden, weight)
+        )  # also when backward is called inside
+    for got, expected in zip(
+        gradients, torch.autograd.grad(plain.sum(), (hidden, weight)), strict=True
+    ):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
 
 
 def test_the_sum_over_chunks_is_kept_in_float32():
-    """1 + 1000 · 0.001 in bfloat16 additions stays 1: a chunk's share is below the rounding of the sum."""
+    """1 + 1000 · 0.001 in bfloat16 additions stays 1: a chunk's share is below the rounding of the
+    sum.
+    """
     hidden = torch.full((1, 2001, 1), 1.0, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
-    linear_token_logprobs(hidden, weight, torch.zeros(1, 2001, dtype=torch.long), chunk=1)[0].sum().backward()
+    linear_token_logprobs(hidden, weight, torch.zeros(1, 2001, dtype=torch.long), chunk=1)[
+        0
+    ].sum().backward()
     assert weight.grad.flatten().tolist() == [1000, -1000]
 
 
 def test_a_chunk_below_one_is_refused():
     with pytest.raises(ValueError, match=r"chunk must be at least 1 token \(got 0\)"):
-        linear_token_logprobs(randn(1, 2, 3), randn(4, 3), torch.zeros(1, 2, dtype=torch.long), chunk=0)
+        linear_token_logprobs(
+            randn(1, 2, 3), randn(4, 3), torch.zeros(1, 2, dtype=torch.long), chunk=0
+        )
 
 
 # Vocabulary-parallel
@@ -444,35 +669,55 @@ def test_a_chunk_below_one_is_refused():
 @settings(max_examples=50)
 @given(SEEDS, st.sampled_from([1.0, 0.6]))
 def test_vocabulary_parallel_with_one_process_is_the_plain_form(seed, temperature):
-    logits, ids, segments = 30 * randn(2, 4, 5, seed=seed), torch.randint(0, 5, (2, 4)), torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]])
+    logits, ids, segments = (
+        30 * randn(2, 4, 5, seed=seed),
+        torch.randint(0, 5, (2, 4)),
+        torch.tensor([[1, 1, 2, 2], [1, 1, 1, 0]]),
+    )
     expected = token_logprobs(logits, ids, segment_ids=segments, kind=LogprobKind(temperature))
-    torch.testing.assert_close(vocab_parallel_token_logprobs(logits, ids, segment_ids=segments, temperature=temperature), expected, **EXACT)
+    torch.testing.assert_close(
+        vocab_parallel_token_logprobs(logits, ids, segment_ids=segments, temperature=temperature),
+        expected,
+        **EXACT,
+    )
 
 
 def test_vocabulary_parallel_keeps_to_numbers_that_float32_holds():
     logits = torch.tensor([[[1e4, 0.0, -1e4], [0.0, 0.0, 0.0]]])
     for token, expected in enumerate((0.0, -1e4, -2e4)):
-        assert vocab_parallel_token_logprobs(logits, torch.tensor([[0, token]])).tolist() == [[0.0, expected]]
+        assert vocab_parallel_token_logprobs(logits, torch.tensor([[0, token]])).tolist() == [
+            [0.0, expected]
+        ]
 
 
 def _shard_of_the_vocabulary(rank: int, store: str, results: str):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     logits = randn(2, 4, 6)[..., 3 * rank : 3 * rank + 3].clone().requires_grad_()
-    values = vocab_parallel_token_logprobs(logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), dist.group.WORLD, temperature=0.7)
+    values = vocab_parallel_token_logprobs(
+        logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), dist.group.WORLD, temperature=0.7
+    )
     (values * torch.arange(8.0).view(2, 4)).sum().backward()
     torch.save((values.detach(), logits.grad), f"{results}{rank}")
     # Each process in a group of its own: nothing of the other may come in.
     alone, own = [dist.new_group([other]) for other in range(2)][rank], (rank + 1) * randn(1, 3, 6)
     plain = token_logprobs(own, torch.tensor([[0, 1, 2]]))
-    torch.testing.assert_close(vocab_parallel_token_logprobs(own, torch.tensor([[0, 1, 2]]), alone), plain, **EXACT)
+    torch.testing.assert_close(
+        vocab_parallel_token_logprobs(own, torch.tensor([[0, 1, 2]]), alone), plain, **EXACT
+    )
     dist.destroy_process_group()
 
 
 def test_vocabulary_parallel_over_two_processes(tmp_path):
-    torch.multiprocessing.spawn(_shard_of_the_vocabulary, (str(tmp_path / "store"), str(tmp_path / "result")), nprocs=2)
+    torch.multiprocessing.spawn(
+        _shard_of_the_vocabulary, (str(tmp_path / "store"), str(tmp_path / "result")), nprocs=2
+    )
     logits = randn(2, 4, 6).requires_grad_()
-    expected = token_logprobs(logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), kind=LogprobKind(0.7))
-    (values_0, grad_0), (values_1, grad_1) = (torch.load(tmp_path / f"result{rank}") for rank in (0, 1))
+    expected = token_logprobs(
+        logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), kind=LogprobKind(0.7)
+    )
+    (values_0, grad_0), (values_1, grad_1) = (
+        torch.load(tmp_path / f"result{rank}") for rank in (0, 1)
+    )
     torch.testing.assert_close(values_0, expected.detach(), **EXACT)
     assert torch.equal(values_0, values_1)
     gradient = torch.autograd.grad((expected * torch.arange(8.0).view(2, 4)).sum(), logits)[0]

@@ -7,21 +7,45 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.losses.masks import constant_weights, group_mean_weights, sequence_mean_weights, token_mean_weights
-from nemorl.losses.segments import group_extremes, group_labels, group_sum, same_segment, segment_mean, segment_starts, segment_sum
+from nemorl.losses.masks import (
+    constant_weights,
+    group_mean_weights,
+    sequence_mean_weights,
+    token_mean_weights,
+)
+from nemorl.losses.segments import (
+    group_extremes,
+    group_labels,
+    group_sum,
+    same_segment,
+    segment_mean,
+    segment_starts,
+    segment_sum,
+)
 
-MASK = torch.tensor([[False, True, True, False], [False, True, False, False], [False, False, False, False]])
-PACKED_MASK = torch.tensor([[False, True, True, False, True, False], [False, False, True, True, False, False]])
+MASK = torch.tensor(
+    [[False, True, True, False], [False, True, False, False], [False, False, False, False]]
+)
+PACKED_MASK = torch.tensor(
+    [[False, True, True, False, True, False], [False, False, True, True, False, False]]
+)
 PACKED_SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 2, 2, 0, 0]])
 
 
 def test_token_mean_counts_every_token_the_same():
     third = 1 / 3
-    torch.testing.assert_close(token_mean_weights(MASK), torch.tensor([[0, third, third, 0], [0, third, 0, 0], [0, 0, 0, 0]]))
+    torch.testing.assert_close(
+        token_mean_weights(MASK),
+        torch.tensor([[0, third, third, 0], [0, third, 0, 0], [0, 0, 0, 0]]),
+    )
 
 
 def test_sequence_mean_counts_every_sequence_with_tokens_the_same():
-    assert sequence_mean_weights(MASK).tolist() == [[0, 0.25, 0.25, 0], [0, 0.5, 0, 0], [0, 0, 0, 0]]
+    assert sequence_mean_weights(MASK).tolist() == [
+        [0, 0.25, 0.25, 0],
+        [0, 0.5, 0, 0],
+        [0, 0, 0, 0],
+    ]
 
 
 def test_sequence_mean_of_packed_rows():
@@ -35,15 +59,27 @@ def test_constant_length_counts_all_sequences_also_those_without_tokens():
     assert constant_weights(MASK, length=4).unique().tolist() == pytest.approx([0, 1 / 12])
     assert constant_weights(PACKED_MASK, PACKED_SEGMENTS, length=2).unique().tolist() == [0, 1 / 8]
     one = torch.ones(1, 4, dtype=torch.long)
-    assert constant_weights(MASK[:1], length=2).tolist() == constant_weights(MASK[:1], one, length=2).tolist() == [[0, 0.5, 0.5, 0]]
+    assert (
+        constant_weights(MASK[:1], length=2).tolist()
+        == constant_weights(MASK[:1], one, length=2).tolist()
+        == [[0, 0.5, 0.5, 0]]
+    )
 
 
 def test_group_mean_of_rows_and_of_packed_tokens():
     # Group 9 has rows 0 and 2 (2 tokens), group -1 row 1 (1 token).
-    assert group_mean_weights(MASK, torch.tensor([9, -1, 9])).tolist() == [[0, 0.25, 0.25, 0], [0, 0.5, 0, 0], [0, 0, 0, 0]]
-    # Sequences 1 and 4 are group 5 (4 tokens), sequence 2 is group 6 (1 token), sequence 3 is group 7 (none), padding is 0.
+    assert group_mean_weights(MASK, torch.tensor([9, -1, 9])).tolist() == [
+        [0, 0.25, 0.25, 0],
+        [0, 0.5, 0, 0],
+        [0, 0, 0, 0],
+    ]
+    # Sequences 1 and 4 are group 5 (4 tokens), sequence 2 is group 6 (1 token), sequence 3 is group
+    # 7 (none), padding is 0.
     groups = torch.tensor([[5, 5, 5, 6, 6, 0], [7, 7, 5, 5, 0, 0]])
-    assert group_mean_weights(PACKED_MASK, groups).tolist() == [[0, 0.125, 0.125, 0, 0.5, 0], [0, 0, 0.125, 0.125, 0, 0]]
+    assert group_mean_weights(PACKED_MASK, groups).tolist() == [
+        [0, 0.125, 0.125, 0, 0.5, 0],
+        [0, 0, 0.125, 0.125, 0, 0],
+    ]
 
 
 @pytest.mark.parametrize("length", [0, -1])
@@ -71,7 +107,11 @@ def test_weights_of_a_mean_sum_to_one(seed, batch, seq):
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(batch, seq, generator=generator) < 0.5
     groups = torch.randint(-3, 3, (batch,), generator=generator)
-    for weights in (token_mean_weights(mask), sequence_mean_weights(mask), group_mean_weights(mask, groups)):
+    for weights in (
+        token_mean_weights(mask),
+        sequence_mean_weights(mask),
+        group_mean_weights(mask, groups),
+    ):
         assert weights.sum().item() == pytest.approx(float(mask.any()))
         assert torch.equal(weights != 0, mask)
 
@@ -83,11 +123,15 @@ def test_segments():
     values = torch.tensor([[1.0, 2.0, 3.0, 9.0, 9.0], [9.0, 4.0, 5.0, 6.0, 7.0]])
     assert segment_sum(values, ids).tolist() == [[3, 3, 3, 0, 0], [0, 4, 18, 18, 18]]
     assert segment_sum(values).tolist() == [[24] * 5, [31] * 5]
-    assert torch.equal(segment_sum(values, ids.short()), segment_sum(values, ids)), "16 bits are enough"
+    assert torch.equal(segment_sum(values, ids.short()), segment_sum(values, ids)), (
+        "16 bits are enough"
+    )
     assert segment_sum(ids > 0, ids).tolist() == [[2, 2, 1, 0, 0], [0, 1, 3, 3, 3]]
     mask = torch.tensor([[True, False, False, True, True], [True, True, True, False, True]])
     assert segment_mean(values, mask, ids).tolist() == [[1, 1, 0, 0, 0], [0, 4, 6, 6, 6]]
-    assert same_segment(ids[:, :0]).shape == (2, 0) and segment_sum(values[:, :0], ids[:, :0]).shape == (2, 0)
+    assert same_segment(ids[:, :0]).shape == (2, 0) and segment_sum(
+        values[:, :0], ids[:, :0]
+    ).shape == (2, 0)
 
 
 @given(st.lists(st.integers(-(2**40), 2**40) | st.integers(0, 2), min_size=1, max_size=8))
@@ -100,7 +144,9 @@ def test_groups_are_told_apart_by_any_labels(ids):
     assert torch.equal(labels[:, None] == labels[None, :], same)
     assert torch.equal(group_sum(values, labels), torch.where(same, values, 0.0).sum(1))
     low, high = group_extremes(values, labels)
-    assert torch.equal(low, torch.where(same, values, torch.inf).amin(1)) and torch.equal(high, torch.where(same, values, -torch.inf).amax(1))
+    assert torch.equal(low, torch.where(same, values, torch.inf).amin(1)) and torch.equal(
+        high, torch.where(same, values, -torch.inf).amax(1)
+    )
 
 
 def test_labels_may_be_a_column_of_something_and_nobody_is_warned():

@@ -1,4 +1,6 @@
-"""The law checkers catch what they are for: losses that are wrong on purpose, each the classical mistake that its law forbids."""
+"""The law checkers catch what they are for: losses that are wrong on purpose, each the classical
+mistake that its law forbids.
+"""
 
 from collections.abc import Callable
 
@@ -14,13 +16,20 @@ from tests.strategies import problem
 INPUTS = ("token_logprobs", "prev_logprobs", "advantages", "loss_weights", "segment_ids")
 
 
-def right(logprobs: Tensor, prev: Tensor, advantages: Tensor, weights: Tensor, segment_ids: Tensor) -> LossOutput:
+def right(
+    logprobs: Tensor, prev: Tensor, advantages: Tensor, weights: Tensor, segment_ids: Tensor
+) -> LossOutput:
     """A correct importance-weighted policy gradient, which breaks no law."""
     mask = weights != 0
     wide = torch.promote_types(logprobs.dtype, torch.float32)
-    losses = -torch.where(mask, advantages, 0.0).to(wide) * (torch.where(mask, logprobs, 0.0).to(wide) - torch.where(mask, prev, 0.0).to(wide)).exp()
+    losses = (
+        -torch.where(mask, advantages, 0.0).to(wide)
+        * (torch.where(mask, logprobs, 0.0).to(wide) - torch.where(mask, prev, 0.0).to(wide)).exp()
+    )
     losses = torch.where(mask, losses, 0.0)
-    return LossOutput((weights * losses).sum(), {"loss": Mean(losses.detach().sum(), mask.sum().to(wide))})
+    return LossOutput(
+        (weights * losses).sum(), {"loss": Mean(losses.detach().sum(), mask.sum().to(wide))}
+    )
 
 
 def mask_product(logprobs, prev, advantages, weights, segment_ids):
@@ -48,7 +57,9 @@ def mean_over_width(*arrays):
 
 def ratio_of_the_row(logprobs, prev, advantages, weights, segment_ids):
     mask = weights != 0
-    gap = torch.where(mask, logprobs - prev, 0.0).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    gap = torch.where(mask, logprobs - prev, 0.0).sum(-1, keepdim=True) / mask.sum(
+        -1, keepdim=True
+    ).clamp(min=1)
     return LossOutput(-(weights * torch.where(mask, advantages, 0.0) * gap.exp()).sum(), {})
 
 
@@ -59,11 +70,22 @@ def first_row_counts_twice(*arrays):
 
 def reduced_in_input_precision(logprobs, prev, advantages, weights, segment_ids):
     mask = weights != 0
-    return LossOutput((weights.to(logprobs.dtype) * torch.where(mask, (logprobs - prev).exp() * -advantages, 0.0)).sum(), {})
+    return LossOutput(
+        (
+            weights.to(logprobs.dtype)
+            * torch.where(mask, (logprobs - prev).exp() * -advantages, 0.0)
+        ).sum(),
+        {},
+    )
 
 
 def detached_ratio(logprobs, prev, advantages, weights, segment_ids):
-    return LossOutput(right(logprobs.detach(), prev, advantages, weights, segment_ids).loss + 0.0 * logprobs[:, :0].sum() + logprobs.sum() * 0.0, {})
+    return LossOutput(
+        right(logprobs.detach(), prev, advantages, weights, segment_ids).loss
+        + 0.0 * logprobs[:, :0].sum()
+        + logprobs.sum() * 0.0,
+        {},
+    )
 
 
 def weights_squared(logprobs, prev, advantages, weights, segment_ids):
@@ -77,7 +99,9 @@ def host_sync(*arrays):
 
 def only_trained_tokens(logprobs, prev, advantages, weights, segment_ids):
     mask = weights != 0  # a shape that depends on data
-    return LossOutput(-(weights[mask] * advantages[mask] * (logprobs[mask] - prev[mask]).exp()).sum(), {})
+    return LossOutput(
+        -(weights[mask] * advantages[mask] * (logprobs[mask] - prev[mask]).exp()).sum(), {}
+    )
 
 
 def raises_on_values(*arrays):
@@ -89,7 +113,9 @@ def raises_on_values(*arrays):
 def mean_of_means(*arrays):
     output = right(*arrays)
     metric = output.metrics["loss"]
-    return LossOutput(output.loss, {"loss": Mean(metric.total / metric.count.clamp(min=1), torch.ones(()))})
+    return LossOutput(
+        output.loss, {"loss": Mean(metric.total / metric.count.clamp(min=1), torch.ones(()))}
+    )
 
 
 WRONG: list[tuple[Callable[..., LossOutput], str]] = [
@@ -108,7 +134,10 @@ WRONG: list[tuple[Callable[..., LossOutput], str]] = [
     (mean_of_means, "17 metrics"),
 ]
 BREAKING = (host_sync, raises_on_values)
-UNCOMPILABLE = {function.__name__: Case(function.__name__, function, INPUTS, ("token_logprobs",)) for function in BREAKING}
+UNCOMPILABLE = {
+    function.__name__: Case(function.__name__, function, INPUTS, ("token_logprobs",))
+    for function in BREAKING
+}
 """For test_compile.py: graphs that break."""
 PROBLEMS = [problem(seed) for seed in range(8)]
 
@@ -119,7 +148,9 @@ def test_the_right_loss_passes(law: str):
         LAWS[law](Case("right", right, INPUTS, ("token_logprobs",)), example)
 
 
-@pytest.mark.parametrize(("function", "law"), WRONG, ids=[f"{function.__name__}: {law}" for function, law in WRONG])
+@pytest.mark.parametrize(
+    ("function", "law"), WRONG, ids=[f"{function.__name__}: {law}" for function, law in WRONG]
+)
 def test_a_wrong_loss_is_caught(function: Callable[..., LossOutput], law: str):
     assert {law for _, law in WRONG} == set(LAWS), "every law has its wrong loss"
     case = Case(function.__name__, function, INPUTS, ("token_logprobs",))

@@ -1,4 +1,6 @@
-"""Policy losses and their optional terms: worked examples, and the laws that are theirs alone (SPEC §12, 11)."""
+"""Policy losses and their optional terms: worked examples, and the laws that are theirs alone (SPEC
+§12, 11).
+"""
 
 import math
 
@@ -17,7 +19,9 @@ RATIO_LOSSES = [policy.clipped, policy.gspo, policy.gspo_token, policy.cispo, po
 
 
 def ratios(*values: float) -> tuple[Tensor, Tensor]:
-    """Current and previous logprobs of one row with these ratios; all previous probabilities are 0.1."""
+    """Current and previous logprobs of one row with these ratios; all previous probabilities are
+    0.1.
+    """
     prev = torch.full((1, len(values)), 0.1).log()
     return (prev + torch.tensor([values]).log()).requires_grad_(), prev
 
@@ -60,7 +64,9 @@ def test_clipped_metrics_by_hand():
     now, prev = ratios(1.5, 0.5, 5.0, 0.5, 4.0, 7.0)
     weights = row(0.2, 0.2, 0.2, 0.2, 0.2, 0.0)  # the last one isn't trained
     importance = row(1.0, 0.5, 2.0, 0.0, 1.5, 9.0)
-    output = policy.clipped(now, prev, row(1.0, -1.0, -1.0, 1.0, 1.0, 1.0), weights, importance, dual_clip=3.0)
+    output = policy.clipped(
+        now, prev, row(1.0, -1.0, -1.0, 1.0, 1.0, 1.0), weights, importance, dual_clip=3.0
+    )
     # 1 · -1.2, 0.5 · 0.8, 2 · 3, 0, 1.5 · -1.2: a fifth each
     assert output.loss.item() == pytest.approx(0.2 * (-1.2 + 0.4 + 6.0 - 1.8), abs=1e-5)
     logs = [math.log(1.5), math.log(0.5), math.log(5.0), math.log(0.5), math.log(4.0)]
@@ -85,8 +91,19 @@ def test_clipped_metrics_by_hand():
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
 def test_importance_weights_multiply_each_token_and_zero_drops_it(loss):
     now, prev = ratios(1.0, 1.0, 1.0)
-    one_token_each = {"segment_ids": torch.tensor([[1, 2, 3]])} if loss in (policy.gspo, policy.gspo_token) else {}
-    output = loss(now, prev, row(1.0, 2.0, 3.0), row(0.5, 0.5, 0.5), importance_weights=row(2.0, 0.5, 0.0), **one_token_each)
+    one_token_each = (
+        {"segment_ids": torch.tensor([[1, 2, 3]])}
+        if loss in (policy.gspo, policy.gspo_token)
+        else {}
+    )
+    output = loss(
+        now,
+        prev,
+        row(1.0, 2.0, 3.0),
+        row(0.5, 0.5, 0.5),
+        importance_weights=row(2.0, 0.5, 0.0),
+        **one_token_each,
+    )
     assert gradient(output, now) == pytest.approx([-1.0, -0.5, 0.0])
     assert finalize(output.metrics)["masked_fraction"] == pytest.approx(1 / 3)
 
@@ -95,19 +112,33 @@ FAR = (torch.full((1, 2), -1.0), torch.tensor([[-1.0, -201.0]]))
 """A token with ratio 1, and one whose ratio e²⁰⁰ float32 cannot hold."""
 
 
-@pytest.mark.parametrize(("advantage", "options"), [(1.0, {}), (0.0, {}), (-1.0, {"dual_clip": 3.0})])
+@pytest.mark.parametrize(
+    ("advantage", "options"), [(1.0, {}), (0.0, {}), (-1.0, {"dual_clip": 3.0})]
+)
 @pytest.mark.parametrize("loss", [policy.clipped, policy.gspo, policy.gspo_token])
-def test_a_clipped_token_has_gradient_zero_however_far_the_policy_has_moved(loss, advantage, options):
-    now, segments = FAR[0].clone().requires_grad_(), {} if loss is policy.clipped else {"segment_ids": torch.tensor([[1, 2]])}
+def test_a_clipped_token_has_gradient_zero_however_far_the_policy_has_moved(
+    loss, advantage, options
+):
+    now, segments = (
+        FAR[0].clone().requires_grad_(),
+        {} if loss is policy.clipped else {"segment_ids": torch.tensor([[1, 2]])},
+    )
     output = loss(now, FAR[1], row(advantage, advantage), row(0.5, 0.5), **segments, **options)
-    assert output.loss.isfinite() and all(math.isfinite(value) for value in finalize(output.metrics).values())
+    assert output.loss.isfinite() and all(
+        math.isfinite(value) for value in finalize(output.metrics).values()
+    )
     assert gradient(output, now) == [-0.5 * advantage, 0.0]
 
 
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
 def test_a_dropped_token_has_neither_loss_nor_gradient_however_far_it_is(loss):
-    now, segments = FAR[0].clone().requires_grad_(), {"segment_ids": torch.tensor([[1, 2]])} if loss in (policy.gspo, policy.gspo_token) else {}
-    output = loss(now, FAR[1], row(-1.0, -1.0), row(0.5, 0.5), importance_weights=row(1.0, 0.0), **segments)
+    now, segments = (
+        FAR[0].clone().requires_grad_(),
+        {"segment_ids": torch.tensor([[1, 2]])} if loss in (policy.gspo, policy.gspo_token) else {},
+    )
+    output = loss(
+        now, FAR[1], row(-1.0, -1.0), row(0.5, 0.5), importance_weights=row(1.0, 0.0), **segments
+    )
     assert output.loss.item() == pytest.approx(-0.5 if loss is policy.cispo else 0.5)
     assert gradient(output, now) == pytest.approx([0.5, 0.0])
 
@@ -115,16 +146,21 @@ def test_a_dropped_token_has_neither_loss_nor_gradient_however_far_it_is(loss):
 @pytest.mark.parametrize("advantage", [2.0, 0.0, -1.0])
 def test_reinforce_has_its_gradient_however_far_the_policy_has_moved(advantage):
     now = FAR[0].clone().requires_grad_()
-    output = policy.reinforce(now, torch.tensor([[-1.0, -INF]]), row(advantage, advantage), row(0.5, 0.5))
+    output = policy.reinforce(
+        now, torch.tensor([[-1.0, -INF]]), row(advantage, advantage), row(0.5, 0.5)
+    )
     assert gradient(output, now) == [-0.5 * advantage] * 2
 
 
 def test_gspo_by_hand():
-    # Two sequences in a row: s₁ = sqrt(1.21 · 1) = 1.1; s₂ = (8 · 1 · 1)^⅓ = 2, clipped to 1.2. The last slot is padding.
+    # Two sequences in a row: s₁ = sqrt(1.21 · 1) = 1.1; s₂ = (8 · 1 · 1)^⅓ = 2, clipped to 1.2. The
+    # last slot is padding.
     now, prev = ratios(1.21, 1.0, 8.0, 1.0, 1.0, 3.0)
     segments = torch.tensor([[1, 1, 2, 2, 2, 0]])
     weights = row(0.25, 0.25, 1 / 6, 1 / 6, 1 / 6, 0.0)
-    output = policy.gspo(now, prev, row(1.0, 1.0, 2.0, 2.0, 2.0, 9.0), weights, segments, clip_low=0.2, clip_high=0.2)
+    output = policy.gspo(
+        now, prev, row(1.0, 1.0, 2.0, 2.0, 2.0, 9.0), weights, segments, clip_low=0.2, clip_high=0.2
+    )
     assert output.loss.item() == pytest.approx(0.5 * -1.1 + 0.5 * -2.4, abs=1e-5)
     # d s₁ / d log π_t = s₁ / 2 for each of the two tokens
     assert gradient(output, now) == pytest.approx([-0.275, -0.275, 0.0, 0.0, 0.0, 0.0], abs=1e-5)
@@ -136,15 +172,21 @@ def test_gspo_by_hand():
 
 def test_gspo_ignores_untrained_tokens_of_the_sequence():
     now, prev = ratios(1.21, 50.0, 1.0)
-    output = policy.gspo(now, prev, row(1.0, 1.0, 1.0), row(0.5, 0.0, 0.5), clip_low=0.2, clip_high=0.2)
+    output = policy.gspo(
+        now, prev, row(1.0, 1.0, 1.0), row(0.5, 0.0, 0.5), clip_low=0.2, clip_high=0.2
+    )
     assert output.loss.item() == pytest.approx(-1.1, abs=1e-5)
 
 
 def test_gspo_defaults_are_the_papers():
     now, prev = ratios(1.001)
-    assert policy.gspo(now, prev, row(1.0), row(1.0)).loss.item() == pytest.approx(-1.0004, abs=1e-6)
+    assert policy.gspo(now, prev, row(1.0), row(1.0)).loss.item() == pytest.approx(
+        -1.0004, abs=1e-6
+    )
     now, prev = ratios(0.999)
-    assert policy.gspo(now, prev, row(-1.0), row(1.0)).loss.item() == pytest.approx(0.9997, abs=1e-6)
+    assert policy.gspo(now, prev, row(-1.0), row(1.0)).loss.item() == pytest.approx(
+        0.9997, abs=1e-6
+    )
 
 
 def test_gspo_token_gives_each_token_its_own_advantage():
@@ -174,7 +216,11 @@ def test_cispo_by_hand(ratio, advantage, options, factor):
 
 def test_cispo_clip_fractions_do_not_depend_on_the_advantage():
     now, prev = ratios(0.5, 2.0, 1.0, 3.0)
-    metrics = finalize(policy.cispo(now, prev, row(1.0, 1.0, 1.0, -1.0), torch.ones(1, 4), clip_low=0.2, clip_high=0.2).metrics)
+    metrics = finalize(
+        policy.cispo(
+            now, prev, row(1.0, 1.0, 1.0, -1.0), torch.ones(1, 4), clip_low=0.2, clip_high=0.2
+        ).metrics
+    )
     assert metrics["clip_fraction_low"] == 0.25
     assert metrics["clip_fraction_high"] == 0.5
 
@@ -182,7 +228,9 @@ def test_cispo_clip_fractions_do_not_depend_on_the_advantage():
 def test_reinforce_by_hand():
     now, prev = ratios(1.5, 0.5)
     output = policy.reinforce(now, prev, row(2.0, -4.0), row(0.5, 0.5))
-    assert output.loss.item() == pytest.approx(0.5 * (-2.0 * 1.5 + 4.0 * 0.5), abs=1e-5)  # the value has the ratio
+    assert output.loss.item() == pytest.approx(
+        0.5 * (-2.0 * 1.5 + 4.0 * 0.5), abs=1e-5
+    )  # the value has the ratio
     assert gradient(output, now) == pytest.approx([-1.0, 2.0])  # the gradient has not
 
 
@@ -192,7 +240,11 @@ def test_constants_get_no_gradient(loss):
     constants = [prev.clone().requires_grad_(), row(1.0, -2.0).requires_grad_()]
     importance = row(1.0, 2.0).requires_grad_()
     output = loss(now, *constants, row(0.5, 0.5), importance_weights=importance)
-    assert torch.autograd.grad(output.loss, [*constants, importance], allow_unused=True) == (None, None, None)
+    assert torch.autograd.grad(output.loss, [*constants, importance], allow_unused=True) == (
+        None,
+        None,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,28 +263,47 @@ def test_bad_options_are_named(loss, options, message):
 
 
 def batches(spread: float):
-    """Logprobs near each other (ratios up to e^±spread), advantages, and weights of which some are 0."""
+    """Logprobs near each other (ratios up to e^±spread), advantages, and weights of which some are
+    0.
+    """
 
     @st.composite
     def draw_batch(draw):
-        rows, columns, seed = draw(st.integers(1, 3)), draw(st.integers(1, 7)), draw(st.integers(0, 2**31))
+        rows, columns, seed = (
+            draw(st.integers(1, 3)),
+            draw(st.integers(1, 7)),
+            draw(st.integers(0, 2**31)),
+        )
         random = torch.Generator().manual_seed(seed)
         prev = -3 * torch.rand(rows, columns, generator=random, dtype=torch.float64)
-        now = prev + spread * (2 * torch.rand(rows, columns, generator=random, dtype=torch.float64) - 1)
+        now = prev + spread * (
+            2 * torch.rand(rows, columns, generator=random, dtype=torch.float64) - 1
+        )
         advantages = torch.randn(rows, columns, generator=random, dtype=torch.float64)
         mask = torch.rand(rows, columns, generator=random) < 0.7
-        weights = torch.where(mask, torch.rand(rows, columns, generator=random, dtype=torch.float64) + 0.1, 0.0)
+        weights = torch.where(
+            mask, torch.rand(rows, columns, generator=random, dtype=torch.float64) + 0.1, 0.0
+        )
         return now.requires_grad_(), prev, advantages, weights
 
     return draw_batch()
 
 
-@given(batches(0.0), st.sampled_from([policy.clipped, policy.cispo, policy.gspo_token]), st.sampled_from([0.0, 0.2]))
+@given(
+    batches(0.0),
+    st.sampled_from([policy.clipped, policy.cispo, policy.gspo_token]),
+    st.sampled_from([0.0, 0.2]),
+)
 def test_at_ratio_one_every_gradient_is_reinforces(batch, loss, clip):
     """Law 11."""
     now, prev, advantages, weights = batch
     expected = torch.autograd.grad(policy.reinforce(now, prev, advantages, weights).loss, now)[0]
-    torch.testing.assert_close(torch.autograd.grad(loss(now, prev, advantages, weights, clip_low=clip, clip_high=clip).loss, now)[0], expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(
+            loss(now, prev, advantages, weights, clip_low=clip, clip_high=clip).loss, now
+        )[0],
+        expected,
+    )
     assert torch.equal(expected, -advantages * weights)
 
 
@@ -251,7 +322,9 @@ def test_clip_is_inactive_inside_the_trust_region(batch, dual_clip):
     output = policy.clipped(now, prev, advantages, weights, dual_clip=dual_clip)
     unclipped = policy.clipped(now, prev, advantages, weights, clip_low=1.0, clip_high=1e9)
     assert torch.equal(output.loss, unclipped.loss)
-    assert torch.equal(torch.autograd.grad(output.loss, now)[0], torch.autograd.grad(unclipped.loss, now)[0])
+    assert torch.equal(
+        torch.autograd.grad(output.loss, now)[0], torch.autograd.grad(unclipped.loss, now)[0]
+    )
     metrics = finalize(output.metrics)
     assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
 
@@ -263,7 +336,9 @@ def test_dual_clip_is_inactive_without_negative_advantages(batch, dual_clip):
     plain = policy.clipped(now, prev, advantages.abs(), weights)
     dual = policy.clipped(now, prev, advantages.abs(), weights, dual_clip=dual_clip)
     assert torch.equal(plain.loss, dual.loss)
-    assert torch.equal(torch.autograd.grad(plain.loss, now)[0], torch.autograd.grad(dual.loss, now)[0])
+    assert torch.equal(
+        torch.autograd.grad(plain.loss, now)[0], torch.autograd.grad(dual.loss, now)[0]
+    )
 
 
 @given(batches(2.0), st.floats(1.01, 4.0))
@@ -281,9 +356,14 @@ def test_gspo_token_has_gspos_value_and_with_one_advantage_its_gradient(batch, w
     advantages = advantages[:, :1] * labels  # one per sequence
     weights = sequence_mean_weights(weights != 0, segments).double()
     clips = {"clip_low": 0.1, "clip_high": 0.1}
-    one, token = (loss(now, prev, advantages, weights, segments, **clips) for loss in (policy.gspo, policy.gspo_token))
+    one, token = (
+        loss(now, prev, advantages, weights, segments, **clips)
+        for loss in (policy.gspo, policy.gspo_token)
+    )
     torch.testing.assert_close(one.loss, token.loss)
-    torch.testing.assert_close(torch.autograd.grad(one.loss, now)[0], torch.autograd.grad(token.loss, now)[0])
+    torch.testing.assert_close(
+        torch.autograd.grad(one.loss, now)[0], torch.autograd.grad(token.loss, now)[0]
+    )
 
 
 def test_kl_loss_by_hand():
@@ -292,11 +372,20 @@ def test_kl_loss_by_hand():
     assert output.loss.item() == pytest.approx(0.1 * (0.5 - 1 + math.log(2)))  # k3 with d = log ½
     assert gradient(output, now) == pytest.approx([0.1 * (1 - 0.5), 0.0])
     assert finalize(output.metrics) == pytest.approx({"kl": math.log(2) - 0.5})
-    assert terms.kl_loss(now, reference, row(1.0, 0.0), coef=0.1, estimator="k1").loss.item() == pytest.approx(0.1 * math.log(2))
+    assert terms.kl_loss(
+        now, reference, row(1.0, 0.0), coef=0.1, estimator="k1"
+    ).loss.item() == pytest.approx(0.1 * math.log(2))
     generation = row(0.25, NAN).log()
-    weighted = terms.kl_loss(now, reference, row(1.0, 0.0), generation, coef=0.1, gradient="importance")
+    weighted = terms.kl_loss(
+        now, reference, row(1.0, 0.0), generation, coef=0.1, gradient="importance"
+    )
     assert weighted.loss.item() == pytest.approx(2 * 0.1 * (math.log(2) - 0.5))  # π/π_gen = 2
-    assert terms.kl_loss(now, row(-50.0, 0.0), row(1.0, 0.0), coef=1.0, estimator="k1", output_clamp=3.0).loss.item() == 3.0
+    assert (
+        terms.kl_loss(
+            now, row(-50.0, 0.0), row(1.0, 0.0), coef=1.0, estimator="k1", output_clamp=3.0
+        ).loss.item()
+        == 3.0
+    )
 
 
 def test_entropy_bonus_by_hand():
@@ -309,15 +398,21 @@ def test_entropy_bonus_by_hand():
 
 def test_positive_nll_by_hand():
     now = row(-2.0, -3.0, -4.0, NAN).requires_grad_()
-    output = terms.positive_nll(now, torch.tensor([[True, False, True, True]]), row(0.25, 0.25, 0.5, 0.0), coef=0.1)
+    output = terms.positive_nll(
+        now, torch.tensor([[True, False, True, True]]), row(0.25, 0.25, 0.5, 0.0), coef=0.1
+    )
     assert output.loss.item() == pytest.approx(0.1 * (0.5 + 2.0))
     assert gradient(output, now) == pytest.approx([-0.025, 0.0, -0.05, 0.0])
-    assert finalize(output.metrics) == pytest.approx({"positive_nll": 3.0, "positive_fraction": 2 / 3})
+    assert finalize(output.metrics) == pytest.approx(
+        {"positive_nll": 3.0, "positive_fraction": 2 / 3}
+    )
 
 
 def test_terms_are_added_by_the_caller():
     now, prev = ratios(1.0)
-    output = policy.clipped(now, prev, row(2.0), row(1.0)) + terms.entropy_bonus(row(3.0), row(1.0), coef=0.1)
+    output = policy.clipped(now, prev, row(2.0), row(1.0)) + terms.entropy_bonus(
+        row(3.0), row(1.0), coef=0.1
+    )
     assert output.loss.item() == pytest.approx(-2.3)
     assert {"ratio_mean", "entropy"} <= finalize(output.metrics).keys()
 
@@ -338,18 +433,32 @@ def test_a_ratio_on_the_border_is_not_counted_as_clipped():
     now, prev = ratios(1.0)
     for advantage in (1.0, -1.0):
         for loss in (policy.clipped, policy.cispo):
-            metrics = finalize(loss(now, prev, row(advantage), row(1.0), clip_low=0.0, clip_high=0.0).metrics)
+            metrics = finalize(
+                loss(now, prev, row(advantage), row(1.0), clip_low=0.0, clip_high=0.0).metrics
+            )
             assert metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
     prev = row(0.0)
     now = prev + row(2.0).log()
     assert now.exp().item() == 2.0
-    assert finalize(policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=2.0).metrics)["clip_fraction_dual"] == 0
-    assert finalize(policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=1.5).metrics)["clip_fraction_dual"] == 1
+    assert (
+        finalize(policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=2.0).metrics)[
+            "clip_fraction_dual"
+        ]
+        == 0
+    )
+    assert (
+        finalize(policy.clipped(now, prev, row(-1.0), row(1.0), dual_clip=1.5).metrics)[
+            "clip_fraction_dual"
+        ]
+        == 1
+    )
 
 
 def test_a_clip_of_zero_is_allowed_and_holds_the_ratio_at_one():
     now, prev = ratios(1.5, 0.5)
-    assert policy.clipped(now, prev, row(1.0, -1.0), row(1.0, 1.0), clip_low=0.0, clip_high=0.0).loss.item() == pytest.approx(0.0, abs=1e-6)
+    assert policy.clipped(
+        now, prev, row(1.0, -1.0), row(1.0, 1.0), clip_low=0.0, clip_high=0.0
+    ).loss.item() == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_dropped_tokens_loss_may_be_infinite():
@@ -361,26 +470,37 @@ def test_a_dropped_tokens_loss_may_be_infinite():
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
 def test_metrics_hold_no_graph(loss):
     now, prev = ratios(1.1, 0.7)
-    output = loss(now, prev, row(1.0, -1.0), row(0.5, 0.5), importance_weights=row(1.0, 0.5).requires_grad_()) + terms.kl_loss(
-        now, prev, row(0.5, 0.5), coef=0.1
-    )
+    output = loss(
+        now, prev, row(1.0, -1.0), row(0.5, 0.5), importance_weights=row(1.0, 0.5).requires_grad_()
+    ) + terms.kl_loss(now, prev, row(0.5, 0.5), coef=0.1)
     assert output.loss.requires_grad
-    assert not any(value.requires_grad for metric in output.metrics.values() for value in vars(metric).values())
+    assert not any(
+        value.requires_grad for metric in output.metrics.values() for value in vars(metric).values()
+    )
 
 
 def test_on_policy_is_a_constant():
     logprobs = row(-1.0, -2.0).requires_grad_()
-    assert torch.equal(policy.on_policy(logprobs), logprobs) and not policy.on_policy(logprobs).requires_grad
+    assert (
+        torch.equal(policy.on_policy(logprobs), logprobs)
+        and not policy.on_policy(logprobs).requires_grad
+    )
 
 
 def test_without_an_advantage_nothing_counts_as_clipped():
     now, prev = ratios(0.1, 10.0)
-    metrics = finalize(policy.clipped(now, prev, row(0.0, 0.0), row(0.5, 0.5), dual_clip=2.0).metrics)
+    metrics = finalize(
+        policy.clipped(now, prev, row(0.0, 0.0), row(0.5, 0.5), dual_clip=2.0).metrics
+    )
     assert [metrics[f"clip_fraction_{name}"] for name in ("low", "high", "dual")] == [0, 0, 0]
 
 
 def test_kl_loss_passes_its_clamps_on():
     far = {"coef": 1.0, "estimator": "k1", "output_clamp": None}
     assert terms.kl_loss(row(0.0), row(-50.0), row(1.0), **far).loss.item() == 20.0
-    assert terms.kl_loss(row(0.0), row(-50.0), row(1.0), **far, input_clamp=30.0).loss.item() == 30.0
-    assert terms.kl_loss(row(0.0), row(-50.0), row(1.0), coef=1.0, estimator="k1").loss.item() == 10.0
+    assert (
+        terms.kl_loss(row(0.0), row(-50.0), row(1.0), **far, input_clamp=30.0).loss.item() == 30.0
+    )
+    assert (
+        terms.kl_loss(row(0.0), row(-50.0), row(1.0), coef=1.0, estimator="k1").loss.item() == 10.0
+    )

@@ -37,18 +37,31 @@ class TestSequenceLogprobs:
 
     def test_a_row_is_a_sequence(self):
         assert preference.sequence_logprobs(self.logprobs, self.mask).tolist() == [-7.0, -40.0]
-        assert preference.sequence_logprobs(self.logprobs, self.mask, average=True).tolist() == pytest.approx([-7 / 3, -20.0])
+        assert preference.sequence_logprobs(
+            self.logprobs, self.mask, average=True
+        ).tolist() == pytest.approx([-7 / 3, -20.0])
 
     def test_packed_rows_go_row_by_row(self):
         segments = torch.tensor([[1, 2, 2, 0], [1, 1, 2, 3]])
         summed = preference.sequence_logprobs(self.logprobs, self.mask, segments, num_sequences=5)
         assert summed.tolist() == [-1.0, -6.0, -8.0, 0.0, -32.0]  # the fourth has no masked token
-        averaged = preference.sequence_logprobs(self.logprobs, self.mask, segments, num_sequences=5, average=True)
+        averaged = preference.sequence_logprobs(
+            self.logprobs, self.mask, segments, num_sequences=5, average=True
+        )
         assert averaged.tolist() == [-1.0, -3.0, -8.0, 0.0, -32.0]
 
     def test_padding_is_no_sequence_whatever_the_mask_says(self):
-        logprobs, segments = torch.tensor([[-1.0, -2.0, -99.0], [-4.0, -99.0, -99.0]]), torch.tensor([[1, 2, 0], [1, 0, 0]])
-        result = preference.sequence_logprobs(logprobs, torch.ones_like(segments, dtype=torch.bool), segments, num_sequences=3, average=True)
+        logprobs, segments = (
+            torch.tensor([[-1.0, -2.0, -99.0], [-4.0, -99.0, -99.0]]),
+            torch.tensor([[1, 2, 0], [1, 0, 0]]),
+        )
+        result = preference.sequence_logprobs(
+            logprobs,
+            torch.ones_like(segments, dtype=torch.bool),
+            segments,
+            num_sequences=3,
+            average=True,
+        )
         assert result.tolist() == [-1.0, -2.0, -4.0]
 
     def test_gradient_reaches_the_masked_tokens_only(self):
@@ -56,7 +69,9 @@ class TestSequenceLogprobs:
         preference.sequence_logprobs(logprobs, self.mask).sum().backward()
         assert torch.equal(logprobs.grad, self.mask.float())
 
-    @pytest.mark.parametrize("arguments", [{"segment_ids": torch.ones(2, 4, dtype=torch.int64)}, {"num_sequences": 2}])
+    @pytest.mark.parametrize(
+        "arguments", [{"segment_ids": torch.ones(2, 4, dtype=torch.int64)}, {"num_sequences": 2}]
+    )
     def test_segments_and_their_number_go_together(self, arguments):
         with pytest.raises(ValueError, match="segment_ids and num_sequences go together"):
             preference.sequence_logprobs(self.logprobs, self.mask, **arguments)
@@ -72,7 +87,10 @@ PAIR = (one(-10.0), one(-20.0), one(-12.0), one(-16.0))
         ({}, -log_sigmoid(0.6)),
         ({"beta": 0.5}, -log_sigmoid(3.0)),
         ({"label_smoothing": 0.1}, -0.9 * log_sigmoid(0.6) - 0.1 * log_sigmoid(-0.6)),
-        ({"label_smoothing": 0.1, "robust": True}, (-0.9 * log_sigmoid(0.6) + 0.1 * log_sigmoid(-0.6)) / 0.8),
+        (
+            {"label_smoothing": 0.1, "robust": True},
+            (-0.9 * log_sigmoid(0.6) + 0.1 * log_sigmoid(-0.6)) / 0.8,
+        ),
         ({"robust": True}, -log_sigmoid(0.6)),
     ],
 )
@@ -83,12 +101,25 @@ def test_dpo_by_hand(options, expected):
 def test_dpo_metrics_and_gradient_by_hand():
     chosen = torch.tensor([-10.0, -5.0, NAN]).requires_grad_()
     rejected, reference = torch.tensor([-20.0, -4.0, NAN]), torch.tensor([-12.0, -5.0, NAN])
-    output = preference.dpo(chosen, rejected, reference, torch.tensor([-16.0, -5.0, NAN]), torch.tensor([0.5, 0.5, 0.0]), beta=0.5)
+    output = preference.dpo(
+        chosen,
+        rejected,
+        reference,
+        torch.tensor([-16.0, -5.0, NAN]),
+        torch.tensor([0.5, 0.5, 0.0]),
+        beta=0.5,
+    )
     # βh = 3 and -0.5
-    assert output.loss.item() == pytest.approx(-0.5 * log_sigmoid(3.0) - 0.5 * log_sigmoid(-0.5), rel=1e-5)
+    assert output.loss.item() == pytest.approx(
+        -0.5 * log_sigmoid(3.0) - 0.5 * log_sigmoid(-0.5), rel=1e-5
+    )
     slopes = torch.autograd.grad(output.loss, chosen)[0].tolist()
-    assert slopes == pytest.approx([-0.25 / (1 + math.exp(3.0)), -0.25 / (1 + math.exp(-0.5)), 0.0], rel=1e-5)
-    assert finalize(output.metrics) == pytest.approx({"accuracy": 0.5, "margin": 1.25, "chosen_reward": 0.5, "rejected_reward": -0.75})
+    assert slopes == pytest.approx(
+        [-0.25 / (1 + math.exp(3.0)), -0.25 / (1 + math.exp(-0.5)), 0.0], rel=1e-5
+    )
+    assert finalize(output.metrics) == pytest.approx(
+        {"accuracy": 0.5, "margin": 1.25, "chosen_reward": 0.5, "rejected_reward": -0.75}
+    )
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.25])
@@ -96,7 +127,14 @@ def test_dpo_metrics_and_gradient_by_hand():
 def test_dpos_first_step_is_log_two_exactly(label_smoothing, seed):
     """Law 14: π = π_ref."""
     chosen, rejected = (x.float() for x in scores(2, seed))
-    loss = preference.dpo(chosen, rejected, chosen, rejected, torch.tensor([0.25] * 4 + [0.0] * 2), label_smoothing=label_smoothing).loss
+    loss = preference.dpo(
+        chosen,
+        rejected,
+        chosen,
+        rejected,
+        torch.tensor([0.25] * 4 + [0.0] * 2),
+        label_smoothing=label_smoothing,
+    ).loss
     assert loss.item() == torch.tensor(2.0).log().item()
 
 
@@ -105,28 +143,43 @@ def test_dpo_is_antisymmetric_in_the_pair(seed, beta):
     """Law 14: −log σ(−βh) = −log σ(βh) + βh, and margins change sign."""
     chosen, rejected, reference_chosen, reference_rejected = scores(4, seed)
     weights = torch.full((6,), 1 / 6, dtype=torch.float64)
-    there = preference.dpo(chosen, rejected, reference_chosen, reference_rejected, weights, beta=beta)
-    back = preference.dpo(rejected, chosen, reference_rejected, reference_chosen, weights, beta=beta)
+    there = preference.dpo(
+        chosen, rejected, reference_chosen, reference_rejected, weights, beta=beta
+    )
+    back = preference.dpo(
+        rejected, chosen, reference_rejected, reference_chosen, weights, beta=beta
+    )
     h = (chosen - reference_chosen) - (rejected - reference_rejected)
     torch.testing.assert_close(back.loss - there.loss, beta * h.mean())
     assert finalize(back.metrics)["margin"] == pytest.approx(-finalize(there.metrics)["margin"])
-    assert finalize(back.metrics)["accuracy"] == pytest.approx(1 - finalize(there.metrics)["accuracy"])
+    assert finalize(back.metrics)["accuracy"] == pytest.approx(
+        1 - finalize(there.metrics)["accuracy"]
+    )
 
 
 @given(st.integers(0, 2**31), st.floats(0.0, 0.49))
 def test_robust_dpo_is_unbiased_under_label_noise(seed, noise):
-    """With a share `noise` of the pairs swapped, robust DPO's expectation is plain DPO on the true labels."""
+    """With a share `noise` of the pairs swapped, robust DPO's expectation is plain DPO on the true
+    labels.
+    """
     pair = scores(4, seed, scale=2.0)
     swapped = [pair[1], pair[0], pair[3], pair[2]]
     weights = torch.ones(6, dtype=torch.float64)
-    true, false = (preference.dpo(*scores_, weights, label_smoothing=noise, robust=True).loss for scores_ in (pair, swapped))
-    torch.testing.assert_close((1 - noise) * true + noise * false, preference.dpo(*pair, weights).loss)
+    true, false = (
+        preference.dpo(*scores_, weights, label_smoothing=noise, robust=True).loss
+        for scores_ in (pair, swapped)
+    )
+    torch.testing.assert_close(
+        (1 - noise) * true + noise * false, preference.dpo(*pair, weights).loss
+    )
 
 
 @pytest.mark.parametrize("loss", ["dpo", "ipo", "hinge"])
 def test_the_reference_is_a_constant(loss):
     arguments = [x.clone().requires_grad_() for x in PAIR]
-    gradients = torch.autograd.grad(getattr(preference, loss)(*arguments, ONE).loss, arguments, allow_unused=True)
+    gradients = torch.autograd.grad(
+        getattr(preference, loss)(*arguments, ONE).loss, arguments, allow_unused=True
+    )
     assert gradients[0] is not None
     assert gradients[2:] == (None, None)
 
@@ -148,7 +201,10 @@ def test_hinge_by_hand(beta, expected):
     [
         ({}, -log_sigmoid(2.0)),  # 2 · 1.5 - 1
         ({"beta": 4.0, "margin": 0.5}, -log_sigmoid(5.5)),
-        ({"margin": 0.0, "label_smoothing": 0.1}, -0.9 * log_sigmoid(3.0) - 0.1 * log_sigmoid(-3.0)),
+        (
+            {"margin": 0.0, "label_smoothing": 0.1},
+            -0.9 * log_sigmoid(3.0) - 0.1 * log_sigmoid(-3.0),
+        ),
     ],
 )
 def test_simpo_by_hand(options, expected):
@@ -161,7 +217,9 @@ def test_orpo_by_hand():
     # Odds 4 and 1/4: their ratio is 16, σ(log 16) = 16/17.
     output = preference.orpo(one(0.8).log(), one(0.2).log(), ONE)
     assert output.loss.item() == pytest.approx(0.1 * math.log(17 / 16), rel=1e-5)
-    assert preference.orpo(one(0.8).log(), one(0.2).log(), ONE, coef=2.0).loss.item() == pytest.approx(2 * math.log(17 / 16), rel=1e-5)
+    assert preference.orpo(
+        one(0.8).log(), one(0.2).log(), ONE, coef=2.0
+    ).loss.item() == pytest.approx(2 * math.log(17 / 16), rel=1e-5)
 
 
 @pytest.mark.parametrize("logprob", [-1e-3, -0.5, -0.69, -0.70, -1.0, -20.0, -90.0])
@@ -192,15 +250,22 @@ def test_orpo_is_finite_at_probability_one_and_in_masked_pairs():
 )
 def test_kto_by_hand(desirable, kl, options, expected):
     baseline = None if kl is None else torch.tensor(kl)
-    output = preference.kto(one(-1.0), one(-6.0), torch.tensor([desirable]), ONE, baseline, **options)
+    output = preference.kto(
+        one(-1.0), one(-6.0), torch.tensor([desirable]), ONE, baseline, **options
+    )
     assert output.loss.item() == pytest.approx(expected, rel=1e-5)
 
 
 def test_kto_metrics_by_hand():
     output = preference.kto(
-        torch.tensor([1.0, 3.0, -2.0, NAN]), torch.zeros(4), torch.tensor([True, True, False, True]), torch.tensor([1.0, 1, 1, 0])
+        torch.tensor([1.0, 3.0, -2.0, NAN]),
+        torch.zeros(4),
+        torch.tensor([True, True, False, True]),
+        torch.tensor([1.0, 1, 1, 0]),
     )
-    assert finalize(output.metrics) == pytest.approx({"desirable_reward": 0.2, "undesirable_reward": -0.2, "desirable_fraction": 2 / 3})
+    assert finalize(output.metrics) == pytest.approx(
+        {"desirable_reward": 0.2, "undesirable_reward": -0.2, "desirable_fraction": 2 / 3}
+    )
 
 
 def test_ktos_baseline_is_a_constant():
@@ -211,10 +276,21 @@ def test_ktos_baseline_is_a_constant():
 
 def test_bradley_terry_by_hand():
     chosen, rejected = torch.tensor([3.0, 1.0, NAN]).requires_grad_(), torch.tensor([1.0, 2.0, NAN])
-    output = preference.bradley_terry(chosen, rejected, torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 0.0, NAN]))
-    assert output.loss.item() == pytest.approx(-0.5 * log_sigmoid(1.0) - 0.5 * log_sigmoid(-1.0), rel=1e-5)
-    assert torch.autograd.grad(output.loss, chosen)[0].tolist() == pytest.approx([-0.5 / (1 + math.e), -0.5 / (1 + 1 / math.e), 0.0], rel=1e-5)
-    assert finalize(output.metrics) == {"accuracy": 0.5, "margin": 0.5, "chosen_reward": 2.0, "rejected_reward": 1.5}
+    output = preference.bradley_terry(
+        chosen, rejected, torch.tensor([0.5, 0.5, 0.0]), torch.tensor([1.0, 0.0, NAN])
+    )
+    assert output.loss.item() == pytest.approx(
+        -0.5 * log_sigmoid(1.0) - 0.5 * log_sigmoid(-1.0), rel=1e-5
+    )
+    assert torch.autograd.grad(output.loss, chosen)[0].tolist() == pytest.approx(
+        [-0.5 / (1 + math.e), -0.5 / (1 + 1 / math.e), 0.0], rel=1e-5
+    )
+    assert finalize(output.metrics) == {
+        "accuracy": 0.5,
+        "margin": 0.5,
+        "chosen_reward": 2.0,
+        "rejected_reward": 1.5,
+    }
 
 
 @given(st.integers(0, 2**31), st.floats(-50, 50))
@@ -222,31 +298,53 @@ def test_bradley_terry_is_shift_invariant(seed, shift):
     """Law 14."""
     chosen, rejected = (x.requires_grad_() for x in scores(2, seed))
     weights = torch.full((6,), 1 / 6, dtype=torch.float64)
-    plain, shifted = (preference.bradley_terry(chosen + s, rejected + s, weights).loss for s in (0.0, shift))
+    plain, shifted = (
+        preference.bradley_terry(chosen + s, rejected + s, weights).loss for s in (0.0, shift)
+    )
     torch.testing.assert_close(shifted, plain)
-    for there, here in zip(torch.autograd.grad(shifted, [chosen, rejected]), torch.autograd.grad(plain, [chosen, rejected]), strict=True):
+    for there, here in zip(
+        torch.autograd.grad(shifted, [chosen, rejected]),
+        torch.autograd.grad(plain, [chosen, rejected]),
+        strict=True,
+    ):
         torch.testing.assert_close(there, here)
 
 
 def test_far_apart_pairs_stay_finite():
     chosen = torch.tensor([-1e4, 1e4]).requires_grad_()
     zero = torch.zeros(2)
-    for output in (preference.dpo(chosen, zero, zero, zero, torch.ones(2), beta=1.0), preference.bradley_terry(chosen, zero, torch.ones(2))):
+    for output in (
+        preference.dpo(chosen, zero, zero, zero, torch.ones(2), beta=1.0),
+        preference.bradley_terry(chosen, zero, torch.ones(2)),
+    ):
         assert output.loss.item() == pytest.approx(1e4)
         assert torch.autograd.grad(output.loss, chosen)[0].tolist() == [-1.0, 0.0]
 
 
 def test_an_sft_term_is_added_by_the_caller():
-    output = preference.dpo(*PAIR, ONE) + nll(torch.tensor([[-2.0, -3.0]]), torch.full((1, 2), 0.5 * 0.2))
+    output = preference.dpo(*PAIR, ONE) + nll(
+        torch.tensor([[-2.0, -3.0]]), torch.full((1, 2), 0.5 * 0.2)
+    )
     assert output.loss.item() == pytest.approx(-log_sigmoid(0.6) + 0.2 * 2.5, rel=1e-5)
-    assert finalize(output.metrics).keys() == {*PAIR_METRICS, "nll", "token_probability", "num_tokens"}
+    assert finalize(output.metrics).keys() == {
+        *PAIR_METRICS,
+        "nll",
+        "token_probability",
+        "num_tokens",
+    }
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: preference.dpo(*PAIR, ONE, label_smoothing=0.5), r"label_smoothing must be in \[0, 0.5\), but it is 0.5"),
-        (lambda: preference.simpo(*PAIR[:2], ONE, label_smoothing=-0.1), r"label_smoothing must be in \[0, 0.5\), but it is -0.1"),
+        (
+            lambda: preference.dpo(*PAIR, ONE, label_smoothing=0.5),
+            r"label_smoothing must be in \[0, 0.5\), but it is 0.5",
+        ),
+        (
+            lambda: preference.simpo(*PAIR[:2], ONE, label_smoothing=-0.1),
+            r"label_smoothing must be in \[0, 0.5\), but it is -0.1",
+        ),
         (lambda: preference.ipo(*PAIR, ONE, beta=0.0), "^beta must be > 0, but it is 0"),
     ],
 )
@@ -256,26 +354,56 @@ def test_bad_options_are_named(call, message):
 
 
 def test_accuracy_counts_the_pairs_with_the_chosen_one_ahead_and_no_ties():
-    chosen, rejected = torch.tensor([1.0, 2.0, 3.0, 5.0, 0.0]), torch.tensor([0.0, 1.0, 4.0, 5.0, 9.0])
+    chosen, rejected = (
+        torch.tensor([1.0, 2.0, 3.0, 5.0, 0.0]),
+        torch.tensor([0.0, 1.0, 4.0, 5.0, 9.0]),
+    )
     weights = torch.tensor([0.25, 0.25, 0.25, 0.25, 0.0])
     zero = torch.zeros(5)
-    for output in (preference.dpo(chosen, rejected, zero, zero, weights), preference.bradley_terry(chosen, rejected, weights)):
+    for output in (
+        preference.dpo(chosen, rejected, zero, zero, weights),
+        preference.bradley_terry(chosen, rejected, weights),
+    ):
         assert finalize(output.metrics)["accuracy"] == 0.5
-    assert finalize(preference.dpo(chosen, rejected, chosen, rejected, weights).metrics)["accuracy"] == 0
+    assert (
+        finalize(preference.dpo(chosen, rejected, chosen, rejected, weights).metrics)["accuracy"]
+        == 0
+    )
 
 
-@pytest.mark.parametrize(("loss", "scale"), [("dpo", 0.1), ("ipo", 0.1), ("hinge", 0.1), ("simpo", 2.0), ("orpo", 0.1), ("bradley_terry", 1.0)])
+@pytest.mark.parametrize(
+    ("loss", "scale"),
+    [
+        ("dpo", 0.1),
+        ("ipo", 0.1),
+        ("hinge", 0.1),
+        ("simpo", 2.0),
+        ("orpo", 0.1),
+        ("bradley_terry", 1.0),
+    ],
+)
 def test_rewards_are_reported_in_their_units_and_hold_no_graph(loss, scale):
     chosen, rejected = one(-2.0).requires_grad_(), one(-5.0).requires_grad_()
     reference = (one(0.0), one(0.0)) if loss in ("dpo", "ipo", "hinge") else ()
     output = getattr(preference, loss)(chosen, rejected, *reference, ONE)
     assert finalize(output.metrics) == pytest.approx(
-        {"accuracy": 1.0, "margin": 3 * scale, "chosen_reward": -2 * scale, "rejected_reward": -5 * scale}, rel=1e-6
+        {
+            "accuracy": 1.0,
+            "margin": 3 * scale,
+            "chosen_reward": -2 * scale,
+            "rejected_reward": -5 * scale,
+        },
+        rel=1e-6,
     )
-    assert not any(value.requires_grad for metric in output.metrics.values() for value in vars(metric).values())
+    assert not any(
+        value.requires_grad for metric in output.metrics.values() for value in vars(metric).values()
+    )
 
 
 def test_what_kto_and_bradley_terry_compare_with_is_a_constant():
     policy, other = one(1.0).requires_grad_(), one(0.5).requires_grad_()
-    for output in (preference.kto(policy, other, torch.tensor([True]), ONE), preference.bradley_terry(policy, one(0.0), ONE, other)):
+    for output in (
+        preference.kto(policy, other, torch.tensor([True]), ONE),
+        preference.bradley_terry(policy, one(0.0), ONE, other),
+    ):
         assert torch.autograd.grad(output.loss, [policy, other], allow_unused=True)[1] is None

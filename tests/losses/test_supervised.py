@@ -16,8 +16,14 @@ def test_by_hand():
     output = nll(logprobs, torch.tensor([[0.5, 0.25, 0.0]]))
     assert output.loss.item() == pytest.approx(0.5 * math.log(2) + 0.25 * math.log(4))
     assert torch.autograd.grad(output.loss, logprobs)[0].tolist() == [[-0.5, -0.25, 0.0]]
-    assert finalize(output.metrics) == pytest.approx({"nll": 1.5 * math.log(2), "token_probability": 0.375, "num_tokens": 2.0})
-    assert all(value.dtype == torch.float32 and not value.requires_grad for metric in output.metrics.values() for value in vars(metric).values())
+    assert finalize(output.metrics) == pytest.approx(
+        {"nll": 1.5 * math.log(2), "token_probability": 0.375, "num_tokens": 2.0}
+    )
+    assert all(
+        value.dtype == torch.float32 and not value.requires_grad
+        for metric in output.metrics.values()
+        for value in vars(metric).values()
+    )
 
 
 def test_is_torchs_cross_entropy():
@@ -28,5 +34,8 @@ def test_is_torchs_cross_entropy():
 
 
 def test_perplexity_is_the_exponential_of_the_merged_mean():
-    one, two = nll(torch.tensor([[-1.0]]), torch.ones(1, 1)), nll(torch.tensor([[-2.0, -6.0]]), torch.ones(1, 2))
+    one, two = (
+        nll(torch.tensor([[-1.0]]), torch.ones(1, 1)),
+        nll(torch.tensor([[-2.0, -6.0]]), torch.ones(1, 2)),
+    )
     assert finalize((one + two).metrics)["nll"] == pytest.approx(3.0)

@@ -1,4 +1,6 @@
-"""Metrics: what an empty one is, how they merge, and that nothing here or in data/ can be changed behind somebody's back."""
+"""Metrics: what an empty one is, how they merge, and that nothing here or in data/ can be changed
+behind somebody's back.
+"""
 
 import dataclasses
 import importlib
@@ -21,12 +23,26 @@ def number(value: float) -> torch.Tensor:
 
 
 def dataclasses_of(*packages) -> list[type]:
-    modules = [importlib.import_module(f"{package.__name__}.{info.name}") for package in packages for info in pkgutil.iter_modules(package.__path__)]
-    found = {value for module in modules for value in vars(module).values() if isinstance(value, type) and dataclasses.is_dataclass(value)}
-    return sorted((cls for cls in found if cls.__module__.startswith("nemorl.")), key=lambda cls: cls.__qualname__)
+    modules = [
+        importlib.import_module(f"{package.__name__}.{info.name}")
+        for package in packages
+        for info in pkgutil.iter_modules(package.__path__)
+    ]
+    found = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, type) and dataclasses.is_dataclass(value)
+    }
+    return sorted(
+        (cls for cls in found if cls.__module__.startswith("nemorl.")),
+        key=lambda cls: cls.__qualname__,
+    )
 
 
-@pytest.mark.parametrize("cls", dataclasses_of(nemorl.losses, nemorl.data), ids=lambda cls: cls.__qualname__)
+@pytest.mark.parametrize(
+    "cls", dataclasses_of(nemorl.losses, nemorl.data), ids=lambda cls: cls.__qualname__
+)
 def test_dataclasses_are_frozen(cls: type):
     instance = object.__new__(cls)
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -36,12 +52,24 @@ def test_dataclasses_are_frozen(cls: type):
 def test_metrics_that_saw_nothing_are_zero():
     empty = torch.zeros(0)
     nothing = empty.bool()
-    assert finalize({"a": mean_of(empty, nothing), "b": max_of(empty, nothing), "c": min_of(empty, nothing), "d": share_of(nothing, nothing)}) == {
+    assert finalize(
+        {
+            "a": mean_of(empty, nothing),
+            "b": max_of(empty, nothing),
+            "c": min_of(empty, nothing),
+            "d": share_of(nothing, nothing),
+        }
+    ) == {
         **{"a": 0.0, "b": 0.0},
         **{"c": 0.0, "d": 0.0},
     }
-    assert max_of(torch.ones(2), torch.tensor([False, False])).value == -INF and min_of(torch.ones(2), torch.tensor([False, False])).value == INF
-    assert Max(number(INF)).finalize() == INF and Min(number(-INF)).finalize() == -INF, "an infinity that was seen is not hidden"
+    assert (
+        max_of(torch.ones(2), torch.tensor([False, False])).value == -INF
+        and min_of(torch.ones(2), torch.tensor([False, False])).value == INF
+    )
+    assert Max(number(INF)).finalize() == INF and Min(number(-INF)).finalize() == -INF, (
+        "an infinity that was seen is not hidden"
+    )
 
 
 def test_metrics_add_up():
@@ -52,7 +80,12 @@ def test_metrics_add_up():
         "min": Min(number(-3.0)),
         "left": Sum(number(5.0)),
     }
-    right = {"mean": Mean(number(0.0), number(1.0)), "sum": Sum(number(2.0)), "max": Max(number(-4.0)), "min": Min(number(-4.0))}
+    right = {
+        "mean": Mean(number(0.0), number(1.0)),
+        "sum": Sum(number(2.0)),
+        "max": Max(number(-4.0)),
+        "min": Min(number(-4.0)),
+    }
     expected = {"mean": 2.0, "sum": 3.0, "max": -3.0, "min": -4.0, "left": 5.0}
     assert finalize(merge(left, right)) == finalize(merge(right, left)) == expected
     both = LossOutput(number(1.0), left) + LossOutput(number(2.0), right)
@@ -60,16 +93,30 @@ def test_metrics_add_up():
 
 
 def test_outputs_are_pytrees():
-    output = LossOutput(number(1.0), {"mean": Mean(number(6.0), number(2.0)), "max": Max(number(3.0))})
+    output = LossOutput(
+        number(1.0), {"mean": Mean(number(6.0), number(2.0)), "max": Max(number(3.0))}
+    )
     doubled = pytree.tree_map(lambda value: 2 * value, output)
     assert isinstance(doubled, LossOutput) and doubled.loss.item() == 2.0
-    assert isinstance(doubled.metrics["mean"], Mean) and doubled.metrics["mean"].total.item() == 12.0 and doubled.metrics["mean"].count.item() == 4.0
+    assert (
+        isinstance(doubled.metrics["mean"], Mean)
+        and doubled.metrics["mean"].total.item() == 12.0
+        and doubled.metrics["mean"].count.item() == 4.0
+    )
     assert doubled.metrics["max"].value.item() == 6.0
 
 
 def test_what_metrics_are_made_of_holds_no_graph_and_is_float32_at_least():
-    values, mask = torch.tensor([1.0, 2.0, 5.0], dtype=torch.bfloat16).requires_grad_(), torch.tensor([True, True, False])
-    for metric in (mean_of(values, mask), max_of(values, mask), min_of(values, mask), share_of(values > 1, mask)):
+    values, mask = (
+        torch.tensor([1.0, 2.0, 5.0], dtype=torch.bfloat16).requires_grad_(),
+        torch.tensor([True, True, False]),
+    )
+    for metric in (
+        mean_of(values, mask),
+        max_of(values, mask),
+        min_of(values, mask),
+        share_of(values > 1, mask),
+    ):
         for value in vars(metric).values():
             assert not value.requires_grad and value.dtype == torch.float32
     assert mean_of(values.double(), mask).total.dtype == torch.float64
@@ -78,8 +125,14 @@ def test_what_metrics_are_made_of_holds_no_graph_and_is_float32_at_least():
 def test_masked_values_are_cut_off_in_float32():
     values = torch.tensor([1.0, float("nan")], dtype=torch.bfloat16).requires_grad_()
     mask = torch.tensor([True, False])
-    assert masked(mask, values).tolist() == [1.0, 0.0] and masked(mask, values, 7.0).tolist() == [1.0, 7.0]
-    assert masked(mask, values).dtype == torch.float32 and masked(mask, values.double()).dtype == torch.float64
+    assert masked(mask, values).tolist() == [1.0, 0.0] and masked(mask, values, 7.0).tolist() == [
+        1.0,
+        7.0,
+    ]
+    assert (
+        masked(mask, values).dtype == torch.float32
+        and masked(mask, values.double()).dtype == torch.float64
+    )
     weights = torch.tensor([0.1, 0.0], dtype=torch.bfloat16)
     total = weighted_sum(weights, values)
     assert total.dtype == torch.float32 and total.item() == weights[0].item()

@@ -18,8 +18,22 @@ def row(*values: float) -> torch.Tensor:
     [
         (1.0, 1.0, 3.0, 0.5, 2.0, -2.0),  # not moved: ½ · 2²
         (1.25, 1.0, 3.0, 0.5, 0.5 * 1.75**2, -1.75),  # moved a little
-        (2.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 0.0),  # moved too far towards the target: held at 1.5, no gradient
-        (0.0, 1.0, 3.0, 0.5, 0.5 * 3.0**2, -3.0),  # moved too far away: the larger one is the unclipped
+        (
+            2.0,
+            1.0,
+            3.0,
+            0.5,
+            0.5 * 1.5**2,
+            0.0,
+        ),  # moved too far towards the target: held at 1.5, no gradient
+        (
+            0.0,
+            1.0,
+            3.0,
+            0.5,
+            0.5 * 3.0**2,
+            -3.0,
+        ),  # moved too far away: the larger one is the unclipped
         (2.0, 1.0, 3.0, None, 0.5, -1.0),
         (3.0, 1.0, 3.0, 0.5, 0.5 * 1.5**2, 0.0),
         (0.0, 1.0, -1.0, 0.5, 0.5 * 1.5**2, 0.0),  # the same downwards
@@ -35,11 +49,17 @@ def test_by_hand(value, old, target, clip, loss, slope):
 
 
 def test_default_clip_is_a_fifth():
-    assert value_loss(row(1.0), row(0.0), row(1.0), row(1.0)).loss.item() == pytest.approx(0.5 * 0.8**2)
+    assert value_loss(row(1.0), row(0.0), row(1.0), row(1.0)).loss.item() == pytest.approx(
+        0.5 * 0.8**2
+    )
 
 
 def test_metrics_by_hand():
-    metrics = finalize(value_loss(row(2.0, 1.0, NAN), row(1.0, 1.0, NAN), row(3.0, 2.0, NAN), row(0.5, 0.5, 0.0), clip=0.5).metrics)
+    metrics = finalize(
+        value_loss(
+            row(2.0, 1.0, NAN), row(1.0, 1.0, NAN), row(3.0, 2.0, NAN), row(0.5, 0.5, 0.0), clip=0.5
+        ).metrics
+    )
     assert metrics == {
         "value_clip_fraction": 0.5,
         "value_mean": 1.5,
@@ -54,14 +74,22 @@ def test_metrics_by_hand():
 def test_explained_variance_is_the_whole_batchs():
     values, returns = torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
     weights = torch.ones_like(values)
-    shards = [value_loss(v, v, g, w) for v, g, w in zip(values.split(1), returns.split(1), weights.split(1), strict=True)]
+    shards = [
+        value_loss(v, v, g, w)
+        for v, g, w in zip(values.split(1), returns.split(1), weights.split(1), strict=True)
+    ]
     merged = finalize((shards[0] + shards[1] + shards[2] + shards[3]).metrics)
     expected = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
     assert explained_variance(merged) == pytest.approx(expected.item())
 
 
 def test_explained_variance_of_equal_returns_is_zero():
-    assert explained_variance(finalize(value_loss(row(1.0, 2.0), row(1.0, 2.0), row(0.5, 0.5), row(1.0, 1.0)).metrics)) == 0.0
+    assert (
+        explained_variance(
+            finalize(value_loss(row(1.0, 2.0), row(1.0, 2.0), row(0.5, 0.5), row(1.0, 1.0)).metrics)
+        )
+        == 0.0
+    )
 
 
 def test_only_the_values_are_trained():
@@ -76,9 +104,19 @@ def test_bad_clip_is_named():
 
 
 def test_the_clip_fraction_counts_where_the_clipped_square_is_the_larger():
-    values, old, returns, weights = row(2.0, 1.0, 1.0, 0.0), row(1.0, 1.0, 1.0, 1.0), row(3.0, 3.0, 3.0, 3.0), torch.full((1, 4), 0.25)
-    assert finalize(value_loss(values, old, returns, weights, clip=0.5).metrics)["value_clip_fraction"] == 0.25  # the first
+    values, old, returns, weights = (
+        row(2.0, 1.0, 1.0, 0.0),
+        row(1.0, 1.0, 1.0, 1.0),
+        row(3.0, 3.0, 3.0, 3.0),
+        torch.full((1, 4), 0.25),
+    )
+    assert (
+        finalize(value_loss(values, old, returns, weights, clip=0.5).metrics)["value_clip_fraction"]
+        == 0.25
+    )  # the first
     output = value_loss(values, old, returns, weights, clip=None)
     assert finalize(output.metrics)["value_clip_fraction"] == 0
     output = value_loss(values.requires_grad_(), old, returns, weights)
-    assert output.loss.requires_grad and not any(value.requires_grad for metric in output.metrics.values() for value in vars(metric).values())
+    assert output.loss.requires_grad and not any(
+        value.requires_grad for metric in output.metrics.values() for value in vars(metric).values()
+    )

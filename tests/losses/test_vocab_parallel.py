@@ -1,4 +1,6 @@
-"""A head whose vocabulary is split between ranks gives what a whole one gives, values and gradients, without a rank that sees all of it."""
+"""A head whose vocabulary is split between ranks gives what a whole one gives, values and
+gradients, without a rank that sees all of it.
+"""
 
 import pytest
 import torch
@@ -17,11 +19,21 @@ KINDS = {
 }
 
 
-def problem(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem(
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    states, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype) for shape in ((11, 6), (12, 6)))
+    states, weight = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        for shape in ((11, 6), (12, 6))
+    )
     ids = torch.randint(0, 12, (11,), generator=generator)
-    return 2 * states, weight, ids, *(torch.randn(11, generator=generator, dtype=torch.float64) for _ in range(2))
+    return (
+        2 * states,
+        weight,
+        ids,
+        *(torch.randn(11, generator=generator, dtype=torch.float64) for _ in range(2)),
+    )
 
 
 def whole(kind: LogprobKind) -> list[torch.Tensor]:
@@ -40,10 +52,19 @@ def split() -> dict[str, list[torch.Tensor]]:
             states, weight, ids, a, b = problem()
             part = weight.chunk(2)[rank].clone().requires_grad_()
             states.requires_grad_()
-            logprobs, entropy = vocab_parallel_linear_logprobs(states, part, ids, group, kind=kind, chunk=chunk, with_entropy=True)
+            logprobs, entropy = vocab_parallel_linear_logprobs(
+                states, part, ids, group, kind=kind, chunk=chunk, with_entropy=True
+            )
             (a @ logprobs + b @ entropy).backward()
-            found[f"{name}, {chunk}"] = [logprobs.detach(), entropy.detach(), states.grad, part.grad.clone()]
-            alone = vocab_parallel_linear_logprobs(states.detach(), part, ids, group, kind=kind, chunk=chunk)[0]
+            found[f"{name}, {chunk}"] = [
+                logprobs.detach(),
+                entropy.detach(),
+                states.grad,
+                part.grad.clone(),
+            ]
+            alone = vocab_parallel_linear_logprobs(
+                states.detach(), part, ids, group, kind=kind, chunk=chunk
+            )[0]
             (a @ alone).backward()  # without the entropy
             assert torch.allclose(alone.detach(), logprobs.detach(), atol=1e-12)
     return found

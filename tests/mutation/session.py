@@ -1,4 +1,6 @@
-"""The pytest sessions of a mutation run: one that measures, one that forks per mutant, one for a mutant that is there from the import on."""
+"""The pytest sessions of a mutation run: one that measures, one that forks per mutant, one for a
+mutant that is there from the import on.
+"""
 
 import gc
 import os
@@ -27,19 +29,33 @@ OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ign
 LATE = (signal.SIGPROF, signal.SIGALRM)
 """What ends a process whose test takes far longer than it should."""
 MEMORY = 4 << 30
-"""Bytes that a mutant may take beyond what its process has: a loop without an end must not take the machine down."""
+"""Bytes that a mutant may take beyond what its process has: a loop without an end must not take the
+machine down.
+"""
 
 
 class Session:
-    """What all have in common: fewer Hypothesis examples, always the same, and none are shrunk: a failure is enough."""
+    """What all have in common: fewer Hypothesis examples, always the same, and none are shrunk: a
+    failure is enough.
+    """
 
     def __init__(self, examples: int) -> None:
         self.examples = examples
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:  # after conftest.py has loaded its own profile
-        quick = {"phases": (Phase.explicit, Phase.generate), "suppress_health_check": list(HealthCheck)}
-        settings.register_profile("mutants", max_examples=self.examples, derandomize=True, database=None, deadline=None, **quick)
+        quick = {
+            "phases": (Phase.explicit, Phase.generate),
+            "suppress_health_check": list(HealthCheck),
+        }
+        settings.register_profile(
+            "mutants",
+            max_examples=self.examples,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            **quick,
+        )
         settings.load_profile("mutants")
 
 
@@ -60,7 +76,9 @@ class Measure(Session):
         file = self.files.get(code.co_filename, "")
         if file == "":
             path = Path(code.co_filename)
-            file = self.files[code.co_filename] = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT / "nemorl") else None
+            file = self.files[code.co_filename] = (
+                path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT / "nemorl") else None
+            )
         if file is None:
             return None
         if not self.testing:
@@ -93,18 +111,30 @@ class Measure(Session):
 
 
 def measure(arguments: Sequence[str], examples: int) -> dict[str, Any]:
-    """Per test its seconds and lines, and the functions that run while nemorl is imported and the tests are collected."""
+    """Per test its seconds and lines, and the functions that run while nemorl is imported and the
+    tests are collected.
+    """
     session = Measure(examples)
     sys.settrace(session.trace)
     pytest.main([*arguments, *OPTIONS], plugins=[session])
     sys.settrace(None)
-    return {"tests": session.tests, "at_import": sorted(session.at_import), "failed": session.failed}
+    return {
+        "tests": session.tests,
+        "at_import": sorted(session.at_import),
+        "failed": session.failed,
+    }
 
 
 class Forker(Session):
     """Collects once, then forks per mutant, whose function gets the mutated code there."""
 
-    def __init__(self, examples: int, work: Iterable[tuple[Mutant, bytes, list[str]]], seconds: dict[str, float], record: Callable) -> None:
+    def __init__(
+        self,
+        examples: int,
+        work: Iterable[tuple[Mutant, bytes, list[str]]],
+        seconds: dict[str, float],
+        record: Callable,
+    ) -> None:
         super().__init__(examples)
         self.work, self.seconds, self.record = work, seconds, record
 
@@ -112,14 +142,18 @@ class Forker(Session):
         items = {item.nodeid: item for item in session.items}
         functions: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)
         for thing in gc.get_objects():
-            if type(thing) is FunctionType and thing.__code__.co_filename.startswith(str(ROOT / "nemorl")):
+            if type(thing) is FunctionType and thing.__code__.co_filename.startswith(
+                str(ROOT / "nemorl")
+            ):
                 code = thing.__code__
                 functions[code.co_filename, code.co_qualname, code.co_firstlineno].append(thing)
         gc.collect()
         gc.freeze()
         for mutant, source, tests in self.work:
 
-            def run(mutant: Mutant = mutant, source: bytes = source, tests: list[str] = tests) -> str:
+            def run(
+                mutant: Mutant = mutant, source: bytes = source, tests: list[str] = tests
+            ) -> str:
                 tell_processes(mutant, source)
                 if not swap(mutant, source, functions):
                     return NO_SWAP
@@ -136,7 +170,9 @@ class OneMutant(Session):
         super().__init__(examples)
         self.tests, self.seconds = tests, seconds
         self.result = "collection"
-        """What a mutant is killed by that cannot be imported, or with which the tests cannot be collected."""
+        """What a mutant is killed by that cannot be imported, or with which the tests cannot be
+        collected.
+        """
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
@@ -145,8 +181,13 @@ class OneMutant(Session):
         return True
 
 
-def run_from_import(mutant: Mutant, source: bytes, tests: list[str], *, examples: int, seconds: dict[str, float]) -> tuple[str, str]:
-    """Result and seconds of a mutant that is there when nemorl is imported. Forks: the caller must not have imported nemorl."""
+def run_from_import(
+    mutant: Mutant, source: bytes, tests: list[str], *, examples: int, seconds: dict[str, float]
+) -> tuple[str, str]:
+    """Result and seconds of a mutant that is there when nemorl is imported.
+
+    Forks: the caller must not have imported nemorl.
+    """
 
     def run() -> str:
         tell_processes(mutant, source)
@@ -158,8 +199,12 @@ def run_from_import(mutant: Mutant, source: bytes, tests: list[str], *, examples
     return in_fork(run)
 
 
-def swap(mutant: Mutant, source: bytes, functions: dict[tuple[str, str, int], list[FunctionType]]) -> bool:
-    """Give the live function the mutated code, whatever wrappers it is in and wherever it was imported to."""
+def swap(
+    mutant: Mutant, source: bytes, functions: dict[tuple[str, str, int], list[FunctionType]]
+) -> bool:
+    """Give the live function the mutated code, whatever wrappers it is in and wherever it was
+    imported to.
+    """
     path = str(ROOT / mutant.path)
     name = mutant.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     loader: Any = sys.modules[name].__spec__.loader  # type: ignore[union-attr]
@@ -188,11 +233,16 @@ def tell_processes(mutant: Mutant, source: bytes) -> None:
 
 
 def first_failure(items: Sequence[pytest.Item], seconds: dict[str, float]) -> str:
-    """The first test that fails, or SURVIVED. A test that takes far longer than it should ends the process."""
+    """The first test that fails, or SURVIVED.
+
+    A test that takes far longer than it should ends the process.
+    """
     for item, following in _in_pairs(items):
         usual = seconds.get(item.nodeid, 60)
         signal.setitimer(signal.ITIMER_PROF, 3 + 10 * usual)
-        signal.setitimer(signal.ITIMER_REAL, 100 + 20 * usual)  # waiting for another process takes no processor time
+        signal.setitimer(
+            signal.ITIMER_REAL, 100 + 20 * usual
+        )  # waiting for another process takes no processor time
         if any(report.failed for report in runtestprotocol(item, log=False, nextitem=following)):
             return item.nodeid
     return SURVIVED
@@ -202,8 +252,11 @@ def _in_pairs(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pytes
     return zip(items, [*items[1:], None], strict=True)
 
 
-def in_fork(work: Callable[[], str], *, wall: float = 1200, limited: bool = True) -> tuple[str, str]:
-    """`("killed", test)`, `("survived", "")`, `("timeout", "")` or `("crash", signal)`: what became of `work` in a process of its own.
+def in_fork(
+    work: Callable[[], str], *, wall: float = 1200, limited: bool = True
+) -> tuple[str, str]:
+    """`("killed", test)`, `("survived", "")`, `("timeout", "")` or `("crash", signal)`: what became
+    of `work` in a process of its own.
 
     `limited`: nothing is shown, and memory has a bound.
     """
@@ -218,7 +271,9 @@ def in_fork(work: Callable[[], str], *, wall: float = 1200, limited: bool = True
                 signal.signal(late, signal.SIG_DFL)
             if limited:
                 _close_streams()
-                used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+                used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
+                    "SC_PAGE_SIZE"
+                )
                 resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
             os.write(writing, work().encode())
             status = 0

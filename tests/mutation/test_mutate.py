@@ -14,7 +14,11 @@ def changes(line: str, *, before: str = "") -> list[str]:
     """Every mutated form of the body of `def f(x, y)`; `before` are further lines of it."""
     lines = [f"    {text}\n" for text in (*before.splitlines(), line)]
     source = ("def f(x, y):\n" + "".join(lines)).encode()
-    return [mutant.apply(source).decode().splitlines()[-1].strip() for mutant in mutants_of("a.py", source) if mutant.line == 1 + len(lines)]
+    return [
+        mutant.apply(source).decode().splitlines()[-1].strip()
+        for mutant in mutants_of("a.py", source)
+        if mutant.line == 1 + len(lines)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,14 +67,19 @@ def test_operators(line: str, expected: list[str]):
 
 def test_a_condition_is_negated_at_its_border_or_as_a_whole():
     source = b"def f(x):\n    if x:\n        g()\n    while x < 1:\n        g()\n"
-    assert [(mutant.line, mutant.text) for mutant in mutants_of("a.py", source) if mutant.line in (2, 4)] == [
+    assert [
+        (mutant.line, mutant.text) for mutant in mutants_of("a.py", source) if mutant.line in (2, 4)
+    ] == [
         (2, "(not x)"),
         *((4, text) for text in ("(x <= 1)", "(x >= 1)", "2", "0")),
     ]
 
 
 def test_what_is_not_executed_as_it_stands_is_left_alone():
-    source = b"from a import b\n__all__ = ['b']\nA = Literal['a']\nB = int | str\n@overload\ndef f(x: int = 1): ...\nif TYPE_CHECKING:\n    C = 1\n"
+    source = (
+        b"from a import b\n__all__ = ['b']\nA = Literal['a']\nB = int | str\n@overload\ndef f(x:"
+        b" int = 1): ...\nif TYPE_CHECKING:\n    C = 1\n"
+    )
     assert mutants_of("a.py", source) == []
 
 
@@ -88,9 +97,15 @@ def test_where_a_mutant_is():
     source = "\n".join(lines).encode()
     mutants = {mutant.text: mutant for mutant in mutants_of("a.py", source)}
     assert (mutants["5"].where, mutants["5"].in_body, mutants["5"].lines) == ("A.f", True, (7, 7))
-    assert (mutants["8"].where, mutants["8"].in_body, mutants["8"].lines) == ("A.f", False, (6, 8)), "a default matters wherever the body runs"
+    assert (mutants["8"].where, mutants["8"].in_body, mutants["8"].lines) == (
+        "A.f",
+        False,
+        (6, 8),
+    ), "a default matters wherever the body runs"
     assert (mutants["0"].where, mutants["0"].in_body) == ("", False)
-    assert b"'XX\xc3\xa9'" in mutants["'XXé'"].apply(source) and b"* 4" in mutants["'XXé'"].apply(source)
+    assert b"'XX\xc3\xa9'" in mutants["'XXé'"].apply(source) and b"* 4" in mutants["'XXé'"].apply(
+        source
+    )
 
 
 def test_names_are_unique_and_stay_when_other_lines_change():
@@ -106,13 +121,19 @@ def test_the_live_function_gets_the_mutants_code(monkeypatch: pytest.MonkeyPatch
 
     path = session.ROOT / "nemorl/data/padding.py"
     source = path.read_bytes()
-    mutant = next(mutant for mutant in mutants_of("nemorl/data/padding.py", source) if mutant.where == "round_up" and mutant.operator == "unary")
+    mutant = next(
+        mutant
+        for mutant in mutants_of("nemorl/data/padding.py", source)
+        if mutant.where == "round_up" and mutant.operator == "unary"
+    )
     function: Any = as_imported
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     monkeypatch.setattr(function, "__code__", function.__code__)  # put back after the test
     assert as_imported(5, 4) == 8
-    functions: dict[tuple[str, str, int], list[FunctionType]] = {(str(path), "round_up", function.__code__.co_firstlineno): [function]}
+    functions: dict[tuple[str, str, int], list[FunctionType]] = {
+        (str(path), "round_up", function.__code__.co_firstlineno): [function]
+    }
     assert session.swap(mutant, source, functions)
     assert as_imported(5, 4) == -8 and batch.round_up is as_imported
 
@@ -122,7 +143,10 @@ def test_results_of_a_fork(monkeypatch: pytest.MonkeyPatch):
     assert session.in_fork(lambda: "") == ("survived", "")
     assert session.in_fork(lambda: sys.exit(3))[0] == "crash"
     monkeypatch.setattr(session, "MEMORY", 1 << 28)
-    assert session.in_fork(lambda: str(len(bytearray(1 << 30)))) == ("crash", "1"), "memory has a bound"
+    assert session.in_fork(lambda: str(len(bytearray(1 << 30)))) == (
+        "crash",
+        "1",
+    ), "memory has a bound"
 
 
 def test_an_endless_test_is_ended():

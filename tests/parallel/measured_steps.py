@@ -1,4 +1,6 @@
-"""Training steps of the real backend on a rank: the most memory that its tensors take, and the bytes that it sends."""
+"""Training steps of the real backend on a rank: the most memory that its tensors take, and the
+bytes that it sends.
+"""
 
 import time
 from collections.abc import Iterator
@@ -8,7 +10,13 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
-from torch._C._profiler import ProfilerActivity, ProfilerConfig, ProfilerState, RecordScope, _ExperimentalConfig
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _ExperimentalConfig,
+)
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
@@ -17,16 +25,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import LossOutput
+from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.memory import Workload
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.causal_lm import load_causal_lm
+from nemorl.parallel.planner.memory import Workload
 from tests.parallel.batches import nll_loss
 
 
-def measure_steps(folder: Path, plan: ParallelPlan, work: Workload, micro_batches: int) -> tuple[int, int]:
+def measure_steps(
+    folder: Path, plan: ParallelPlan, work: Workload, micro_batches: int
+) -> tuple[int, int]:
     """The peak in bytes of the second optimizer step of this rank, and what it sends in the third."""
     trainer = TrainerConfig(
         device="cpu",
@@ -37,12 +47,17 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: Workload, micro_batche
     )
     model = ModelConfig(path=str(folder), from_scratch=not work.lora_rank)
     lora = LoRAConfig(rank=work.lora_rank, target_modules=work.lora_targets)
-    config = BackendConfig(model=model, trainer=trainer, parallel=plan, lora=lora, keep_reference=work.keep_reference)
+    config = BackendConfig(
+        model=model, trainer=trainer, parallel=plan, lora=lora, keep_reference=work.keep_reference
+    )
     batch = _batch(micro_batches * work.rows * plan.data_ranks, work)
     loss_fn = _loss_with_entropy if work.entropy_gradient else nll_loss
     with Allocations() as recorded:
-        # Adapters are for a trained model: here one that is handed over, as no weights lie in the folder.
-        backend = DTensorBackend(load_causal_lm(str(folder), from_scratch=True) if work.lora_rank else None)
+        # Adapters are for a trained model: here one that is handed over, as no weights lie in the
+        # folder.
+        backend = DTensorBackend(
+            load_causal_lm(str(folder), from_scratch=True) if work.lora_rank else None
+        )
         backend.setup(config)
         backend.train_step(batch, loss_fn)
         begin = time.time_ns()
@@ -55,7 +70,9 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: Workload, micro_batche
 
 
 def _batch(rows: int, work: Workload) -> TokenBatch:
-    """Rows of the workload's width: of one sequence, or for packing four times as many of a quarter's length."""
+    """Rows of the workload's width: of one sequence, or for packing four times as many of a
+    quarter's length.
+    """
     length, count = (work.seq_len // 4, 4 * rows) if work.packed else (work.seq_len, rows)
     ids = torch.randint(2, 40, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
     mask = [False] + [True] * (length - 1)
@@ -70,13 +87,17 @@ def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
 
 
 class Allocations:
-    """What the allocator gives out and takes back, as torch's profiler sees it; without any of the operations.
+    """What the allocator gives out and takes back, as torch's profiler sees it; without any of the
+    operations.
 
-    `torch.profiler` would record those, too, and now and then crash when it ends while a thread of gloo still reports one.
+    `torch.profiler` would record those, too, and now and then crash when it ends while a thread of
+    gloo still reports one.
     """
 
     def __enter__(self) -> "Allocations":
-        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
+        config = ProfilerConfig(
+            ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), ""
+        )
         _prepare_profiler(config, {ProfilerActivity.CPU})
         _enable_profiler(config, {ProfilerActivity.CPU}, {RecordScope.STATIC_RUNTIME_OP})
         return self
@@ -85,7 +106,10 @@ class Allocations:
         self.found = sorted(_allocations(_disable_profiler().experimental_event_tree()))
 
     def peak(self, begin: int, end: int) -> int:
-        """The most bytes that were held between two times. A pointer that is given out again was freed, if by a thread that is not seen."""
+        """The most bytes that were held between two times.
+
+        A pointer that is given out again was freed, if by a thread that is not seen.
+        """
         live: dict[int, int] = {}
         total = peak = 0
         for when, pointer, size in self.found:
@@ -107,7 +131,9 @@ def _allocations(events: Any) -> Iterator[tuple[int, int, int]]:
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what this rank sends by collectives, as rings do it: of n ranks' whole array all but a part, twice that to sum it up."""
+    """Counts what this rank sends by collectives, as rings do it: of n ranks' whole array all but a
+    part, twice that to sum it up.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,10 +151,18 @@ class SentBytes(TorchDispatchMode):
     def _sent(self, name: str, args: Any, result: Any) -> int:
         if name.startswith(("wait_tensor", "barrier", "_wrap")):
             return 0
-        boxed = [value for value in args if isinstance(value, torch.ScriptObject)]  # the group comes before the operation
-        named = [value for value in args if isinstance(value, str) and value not in ("sum", "max", "avg")]
+        boxed = [
+            value for value in args if isinstance(value, torch.ScriptObject)
+        ]  # the group comes before the operation
+        named = [
+            value for value in args if isinstance(value, str) and value not in ("sum", "max", "avg")
+        ]
         size = (ProcessGroup.unbox(boxed[0]) if boxed else _resolve_process_group(named[0])).size()
-        arrays = [value for value in torch.utils._pytree.tree_leaves((args, result)) if isinstance(value, torch.Tensor)]
+        arrays = [
+            value
+            for value in torch.utils._pytree.tree_leaves((args, result))
+            if isinstance(value, torch.Tensor)
+        ]
         whole = max(array.nbytes for array in arrays)
         rounds = 2 if name.startswith(("allreduce", "all_reduce")) else 1
         return rounds * whole * (size - 1) // size

@@ -12,14 +12,20 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemorl.losses.types import finalize
+from nemorl.models.tensor_files import TensorFiles
 from nemorl.parallel import shares
-from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.tensor_files import TensorFiles
-from tests.models import tiny_model
 from tests.parallel.batches import nll_loss, random_batch
 from tests.ranks import run_ranks
+from tests.tiny_models import tiny_model
 
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 PLANS = {
@@ -30,7 +36,9 @@ PLANS = {
     "cp 2, full checkpointing": {"dp_shard": 1, "cp": 2, "activation_checkpointing": "full"},
 }
 SAVED, NEXT = 2, 2
-"""Steps before the checkpoint, and after it: the first depends on the weights, the second on the optimizer's state, too."""
+"""Steps before the checkpoint, and after it: the first depends on the weights, the second on the
+optimizer's state, too.
+"""
 
 
 def backend(folder: Path, plan: dict[str, Any], **options: Any) -> DTensorBackend:
@@ -69,7 +77,9 @@ def load_and_go_on(root: Path, name: str, options: dict[str, Any]) -> dict[str, 
 
 
 def on(name: str, function: Any, *args: Any) -> Any:
-    """In this process for the plan without ranks; else on as many ranks as the plan has, which must all give the same."""
+    """In this process for the plan without ranks; else on as many ranks as the plan has, which must
+    all give the same.
+    """
     if name == "alone":
         return function(*args)
     first, *others = run_ranks(ParallelPlan(**PLANS[name]).num_ranks, function, *args)
@@ -79,7 +89,13 @@ def on(name: str, function: Any, *args: Any) -> Any:
 
 def contents(folder: Path) -> dict[str, Any]:
     """All numbers in it, whole, and the rest."""
-    with TensorFiles([*folder.glob("model*.safetensors"), *folder.glob("optimizer*.safetensors"), *folder.glob("adapter*.safetensors")]) as stored:
+    with TensorFiles(
+        [
+            *folder.glob("model*.safetensors"),
+            *folder.glob("optimizer*.safetensors"),
+            *folder.glob("adapter*.safetensors"),
+        ]
+    ) as stored:
         tensors = {name: stored.read(name) for name in stored.shapes}
     return tensors | {name: json.loads((folder / name).read_text()) for name in ("backend.json",)}
 
@@ -88,7 +104,9 @@ def assert_same(a: dict[str, Any], b: dict[str, Any], *, atol: float) -> None:
     assert a.keys() == b.keys()
     for name, value in a.items():
         if isinstance(value, torch.Tensor):
-            torch.testing.assert_close(b[name], value, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                b[name], value, atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+            )
         else:
             assert b[name] == value, name
 
@@ -107,7 +125,9 @@ def test_any_plan_goes_on_from_any_other(saved, name):
     found = on(name, load_and_go_on, root, name, {})
     assert found.keys() == expected.keys()
     for other, losses in expected.items():
-        assert found[other][0] == pytest.approx(losses[0], rel=5e-7), f"{name} from {other}"  # float32 has a number every 2.4e-7 there
+        assert found[other][0] == pytest.approx(losses[0], rel=5e-7), (
+            f"{name} from {other}"
+        )  # float32 has a number every 2.4e-7 there
         assert found[other][1] == pytest.approx(losses[1], rel=2e-6), f"{name} from {other}"
         assert_same(contents(root / other), contents(root / f"{other} by {name}"), atol=0)
 
@@ -119,7 +139,9 @@ def test_no_two_steps_are_alike(saved):
 
 
 def test_all_plans_write_the_same(saved):
-    """Up to what the order of additions makes of two steps of training; AdamW divides by gradients that are nearly 0."""
+    """Up to what the order of additions makes of two steps of training; AdamW divides by gradients
+    that are nearly 0.
+    """
     root, expected = saved
     first, *others = expected
     for other in others:
@@ -139,15 +161,22 @@ def test_transformers_loads_what_any_plan_wrote(saved):
 def test_each_rank_writes_its_share(saved):
     root, _ = saved
     files = sorted((root / "fsdp 2 x tp 2").glob("optimizer*"))
-    assert [path.name for path in files] == [f"optimizer-{rank:05}-of-00004.safetensors" for rank in range(1, 5)]
+    assert [path.name for path in files] == [
+        f"optimizer-{rank:05}-of-00004.safetensors" for rank in range(1, 5)
+    ]
     for kind in ("optimizer", "model"):
-        sizes = [path.stat().st_size for path in (root / "fsdp 2 x tp 2").glob(f"{kind}*.safetensors")]
+        sizes = [
+            path.stat().st_size for path in (root / "fsdp 2 x tp 2").glob(f"{kind}*.safetensors")
+        ]
         assert len(sizes) == 4 and max(sizes) < 1.6 * min(sizes)
 
 
 def test_replicas_write_nothing_twice(saved):
     root, expected = saved
-    sizes = {name: sum(path.stat().st_size for path in (root / name).glob("optimizer*")) for name in expected}
+    sizes = {
+        name: sum(path.stat().st_size for path in (root / name).glob("optimizer*"))
+        for name in expected
+    }
     assert max(sizes.values()) < 1.3 * sizes["alone"]
 
 
@@ -157,7 +186,13 @@ def test_no_pickle_is_written(saved):
         assert {path.suffix for path in (root / name).iterdir()} == {".json", ".safetensors"}
 
 
-@pytest.mark.parametrize(("ranks", "options"), [("fsdp 3", {"lora": LoRAConfig(rank=4, alpha=8.0), "keep_reference": True}), ("fsdp 2 x tp 2", {})])
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        ("fsdp 3", {"lora": LoRAConfig(rank=4, alpha=8.0), "keep_reference": True}),
+        ("fsdp 2 x tp 2", {}),
+    ],
+)
 def test_adapters_and_untied_embeddings_go_from_plan_to_plan(tmp_path: Path, ranks, options):
     tiny_model(scale=2.0, tied=bool(options)).save_pretrained(tmp_path / "model")
     names = ["alone", ranks]
@@ -166,7 +201,9 @@ def test_adapters_and_untied_embeddings_go_from_plan_to_plan(tmp_path: Path, ran
         found = on(name, load_and_go_on, tmp_path, name, options)
         for other in names:
             assert found[other] == pytest.approx(expected[other], rel=5e-7)
-            assert_same(contents(tmp_path / other), contents(tmp_path / f"{other} by {name}"), atol=0)
+            assert_same(
+                contents(tmp_path / other), contents(tmp_path / f"{other} by {name}"), atol=0
+            )
 
 
 def refuse(root: Path) -> str:
@@ -190,14 +227,21 @@ def fail_on_the_second(root: Path, how: str, background: bool) -> str:
     step(made)
     made.save_checkpoint(root / "before")
     if made.world.rank == 1 and how == "full disk":
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (20_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+        )
     if made.world.rank == 1 and how == "not one folder":
         os.chdir(root / "elsewhere")
     with pytest.raises(OSError) as caught:
-        made.save_checkpoint(Path("saved") if how == "not one folder" else root / "saved", background=background)
+        made.save_checkpoint(
+            Path("saved") if how == "not one folder" else root / "saved", background=background
+        )
         step(made)
         made.wait_for_checkpoint()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE,
+        (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]),
+    )
     made.save_checkpoint(root / "after")  # and the next one is written
     return str(caught.value)
 
@@ -216,7 +260,10 @@ def test_ranks_that_do_not_share_the_folder_are_told(tmp_path: Path, monkeypatch
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     for message in run_ranks(2, fail_on_the_second, tmp_path, "not one folder", False):
-        assert "is not the folder that the other ranks see: put the run in one that all machines share" in message
+        assert (
+            "is not the folder that the other ranks see: put the run in one that all machines share"
+            in message
+        )
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch):
@@ -271,7 +318,13 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
     path = tmp_path / "saved" / "optimizer.safetensors"
     content = path.read_bytes()
     path.write_bytes(content.replace(b"model.norm.weight.", b"model.morn.weight."))
-    with pytest.raises(ValueError, match=r"must be that of the parameters that train, but differs in model.morn.weight, model.norm.weight"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"must be that of the parameters that train, but differs in model.morn.weight,"
+            r" model.norm.weight"
+        ),
+    ):
         made.load_checkpoint(tmp_path / "saved")
 
 

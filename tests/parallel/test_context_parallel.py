@@ -1,11 +1,18 @@
-"""Attention over rows that ranks split is that of whole rows, by either method, for packed rows, fewer key heads, and its gradient."""
+"""Attention over rows that ranks split is that of whole rows, by either method, for packed rows,
+fewer key heads, and its gradient.
+"""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
-from nemorl.parallel.dtensor.context_parallel import ContextState, RowSplit, context_attention, zigzag
+from nemorl.parallel.dtensor.context_parallel import (
+    ContextState,
+    RowSplit,
+    context_attention,
+    zigzag,
+)
 from tests.ranks import run_ranks
 
 SEGMENTS = {
@@ -27,7 +34,10 @@ def positions(segments: torch.Tensor) -> torch.Tensor:
 
 def problem(heads: tuple[int, int]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(2, count, 16, 4, generator=generator, dtype=torch.float64) for count in (heads[0], heads[1], heads[1], heads[0])]
+    return [
+        torch.randn(2, count, 16, 4, generator=generator, dtype=torch.float64)
+        for count in (heads[0], heads[1], heads[1], heads[0])
+    ]
 
 
 def split(method: str) -> dict:
@@ -37,12 +47,19 @@ def split(method: str) -> dict:
         for many, heads in HEADS.items():
             segments = torch.tensor(rows)
             row_split = RowSplit.of(16, rank, group, torch.device("cpu"))
-            query, key, value, cotangent = (x.index_select(2, row_split.own).requires_grad_() for x in problem(heads))
+            query, key, value, cotangent = (
+                x.index_select(2, row_split.own).requires_grad_() for x in problem(heads)
+            )
             state = ContextState.of(segments, positions(segments), row_split, method, torch.float64)
             output, _ = context_attention(None, query, key, value, None, context=state)
             real = row_split.take(segments > 0)[:, :, None, None]
             (torch.where(real, output, 0.0) * cotangent.detach().transpose(1, 2)).sum().backward()
-            found[name, many] = [torch.where(real, output, 0.0).detach(), query.grad, key.grad, value.grad]
+            found[name, many] = [
+                torch.where(real, output, 0.0).detach(),
+                query.grad,
+                key.grad,
+                value.grad,
+            ]
     return found
 
 
@@ -55,13 +72,32 @@ def test_it_is_attention_over_whole_rows(method, size):
         for many, heads in HEADS.items():
             segments = torch.tensor(rows)
             query, key, value, cotangent = (x.requires_grad_() for x in problem(heads))
-            output, _ = segment_attention(None, query, key, value, None, segment_buckets=segment_buckets(segments))
+            output, _ = segment_attention(
+                None, query, key, value, None, segment_buckets=segment_buckets(segments)
+            )
             output = torch.where((segments > 0)[:, :, None, None], output, 0.0)
             (output * cotangent.detach().transpose(1, 2)).sum().backward()
-            joined = [torch.cat([part[name, many][i] for part in parts], dim=1 if i == 0 else 2) for i in range(4)]
-            found = [joined[0].index_select(1, order), *(x.index_select(2, order) for x in joined[1:])]
-            for what, value_, wanted in zip(("output", "query", "key", "value"), found, (output, query.grad, key.grad, value.grad), strict=True):
-                torch.testing.assert_close(value_, wanted, atol=1e-12, rtol=0, msg=lambda text, at=(name, many, what): f"{at}: {text}")
+            joined = [
+                torch.cat([part[name, many][i] for part in parts], dim=1 if i == 0 else 2)
+                for i in range(4)
+            ]
+            found = [
+                joined[0].index_select(1, order),
+                *(x.index_select(2, order) for x in joined[1:]),
+            ]
+            for what, value_, wanted in zip(
+                ("output", "query", "key", "value"),
+                found,
+                (output, query.grad, key.grad, value.grad),
+                strict=True,
+            ):
+                torch.testing.assert_close(
+                    value_,
+                    wanted,
+                    atol=1e-12,
+                    rtol=0,
+                    msg=lambda text, at=(name, many, what): f"{at}: {text}",
+                )
 
 
 def test_a_width_that_does_not_divide_is_an_error():

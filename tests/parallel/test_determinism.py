@@ -40,8 +40,13 @@ def test_sampling_with_every_filter_has_such_kernels_on_a_gpu():
         logits = torch.randn(num_rows, 150_000, generator=torch.Generator().manual_seed(0)).cuda()
         slots = [Slot(0, i, SamplingParams(**filters), 3, 0, 8) for i in range(num_rows)]
         with deterministic_kernels():
-            tokens, logprobs = zip(*(sample_tokens(logits, SlotTensors.of(slots, logits.device)) for _ in range(5)), strict=True)
-        assert all(torch.equal(tokens[0], other) for other in tokens) and all(torch.equal(logprobs[0], other) for other in logprobs)
+            tokens, logprobs = zip(
+                *(sample_tokens(logits, SlotTensors.of(slots, logits.device)) for _ in range(5)),
+                strict=True,
+            )
+        assert all(torch.equal(tokens[0], other) for other in tokens) and all(
+            torch.equal(logprobs[0], other) for other in logprobs
+        )
 
 
 @pytest.mark.gpu

@@ -1,4 +1,6 @@
-"""Pieces of the dtensor backend: attention by segment, the learning rate, which models are refused, and agreement with the embedded generator."""
+"""Pieces of the dtensor backend: attention by segment, the learning rate, which models are refused,
+and agreement with the embedded generator.
+"""
 
 from pathlib import Path
 
@@ -10,52 +12,88 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize
+from nemorl.models.causal_lm import check_supported, load_causal_lm
 from nemorl.parallel.backend import TrainingBackend
-from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizer import learning_rate
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.causal_lm import check_supported, load_causal_lm
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config import GenerationConfig
-from tests.models import random_prompts, tiny_model, tiny_tokenizer
+from nemorl.runtime.config.base import GenerationConfig
 from tests.parallel.batches import nll_loss, random_batch
+from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 
-@given(st.lists(st.lists(st.integers(1, 17), min_size=0, max_size=5), min_size=1, max_size=3), st.integers(0, 5), st.integers(0, 2**31))
+@given(
+    st.lists(st.lists(st.integers(1, 17), min_size=0, max_size=5), min_size=1, max_size=3),
+    st.integers(0, 5),
+    st.integers(0, 2**31),
+)
 def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int, seed: int):
     """Values and gradients against a dense block-diagonal mask, in float64."""
     width = max(1, max(sum(row) for row in rows) + padding)
     segments = torch.zeros(len(rows), width, dtype=torch.long)
     for r, row in enumerate(rows):
-        filled = torch.cat([torch.full((length,), i + 1) for i, length in enumerate(row)]) if row else torch.zeros(0, dtype=torch.long)
+        filled = (
+            torch.cat([torch.full((length,), i + 1) for i, length in enumerate(row)])
+            if row
+            else torch.zeros(0, dtype=torch.long)
+        )
         segments[r, : len(filled)] = filled
     generator = torch.Generator().manual_seed(seed)
-    q, k, v = (torch.randn(len(rows), heads, width, 4, generator=generator, dtype=torch.float64).requires_grad_() for heads in (4, 2, 2))
+    q, k, v = (
+        torch.randn(
+            len(rows), heads, width, 4, generator=generator, dtype=torch.float64
+        ).requires_grad_()
+        for heads in (4, 2, 2)
+    )
     real = (segments > 0)[:, :, None, None]
     out = segment_attention(None, q, k, v, None, segment_buckets=segment_buckets(segments))[0]
-    same = (segments[:, :, None] == segments[:, None, :]) & torch.ones(width, width, dtype=torch.bool).tril()
-    expected = scaled_dot_product_attention(q, k, v, attn_mask=same[:, None], enable_gqa=True).transpose(1, 2)
+    same = (segments[:, :, None] == segments[:, None, :]) & torch.ones(
+        width, width, dtype=torch.bool
+    ).tril()
+    expected = scaled_dot_product_attention(
+        q, k, v, attn_mask=same[:, None], enable_gqa=True
+    ).transpose(1, 2)
     torch.testing.assert_close(torch.where(real, out, 0.0), torch.where(real, expected, 0.0))
-    cotangent = torch.where(real, torch.randn(out.shape, generator=generator, dtype=torch.float64), 0.0)
-    for ours, theirs in zip(torch.autograd.grad(out, (q, k, v), cotangent), torch.autograd.grad(expected, (q, k, v), cotangent), strict=True):
+    cotangent = torch.where(
+        real, torch.randn(out.shape, generator=generator, dtype=torch.float64), 0.0
+    )
+    for ours, theirs in zip(
+        torch.autograd.grad(out, (q, k, v), cotangent),
+        torch.autograd.grad(expected, (q, k, v), cotangent),
+        strict=True,
+    ):
         torch.testing.assert_close(ours, theirs)
 
 
 @given(st.lists(st.integers(1, 70), min_size=2, max_size=40), st.integers(0, 9))
 def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padding: int):
-    """Each token is found again at its place, and a bucket is at most a quarter longer than any of its segments."""
-    segments = torch.cat([torch.full((length,), i + 1) for i, length in enumerate(lengths)] + [torch.zeros(padding, dtype=torch.long)])[None]
+    """Each token is found again at its place, and a bucket is at most a quarter longer than any of
+    its segments.
+    """
+    segments = torch.cat(
+        [torch.full((length,), i + 1) for i, length in enumerate(lengths)]
+        + [torch.zeros(padding, dtype=torch.long)]
+    )[None]
     buckets = segment_buckets(segments)
     assert buckets is not None
     laid_out = torch.cat([*(tokens.flatten() for tokens in buckets.tokens), torch.tensor([-1])])
     found = laid_out[buckets.places]
     assert found.tolist() == [i if i < sum(lengths) else -1 for i in range(segments.numel())]
-    assert sorted(length for tokens in buckets.tokens for length in [len(set(row)) for row in tokens.tolist()]) == sorted(lengths)
+    assert sorted(
+        length for tokens in buckets.tokens for length in [len(set(row)) for row in tokens.tolist()]
+    ) == sorted(lengths)
     for tokens in buckets.tokens:
         inside = [len(set(row)) for row in tokens.tolist()]
         assert tokens.shape[1] == max(inside) <= max(1.25 * min(inside), min(inside) + 0.5)
@@ -66,30 +104,45 @@ def test_a_row_with_one_segment_needs_no_buckets():
 
 
 def test_an_all_ones_mask_or_a_cache_is_never_given():
-    """The traps of packing in transformers: with either, packed sequences see each other. Then logprobs would differ from those of each alone."""
+    """The traps of packing in transformers: with either, packed sequences see each other.
+
+    Then logprobs would differ from those of each alone.
+    """
     batch = random_batch([9, 7, 5])
     packed = pack(batch, pack_plan(batch.lengths, 21))
     model = tiny_model(scale=2.0)
     with torch.no_grad():
-        leaky = model(packed.input_ids, position_ids=packed.position_ids, attention_mask=torch.ones_like(packed.input_ids)).logits
+        leaky = model(
+            packed.input_ids,
+            position_ids=packed.position_ids,
+            attention_mask=torch.ones_like(packed.input_ids),
+        ).logits
         sound = model(packed.input_ids, position_ids=packed.position_ids, use_cache=False).logits
     assert (leaky - sound).abs().max() > 1e-3  # the trap is there
     backend = DTensorBackend(model)
-    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu", sequence_packing=True, packed_row_tokens=21)))
+    backend.setup(
+        BackendConfig(
+            trainer=TrainerConfig(device="cpu", sequence_packing=True, packed_row_tokens=21)
+        )
+    )
     expected = sound.log_softmax(-1)[0, :-1].gather(-1, packed.input_ids[0, 1:, None])[:, 0]
     ours = backend.get_logprobs(batch).values
     order = [row for plan in pack_plan(batch.lengths, 21) for row in plan]
     begin = 0
     for row in order:
         length = int(batch.lengths[row])
-        torch.testing.assert_close(ours[row, 1:length], expected[begin : begin + length - 1], atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            ours[row, 1:length], expected[begin : begin + length - 1], atol=2e-6, rtol=0
+        )
         begin += length
 
 
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_sampler_and_the_trainer_agree(packing, precision):
-    """Prefill and cached decoding against a whole forward pass, on the very same parameters; also after they have moved."""
+    """Prefill and cached decoding against a whole forward pass, on the very same parameters; also
+    after they have moved.
+    """
     trainer: TrainingBackend = DTensorBackend(tiny_model(scale=2.0))
     trainer.setup(
         BackendConfig(
@@ -98,7 +151,9 @@ def test_the_sampler_and_the_trainer_agree(packing, precision):
             optimizer=OptimizerConfig(lr=1e-2),
         )
     )
-    generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer(), precision=precision)
+    generator = TorchGenerationBackend(
+        model=trainer.model, tokenizer=tiny_tokenizer(), precision=precision
+    )
     generator.setup(GenerationConfig())
     prompts = Prompts([{"prompt": ""}] * 6, random_prompts(6))
     for step in range(2):
@@ -106,7 +161,15 @@ def test_the_sampler_and_the_trainer_agree(packing, precision):
             SamplingParams(n=4, max_new_tokens=12),
             SamplingParams(n=4, max_new_tokens=12, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01),
         ):
-            batch = to_token_batch(collect(generator, FunctionalRewardWrapper(lambda prompt, response: 0.0), prompts, sampling, seed=step))
+            batch = to_token_batch(
+                collect(
+                    generator,
+                    FunctionalRewardWrapper(lambda prompt, response: 0.0),
+                    prompts,
+                    sampling,
+                    seed=step,
+                )
+            )
             ours = trainer.get_logprobs(batch).values
             gaps = (ours - batch.generation_logprobs)[batch.loss_mask].abs()
             assert gaps.max() < (1e-5 if precision == "float32" else 0.5)
@@ -121,7 +184,9 @@ def test_weights_are_shared_not_copied():
     generator = TorchGenerationBackend(model=trainer.model)
     before = {name: tensor.data_ptr() for name, tensor in trainer.export_weights()}
     generator.update_weights(trainer.export_weights(), version=1)
-    assert {name: tensor.data_ptr() for name, tensor in generator.model.named_parameters()} == before
+    assert {
+        name: tensor.data_ptr() for name, tensor in generator.model.named_parameters()
+    } == before
 
 
 @pytest.mark.parametrize(
@@ -134,25 +199,46 @@ def test_weights_are_shared_not_copied():
 )
 def test_schedules_by_hand(schedule, expected):
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
-    assert [learning_rate(step, config, total_steps=7) for step in range(7)] == pytest.approx(expected, abs=1e-6)
-    assert learning_rate(50, config, total_steps=7) == pytest.approx(expected[-1])  # a run that goes on for longer
+    assert [learning_rate(step, config, total_steps=7) for step in range(7)] == pytest.approx(
+        expected, abs=1e-6
+    )
+    assert learning_rate(50, config, total_steps=7) == pytest.approx(
+        expected[-1]
+    )  # a run that goes on for longer
 
 
 def test_a_model_that_would_give_wrong_numbers_is_refused_by_name():
     from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
-    options = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
-    with pytest.raises(ValueError, match=r"but it is 'mistral' and it has a sliding attention window of 4 tokens"):
+    options = {
+        "vocab_size": 16,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    with pytest.raises(
+        ValueError, match=r"but it is 'mistral' and it has a sliding attention window of 4 tokens"
+    ):
         check_supported(MistralForCausalLM(MistralConfig(sliding_window=4, **options)))
     check_supported(MistralForCausalLM(MistralConfig(sliding_window=None, **options)))
-    with pytest.raises(ValueError, match=r"one of llama, mistral, qwen2, qwen3 with full attention, but it is 'gpt2'"):
+    with pytest.raises(
+        ValueError,
+        match=r"one of llama, mistral, qwen2, qwen3 with full attention, but it is 'gpt2'",
+    ):
         check_supported(GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)))
 
 
 def test_loading(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     loaded = load_causal_lm(str(tmp_path / "model"))
-    fresh = [load_causal_lm(str(tmp_path / "model"), from_scratch=True, seed=seed).model.norm.weight.dtype for seed in (0, 1)]
+    fresh = [
+        load_causal_lm(
+            str(tmp_path / "model"), from_scratch=True, seed=seed
+        ).model.norm.weight.dtype
+        for seed in (0, 1)
+    ]
     assert torch.equal(loaded.model.embed_tokens.weight, tiny_model().model.embed_tokens.weight)
     assert fresh == [torch.float32] * 2
     with pytest.raises(ValueError, match=r"model.path must name a model folder"):
@@ -162,10 +248,17 @@ def test_loading(tmp_path):
 
 
 def test_the_model_is_handed_back_as_it_came():
-    """With its own attention and mode: transformers' generate, which knows nothing of ours, gives what a fresh copy gives."""
+    """With its own attention and mode: transformers' generate, which knows nothing of ours, gives
+    what a fresh copy gives.
+    """
     model, fresh = tiny_model(scale=3.0), tiny_model(scale=3.0)
     backend = DTensorBackend(model)
-    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu"), parallel=ParallelPlan(activation_checkpointing="full")))
+    backend.setup(
+        BackendConfig(
+            trainer=TrainerConfig(device="cpu"),
+            parallel=ParallelPlan(activation_checkpointing="full"),
+        )
+    )
     backend.get_logprobs(random_batch([4]))
     backend.shutdown()
     assert not model.training
@@ -185,7 +278,9 @@ def test_several_tokens_after_cached_ones_need_a_mask():
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", "foo"])
 def test_a_device_that_is_not_there(device):
-    with pytest.raises(ValueError, match=f"device must be one that torch can use here, but it is '{device}'"):
+    with pytest.raises(
+        ValueError, match=f"device must be one that torch can use here, but it is '{device}'"
+    ):
         DTensorBackend(tiny_model()).setup(BackendConfig(trainer=TrainerConfig(device=device)))
 
 
@@ -201,18 +296,30 @@ def test_use_before_and_after():
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_numbers_of_the_cpu():
-    """Logprobs, one optimizer step and greedy answers, with packed rows. Its CPU counterparts are the conformance suites."""
+    """Logprobs, one optimizer step and greedy answers, with packed rows.
+
+    Its CPU counterparts are the conformance suites.
+    """
     outcomes = []
     for device in ("cpu", "cuda"):
         trainer = DTensorBackend(tiny_model(scale=2.0))
-        trainer.setup(BackendConfig(trainer=TrainerConfig(device=device, sequence_packing=True), optimizer=OptimizerConfig(lr=1e-3)))
+        trainer.setup(
+            BackendConfig(
+                trainer=TrainerConfig(device=device, sequence_packing=True),
+                optimizer=OptimizerConfig(lr=1e-3),
+            )
+        )
         batch = random_batch([9, 2, 30, 17, 1, 30, 5, 12])
         before = trainer.get_logprobs(batch).values
         loss = finalize(trainer.train_step(batch, nll_loss))["loss"]
         generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
         generator.setup(GenerationConfig(max_batch_size=3))
-        completions = generator.generate(random_prompts(6), SamplingParams(temperature=0.0, max_new_tokens=12, n=2))
-        outcomes.append((before, loss, trainer.get_logprobs(batch).values, [c.token_ids for c in completions]))
+        completions = generator.generate(
+            random_prompts(6), SamplingParams(temperature=0.0, max_new_tokens=12, n=2)
+        )
+        outcomes.append(
+            (before, loss, trainer.get_logprobs(batch).values, [c.token_ids for c in completions])
+        )
     (before, loss, after, answers), (gpu_before, gpu_loss, gpu_after, gpu_answers) = outcomes
     torch.testing.assert_close(gpu_before, before, atol=1e-4, rtol=0)
     torch.testing.assert_close(gpu_after, after, atol=1e-3, rtol=0)
@@ -226,7 +333,11 @@ def test_setup_refuses_other_weights_than_a_checkpoint_began_with(rank: int, tmp
 
     def made(model, **options) -> DTensorBackend:
         backend = DTensorBackend(model)
-        backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu"), lora=LoRAConfig(rank=rank), **options))
+        backend.setup(
+            BackendConfig(
+                trainer=TrainerConfig(device="cpu"), lora=LoRAConfig(rank=rank), **options
+            )
+        )
         return backend
 
     first = made(tiny_model())
@@ -237,5 +348,11 @@ def test_setup_refuses_other_weights_than_a_checkpoint_began_with(rank: int, tmp
         again.load_checkpoint(tmp_path / "first")
         again.save_checkpoint(tmp_path / "first")
     made(tiny_model(), same_initial_model_as=tmp_path / "first")
-    with pytest.raises(ValueError, match=r"first must be of a run that began with the model in use, .* load the initial model of that run anew"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"first must be of a run that began with the model in use, .* load the initial model of"
+            r" that run anew"
+        ),
+    ):
         made(tiny_model(seed=1), same_initial_model_as=tmp_path / "first")

@@ -1,4 +1,6 @@
-"""However a batch is cut for ranks and microbatches, every token is somewhere once, and comes back to its place."""
+"""However a batch is cut for ranks and microbatches, every token is somewhere once, and comes back
+to its place.
+"""
 
 import torch
 from hypothesis import given
@@ -30,11 +32,16 @@ def test_every_token_is_on_one_rank_and_comes_back(lengths, layout, num_ranks, m
     found = cut(batch, TrainerConfig(**layout), num_ranks=num_ranks, multiple_of=multiple_of)
     parts = [found.parts(rank) for rank in range(num_ranks)]
     assert len({len(own) for own in parts}) == 1, "every rank makes as many passes"
-    assert all(part.input_ids.shape[1] % multiple_of == 0 and len(part) for own in parts for part in own)
+    assert all(
+        part.input_ids.shape[1] % multiple_of == 0 and len(part) for own in parts for part in own
+    )
     assert sum(part.num_tokens for own in parts for part in own) == sum(lengths)
     weights = sum(part.loss_weights.double().sum() for own in parts for part in own)
     torch.testing.assert_close(weights, batch.loss_weights.double().sum())
-    placed = sum(found.place([part.input_ids * (part.segment_ids > 0) for part in own], rank) for rank, own in enumerate(parts))
+    placed = sum(
+        found.place([part.input_ids * (part.segment_ids > 0) for part in own], rank)
+        for rank, own in enumerate(parts)
+    )
     restored = found.restore(placed)
     assert torch.equal(restored, torch.where(batch.segment_ids > 0, batch.input_ids, 0))
 
@@ -43,4 +50,6 @@ def test_a_rank_without_rows_gets_padding_that_trains_nothing():
     batch = random_batch([5])
     (empty,) = cut(batch, TrainerConfig(), num_ranks=2, multiple_of=4).parts(1)
     assert empty.input_ids.shape == (1, 4)
-    assert not empty.segment_ids.any() and not empty.loss_mask.any() and not empty.loss_weights.any()
+    assert (
+        not empty.segment_ids.any() and not empty.loss_mask.any() and not empty.loss_weights.any()
+    )

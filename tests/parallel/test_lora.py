@@ -1,4 +1,6 @@
-"""LoRA in the dtensor backend: only adapters train, and what is exported, checkpointed, sampled from and compared with is what it should be."""
+"""LoRA in the dtensor backend: only adapters train, and what is exported, checkpointed, sampled
+from and compared with is what it should be.
+"""
 
 import json
 import sys
@@ -11,24 +13,36 @@ from peft import PeftModel
 from torch import Tensor, nn
 
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.models.adapters import adapted_layers, merge_adapters, merged_tensors
+from nemorl.models.causal_lm import load_causal_lm
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors, fingerprint
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.adapters import adapted_layers, merge_adapters, merged_tensors
-from nemorl.rollout.causal_lm import load_causal_lm
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config import GenerationConfig
-from tests.models import random_prompts, tiny_model, tiny_tokenizer
+from nemorl.runtime.config.base import GenerationConfig
 from tests.parallel.batches import nll_loss, random_batch
+from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 
 
-def backend(model: nn.Module | None = None, *, lora: dict[str, Any] | None = None, lr: float = 1e-2, **options: Any) -> DTensorBackend:
+def backend(
+    model: nn.Module | None = None,
+    *,
+    lora: dict[str, Any] | None = None,
+    lr: float = 1e-2,
+    **options: Any,
+) -> DTensorBackend:
     trainer = options.pop("trainer", {})
     plan = ParallelPlan(**options.pop("plan", {}))
     made = DTensorBackend(model or tiny_model(scale=2.0))
@@ -58,7 +72,11 @@ def logits(model: nn.Module) -> Tensor:
 
 def base_weights(made: DTensorBackend) -> dict[str, Tensor]:
     state = made.model.state_dict()
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name}
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in state.items()
+        if ".lora_" not in name
+    }
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
@@ -69,7 +87,11 @@ def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 FULL = {"activation_checkpointing": "full"}
 
 
-@pytest.mark.parametrize(("trainer", "plan"), [({}, {}), ({"sequence_packing": True}, {}), ({"train_micro_batch_size": 3}, FULL)], ids=str)
+@pytest.mark.parametrize(
+    ("trainer", "plan"),
+    [({}, {}), ({"sequence_packing": True}, {}), ({"train_micro_batch_size": 3}, FULL)],
+    ids=str,
+)
 def test_adapters_learn_and_the_base_stays(trainer, plan):
     made = backend(trainer=trainer, plan=plan)
     batch = random_batch(LENGTHS)
@@ -81,7 +103,11 @@ def test_adapters_learn_and_the_base_stays(trainer, plan):
 def test_only_adapters_are_optimized():
     made = trained(1)
     optimized = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
-    assert optimized == {id(tensor) for tensor in adapter_tensors(made.model).values()} == {id(p) for p in made.optimizer.state}
+    assert (
+        optimized
+        == {id(tensor) for tensor in adapter_tensors(made.model).values()}
+        == {id(p) for p in made.optimizer.state}
+    )
     assert all(p.grad is None for p in made.model.parameters() if id(p) not in optimized)
     assert len(optimized) == 2 * 2 * 7  # A and B, two layers, q k v o gate up down
 
@@ -94,14 +120,19 @@ def test_nothing_changes_at_first():
     assert torch.equal(made.get_logprobs(batch).values, expected)
     made.train_step(batch, nll_loss)
     assert not torch.equal(made.get_logprobs(batch).values, expected)
-    assert torch.equal(made.get_reference_logprobs(batch).values, expected)  # without a second model
+    assert torch.equal(
+        made.get_reference_logprobs(batch).values, expected
+    )  # without a second model
     assert made._reference is None
     made.train_step(batch, nll_loss)  # and the adapters are on and trainable again
     assert not torch.equal(made.get_logprobs(batch).values, expected)
 
 
 def test_adapters_come_back_on_after_an_error():
-    made, batch = trained(1, keep_reference=True, trainer={"micro_batch_tokens": 30}), random_batch(LENGTHS)
+    made, batch = (
+        trained(1, keep_reference=True, trainer={"micro_batch_tokens": 30}),
+        random_batch(LENGTHS),
+    )
     before = made.get_logprobs(batch).values
     with pytest.raises(ValueError, match="31"):
         made.get_reference_logprobs(random_batch([31]))
@@ -110,23 +141,38 @@ def test_adapters_come_back_on_after_an_error():
 
 
 def test_rank_alpha_and_targets_say_where_and_how_much():
-    made = trained(2, lora={"rank": 2, "alpha": 3.0, "target_modules": ("q_proj", "layers.1.mlp.down_proj")})
+    made = trained(
+        2, lora={"rank": 2, "alpha": 3.0, "target_modules": ("q_proj", "layers.1.mlp.down_proj")}
+    )
     adapted = dict(adapted_layers(made.model))
-    assert sorted(adapted) == ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj", "model.layers.1.self_attn.q_proj"]
-    assert {tuple(tensor.shape)[0 if ".lora_A." in name else 1] for name, tensor in adapter_tensors(made.model).items()} == {2}
+    assert sorted(adapted) == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.mlp.down_proj",
+        "model.layers.1.self_attn.q_proj",
+    ]
+    assert {
+        tuple(tensor.shape)[0 if ".lora_A." in name else 1]
+        for name, tensor in adapter_tensors(made.model).items()
+    } == {2}
     layer, plain = adapted["model.layers.1.mlp.down_proj"], tiny_model(scale=2.0)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     merged = dict(made.export_weights())
     expected = plain.state_dict()["model.layers.1.mlp.down_proj.weight"] + 1.5 * b @ a
-    torch.testing.assert_close(merged["model.layers.1.mlp.down_proj.weight"], expected.detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        merged["model.layers.1.mlp.down_proj.weight"], expected.detach(), atol=1e-6, rtol=0
+    )
     assert b.abs().max() > 0
 
 
 def test_dropout_is_on_in_training_only():
     batch = random_batch(LENGTHS)
     with_dropout, without = trained(2, lora={"dropout": 0.5}), trained(2)
-    assert not torch.equal(with_dropout.get_logprobs(batch).values, without.get_logprobs(batch).values)
-    assert torch.equal(with_dropout.get_logprobs(batch).values, with_dropout.get_logprobs(batch).values)
+    assert not torch.equal(
+        with_dropout.get_logprobs(batch).values, without.get_logprobs(batch).values
+    )
+    assert torch.equal(
+        with_dropout.get_logprobs(batch).values, with_dropout.get_logprobs(batch).values
+    )
 
 
 def test_the_seed_decides_the_adapters():
@@ -140,7 +186,10 @@ def test_the_seed_decides_the_adapters():
 def test_exported_weights_are_those_of_the_live_model(tied):
     """Merged under Hugging Face's names, and the live model stays as it is."""
     made = trained(model=tiny_model(scale=2.0, tied=tied))
-    live, adapters = logits(made.model), {name: tensor.clone() for name, tensor in adapter_tensors(made.model).items()}
+    live, adapters = (
+        logits(made.model),
+        {name: tensor.clone() for name, tensor in adapter_tensors(made.model).items()},
+    )
     exported = dict(made.export_weights())
     plain = tiny_model(seed=3, tied=tied)
     assert exported.keys() == dict(plain.named_parameters()).keys()
@@ -159,29 +208,47 @@ def test_the_model_is_handed_back_plain_and_trained():
     made.shutdown()
     assert list(model.state_dict()) == list(tiny_model().state_dict())
     torch.testing.assert_close(logits(model), live, atol=1e-5, rtol=0)
-    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["model.norm.weight"]
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == [
+        "model.norm.weight"
+    ]
     assert not hasattr(model, "peft_config")
     again = backend(model)  # and can be given new ones
     assert torch.equal(logits(again.model), logits(model))
 
 
 def test_the_sampler_shares_the_live_model():
-    """Its logprobs are the trainer's, also after a step; no merged weight is ever computed or copied for it."""
+    """Its logprobs are the trainer's, also after a step; no merged weight is ever computed or
+    copied for it.
+    """
     trainer = backend(keep_reference=True)
     generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
     generator.setup(GenerationConfig())
     prompts = Prompts([{"prompt": ""}] * 6, random_prompts(6))
     for step in range(3):
         sampling = SamplingParams(n=2, max_new_tokens=12)
-        batch = to_token_batch(collect(generator, FunctionalRewardWrapper(lambda prompt, response: 0.0), prompts, sampling, seed=step))
-        gaps = (trainer.get_logprobs(batch).values - batch.generation_logprobs)[batch.loss_mask].abs()
+        batch = to_token_batch(
+            collect(
+                generator,
+                FunctionalRewardWrapper(lambda prompt, response: 0.0),
+                prompts,
+                sampling,
+                seed=step,
+            )
+        )
+        gaps = (trainer.get_logprobs(batch).values - batch.generation_logprobs)[
+            batch.loss_mask
+        ].abs()
         assert gaps.max() < 1e-5
-        reference = (trainer.get_reference_logprobs(batch).values - batch.generation_logprobs)[batch.loss_mask].abs()
+        reference = (trainer.get_reference_logprobs(batch).values - batch.generation_logprobs)[
+            batch.loss_mask
+        ].abs()
         assert (reference.max() > 0.01) == (step > 0)
         trainer.train_step(random_batch([5, 9], seed=step), nll_loss)
         weights = trainer.export_weights()
         generator.update_weights(weights, version=step + 1)
-        assert next(weights)[0] == "model.layers.0.self_attn.q_proj.weight"  # it stopped at the first that it shares
+        assert (
+            next(weights)[0] == "model.layers.0.self_attn.q_proj.weight"
+        )  # it stopped at the first that it shares
     assert_same(base_weights(trainer), tiny_model(scale=2.0).state_dict())
 
 
@@ -191,11 +258,15 @@ def test_a_generator_of_its_own_gets_merged_weights():
     generator.update_weights(trainer.export_weights(), version=1)
     torch.testing.assert_close(logits(generator.model), logits(trainer.model), atol=1e-5, rtol=0)
     with pytest.raises(ValueError, match="whose model has adapters must share it with the trainer"):
-        TorchGenerationBackend(model=backend().model).update_weights(trainer.export_weights(), version=1)
+        TorchGenerationBackend(model=backend().model).update_weights(
+            trainer.export_weights(), version=1
+        )
 
 
 def test_a_checkpoint_holds_adapters_alone(tmp_path: Path):
-    made = trained(model=tiny_model(hidden_size=128, intermediate_size=256, scale=2.0), lora={"rank": 1})
+    made = trained(
+        model=tiny_model(hidden_size=128, intermediate_size=256, scale=2.0), lora={"rank": 1}
+    )
     made.save_checkpoint(tmp_path / "saved")
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
         "adapter_config.json",
@@ -213,10 +284,16 @@ def test_peft_loads_a_checkpoint(tmp_path: Path):
     made = trained(model=load_causal_lm(str(tmp_path / "base")), lora={"alpha": 6.5})
     made.save_checkpoint(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["lora_alpha"], config["r"]) == (str(tmp_path / "base"), 6.5, 4)
+    assert (config["base_model_name_or_path"], config["lora_alpha"], config["r"]) == (
+        str(tmp_path / "base"),
+        6.5,
+        4,
+    )
     theirs = PeftModel.from_pretrained(tiny_model(scale=2.0), tmp_path / "saved")
     assert torch.equal(logits(theirs), logits(made.model))
-    merged = load_causal_lm(str(tmp_path / "saved"))  # as a model's folder: base and adapters in one
+    merged = load_causal_lm(
+        str(tmp_path / "saved")
+    )  # as a model's folder: base and adapters in one
     assert list(merged.state_dict()) == list(tiny_model().state_dict())
     torch.testing.assert_close(logits(merged), logits(made.model), atol=1e-5, rtol=0)
 
@@ -225,10 +302,19 @@ def test_what_a_checkpoint_must_fit(tmp_path: Path):
     trained().save_checkpoint(tmp_path / "saved")
     cases: list[tuple[DTensorBackend, str]] = [
         (backend(tiny_model(seed=5)), "its adapters were trained beside other weights"),
-        (backend(lora={"rank": 8}), r"differs in base_model.*q_proj.* \(28 in all\)|differs in .*\(28 in all\).*lora.rank"),
+        (
+            backend(lora={"rank": 8}),
+            r"differs in base_model.*q_proj.* \(28 in all\)|differs in .*\(28 in all\).*lora.rank",
+        ),
         (backend(lora={"target_modules": ("q_proj",)}), r"differs in .*lora.target_modules"),
-        (backend(lora={"alpha": 16.0}), r"lora.alpha must be that of the checkpoint \(8\), but it is 16"),
-        (backend(lora={"rank": 0, "alpha": 32.0}), "lora.rank must be above 0, as when .*saved was written, but it is 0"),
+        (
+            backend(lora={"alpha": 16.0}),
+            r"lora.alpha must be that of the checkpoint \(8\), but it is 16",
+        ),
+        (
+            backend(lora={"rank": 0, "alpha": 32.0}),
+            "lora.rank must be above 0, as when .*saved was written, but it is 0",
+        ),
     ]
     for made, message in cases:
         before = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
@@ -236,12 +322,16 @@ def test_what_a_checkpoint_must_fit(tmp_path: Path):
             made.load_checkpoint(tmp_path / "saved")
         assert_same(made.model.state_dict(), before)
     backend(lora={"rank": 0, "alpha": 32.0}).save_checkpoint(tmp_path / "whole")
-    with pytest.raises(ValueError, match=r"lora.rank must be 0, as when .*whole was written, but it is 4"):
+    with pytest.raises(
+        ValueError, match=r"lora.rank must be 0, as when .*whole was written, but it is 4"
+    ):
         backend().load_checkpoint(tmp_path / "whole")
 
 
 def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
-    """After shutdown the adapters are in the weights: to load them once more on top would count them twice."""
+    """After shutdown the adapters are in the weights: to load them once more on top would count
+    them twice.
+    """
     model = tiny_model(scale=2.0)
     made = trained(model=model)
     made.save_checkpoint(tmp_path / "saved")
@@ -251,20 +341,33 @@ def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
 
 
 def test_fingerprints():
-    prints = {fingerprint(tiny_model(kind, seed=seed)) for kind in ("qwen2", "llama") for seed in (0, 1)}
+    prints = {
+        fingerprint(tiny_model(kind, seed=seed)) for kind in ("qwen2", "llama") for seed in (0, 1)
+    }
     assert len(prints) == 4
     model = tiny_model(scale=2.0)
-    assert fingerprint(model) == fingerprint(backend(tiny_model(scale=2.0)).model) == fingerprint(trained().model)
+    assert (
+        fingerprint(model)
+        == fingerprint(backend(tiny_model(scale=2.0)).model)
+        == fingerprint(trained().model)
+    )
     model.model.layers[1].mlp.up_proj.weight.data[:, 3] += 1e-6  # one column of a matrix
     assert fingerprint(model) != fingerprint(tiny_model(scale=2.0))
 
 
 def test_what_is_refused():
     with pytest.raises(
-        ValueError, match=r"lora.target_modules .* but it is 'q_prj': there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+        ValueError,
+        match=(
+            r"lora.target_modules .* but it is 'q_prj': there are down_proj, gate_proj, k_proj,"
+            r" o_proj, q_proj, up_proj, v_proj"
+        ),
     ):
         backend(lora={"target_modules": ("v_proj", "q_prj")})
-    for name in ("lm_head", "embed_tokens"):  # their adapters would be passed over: logits are computed from the head's weight alone
+    for name in (
+        "lm_head",
+        "embed_tokens",
+    ):  # their adapters would be passed over: logits are computed from the head's weight alone
         with pytest.raises(ValueError, match="must name linear layers other than the output layer"):
             backend(tiny_model(tied=False), lora={"target_modules": (name,)})
     with pytest.raises(ValueError, match="model must be a plain one, but it has PEFT adapters"):
@@ -288,13 +391,17 @@ def test_settings_that_cannot_work(options, message):
 
 
 def test_random_weights_take_no_adapters():
-    with pytest.raises(ValueError, match=r"lora.rank must be 0 with model.from_scratch, but it is 4"):
+    with pytest.raises(
+        ValueError, match=r"lora.rank must be 0 with model.from_scratch, but it is 4"
+    ):
         BackendConfig(model=ModelConfig(from_scratch=True), lora=LoRAConfig(rank=4))
 
 
 def test_a_missing_peft_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"lora.rank needs the package peft.*pip install 'nemorl\[lora\]'"):
+    with pytest.raises(
+        ValueError, match=r"lora.rank needs the package peft.*pip install 'nemorl\[lora\]'"
+    ):
         backend()
     backend(lora={"rank": 0, "alpha": 32.0})  # and isn't missed without LoRA
 
@@ -307,7 +414,9 @@ def test_an_adapter_folder_that_cannot_be_used(tmp_path: Path):
     config = tmp_path / "adapter" / "adapter_config.json"
     values = json.loads(config.read_text())
     config.write_text(json.dumps(values | {"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(ValueError, match=r"adapter need their base model, but it can't be loaded .*gone"):
+    with pytest.raises(
+        ValueError, match=r"adapter need their base model, but it can't be loaded .*gone"
+    ):
         load_causal_lm(str(tmp_path / "adapter"))
     tiny_model(hidden_size=16).save_pretrained(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"must hold adapters to .*gone, but they don't fit"):
@@ -352,11 +461,29 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(precision):
     outcomes = []
     for device in ("cpu", "cuda"):
         made = DTensorBackend(tiny_model(scale=2.0))
-        trainer, plan = TrainerConfig(device=device, sequence_packing=True), ParallelPlan(param_dtype=precision)
-        made.setup(BackendConfig(trainer=trainer, parallel=plan, optimizer=OptimizerConfig(lr=1e-2), lora=LoRAConfig(rank=4), keep_reference=True))
+        trainer, plan = (
+            TrainerConfig(device=device, sequence_packing=True),
+            ParallelPlan(param_dtype=precision),
+        )
+        made.setup(
+            BackendConfig(
+                trainer=trainer,
+                parallel=plan,
+                optimizer=OptimizerConfig(lr=1e-2),
+                lora=LoRAConfig(rank=4),
+                keep_reference=True,
+            )
+        )
         batch = random_batch(LENGTHS)
         losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(5)]
-        outcomes.append((losses, made.get_logprobs(batch).values, made.get_reference_logprobs(batch).values, made._base))
+        outcomes.append(
+            (
+                losses,
+                made.get_logprobs(batch).values,
+                made.get_reference_logprobs(batch).values,
+                made._base,
+            )
+        )
     (losses, now, reference, base), (gpu_losses, gpu_now, gpu_reference, gpu_base) = outcomes
     tolerance = 1e-3 if precision == "float32" else 0.1
     assert gpu_losses == pytest.approx(losses, abs=tolerance)

@@ -12,20 +12,43 @@ from nemorl.data.batch import collate
 from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize, merge
 from nemorl.parallel import measure
-from nemorl.parallel.measure import GpuPeaks, StepMeter, flops_per_step, peak_memory, segment_lengths
-from nemorl.runtime.resources import ResourceMeter
-from tests.models import KINDS, tiny_model
+from nemorl.parallel.measure import (
+    GpuPeaks,
+    StepMeter,
+    flops_per_step,
+    peak_memory,
+    segment_lengths,
+)
+from nemorl.runtime.watch.resources import ResourceMeter
+from tests.tiny_models import KINDS, tiny_model
 
 CPU = torch.device("cpu")
 
 
 def batch_of(lengths: list[int]):
-    return collate([{"input_ids": [5] * n, "loss_mask": [False] + [True] * (n - 1), "response_mask": [True] * n} for n in lengths])
+    return collate(
+        [
+            {
+                "input_ids": [5] * n,
+                "loss_mask": [False] + [True] * (n - 1),
+                "response_mask": [True] * n,
+            }
+            for n in lengths
+        ]
+    )
 
 
 def whole_attention(config, length: int) -> float:
-    """What a program without a causal kernel computes beyond `flops_per_step`: the pairs above the diagonal."""
-    return 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * (length * length - length * (length + 1) // 2)
+    """What a program without a causal kernel computes beyond `flops_per_step`: the pairs above the
+    diagonal.
+    """
+    return (
+        12
+        * config.num_hidden_layers
+        * config.num_attention_heads
+        * config.head_dim
+        * (length * length - length * (length + 1) // 2)
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -34,13 +57,19 @@ def whole_attention(config, length: int) -> float:
 def test_pytorch_counts_the_same(kind, tied, frozen):
     model, length = tiny_model(kind, tied=tied, hidden_size=48, num_hidden_layers=3), 20
     model.set_attn_implementation("eager")
-    embedded = model.get_input_embeddings()(torch.full((2, length), 5)).detach().requires_grad_()  # their gradient is needed, too
+    embedded = (
+        model.get_input_embeddings()(torch.full((2, length), 5)).detach().requires_grad_()
+    )  # their gradient is needed, too
     if frozen:
         model.requires_grad_(False)
     with FlopCounterMode(display=False) as counter:
         model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
-    rotary = 2 * 2 * model.config.head_dim // 2 * length  # its frequencies times positions, once a row
-    expected = flops_per_step(model.config, [length] * 2, frozen_weights=frozen) + 2 * whole_attention(model.config, length)
+    rotary = (
+        2 * 2 * model.config.head_dim // 2 * length
+    )  # its frequencies times positions, once a row
+    expected = flops_per_step(
+        model.config, [length] * 2, frozen_weights=frozen
+    ) + 2 * whole_attention(model.config, length)
     assert counter.get_total_flops() == pytest.approx(expected, abs=2 * rotary)
 
 
@@ -48,15 +77,25 @@ def test_a_model_of_a_billion_and_a_half():
     """6 N per token, of which attention within 8,192 tokens is about a third more."""
     config = KINDS["qwen2"][0](hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
                                vocab_size=151936)  # fmt: skip
-    assert flops_per_step(config, [1]) / 6 == pytest.approx(1.544e9, rel=1e-3)  # as in its model card, tied
-    assert flops_per_step(config, [8192]) / (8192 * flops_per_step(config, [1])) == pytest.approx(1.228, abs=0.01)
+    assert flops_per_step(config, [1]) / 6 == pytest.approx(
+        1.544e9, rel=1e-3
+    )  # as in its model card, tied
+    assert flops_per_step(config, [8192]) / (8192 * flops_per_step(config, [1])) == pytest.approx(
+        1.228, abs=0.01
+    )
 
 
 def test_packing_changes_nothing_but_one_long_sequence_does():
     batch, config = batch_of([7, 3, 9, 5]), tiny_model().config
     packed = pack(batch, pack_plan([7, 3, 9, 5], capacity=16))
-    assert len(packed) < 4 and sorted(segment_lengths(packed)) == sorted(segment_lengths(batch)) == [3, 5, 7, 9]
-    assert flops_per_step(config, [24]) > flops_per_step(config, [7, 3, 9, 5]) == flops_per_step(config, segment_lengths(packed))
+    assert len(packed) < 4 and sorted(segment_lengths(packed)) == sorted(
+        segment_lengths(batch)
+    ) == [3, 5, 7, 9]
+    assert (
+        flops_per_step(config, [24])
+        > flops_per_step(config, [7, 3, 9, 5])
+        == flops_per_step(config, segment_lengths(packed))
+    )
 
 
 def step(meter: StepMeter, batch, pause: float = 0.02):
@@ -69,22 +108,35 @@ def test_a_step(monkeypatch):
     config, batch = tiny_model().config, batch_of([7, 3])
     monkeypatch.setattr(measure, "peak_flops", lambda device: 1e9)
     found = finalize(step(StepMeter(config, CPU, 4), batch))
-    assert set(found) == {"trainer/seconds", "trainer/memory_gb", "trainer/tflops_per_device", "trainer/mfu"}
+    assert set(found) == {
+        "trainer/seconds",
+        "trainer/memory_gb",
+        "trainer/tflops_per_device",
+        "trainer/mfu",
+    }
     assert 0.02 <= found["trainer/seconds"] < 0.5
     flops = flops_per_step(config, [7, 3]) / 4 / found["trainer/seconds"]
-    assert found["trainer/tflops_per_device"] == pytest.approx(flops / 1e12) and found["trainer/mfu"] == pytest.approx(flops / 1e9)
+    assert found["trainer/tflops_per_device"] == pytest.approx(flops / 1e12) and found[
+        "trainer/mfu"
+    ] == pytest.approx(flops / 1e9)
     monkeypatch.setattr(measure, "peak_flops", lambda device: None)
     assert "trainer/mfu" not in step(StepMeter(config, CPU, 1), batch)
 
 
 def test_several_steps_and_ranks_are_one_rate():
-    """Of a short and a long step the rate is that of both together, not the mean of rates; as many ranks as there are make no difference."""
+    """Of a short and a long step the rate is that of both together, not the mean of rates; as many
+    ranks as there are make no difference.
+    """
     meter = StepMeter(tiny_model().config, CPU, 1)
     parts = [step(meter, batch_of([200]), 0.01), step(meter, batch_of([3]), 0.2)]
     both = finalize(merge(*parts))
     work = sum(flops_per_step(meter.model_config, [length]) for length in (200, 3))
-    assert both["trainer/seconds"] == pytest.approx(sum(finalize(part)["trainer/seconds"] for part in parts) / 2)
-    assert both["trainer/tflops_per_device"] == pytest.approx(work / 1e12 / (2 * both["trainer/seconds"]))
+    assert both["trainer/seconds"] == pytest.approx(
+        sum(finalize(part)["trainer/seconds"] for part in parts) / 2
+    )
+    assert both["trainer/tflops_per_device"] == pytest.approx(
+        work / 1e12 / (2 * both["trainer/seconds"])
+    )
     again = finalize(merge(merge(*parts), merge(*parts)))
     assert again == pytest.approx(both)
 
@@ -96,14 +148,19 @@ def test_the_peak_is_this_process_own():
     assert before > 4e8
     del taken
     assert peak_memory(CPU) > 0.99 * before  # Linux counts to a few pages
-    code = "from nemorl.parallel.measure import *; big = torch.ones(50_000_000); del big; print(peak_memory(torch.device('cpu')))"
+    code = (
+        "from nemorl.parallel.measure import *; big = torch.ones(50_000_000); del big;"
+        " print(peak_memory(torch.device('cpu')))"
+    )
     small, large = (int(subprocess.run([sys.executable, "-c", text], capture_output=True, check=True, text=True).stdout)
                     for text in (code.replace("50_000_000", "5"), code))  # fmt: skip
     assert large - small == pytest.approx(2e8, rel=0.25)
 
 
 def test_two_who_restart_one_counter(monkeypatch):
-    """What the meter of the step restarts, the meter of the whole loop must still see: the peak of generation."""
+    """What the meter of the step restarts, the meter of the whole loop must still see: the peak of
+    generation.
+    """
     gpu = {"peak": 0, "now": 0}
 
     def use(amount: int) -> None:
@@ -113,12 +170,14 @@ def test_two_who_restart_one_counter(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: gpu["peak"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: gpu.update(peak=gpu["now"]))
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda device: gpu.update(peak=gpu["now"])
+    )
     monkeypatch.setattr(torch.cuda, "utilization", lambda: 0)
     monkeypatch.setattr(measure, "peak_flops", lambda device: None)
     peaks = GpuPeaks()
     monkeypatch.setattr(measure, "gpu_peaks", peaks)
-    monkeypatch.setattr("nemorl.runtime.resources.gpu_peaks", peaks)
+    monkeypatch.setattr("nemorl.runtime.watch.resources.gpu_peaks", peaks)
     whole, meter = ResourceMeter(), StepMeter(tiny_model().config, torch.device("cuda"), 1)
     for generation, training, expected in ((9, 4, 9.0), (2, 5, 5.0), (1, 1, 1.0)):
         use(generation * 10**9)
@@ -137,5 +196,7 @@ def test_on_a_gpu():
     taken = torch.ones(50_000_000, device="cuda")
     found = finalize(meter.end(batch_of([7, 3])))
     assert 0.2 <= found["trainer/memory_gb"] < 0.3 and found["trainer/seconds"] > 0
-    assert torch.cuda.max_memory_allocated() < 3e8 and ResourceMeter().read()["gpu_memory_gb"] >= 0.4
+    assert (
+        torch.cuda.max_memory_allocated() < 3e8 and ResourceMeter().read()["gpu_memory_gb"] >= 0.4
+    )
     del taken

@@ -38,31 +38,51 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) ->
 def test_the_implementation_asked_for_and_the_formula(implementation):
     model, by_hand = small_model(), small_model()
     optimizer = make_optimizer(model, config(implementation))
-    assert {(group["fused"], group["foreach"]) for group in optimizer.param_groups} == {(implementation == "fused", implementation == "foreach")}
+    assert {(group["fused"], group["foreach"]) for group in optimizer.param_groups} == {
+        (implementation == "fused", implementation == "foreach")
+    }
     steps(model, optimizer, 1)
     inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     (by_hand(inputs) ** 2).mean().backward()
     for ours, parameter in zip(model.parameters(), by_hand.parameters(), strict=True):
         grad, decay = parameter.grad, 0.1 if parameter.ndim == 2 else 0.0
-        expected = parameter * (1 - 1e-2 * decay) - 1e-2 * grad / (grad.abs() + 1e-8)  # the first step: both means are the gradient's own
+        expected = parameter * (1 - 1e-2 * decay) - 1e-2 * grad / (
+            grad.abs() + 1e-8
+        )  # the first step: both means are the gradient's own
         torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
-def on_four_ranks(implementation: str, sharded: bool) -> tuple[list[tuple[int, float, list[int]]], float]:
-    """Layers of which two are split over tp and one is not, with FSDP2 around all of them or not at all: groups, and the gap to one process."""
+def on_four_ranks(
+    implementation: str, sharded: bool
+) -> tuple[list[tuple[int, float, list[int]]], float]:
+    """Layers of which two are split over tp and one is not, with FSDP2 around all of them or not at
+    all: groups, and the gap to one process.
+    """
     model = small_model()
     alone = copy.deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    styles = {"0": ColwiseParallel(output_layouts=Replicate()), "2": RowwiseParallel(input_layouts=Replicate())}
+    styles = {
+        "0": ColwiseParallel(output_layouts=Replicate()),
+        "2": RowwiseParallel(input_layouts=Replicate()),
+    }
     parallelize_module(model, mesh["tp"], styles)
     if sharded:
         fully_shard(model, mesh=mesh["dp"])
-    optimizer, plain = make_optimizer(model, config(implementation)), make_optimizer(alone, config(implementation))
+    optimizer, plain = (
+        make_optimizer(model, config(implementation)),
+        make_optimizer(alone, config(implementation)),
+    )
     steps(model, optimizer)
     steps(alone, plain)
     whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    gap = max(float((ours - other).abs().max()) for ours, other in zip(whole, alone.parameters(), strict=True))
-    return [(len(group["params"]), group["weight_decay"], sorted({p.ndim for p in group["params"]})) for group in optimizer.param_groups], gap
+    gap = max(
+        float((ours - other).abs().max())
+        for ours, other in zip(whole, alone.parameters(), strict=True)
+    )
+    return [
+        (len(group["params"]), group["weight_decay"], sorted({p.ndim for p in group["params"]}))
+        for group in optimizer.param_groups
+    ], gap
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

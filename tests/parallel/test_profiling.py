@@ -1,4 +1,6 @@
-"""Traces of training steps: the steps asked for, whole files only, and no crash however the run ends."""
+"""Traces of training steps: the steps asked for, whole files only, and no crash however the run
+ends.
+"""
 
 import json
 import signal
@@ -30,7 +32,10 @@ def train(config: ProfileConfig, steps: range, rank: int = 0) -> None:
 
 def in_a_process(folder: Path, then: str) -> int:
     """The exit code of a process that records two steps and then does something else."""
-    code = f"from tests.parallel.test_profiling import *; train(ProfileConfig(steps='1:9', dir={str(folder)!r}), range(1, 3)); {then}"
+    code = (
+        "from tests.parallel.test_profiling import *; train(ProfileConfig(steps='1:9',"
+        f" dir={str(folder)!r}), range(1, 3)); {then}"
+    )
     return subprocess.run([sys.executable, "-c", code], check=False).returncode
 
 
@@ -40,7 +45,9 @@ def traces(folder: Path) -> dict[str, list[str]]:
     for path in folder.iterdir():
         events = json.loads(path.read_text())["traceEvents"]
         assert any(event["name"] == "aten::mm" for event in events)
-        names = dict.fromkeys(event["name"] for event in events if event.get("name", "").startswith("optimizer step"))
+        names = dict.fromkeys(
+            event["name"] for event in events if event.get("name", "").startswith("optimizer step")
+        )
         found[path.name] = sorted(name.split()[-1] for name in names)
     return found
 
@@ -59,7 +66,9 @@ def test_nothing_is_opened_without_steps(tmp_path, monkeypatch):
 
 def test_each_rank_and_each_run_has_files_of_its_own(tmp_path):
     train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 3), rank=3)
-    train(ProfileConfig(steps="5", dir=str(tmp_path / "other")), range(5, 6))  # another run in this process
+    train(
+        ProfileConfig(steps="5", dir=str(tmp_path / "other")), range(5, 6)
+    )  # another run in this process
     assert set(traces(tmp_path / "other")) == {"rank0_steps5-5.json"}
     (tmp_path / "other" / "rank0_steps5-5.json").unlink()
     (tmp_path / "other").rmdir()
@@ -80,13 +89,18 @@ def test_a_run_that_ends_earlier_keeps_what_there_is(tmp_path):
 
 def test_any_thread_may_end_it(tmp_path):
     """The profiler of one thread, ended by another, would crash the process."""
-    close = "import threading; thread = threading.Thread(target=close_profile); thread.start(); thread.join()"
+    close = (
+        "import threading; thread = threading.Thread(target=close_profile); thread.start();"
+        " thread.join()"
+    )
     assert in_a_process(tmp_path, close) == 0
     assert traces(tmp_path) == {"rank0_steps1-2.json": ["1", "2"]}
 
 
 def test_other_threads_record_nothing_any_more_while_it_ends(tmp_path, monkeypatch):
-    """torch reads then what they have recorded: where one is just writing, the process would crash, now and then."""
+    """torch reads then what they have recorded: where one is just writing, the process would crash,
+    now and then.
+    """
 
     def elsewhere(operation: Callable) -> None:
         thread = threading.Thread(target=operation, args=(torch.ones(4),))
@@ -131,16 +145,30 @@ def test_a_disk_that_is_full_ends_no_run(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(profiling._recording.profiler, "export_chrome_trace", full)
-    with pytest.warns(UserWarning, match=r"rank0_steps1-1\.json could not be written: No space left"):
+    with pytest.warns(
+        UserWarning, match=r"rank0_steps1-1\.json could not be written: No space left"
+    ):
         close_profile()
 
 
 def test_a_folder_that_can_not_be_is_refused_early(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"profile\.dir must be a folder that can be written to, but .*file/traces can't"):
+    with pytest.raises(
+        ValueError,
+        match=r"profile\.dir must be a folder that can be written to, but .*file/traces can't",
+    ):
         profile_folder(ProfileConfig(steps="1", dir=str(tmp_path / "file" / "traces")))
-    with pytest.raises(ValueError, match=r"profile\.dir must be given where no run has a directory for it, but it is None: name a folder"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"profile\.dir must be given where no run has a directory for it, but it is None: name"
+            r" a folder"
+        ),
+    ):
         profile_folder(ProfileConfig(steps="1"))
     assert profile_folder(ProfileConfig()) is None
-    assert profile_folder(ProfileConfig(steps="1", dir=str(tmp_path / "a" / "b"))) == tmp_path / "a" / "b"
+    assert (
+        profile_folder(ProfileConfig(steps="1", dir=str(tmp_path / "a" / "b")))
+        == tmp_path / "a" / "b"
+    )
     assert not list((tmp_path / "a" / "b").iterdir())

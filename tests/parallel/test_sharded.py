@@ -1,4 +1,6 @@
-"""A model spread over ranks: what is loaded, what is refused, and that its parameters are shards whenever somebody looks. Its numbers: parity/."""
+"""A model spread over ranks: what is loaded, what is refused, and that its parameters are shards
+whenever somebody looks. Its numbers: parity/.
+"""
 
 import json
 import shutil
@@ -11,12 +13,18 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from nemorl.losses.types import finalize
-from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
-from tests.models import tiny_model
 from tests.parallel.batches import nll_loss, random_batch
 from tests.ranks import run_ranks
+from tests.tiny_models import tiny_model
 
 LENGTHS = [9, 2, 30, 17]
 
@@ -54,7 +62,9 @@ def forms(backend: DTensorBackend) -> set[tuple[str, torch.dtype]]:
 
 
 def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """Logprobs before and after a step, the forms of the parameters at every point, and a step whose loss raises."""
+    """Logprobs before and after a step, the forms of the parameters at every point, and a step
+    whose loss raises.
+    """
     backend = set_up(folder, plan=plan, keep_reference=True)
     batch = random_batch(LENGTHS)
     seen, found = [forms(backend)], {"first": backend.get_logprobs(batch).values}
@@ -69,7 +79,10 @@ def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     assert backend.step == 0
     found["metrics"] = finalize(backend.train_step(batch, nll_loss))
     seen.append(forms(backend))
-    found |= {"after": backend.get_logprobs(batch).values, "reference": backend.get_reference_logprobs(batch).values}
+    found |= {
+        "after": backend.get_logprobs(batch).values,
+        "reference": backend.get_reference_logprobs(batch).values,
+    }
     found["weights"] = {name: tensor.clone() for name, tensor in backend.export_weights()}
     found["cast"] = {tensor.dtype for _, tensor in backend.export_weights(torch.bfloat16)}
     assert all(one == {("DTensor", torch.float32)} for one in seen), seen
@@ -81,12 +94,20 @@ def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
 def alone(folder: Path) -> dict[str, Any]:
     backend = set_up(folder, keep_reference=True)
     batch = random_batch(LENGTHS)
-    found: dict[str, Any] = {"first": backend.get_logprobs(batch).values, "metrics": finalize(backend.train_step(batch, nll_loss))}
-    found |= {"after": backend.get_logprobs(batch).values, "weights": {name: tensor.clone() for name, tensor in backend.export_weights()}}
+    found: dict[str, Any] = {
+        "first": backend.get_logprobs(batch).values,
+        "metrics": finalize(backend.train_step(batch, nll_loss)),
+    }
+    found |= {
+        "after": backend.get_logprobs(batch).values,
+        "weights": {name: tensor.clone() for name, tensor in backend.export_weights()},
+    }
     return found
 
 
-@pytest.mark.parametrize("plan", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "cpu_offload": True}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [{"dp_shard": 2}, {"tp": 2}, {"cp": 2}, {"dp_shard": 2, "cpu_offload": True}], ids=str
+)
 def test_a_step_on_ranks(folder, alone, plan):
     for found in run_ranks(2, life, folder, plan):
         for name in ("first", "after"):
@@ -106,9 +127,18 @@ def test_in_bfloat16_the_parameters_stay_float32(folder, alone):
 
 
 def loaded(folder: Path, scratch: bool, lora: int) -> dict[str, torch.Tensor]:
-    backend = set_up(folder, from_scratch=scratch, lora=LoRAConfig(rank=lora), plan={"dp_shard": 2} if "tp" not in str(folder) else {"tp": 2}, seed=3)
+    backend = set_up(
+        folder,
+        from_scratch=scratch,
+        lora=LoRAConfig(rank=lora),
+        plan={"dp_shard": 2} if "tp" not in str(folder) else {"tp": 2},
+        seed=3,
+    )
     metrics = finalize(backend.train_step(random_batch(LENGTHS), nll_loss))
-    return {name: tensor.clone() for name, tensor in backend.export_weights()} | {"loss": torch.tensor(metrics["loss"]), "base": backend._base}
+    return {name: tensor.clone() for name, tensor in backend.export_weights()} | {
+        "loss": torch.tensor(metrics["loss"]),
+        "base": backend._base,
+    }
 
 
 @pytest.mark.parametrize(("scratch", "lora"), [(True, 0), (False, 4)], ids=["from scratch", "LoRA"])
@@ -136,7 +166,12 @@ def test_a_model_that_every_rank_was_given(folder):
 def test_weights_in_another_type_are_read(folder, tmp_path):
     tiny_model(scale=2.0, tied=False).to(torch.bfloat16).save_pretrained(tmp_path / "half")
     for found in run_ranks(2, life, tmp_path / "half", {"dp_shard": 2}):
-        torch.testing.assert_close(found["first"], set_up(tmp_path / "half").get_logprobs(random_batch(LENGTHS)).values, atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            found["first"],
+            set_up(tmp_path / "half").get_logprobs(random_batch(LENGTHS)).values,
+            atol=2e-6,
+            rtol=0,
+        )
 
 
 def broken(folder: Path, target: Path) -> Path:
@@ -149,7 +184,9 @@ def broken(folder: Path, target: Path) -> Path:
 
 
 def stale(folder: Path, target: Path) -> Path:
-    """With shards of an earlier model beside the present one, as where somebody saved into the same folder again."""
+    """With shards of an earlier model beside the present one, as where somebody saved into the same
+    folder again.
+    """
     tiny_model(scale=2.0, tied=False, seed=9).save_pretrained(target, max_shard_size="20KB")
     shutil.copy(folder / "model.safetensors", target)
     return target
@@ -175,11 +212,27 @@ def misshapen(folder: Path, target: Path) -> Path:
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a weight is missing": (broken, {}, "lm_head.weight is missing (1 in all)"),
     "other shapes": (misshapen, {}, "gate_proj.weight is [64, 32], where [128, 32] is expected"),
-    "no folder": (lambda folder, target: target / "nowhere", {}, "model.path must be a folder with a Hugging Face model or a hub name"),
+    "no folder": (
+        lambda folder, target: target / "nowhere",
+        {},
+        "model.path must be a folder with a Hugging Face model or a hub name",
+    ),
     "no name": (lambda folder, target: "", {}, "model.path must name a model folder"),
-    "adapters under tp": (lambda folder, target: folder, {"plan": {"tp": 2}, "lora": LoRAConfig(rank=4)}, "lora.rank must be 0 with parallel.tp"),
-    "too many devices": (lambda folder, target: folder, {"plan": {"tp": 4}}, "parallel must divide the 2 devices that there are, but it is '4"),
-    "another number": (lambda folder, target: folder, {"plan": {"dp_shard": 3}}, "must ask for the 2 devices that there are, but it is '3"),
+    "adapters under tp": (
+        lambda folder, target: folder,
+        {"plan": {"tp": 2}, "lora": LoRAConfig(rank=4)},
+        "lora.rank must be 0 with parallel.tp",
+    ),
+    "too many devices": (
+        lambda folder, target: folder,
+        {"plan": {"tp": 4}},
+        "parallel must divide the 2 devices that there are, but it is '4",
+    ),
+    "another number": (
+        lambda folder, target: folder,
+        {"plan": {"dp_shard": 3}},
+        "must ask for the 2 devices that there are, but it is '3",
+    ),
 }
 
 
@@ -192,8 +245,11 @@ def test_what_is_refused(folder, tmp_path, case):
 
 def test_heads_that_do_not_divide_are_named(tmp_path):
     tiny_model(num_attention_heads=3, num_key_value_heads=3).save_pretrained(tmp_path)
-    (found, _) = run_ranks(2, refusal, tmp_path, {"plan": {"tp": 2}})
-    assert "parallel.tp 2 does not divide the model's num_attention_heads 3; parallel.tp 2 does not divide the model's num_key_value_heads 3" in found
+    found, _ = run_ranks(2, refusal, tmp_path, {"plan": {"tp": 2}})
+    assert (
+        "parallel.tp 2 does not divide the model's num_attention_heads 3; parallel.tp 2 does not"
+        " divide the model's num_key_value_heads 3" in found
+    )
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, T
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.examples import load_example
-from tests.models import KINDS, tiny_model
 from tests.parallel.batches import nll_loss, random_batch
+from tests.runtime.ranks.shared_ranks import ranked
 from tests.runtime.runs import TIMES
-from tests.runtime.training.shared_ranks import ranked
+from tests.tiny_models import KINDS, tiny_model
 
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
 LAYOUTS = {
@@ -33,7 +33,9 @@ LAYOUTS = {
     "checkpointed": {"activation_checkpointing": "full"},
     "small chunks": {"logprob_chunk": 7},
 }
-OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="linear", warmup_steps=1)
+OPTIMIZER = OptimizerConfig(
+    lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, schedule="linear", warmup_steps=1
+)
 
 
 def dtensor(model: nn.Module, config: BackendConfig) -> TrainingBackend:
@@ -66,7 +68,9 @@ BACKENDS: dict[str, Callable[[nn.Module, BackendConfig], TrainingBackend]] = {
     "dtensor on two ranks": ranked,
 }
 ADAPTED = {"dtensor with lora": adapted}
-"""Backends that leave the model's weights alone and train something beside them: how the plainest loop gets what it trains."""
+"""Backends that leave the model's weights alone and train something beside them: how the plainest
+loop gets what it trains.
+"""
 
 
 @pytest.fixture(params=sorted(BACKENDS))
@@ -77,11 +81,31 @@ def backend_name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def make(backend_name: str) -> Callable[..., TrainingBackend]:
     def maker(
-        model: nn.Module | None = None, *, optimizer: OptimizerConfig = OPTIMIZER, keep_reference: bool = False, seed: int = 0, **settings
+        model: nn.Module | None = None,
+        *,
+        optimizer: OptimizerConfig = OPTIMIZER,
+        keep_reference: bool = False,
+        seed: int = 0,
+        **settings,
     ) -> TrainingBackend:
-        plan = ParallelPlan(**{field.name: settings.pop(field.name) for field in fields(ParallelPlan) if field.name in settings})
-        options = {"optimizer": optimizer, "total_steps": 4, "keep_reference": keep_reference, "seed": seed, "parallel": plan}
-        return BACKENDS[backend_name](model or tiny_model(scale=2.0), BackendConfig(trainer=TrainerConfig(device="cpu", **settings), **options))
+        plan = ParallelPlan(
+            **{
+                field.name: settings.pop(field.name)
+                for field in fields(ParallelPlan)
+                if field.name in settings
+            }
+        )
+        options = {
+            "optimizer": optimizer,
+            "total_steps": 4,
+            "keep_reference": keep_reference,
+            "seed": seed,
+            "parallel": plan,
+        }
+        return BACKENDS[backend_name](
+            model or tiny_model(scale=2.0),
+            BackendConfig(trainer=TrainerConfig(device="cpu", **settings), **options),
+        )
 
     return maker
 
@@ -90,10 +114,14 @@ def weights(backend: TrainingBackend) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in backend.export_weights()}
 
 
-def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float) -> None:
+def assert_same_weights(
+    a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], atol: float
+) -> None:
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            a[name], b[name], atol=atol, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_it_keeps_the_protocol(make):
@@ -110,7 +138,12 @@ def test_logprobs_are_those_of_each_sequence_alone(make, kind, layout):
     for row, length in enumerate(LENGTHS):
         ids = batch.input_ids[row : row + 1, :length]
         with torch.no_grad():
-            expected = plain(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+            expected = (
+                plain(ids, use_cache=False)
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .gather(-1, ids[0, 1:, None])[:, 0]
+            )
         torch.testing.assert_close(logprobs[row, 1:length], expected, atol=2e-6, rtol=0)
         assert logprobs[row, 0] == 0
         assert (logprobs[row, length:] == 0).all()
@@ -123,7 +156,11 @@ def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tie
     model = ADAPTED.get(backend_name, lambda model: model)(tiny_model(scale=2.0, tied=tied)).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim < 2]
-    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95), eps=1e-8)
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
     backend = make(tiny_model(scale=2.0, tied=tied), **LAYOUTS[layout])
     for step, lr in enumerate([1e-2, 1e-2, 0.5e-2]):
         batch = random_batch(LENGTHS, seed=step)
@@ -134,7 +171,13 @@ def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tie
             if length > 1:
                 ids, mask = batch.input_ids[row : row + 1, :length], batch.loss_mask[row, 1:length]
                 loss = (
-                    loss - model(ids, use_cache=False).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[mask].sum() / batch.loss_mask.sum()
+                    loss
+                    - model(ids, use_cache=False)
+                    .logits[0, :-1]
+                    .log_softmax(-1)
+                    .gather(-1, ids[0, 1:, None])[mask]
+                    .sum()
+                    / batch.loss_mask.sum()
                 )
         loss.backward()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -153,7 +196,9 @@ def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tie
 
 
 def test_gradients_do_not_depend_on_the_layout(make):
-    """With a huge eps AdamW's first step is lr / eps times the gradient; here that is the gradient itself, of every parameter."""
+    """With a huge eps AdamW's first step is lr / eps times the gradient; here that is the gradient
+    itself, of every parameter.
+    """
     batch = random_batch(LENGTHS)
     outcomes = []
     for layout in LAYOUTS.values():
@@ -174,8 +219,15 @@ def test_the_batchs_kind_of_logprobs_is_applied(make):
     assert logprobs.kind == kind
     ids = batch.input_ids[:1]
     with torch.no_grad():
-        logits = filter_logits(model(ids, use_cache=False).logits[:, :-1], temperature=0.7, top_k=5, keep=ids[:, 1:])
-    torch.testing.assert_close(logprobs.values[:1, 1:], logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0], atol=2e-6, rtol=0)
+        logits = filter_logits(
+            model(ids, use_cache=False).logits[:, :-1], temperature=0.7, top_k=5, keep=ids[:, 1:]
+        )
+    torch.testing.assert_close(
+        logprobs.values[:1, 1:],
+        logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0],
+        atol=2e-6,
+        rtol=0,
+    )
 
 
 def test_bfloat16_is_close_and_keeps_float32_weights(make):
@@ -184,7 +236,9 @@ def test_bfloat16_is_close_and_keeps_float32_weights(make):
     difference = (exact.get_logprobs(batch).values - rounded.get_logprobs(batch).values).abs()
     assert 1e-4 < difference.max() < 0.15
     metrics = finalize(rounded.train_step(batch, nll_loss))
-    assert metrics["loss"] == pytest.approx(finalize(exact.train_step(batch, nll_loss))["loss"], rel=0.02)
+    assert metrics["loss"] == pytest.approx(
+        finalize(exact.train_step(batch, nll_loss))["loss"], rel=0.02
+    )
     assert {tensor.dtype for _, tensor in rounded.export_weights()} == {torch.float32}
 
 
@@ -212,8 +266,14 @@ def test_a_checkpoint_continues_bit_for_bit(make, backend_name, tmp_path: Path):
     backend.save_checkpoint(tmp_path / "saved")
 
     def two_more(trainer: TrainingBackend) -> list[dict[str, float]]:
-        found = [finalize(trainer.train_step(random_batch(LENGTHS, seed=step), nll_loss)) for step in (2, 3)]
-        return [{name: value for name, value in metrics.items() if name not in TIMES} for metrics in found]
+        found = [
+            finalize(trainer.train_step(random_batch(LENGTHS, seed=step), nll_loss))
+            for step in (2, 3)
+        ]
+        return [
+            {name: value for name, value in metrics.items() if name not in TIMES}
+            for metrics in found
+        ]
 
     expected = two_more(backend)
     other = make(None if backend_name in ADAPTED else tiny_model(seed=5), seed=5)
@@ -222,7 +282,9 @@ def test_a_checkpoint_continues_bit_for_bit(make, backend_name, tmp_path: Path):
     assert_same_weights(weights(other), weights(backend), atol=0)
 
 
-def test_a_checkpoint_in_the_background_is_of_the_moment_when_it_was_asked_for(make, backend_name, tmp_path: Path):
+def test_a_checkpoint_in_the_background_is_of_the_moment_when_it_was_asked_for(
+    make, backend_name, tmp_path: Path
+):
     backend, other = make(), make()
     for made in (backend, other):
         made.train_step(random_batch(LENGTHS, seed=0), nll_loss)
@@ -234,7 +296,9 @@ def test_a_checkpoint_in_the_background_is_of_the_moment_when_it_was_asked_for(m
     names = {path.name for path in (tmp_path / "at once").glob("*.safetensors")}
     assert names == {path.name for path in (tmp_path / "meanwhile").glob("*.safetensors")} != set()
     for name in names:
-        assert (tmp_path / "at once" / name).read_bytes() == (tmp_path / "meanwhile" / name).read_bytes(), name
+        assert (tmp_path / "at once" / name).read_bytes() == (
+            tmp_path / "meanwhile" / name
+        ).read_bytes(), name
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(make, tmp_path: Path):
@@ -278,7 +342,13 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(make):
 
     backend = make()
     before = weights(backend)
-    with pytest.raises(FloatingPointError, match="the loss of optimizer step 1 must be finite, but it is nan: the weights were left as they are"):
+    with pytest.raises(
+        FloatingPointError,
+        match=(
+            "the loss of optimizer step 1 must be finite, but it is nan: the weights were left as"
+            " they are"
+        ),
+    ):
         backend.train_step(random_batch([5, 6]), broken)
     assert_same_weights(weights(backend), before, atol=0)
     assert backend.step == 0
@@ -307,7 +377,11 @@ def test_an_empty_mask_changes_nothing_but_decay(make):
     backend = make(optimizer=OptimizerConfig(lr=1e-2))
     before = weights(backend)
     batch = random_batch([5, 8])
-    metrics = finalize(backend.train_step(replace(batch, loss_weights=torch.zeros_like(batch.loss_weights)), nll_loss))
+    metrics = finalize(
+        backend.train_step(
+            replace(batch, loss_weights=torch.zeros_like(batch.loss_weights)), nll_loss
+        )
+    )
     assert metrics["loss"] == 0 == metrics["grad_norm"]
     assert_same_weights(weights(backend), before, atol=0)
 

@@ -7,8 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from nemorl.rollout.attention import ATTENTION_NAME, cached_attention, decoding
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config import GenerationConfig
-from tests.models import random_prompts, tiny_model, tiny_tokenizer
+from nemorl.runtime.config.base import GenerationConfig
+from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
@@ -21,7 +21,9 @@ def test_it_is_attention_with_repeated_keys_and_values(key_heads: int, new: int)
     mask[..., 0] = True
     out = cached_attention(None, query, key, value, mask, scaling=0.3)[0]
     key, value = (x.repeat_interleave(4 // key_heads, dim=1) for x in (key, value))
-    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3).transpose(1, 2)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3).transpose(
+        1, 2
+    )
     torch.testing.assert_close(out, expected)
 
 

@@ -14,8 +14,8 @@ from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config import GenerationConfig
-from tests.models import tiny_model, tiny_tokenizer
+from nemorl.runtime.config.base import GenerationConfig
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 ROWS = [{"prompt": text, "answer": text[0]} for text in ("1+2=", "20+3=", "4=")]
@@ -43,10 +43,12 @@ def test_a_batch_holds_what_was_sampled(generator):
         prompt = PROMPTS.token_ids[i // 3]
         total = len(prompt) + len(completion.token_ids)
         assert batch.input_ids[i, :total].tolist() == [*prompt, *completion.token_ids]
-        assert batch.loss_mask[i].tolist() == [False] * len(prompt) + [True] * len(completion.token_ids) + [False] * (
-            batch.input_ids.shape[1] - total
+        assert batch.loss_mask[i].tolist() == [False] * len(prompt) + [True] * len(
+            completion.token_ids
+        ) + [False] * (batch.input_ids.shape[1] - total)
+        assert batch.generation_logprobs[i, len(prompt) : total].tolist() == pytest.approx(
+            completion.logprobs
         )
-        assert batch.generation_logprobs[i, len(prompt) : total].tolist() == pytest.approx(completion.logprobs)
         assert rolled.rewards[i] == first_digit("", completion.text, ROWS[i // 3]["answer"])
         assert rolled.rows[i] is ROWS[i // 3]
 
@@ -55,11 +57,18 @@ def test_a_group_draws_from_its_own_seed(generator):
     """Evaluated in parts, with the number of each part's first group: the same responses."""
     environment = FunctionalRewardWrapper(first_digit)
     whole = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
-    parts = [collect(generator, environment, PROMPTS.take(range(i, i + 1)), SAMPLING, seed=1, first_group=i) for i in range(3)]
+    parts = [
+        collect(
+            generator, environment, PROMPTS.take(range(i, i + 1)), SAMPLING, seed=1, first_group=i
+        )
+        for i in range(3)
+    ]
     joined = join(parts)
     assert [c.token_ids for c in joined.completions] == [c.token_ids for c in whole.completions]
     assert joined.group_id.tolist() == whole.group_id.tolist()
-    assert [c.token_ids for c in collect(generator, environment, PROMPTS, SAMPLING, seed=2).completions] != [c.token_ids for c in whole.completions]
+    assert [
+        c.token_ids for c in collect(generator, environment, PROMPTS, SAMPLING, seed=2).completions
+    ] != [c.token_ids for c in whole.completions]
 
 
 def test_select_and_join(generator):
@@ -78,22 +87,39 @@ def test_join_takes_metrics_that_only_some_parts_have(generator):
     rolled = collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
     counts = (1, 3, 2)
     found = ({"a": 1.0}, {"a": 2.0, "b": 5.0}, {"b": 10.0})
-    parts = [replace(select(rolled, range(count)), metrics=metrics) for count, metrics in zip(counts, found, strict=True)]
-    assert join(parts).metrics == {"a": pytest.approx((1 + 3 * 2) / 4), "b": pytest.approx((3 * 5 + 2 * 10) / 5)}
-    with pytest.raises(ValueError, match=r"the same reward components in every batch, but it returned \[\] and \['x'\]"):
+    parts = [
+        replace(select(rolled, range(count)), metrics=metrics)
+        for count, metrics in zip(counts, found, strict=True)
+    ]
+    assert join(parts).metrics == {
+        "a": pytest.approx((1 + 3 * 2) / 4),
+        "b": pytest.approx((3 * 5 + 2 * 10) / 5),
+    }
+    with pytest.raises(
+        ValueError,
+        match=r"the same reward components in every batch, but it returned \[\] and \['x'\]",
+    ):
         join([rolled, replace(rolled, components={"x": rolled.rewards})])
 
 
 def test_components_come_along(generator):
-    """Several rewards: each apart, in the order of the responses, through select and join; accuracy is about the first."""
-    environment = make_environment({"digit": first_digit, "length": lambda response: len(response)}, (-0.5, 0.25))
+    """Several rewards: each apart, in the order of the responses, through select and join; accuracy
+    is about the first.
+    """
+    environment = make_environment(
+        {"digit": first_digit, "length": lambda response: len(response)}, (-0.5, 0.25)
+    )
     rolled = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
     assert list(rolled.components) == ["digit", "length"]
     assert rolled.components["length"].tolist() == [len(c.text) for c in rolled.completions]
-    torch.testing.assert_close(rolled.rewards, 0.25 * rolled.components["length"] - 0.5 * rolled.components["digit"])
+    torch.testing.assert_close(
+        rolled.rewards, 0.25 * rolled.components["length"] - 0.5 * rolled.components["digit"]
+    )
     assert torch.equal(rolled.correct, rolled.components["digit"] >= 1)
     parts = [select(rolled, [0, 1, 2]), select(rolled, [8, 3])]
-    assert parts[1].components["length"].tolist() == [len(rolled.completions[i].text) for i in (8, 3)]
+    assert parts[1].components["length"].tolist() == [
+        len(rolled.completions[i].text) for i in (8, 3)
+    ]
     again = join(parts)
     assert again.components["length"].tolist() == [len(c.text) for c in again.completions]
     assert rolled.reward_metrics() == {
@@ -105,7 +131,9 @@ def test_components_come_along(generator):
 
 
 def test_one_reward_has_no_components(generator):
-    rolled = collect(generator, FunctionalRewardWrapper(lambda response: 2.0), PROMPTS, SAMPLING, seed=1)
+    rolled = collect(
+        generator, FunctionalRewardWrapper(lambda response: 2.0), PROMPTS, SAMPLING, seed=1
+    )
     assert rolled.reward_metrics() == {"reward": 2.0, "accuracy": 1.0}
     assert rolled.correct.all()
 
@@ -133,9 +161,18 @@ def test_an_environment_that_forgets_a_conversation_is_refused(generator):
         def global_post_process_and_metrics(self, batch):
             return {"rewards": [*batch["rewards"][1:], float("nan")]}, {}
 
-    with pytest.raises(ValueError, match="'Forgetful' must return one of rewards per conversation, but it returned 8 for 9 conversations"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "'Forgetful' must return one of rewards per conversation, but it returned 8 for 9"
+            " conversations"
+        ),
+    ):
         collect(generator, Forgetful(first_digit), PROMPTS, SAMPLING, seed=1)
-    with pytest.raises(ValueError, match="'Careless' must return finite rewards, but it returned nan for conversation 8"):
+    with pytest.raises(
+        ValueError,
+        match="'Careless' must return finite rewards, but it returned nan for conversation 8",
+    ):
         collect(generator, Careless(first_digit), PROMPTS, SAMPLING, seed=1)
 
 
@@ -153,10 +190,21 @@ def test_an_environment_that_goes_on_is_refused(generator):
         collect(generator, TwoTurns(first_digit), PROMPTS, SAMPLING, seed=1)
 
 
-@given(st.integers(0, 2**62), st.integers(0, 2**20), st.integers(0, 2**20), st.lists(st.integers(0, 2**62), max_size=4))
-def test_uniform_depends_on_its_own_row_alone(seed: int, stream: int, counter: int, others: list[int]):
+@given(
+    st.integers(0, 2**62),
+    st.integers(0, 2**20),
+    st.integers(0, 2**20),
+    st.lists(st.integers(0, 2**62), max_size=4),
+)
+def test_uniform_depends_on_its_own_row_alone(
+    seed: int, stream: int, counter: int, others: list[int]
+):
     alone = uniform(*(torch.tensor([x]) for x in (seed, stream, counter)))
-    among = uniform(torch.tensor([*others, seed]), torch.tensor([0] * len(others) + [stream]), torch.tensor([1] * len(others) + [counter]))
+    among = uniform(
+        torch.tensor([*others, seed]),
+        torch.tensor([0] * len(others) + [stream]),
+        torch.tensor([1] * len(others) + [counter]),
+    )
     assert alone[0] == among[-1]
     assert 0 <= alone[0] < 1
 
@@ -173,6 +221,8 @@ def test_uniform_is_uniform_along_each_of_its_arguments(axis):
 
 
 def test_derived_seeds_do_not_meet():
-    seeds = {derive_seed(seed, step, row) for seed in range(3) for step in range(50) for row in range(20)}
+    seeds = {
+        derive_seed(seed, step, row) for seed in range(3) for step in range(50) for row in range(20)
+    }
     assert len(seeds) == 3000
     assert all(0 <= seed < 2**62 for seed in seeds)

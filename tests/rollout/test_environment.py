@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from nemorl.rollout.environment import EnvironmentInterface, EnvironmentReturn, FunctionalRewardWrapper, check_rows, checked, text_of
+from nemorl.rollout.environment import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    FunctionalRewardWrapper,
+    check_rows,
+    checked,
+    text_of,
+)
 from nemorl.rollout.environments import REWARDS, contains_answer, exact_match, make_environment
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -18,7 +25,9 @@ def test_columns_are_passed_by_name():
         return weight * (prompt == "1+1=" and response == answer)
 
     environment = FunctionalRewardWrapper(reward)
-    assert environment.step([LOG, LOG], [{"answer": "2", "weight": 3.0, "other": None}, {"answer": "3"}]).rewards == [3.0, 0.0]
+    assert environment.step(
+        [LOG, LOG], [{"answer": "2", "weight": 3.0, "other": None}, {"answer": "3"}]
+    ).rewards == [3.0, 0.0]
 
 
 def test_all_columns_for_a_function_that_takes_any():
@@ -43,11 +52,35 @@ def test_rewards_by_hand():
     assert exact_match("", " 12\n", 12) == 1.0
     assert exact_match("", "112", 12) == 0.0
     assert contains_answer("", "so 12 it is", 12) == 1.0
-    assert text_of([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]) == "system: Add.\nuser: 1+1="
+    assert (
+        text_of([{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}])
+        == "system: Add.\nuser: 1+1="
+    )
 
 
-NUMBERS = [2, 2.0, True + 1, np.float32(2), np.array(2), torch.tensor(2), torch.tensor([2.0], requires_grad=True), Fraction(2)]
-NO_NUMBERS = [float("nan"), float("inf"), "x", "1.0", None, [1.0], {"score": 1.0}, 1j, torch.ones(2), np.ones(2), np.float64("nan")]
+NUMBERS = [
+    2,
+    2.0,
+    True + 1,
+    np.float32(2),
+    np.array(2),
+    torch.tensor(2),
+    torch.tensor([2.0], requires_grad=True),
+    Fraction(2),
+]
+NO_NUMBERS = [
+    float("nan"),
+    float("inf"),
+    "x",
+    "1.0",
+    None,
+    [1.0],
+    {"score": 1.0},
+    1j,
+    torch.ones(2),
+    np.ones(2),
+    np.float64("nan"),
+]
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=repr)
@@ -75,32 +108,66 @@ NO_NUMBERS = [
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_a_reward_must_be_finite(value):
-    with pytest.raises(ValueError, match=r"reward 'lambda' must be a finite number, but it is .+ for prompt '1\+1=' and response '2': return 0\.0"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"reward 'lambda' must be a finite number, but it is .+ for prompt '1\+1=' and response"
+            r" '2': return 0\.0"
+        ),
+    ):
         FunctionalRewardWrapper(lambda prompt, response: value).step([LOG], [{}])
-    with pytest.raises(ValueError, match=r"reward 'lambda' must be a finite number, but it is .+ for prompt '1\+2=' and response '3': return 0\.0"):
-        FunctionalRewardWrapper(lambda prompts, responses: [1.0, value]).step([LOG, OTHER], [{}, {}])
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"reward 'lambda' must be a finite number, but it is .+ for prompt '1\+2=' and response"
+            r" '3': return 0\.0"
+        ),
+    ):
+        FunctionalRewardWrapper(lambda prompts, responses: [1.0, value]).step(
+            [LOG, OTHER], [{}, {}]
+        )
 
 
-LISTS = [[1, 0.5], (1, 0.5), np.array([1, 0.5]), torch.tensor([1, 0.5]), [torch.tensor(1), np.float64(0.5)], iter([True, 0.5])]
+LISTS = [
+    [1, 0.5],
+    (1, 0.5),
+    np.array([1, 0.5]),
+    torch.tensor([1, 0.5]),
+    [torch.tensor(1), np.float64(0.5)],
+    iter([True, 0.5]),
+]
 
 
 @pytest.mark.parametrize("values", LISTS, ids=lambda values: type(values).__name__)
 def test_a_batch_function_returns_a_list_or_an_array(values):
-    rewards = FunctionalRewardWrapper(lambda prompts, responses: values).step([LOG, OTHER], [{}, {}]).rewards
+    rewards = (
+        FunctionalRewardWrapper(lambda prompts, responses: values)
+        .step([LOG, OTHER], [{}, {}])
+        .rewards
+    )
     assert rewards == [1.0, 0.5]
     assert all(type(reward) is float for reward in rewards)
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 3, torch.ones(1), np.ones(3)], ids=str)
 def test_a_batch_function_returns_one_number_per_response(values):
-    message = r"one number per response, but it returned \d for a batch of 2 responses, of which the first is for prompt '1\+1=' and response '2'"
+    message = (
+        r"one number per response, but it returned \d for a batch of 2 responses, of which the"
+        r" first is for prompt '1\+1=' and response '2'"
+    )
     with pytest.raises(ValueError, match=message):
         FunctionalRewardWrapper(lambda prompts, responses: values).step([LOG, OTHER], [{}, {}])
 
 
 @pytest.mark.parametrize("value", [1.0, None, "12", {"score": 1.0}, torch.tensor(1.0)], ids=repr)
 def test_a_batch_function_returns_a_list_and_nothing_else(value):
-    with pytest.raises(ValueError, match=r"must return a list with one number per response, but it returned .* for a batch of 2 responses"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"must return a list with one number per response, but it returned .* for a batch of 2"
+            r" responses"
+        ),
+    ):
         FunctionalRewardWrapper(lambda prompts, responses: value).step([LOG, OTHER], [{}, {}])
 
 
@@ -111,8 +178,13 @@ def test_a_batch_function_gets_columns_as_lists():
         seen.append((prompts, responses, answer, level, unknown, columns))
         return [0, 0]
 
-    FunctionalRewardWrapper(reward).step([LOG, OTHER], [{"answer": "2", "level": 1, "source": "a"}, {"answer": "4", "prompt": "1+2="}])
-    assert seen == [(["1+1=", "1+2="], ["2", "3"], ["2", "4"], [1, None], "default", {"source": ["a", None]})]
+    FunctionalRewardWrapper(reward).step(
+        [LOG, OTHER],
+        [{"answer": "2", "level": 1, "source": "a"}, {"answer": "4", "prompt": "1+2="}],
+    )
+    assert seen == [
+        (["1+1=", "1+2="], ["2", "3"], ["2", "4"], [1, None], "default", {"source": ["a", None]})
+    ]
 
 
 def test_an_empty_batch_needs_no_call():
@@ -128,15 +200,28 @@ def test_what_a_reward_raises_comes_with_prompt_and_response():
 
     with pytest.raises(KeyError) as caught:
         FunctionalRewardWrapper(broken).step([LOG], [{}])
-    assert caught.value.__notes__ == ["This was reward 'broken' for prompt '1+1=' and response '2'."]
+    assert caught.value.__notes__ == [
+        "This was reward 'broken' for prompt '1+1=' and response '2'."
+    ]
     with pytest.raises(ZeroDivisionError) as failed:
         FunctionalRewardWrapper(broken_batch, name="mine").step([LOG, OTHER], [{}, {}])
-    assert failed.value.__notes__ == ["This was reward 'mine' for a batch of 2 responses, of which the first is for prompt '1+1=' and response '2'."]
+    assert failed.value.__notes__ == [
+        "This was reward 'mine' for a batch of 2 responses, of which the first is for prompt '1+1='"
+        " and response '2'."
+    ]
 
 
 def test_long_texts_are_shown_by_their_ends():
-    log = [{"role": "user", "content": "begin" + "x" * 1000}, {"role": "assistant", "content": "y" * 1000 + "end"}]
-    with pytest.raises(ValueError, match=r"prompt 'beginx+' … 505 characters … 'x+' and response 'y+' … 503 characters … 'y+end'") as caught:
+    log = [
+        {"role": "user", "content": "begin" + "x" * 1000},
+        {"role": "assistant", "content": "y" * 1000 + "end"},
+    ]
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"prompt 'beginx+' … 505 characters … 'x+' and response 'y+' … 503 characters … 'y+end'"
+        ),
+    ) as caught:
         FunctionalRewardWrapper(lambda response: None).step([log], [{}])
     assert len(str(caught.value)) < 1300
 
@@ -145,7 +230,13 @@ def test_a_parameter_for_the_response_that_is_a_column_too_is_refused():
     """Whether `answer` is what the model answered or what is right can't be known."""
     environment = FunctionalRewardWrapper(lambda prompt, answer: 1.0)
     assert environment.step([LOG], [{}]).rewards == [1.0]
-    with pytest.raises(ValueError, match="would get the response as its parameter 'answer', but there is a column of that name, too"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "would get the response as its parameter 'answer', but there is a column of that"
+            " name, too"
+        ),
+    ):
         environment.check([{"answer": "2"}])
     FunctionalRewardWrapper(lambda prompt, response: 1.0).check([{"response": "2"}])
 
@@ -167,7 +258,11 @@ def test_an_environment_is_asked_to_check_the_rows_if_it_can():
         ("last_number", "none", "last_number needs an answer with a number in it"),
         ("contains_answer", " ", "contains_answer needs an answer"),
         ("math", "", "math needs an answer that can be read"),
-        (["think_format", "last_number"], "none", "last_number needs an answer with a number in it"),
+        (
+            ["think_format", "last_number"],
+            "none",
+            "last_number needs an answer with a number in it",
+        ),
     ],
 )
 def test_answers_are_looked_at_before_a_run(reward, answer, message):
@@ -179,24 +274,53 @@ def test_answers_are_looked_at_before_a_run(reward, answer, message):
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ({"rewards": [1.0]}, "'mine' must return one of rewards per conversation, but it returned 1 for 2 conversations"),
-        ({"terminateds": [True] * 3}, "one of terminateds per conversation, but it returned 3 for 2"),
+        (
+            {"rewards": [1.0]},
+            (
+                "'mine' must return one of rewards per conversation, but it returned 1 for 2"
+                " conversations"
+            ),
+        ),
+        (
+            {"terminateds": [True] * 3},
+            "one of terminateds per conversation, but it returned 3 for 2",
+        ),
         ({"answers": ["2"]}, "one of answers per conversation, but it returned 1 for 2"),
-        ({"components": {"right": [1.0]}}, "one of right per conversation, but it returned 1 for 2"),
-        ({"rewards": [1.0, float("nan")]}, "'mine' must return finite rewards, but it returned nan for conversation 1"),
+        (
+            {"components": {"right": [1.0]}},
+            "one of right per conversation, but it returned 1 for 2",
+        ),
+        (
+            {"rewards": [1.0, float("nan")]},
+            "'mine' must return finite rewards, but it returned nan for conversation 1",
+        ),
     ],
 )
 def test_what_an_environment_returns_is_checked(part, message):
-    sound = {"observations": [], "metadata": [], "next_stop_strings": [], "rewards": [1, 0.5], "terminateds": [True, True]}
+    sound = {
+        "observations": [],
+        "metadata": [],
+        "next_stop_strings": [],
+        "rewards": [1, 0.5],
+        "terminateds": [True, True],
+    }
     assert checked(EnvironmentReturn(**sound), 2, "mine").rewards == [1.0, 0.5]
     with pytest.raises(ValueError, match=message):
         checked(EnvironmentReturn(**{**sound, **part}), 2, "mine")
 
 
 def test_a_missing_column_is_named():
-    with pytest.raises(ValueError, match=r"reward 'exact_match' wants the column 'answer', but row 1 has only \['solution'\]: add it"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"reward 'exact_match' wants the column 'answer', but row 1 has only \['solution'\]:"
+            r" add it"
+        ),
+    ):
         FunctionalRewardWrapper(exact_match).step([LOG], [{"solution": 2}])
-    with pytest.raises(ValueError, match=r"but row 2 has only \['Answer'\] \(did you mean 'Answer'\?\): add it"):
+    with pytest.raises(
+        ValueError, match=r"but row 2 has only \['Answer'\] \(did you mean 'Answer'\?\): add it"
+    ):
         FunctionalRewardWrapper(exact_match).check([{"answer": "2"}, {"Answer": 2}])
     with pytest.raises(ValueError, match=r"but row 1 has only \['answer'\]: add it"):
         FunctionalRewardWrapper(exact_match).check([{"answer": None}])
@@ -217,7 +341,10 @@ def test_rewards_that_cannot_work_are_refused(reward, message):
 
 
 def test_a_module_in_the_working_directory(tmp_path, monkeypatch):
-    """An installed command has no working directory on its path. What goes wrong inside the module is shown as it is."""
+    """An installed command has no working directory on its path.
+
+    What goes wrong inside the module is shown as it is.
+    """
     (tmp_path / "my_rewards_here.py").write_text("def half(prompt, response):\n    return 0.5\n")
     (tmp_path / "my_broken_rewards.py").write_text("import no_such_dependency\n")
     monkeypatch.chdir(tmp_path)

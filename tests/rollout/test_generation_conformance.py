@@ -9,10 +9,10 @@ from torch import nn
 
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config import GenerationConfig
+from nemorl.runtime.config.base import GenerationConfig
 from tests.examples import load_example
-from tests.models import KINDS, random_prompts, tiny_tokenizer
-from tests.runtime.vllm.pool import vllm_ray_backend
+from tests.runtime.engines.pool import vllm_ray_backend
+from tests.tiny_models import KINDS, random_prompts, tiny_tokenizer
 from tests.vllm_engines import small_model as tiny_model
 from tests.vllm_engines import vllm_backend
 
@@ -25,7 +25,9 @@ def torch_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
 
 def transformers_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
     """Of examples/custom_backend.py."""
-    backend = load_example("custom_backend").TransformersBackend(model=model, tokenizer=tiny_tokenizer())
+    backend = load_example("custom_backend").TransformersBackend(
+        model=model, tokenizer=tiny_tokenizer()
+    )
     backend.setup(GenerationConfig(max_batch_size=max_batch_size))
     return backend
 
@@ -39,21 +41,38 @@ BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    groups = {"vllm": [pytest.mark.xdist_group("vllm")], "vllm-ray": [pytest.mark.xdist_group("ray")]}
+    groups = {
+        "vllm": [pytest.mark.xdist_group("vllm")],
+        "vllm-ray": [pytest.mark.xdist_group("ray")],
+    }
     if "make" in metafunc.fixturenames:
-        if "kind" in metafunc.fixturenames:  # two engines for each kind of model, which takes as long as all the rest
+        if (
+            "kind" in metafunc.fixturenames
+        ):  # two engines for each kind of model, which takes as long as all the rest
             groups["vllm-ray"].append(pytest.mark.slow)
-        metafunc.parametrize("make", [pytest.param(name, marks=groups.get(name, [])) for name in sorted(BACKENDS)], indirect=True)
+        metafunc.parametrize(
+            "make",
+            [pytest.param(name, marks=groups.get(name, [])) for name in sorted(BACKENDS)],
+            indirect=True,
+        )
 
 
 @pytest.fixture
 def make(request: pytest.FixtureRequest) -> Callable[..., GenerationBackend]:
-    return lambda model=None, max_batch_size=64: BACKENDS[request.param](model or tiny_model(scale=3.0), max_batch_size)
+    return lambda model=None, max_batch_size=64: BACKENDS[request.param](
+        model or tiny_model(scale=3.0), max_batch_size
+    )
 
 
-def reference_logprobs(model: nn.Module, prompt: list[int], response: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(
+    model: nn.Module, prompt: list[int], response: tuple[int, ...], temperature: float = 1.0
+) -> torch.Tensor:
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *response]]), use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        logits = (
+            model(torch.tensor([[*prompt, *response]]), use_cache=False)
+            .logits[0, len(prompt) - 1 : -1]
+            .float()
+        )
     return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
@@ -68,7 +87,11 @@ def test_greedy_tokens_equal_transformers_generate(make, kind):
     completions = make(model).generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=24))
     for prompt, completion in zip(prompts, completions, strict=True):
         expected = model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=24, pad_token_id=0
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt)),
+            do_sample=False,
+            max_new_tokens=24,
+            pad_token_id=0,
         )
         assert list(completion.token_ids) == expected[0, len(prompt) :].tolist()
 
@@ -77,7 +100,9 @@ def test_greedy_tokens_equal_transformers_generate(make, kind):
 def test_logprobs_are_those_of_the_sampling_distribution(make, temperature):
     model = tiny_model(scale=3.0)
     prompts = random_prompts(6, seed=2)
-    completions = make(model).generate(prompts, SamplingParams(temperature=temperature, max_new_tokens=16, n=3, seed=4))
+    completions = make(model).generate(
+        prompts, SamplingParams(temperature=temperature, max_new_tokens=16, n=3, seed=4)
+    )
     for i, completion in enumerate(completions):
         expected = reference_logprobs(model, prompts[i // 3], completion.token_ids, temperature)
         assert len(completion.logprobs) == len(completion.token_ids)
@@ -87,26 +112,49 @@ def test_logprobs_are_those_of_the_sampling_distribution(make, temperature):
 def test_greedy_logprobs_are_the_models_own(make):
     model = tiny_model(scale=3.0)
     prompt = random_prompts(1)[0]
-    completion = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=8))[0]
-    torch.testing.assert_close(torch.tensor(completion.logprobs), reference_logprobs(model, prompt, completion.token_ids), atol=1e-5, rtol=0)
+    completion = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=8))[
+        0
+    ]
+    torch.testing.assert_close(
+        torch.tensor(completion.logprobs),
+        reference_logprobs(model, prompt, completion.token_ids),
+        atol=1e-5,
+        rtol=0,
+    )
 
 
 def test_a_seeded_request_does_not_depend_on_the_batch(make):
-    """Alone, among others, in a batch that is too small for all, and in another order: the same tokens."""
+    """Alone, among others, in a batch that is too small for all, and in another order: the same
+    tokens.
+    """
     model = tiny_model(scale=2.0)
     prompts = random_prompts(9, seed=3)
     params = [
-        SamplingParams(seed=100 + i, n=1 + i % 3, max_new_tokens=5 + 3 * i, temperature=1.0 + 0.1 * (i % 2), top_p=0.9 if i % 4 == 1 else 1.0)
+        SamplingParams(
+            seed=100 + i,
+            n=1 + i % 3,
+            max_new_tokens=5 + 3 * i,
+            temperature=1.0 + 0.1 * (i % 2),
+            top_p=0.9 if i % 4 == 1 else 1.0,
+        )
         for i in range(9)
     ]
     together = make(model).generate(prompts, params)
     tokens = [c.token_ids for c in together]
     assert [c.token_ids for c in make(model, 4).generate(prompts, params)] == tokens
-    alone = [c.token_ids for prompt, p in zip(prompts, params, strict=True) for c in make(model).generate([prompt], p)]
+    alone = [
+        c.token_ids
+        for prompt, p in zip(prompts, params, strict=True)
+        for c in make(model).generate([prompt], p)
+    ]
     assert alone == tokens
     backwards = make(model, 7).generate(prompts[::-1], params[::-1])
     starts = [sum(p.n for p in params[::-1][:i]) for i in range(9)]
-    assert [c.token_ids for i in range(8, -1, -1) for c in backwards[starts[i] : starts[i] + params[8 - i].n]] == tokens
+    assert [
+        c.token_ids
+        for i in range(8, -1, -1)
+        for c in backwards[starts[i] : starts[i] + params[8 - i].n]
+    ] == tokens
 
 
 def test_samples_of_a_group_differ_and_seeds_repeat(make):
@@ -114,27 +162,49 @@ def test_samples_of_a_group_differ_and_seeds_repeat(make):
     prompt = random_prompts(1)[0]
     first = backend.generate([prompt], SamplingParams(n=8, seed=5, max_new_tokens=10))
     assert len({c.token_ids for c in first}) > 1
-    assert [c.token_ids for c in backend.generate([prompt], SamplingParams(n=8, seed=5, max_new_tokens=10))] == [c.token_ids for c in first]
-    assert [c.token_ids for c in backend.generate([prompt], SamplingParams(n=8, seed=6, max_new_tokens=10))] != [c.token_ids for c in first]
+    assert [
+        c.token_ids
+        for c in backend.generate([prompt], SamplingParams(n=8, seed=5, max_new_tokens=10))
+    ] == [c.token_ids for c in first]
+    assert [
+        c.token_ids
+        for c in backend.generate([prompt], SamplingParams(n=8, seed=6, max_new_tokens=10))
+    ] != [c.token_ids for c in first]
 
 
 def test_completions_come_prompt_by_prompt(make):
-    """With prompts that continue in one way only: which completion belongs to which prompt can be seen."""
+    """With prompts that continue in one way only: which completion belongs to which prompt can be
+    seen.
+    """
     model = tiny_model(scale=3.0)
     prompts = random_prompts(5, seed=8)
     params = [SamplingParams(temperature=0.0, n=n, max_new_tokens=4 + n) for n in (2, 1, 3, 1, 2)]
     completions = make(model, 3).generate(prompts, params)
-    expected = [make(model).generate([prompt], replace(p, n=1))[0].token_ids for prompt, p in zip(prompts, params, strict=True) for _ in range(p.n)]
+    expected = [
+        make(model).generate([prompt], replace(p, n=1))[0].token_ids
+        for prompt, p in zip(prompts, params, strict=True)
+        for _ in range(p.n)
+    ]
     assert [c.token_ids for c in completions] == expected
 
 
-@pytest.mark.parametrize(("params", "allowed"), [({"top_k": 3}, 3), ({"top_p": 0.4}, None), ({"min_p": 0.5}, None), ({"temperature": 0.05}, None)])
+@pytest.mark.parametrize(
+    ("params", "allowed"),
+    [
+        ({"top_k": 3}, 3),
+        ({"top_p": 0.4}, None),
+        ({"min_p": 0.5}, None),
+        ({"temperature": 0.05}, None),
+    ],
+)
 def test_filters_keep_to_their_support(make, params, allowed):
     from nemorl.losses.logprobs import filter_logits
 
     model = tiny_model(scale=2.0)
     prompt = random_prompts(1, seed=6)[0]
-    completions = make(model).generate([prompt], SamplingParams(n=64, seed=1, max_new_tokens=1, **params))
+    completions = make(model).generate(
+        [prompt], SamplingParams(n=64, seed=1, max_new_tokens=1, **params)
+    )
     drawn = {c.token_ids[0] for c in completions}
     with torch.no_grad():
         logits = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].float()
@@ -142,14 +212,20 @@ def test_filters_keep_to_their_support(make, params, allowed):
     assert drawn <= set(logprobs.isfinite().nonzero()[:, 0].tolist())
     assert allowed is None or len(drawn) <= allowed
     for completion in completions[:8]:
-        assert completion.logprobs[0] == pytest.approx(float(logprobs[completion.token_ids[0]]), abs=1e-5)
+        assert completion.logprobs[0] == pytest.approx(
+            float(logprobs[completion.token_ids[0]]), abs=1e-5
+        )
 
 
 def test_sampling_follows_the_distribution(make):
     model = tiny_model(scale=2.0)
     prompt = random_prompts(1, seed=6)[0]
-    completions = make(model, 512).generate([prompt], SamplingParams(n=4000, seed=3, max_new_tokens=1))
-    drawn = torch.bincount(torch.tensor([c.token_ids[0] for c in completions]), minlength=model.config.vocab_size).double() / len(completions)
+    completions = make(model, 512).generate(
+        [prompt], SamplingParams(n=4000, seed=3, max_new_tokens=1)
+    )
+    drawn = torch.bincount(
+        torch.tensor([c.token_ids[0] for c in completions]), minlength=model.config.vocab_size
+    ).double() / len(completions)
     with torch.no_grad():
         expected = model(torch.tensor([prompt]), use_cache=False).logits[0, -1].double().softmax(-1)
     deviations = (drawn - expected).abs() / (expected * (1 - expected) / len(completions)).sqrt()
@@ -163,7 +239,9 @@ def test_stop_tokens_end_a_response_and_belong_to_it(make):
     free = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
     stop = free.token_ids[4]
     first = free.token_ids.index(stop)
-    stopped = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12, stop_token_ids=(stop,)))[0]
+    stopped = backend.generate(
+        [prompt], SamplingParams(temperature=0.0, max_new_tokens=12, stop_token_ids=(stop,))
+    )[0]
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert stopped.finish_reason == "stop"
     assert (free.finish_reason, free.truncated) == ("length", True)
@@ -172,8 +250,12 @@ def test_stop_tokens_end_a_response_and_belong_to_it(make):
 def test_the_end_token_stops(make):
     model = tiny_model()
     with torch.no_grad():
-        model.get_input_embeddings().weight[1] = 30 * model.model.norm.weight  # tied: token 1 is likely everywhere
-    completions = make(model).generate(random_prompts(4), SamplingParams(n=8, seed=0, max_new_tokens=64))
+        model.get_input_embeddings().weight[1] = (
+            30 * model.model.norm.weight
+        )  # tied: token 1 is likely everywhere
+    completions = make(model).generate(
+        random_prompts(4), SamplingParams(n=8, seed=0, max_new_tokens=64)
+    )
     ended = [c for c in completions if c.finish_reason == "stop"]
     assert ended
     assert all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in ended)
@@ -185,7 +267,9 @@ def test_stop_strings_end_a_response_and_leave_its_text(make):
     backend = make(model)
     free = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=20))[0]
     stop = free.text[5:8]
-    stopped = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=20, stop_strings=("never", stop)))[0]
+    stopped = backend.generate(
+        [prompt], SamplingParams(temperature=0.0, max_new_tokens=20, stop_strings=("never", stop))
+    )[0]
     at = free.text.index(stop)
     assert stopped.text == free.text[:at]
     assert stopped.token_ids == free.token_ids[: at + len(stop)]  # one token a character
@@ -197,23 +281,34 @@ def test_new_weights_change_the_answers_and_the_version(make):
     backend = make(model)
     prompts, params = random_prompts(3), SamplingParams(temperature=0.0, max_new_tokens=10)
     before = backend.generate(prompts, params)
-    backend.update_weights(((name, p.detach().clone()) for name, p in other.named_parameters()), version=7)
+    backend.update_weights(
+        ((name, p.detach().clone()) for name, p in other.named_parameters()), version=7
+    )
     after = backend.generate(prompts, params)
     expected = make(other).generate(prompts, params)
     assert {c.policy_version for c in before} == {0}
     assert {c.policy_version for c in after} == {7}
-    assert [c.token_ids for c in after] == [c.token_ids for c in expected] != [c.token_ids for c in before]
+    assert (
+        [c.token_ids for c in after]
+        == [c.token_ids for c in expected]
+        != [c.token_ids for c in before]
+    )
 
 
 def test_weights_of_another_model_are_refused(make):
     other = tiny_model(hidden_size=16)
     with pytest.raises(ValueError, match=r"embed_tokens.weight' does not fit"):
-        make().update_weights(((name, p.detach()) for name, p in other.named_parameters()), version=1)
+        make().update_weights(
+            ((name, p.detach()) for name, p in other.named_parameters()), version=1
+        )
 
 
 def test_nothing_is_generated_after_an_update_that_failed(make):
     model = tiny_model(scale=3.0)
-    backend, weights = make(model), {name: p.detach().clone() for name, p in model.named_parameters()}
+    backend, weights = (
+        make(model),
+        {name: p.detach().clone() for name, p in model.named_parameters()},
+    )
     prompts, params = random_prompts(2), SamplingParams(temperature=0.0, max_new_tokens=4)
     before = backend.generate(prompts, params)
     last = next(reversed(weights))
@@ -228,7 +323,10 @@ def test_nothing_is_generated_after_an_update_that_failed(make):
 def test_metrics_are_numbers_by_name(make):
     backend = make()
     backend.generate([[2]], SamplingParams(max_new_tokens=2))
-    assert all(isinstance(name, str) and isinstance(value, float) for name, value in backend.metrics().items())
+    assert all(
+        isinstance(name, str) and isinstance(value, float)
+        for name, value in backend.metrics().items()
+    )
 
 
 def test_every_end_token_of_the_model_stops(make):
@@ -238,7 +336,13 @@ def test_every_end_token_of_the_model_stops(make):
     free = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
     model.generation_config.eos_token_id = [1, free.token_ids[4]]
     ours = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
-    theirs = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False, max_new_tokens=12, pad_token_id=0)
+    theirs = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt)),
+        do_sample=False,
+        max_new_tokens=12,
+        pad_token_id=0,
+    )
     assert list(ours.token_ids) == theirs[0, len(prompt) :].tolist()
     assert len(ours.token_ids) < 12
     assert ours.finish_reason == "stop"
@@ -246,10 +350,16 @@ def test_every_end_token_of_the_model_stops(make):
 
 def test_weights_that_are_not_finite_are_an_error_that_leaves_no_trace(make):
     model = tiny_model(scale=3.0)
-    backend, prompts, params = make(model), random_prompts(3), SamplingParams(temperature=0.0, max_new_tokens=6)
+    backend, prompts, params = (
+        make(model),
+        random_prompts(3),
+        SamplingParams(temperature=0.0, max_new_tokens=6),
+    )
     before = backend.generate(prompts, params)
     sound = {name: p.detach().clone() for name, p in model.named_parameters()}
-    backend.update_weights(((name, torch.full_like(p, float("nan"))) for name, p in sound.items()), version=1)
+    backend.update_weights(
+        ((name, torch.full_like(p, float("nan"))) for name, p in sound.items()), version=1
+    )
     with pytest.raises(FloatingPointError, match="weights hold NaN"):
         backend.generate(prompts, params)
     backend.update_weights(sound.items(), version=0)

@@ -1,4 +1,6 @@
-"""How reward functions are called: by the names of their parameters, else by place, one response or a whole batch at a time."""
+"""How reward functions are called: by the names of their parameters, else by place, one response or
+a whole batch at a time.
+"""
 
 from functools import partial
 
@@ -55,7 +57,9 @@ CALLS = {
     "positional only": positional_only,
     "keyword only": keyword_only,
     "any columns": lambda prompt, response, **columns: see(prompt, response, columns["answer"]),
-    "any columns and the prompt among them": lambda response, **more: see(more["prompt"], response, more["answer"]),
+    "any columns and the prompt among them": lambda response, **more: see(
+        more["prompt"], response, more["answer"]
+    ),
     "any arguments": lambda *texts, answer: see(*texts, answer),
     "prompt and any arguments": lambda question, *texts, answer: see(question, *texts, answer),
     "an object": Judge(),
@@ -66,7 +70,9 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_each_parameter_gets_what_it_means(name: str):
     seen.clear()
-    assert FunctionalRewardWrapper(CALLS[name]).step([LOG], [{"answer": "two", "level": 3}]).rewards == [0.5]
+    assert FunctionalRewardWrapper(CALLS[name]).step(
+        [LOG], [{"answer": "two", "level": 3}]
+    ).rewards == [0.5]
     assert seen == [("1+1=", "2", "two")]
 
 
@@ -74,7 +80,10 @@ def optional_columns(prompt, response, a=0.0, b=0.0, /):
     return 10 * a + b
 
 
-@pytest.mark.parametrize(("row", "expected"), [({"b": 1.0}, 1.0), ({"a": 1.0}, 10.0), ({}, 0.0), ({"a": 2.0, "b": 1.0}, 21.0)])
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [({"b": 1.0}, 1.0), ({"a": 1.0}, 10.0), ({}, 0.0), ({"a": 2.0, "b": 1.0}, 21.0)],
+)
 def test_a_missing_column_moves_no_other(row, expected):
     assert FunctionalRewardWrapper(optional_columns).step([LOG], [row]).rewards == [expected]
 
@@ -82,7 +91,11 @@ def test_a_missing_column_moves_no_other(row, expected):
 BATCHES = {
     "plural": lambda prompts, responses, answer: (prompts, responses, answer),
     "as TRL calls it": lambda completions, prompts, answer: (prompts, completions, answer),
-    "without prompts, with any columns": lambda completions, **more: (more["prompts"], completions, more["answer"]),
+    "without prompts, with any columns": lambda completions, **more: (
+        more["prompts"],
+        completions,
+        more["answer"],
+    ),
     "plural for the prompts alone": lambda prompts, texts, answer: (prompts, texts, answer),
 }
 
@@ -100,14 +113,22 @@ def test_a_plural_makes_it_a_function_of_the_batch(name: str):
 
 
 def test_the_response_alone_is_enough_if_it_has_its_name():
-    assert FunctionalRewardWrapper(lambda response: len(response)).step([LOG], [{}]).rewards == [1.0]
+    assert FunctionalRewardWrapper(lambda response: len(response)).step([LOG], [{}]).rewards == [
+        1.0
+    ]
     assert FunctionalRewardWrapper(lambda completions: [7]).step([LOG], [{}]).rewards == [7.0]
 
 
 def test_batch_can_be_said_and_denied():
-    assert FunctionalRewardWrapper(lambda prompt, response: [1, 2], batch=True).step([LOG, LOG], [{}, {}]).rewards == [1.0, 2.0]
-    assert FunctionalRewardWrapper(lambda a, b: [1, 2], batch=True).step([LOG, LOG], [{}, {}]).rewards == [1.0, 2.0]
-    assert FunctionalRewardWrapper(lambda prompts, responses: 3, batch=False).step([LOG, LOG], [{}, {}]).rewards == [3.0, 3.0]
+    assert FunctionalRewardWrapper(lambda prompt, response: [1, 2], batch=True).step(
+        [LOG, LOG], [{}, {}]
+    ).rewards == [1.0, 2.0]
+    assert FunctionalRewardWrapper(lambda a, b: [1, 2], batch=True).step(
+        [LOG, LOG], [{}, {}]
+    ).rewards == [1.0, 2.0]
+    assert FunctionalRewardWrapper(lambda prompts, responses: 3, batch=False).step(
+        [LOG, LOG], [{}, {}]
+    ).rewards == [3.0, 3.0]
 
 
 def test_names():
@@ -120,11 +141,26 @@ def test_names():
     ("fn", "message"),
     [
         (0.5, r"reward must be a function fn\(prompt, response\), but it is 0.5"),
-        (lambda: 1.0, r"reward 'lambda' must take at least \(prompt, response\), but its parameters are \[\]"),
-        (lambda text: 1.0, r"must take at least \(prompt, response\), but its parameters are \['text'\]"),
-        (lambda prompt: 1.0, r"must take at least \(prompt, response\), but its parameters are \['prompt'\]"),
+        (
+            lambda: 1.0,
+            r"reward 'lambda' must take at least \(prompt, response\), but its parameters are \[\]",
+        ),
+        (
+            lambda text: 1.0,
+            r"must take at least \(prompt, response\), but its parameters are \['text'\]",
+        ),
+        (
+            lambda prompt: 1.0,
+            r"must take at least \(prompt, response\), but its parameters are \['prompt'\]",
+        ),
         (lambda **columns: 1.0, r"must take at least \(prompt, response\)"),
-        (asynchronous, r"reward 'asynchronous' must be a plain function, but it is async: .* that calls asyncio.run"),
+        (
+            asynchronous,
+            (
+                r"reward 'asynchronous' must be a plain function, but it is async: .* that calls"
+                r" asyncio.run"
+            ),
+        ),
         (AsyncJudge(), "reward 'AsyncJudge' must be a plain function, but it is async"),
         (int, "reward 'int' must show its parameters|must take at least"),
     ],

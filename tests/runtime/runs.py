@@ -1,4 +1,7 @@
-"""Small complete runs, in this process or in one that is killed. Run as a script it takes a JSON of settings: see `main`."""
+"""Small complete runs, in this process or in one that is killed.
+
+Run as a script it takes a JSON of settings: see `main`.
+"""
 
 import json
 import os
@@ -10,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import nemorl
-from nemorl.runtime.callbacks import Callback
-from nemorl.runtime.config_io import from_dict
-from tests.models import tiny_model, tiny_tokenizer
+from nemorl.runtime.config.tree import from_dict
+from nemorl.runtime.run.callbacks import Callback
+from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TRAINER = nemorl.TrainerConfig(device="cpu")
 TIMES = (
@@ -36,25 +39,53 @@ TIMES = (
 
 
 def addition_rows(count: int = 40) -> list[dict[str, Any]]:
-    return [{"prompt": f"{i % 7}+{i % 5}=", "answer": str(i % 7 + i % 5), "response": str(i % 7 + i % 5)} for i in range(count)]
+    return [
+        {
+            "prompt": f"{i % 7}+{i % 5}=",
+            "answer": str(i % 7 + i % 5),
+            "response": str(i % 7 + i % 5),
+        }
+        for i in range(count)
+    ]
 
 
 def preference_rows(count: int = 60, *, seed: int = 0, wrong: float = 0.0) -> list[dict[str, Any]]:
-    """After a word that ends with a, even digits are preferred; with b, odd ones. A share `wrong` of the pairs says the opposite."""
+    """After a word that ends with a, even digits are preferred; with b, odd ones.
+
+    A share `wrong` of the pairs says the opposite.
+    """
     draw, rows = random.Random(seed), []
     for _ in range(count):
-        word = "".join(draw.choice("cdefghkl") for _ in range(draw.randint(1, 4))) + draw.choice("ab")
-        answers = ["".join(draw.choice(digits) for _ in range(draw.randint(2, 5))) for digits in ("02468", "13579")]
-        chosen, rejected = answers if (word[-1] == "a") != (draw.random() < wrong) else answers[::-1]
+        word = "".join(draw.choice("cdefghkl") for _ in range(draw.randint(1, 4))) + draw.choice(
+            "ab"
+        )
+        answers = [
+            "".join(draw.choice(digits) for _ in range(draw.randint(2, 5)))
+            for digits in ("02468", "13579")
+        ]
+        chosen, rejected = (
+            answers if (word[-1] == "a") != (draw.random() < wrong) else answers[::-1]
+        )
         rows.append({"prompt": f"{word}=", "chosen": chosen, "rejected": rejected})
     return rows
 
 
 def run_config(folder: Path, **options: Any) -> nemorl.RunConfig:
-    return nemorl.RunConfig(**{"dir": str(folder), "display": "none", "plots": False, "loggers": (), "export": False, **options})
+    return nemorl.RunConfig(
+        **{
+            "dir": str(folder),
+            "display": "none",
+            "plots": False,
+            "loggers": (),
+            "export": False,
+            **options,
+        }
+    )
 
 
-def grpo_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any) -> nemorl.GRPOConfig:
+def grpo_config(
+    folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any
+) -> nemorl.GRPOConfig:
     base = nemorl.GRPOConfig(
         data=nemorl.DataConfig(max_total_sequence_length=32),
         trainer=TRAINER,
@@ -68,7 +99,9 @@ def grpo_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = No
     return replace(base, **options)
 
 
-def sft_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any) -> nemorl.SFTConfig:
+def sft_config(
+    folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any
+) -> nemorl.SFTConfig:
     base = nemorl.SFTConfig(
         data=nemorl.DataConfig(max_total_sequence_length=32),
         trainer=TRAINER,
@@ -81,7 +114,9 @@ def sft_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = Non
     return replace(base, **options)
 
 
-def dpo_config(folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any) -> nemorl.DPOConfig:
+def dpo_config(
+    folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any
+) -> nemorl.DPOConfig:
     base = nemorl.DPOConfig(
         data=nemorl.DataConfig(max_total_sequence_length=32),
         trainer=TRAINER,
@@ -98,14 +133,23 @@ def digits(prompt: str, response: str) -> float:
     return sum(c.isdigit() for c in response) / 4
 
 
-def start(config: Any, *, rows: Any = None, validation: Any = None, reward: Any = None, callbacks: Any = (), **model: Any) -> nemorl.TrainResult:
+def start(
+    config: Any,
+    *,
+    rows: Any = None,
+    validation: Any = None,
+    reward: Any = None,
+    callbacks: Any = (),
+    **model: Any,
+) -> nemorl.TrainResult:
     """A run of a tiny model on additions, or on preferences among digits."""
     reward = digits if reward is None and isinstance(config, nemorl.GRPOConfig) else reward
     return nemorl.run(
         config,
         model=tiny_model(**{"scale": 2.0, **model}),
         tokenizer=tiny_tokenizer(),
-        train=rows or (preference_rows() if isinstance(config, nemorl.DPOConfig) else addition_rows()),
+        train=rows
+        or (preference_rows() if isinstance(config, nemorl.DPOConfig) else addition_rows()),
         validation=validation,
         reward=reward,
         callbacks=callbacks,
@@ -124,7 +168,9 @@ class Kill(Callback):
 
 
 class KillInCheckpoint(Callback):
-    """SIGKILL in the middle of writing the checkpoint of step `step`: the model is there, the optimizer is not."""
+    """SIGKILL in the middle of writing the checkpoint of step `step`: the model is there, the
+    optimizer is not.
+    """
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -154,7 +200,12 @@ def main(settings: dict[str, Any]) -> None:
     if settings["algorithm"] == "dpo":
         validation = preference_rows(8, seed=1)
         options["loss"] = from_dict(nemorl.DPOConfig, {"loss": options.get("loss", "dpo")}).loss
-    config = make(Path(settings["folder"]), steps=settings["steps"], run={"save_period": 2, "resume": settings["resume"], "val_period": 3}, **options)
+    config = make(
+        Path(settings["folder"]),
+        steps=settings["steps"],
+        run={"save_period": 2, "resume": settings["resume"], "val_period": 3},
+        **options,
+    )
     kills = {"between": Kill, "checkpoint": KillInCheckpoint}
     callbacks = [kills[settings["kill"]](settings["at"])] if settings.get("kill") else []
     start(config, validation=validation, callbacks=callbacks)

@@ -1,4 +1,7 @@
-"""A trainer of three numbers with everything that a real one has to save, and a loop around it. Run as a script, it dies on purpose: see `main`."""
+"""A trainer of three numbers with everything that a real one has to save, and a loop around it.
+
+Run as a script, it dies on purpose: see `main`.
+"""
 
 import itertools
 import json
@@ -16,13 +19,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemorl.runtime import checkpoint
-from nemorl.runtime.callbacks import notify
-from nemorl.runtime.loggers.base import LoggedRun, Recorder
-from nemorl.runtime.loggers.jsonl import JsonlLogger
-from nemorl.runtime.run_directory import RunDirectory
-from nemorl.runtime.saving import CheckpointCallback
-from nemorl.runtime.state import LoopState, Run
+from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.callbacks import notify
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.saving import CheckpointCallback
+from nemorl.runtime.run.state import LoopState, Run
+from nemorl.runtime.watch.loggers.base import LoggedRun, Recorder
+from nemorl.runtime.watch.loggers.jsonl import JsonlLogger
 
 
 class TinyTrainer:
@@ -70,7 +73,9 @@ class TinyTrainer:
 
     def load_checkpoint(self, path: Path) -> None:
         torch.rand(7)  # a loader that draws random numbers must do no harm
-        self.tensors = load_file(path / "model.safetensors") | load_file(path / "optimizer.safetensors")
+        self.tensors = load_file(path / "model.safetensors") | load_file(
+            path / "optimizer.safetensors"
+        )
 
     def shutdown(self) -> None: ...
 
@@ -83,7 +88,9 @@ def tiny_run(*, step: int = 0, value: float = 0.0, directory: Path | None = None
 
 def recorder(directory: RunDirectory, **factories) -> Recorder:
     """The record in the run's directory, and whatever other loggers are to have."""
-    return Recorder({"jsonl": JsonlLogger, **factories}, LoggedRun(directory=directory, run_id="3f9a01bc"))
+    return Recorder(
+        {"jsonl": JsonlLogger, **factories}, LoggedRun(directory=directory, run_id="3f9a01bc")
+    )
 
 
 def seed_everything(seed: int) -> None:
@@ -92,7 +99,9 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def train(path: Path, *, steps: int, period: int, resume: bool = False, die_in_step: int | None = None) -> Run:
+def train(
+    path: Path, *, steps: int, period: int, resume: bool = False, die_in_step: int | None = None
+) -> Run:
     """The shape of every loop of ours: start or resume, step, notify."""
     directory = RunDirectory.create(path, "", resume=resume)
     checkpoint.sweep(path)
@@ -111,14 +120,22 @@ def train(path: Path, *, steps: int, period: int, resume: bool = False, die_in_s
             with directory.metrics.open("a") as file:
                 file.write('{"step": 6, "time": 17')
             os.kill(os.getpid(), signal.SIGKILL)
-        notify(callbacks, "on_samples", run, run.state.step, [{"prompt": "1+1=", "response": "2", "reward": 1.0}])
+        notify(
+            callbacks,
+            "on_samples",
+            run,
+            run.state.step,
+            [{"prompt": "1+1=", "response": "2", "reward": 1.0}],
+        )
         notify(callbacks, "on_step_end", run, run.state.step, metrics)
     notify(callbacks, "on_train_end", run, metrics)
     return run
 
 
 def die_at(place: int, report: Path) -> None:
-    """Kill this process with SIGKILL at the `place`-th of these: just before or after something is flushed to the disk, renamed or removed."""
+    """Kill this process with SIGKILL at the `place`-th of these: just before or after something is
+    flushed to the disk, renamed or removed.
+    """
     places = itertools.count(1)
 
     def watched(name, function):
@@ -148,12 +165,16 @@ def in_a_process(work) -> bool:
             print(repr(error), file=sys.stderr, flush=True)
             os._exit(1)
     _, status = os.waitpid(pid, 0)
-    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, "the process failed without being killed"
+    assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0, (
+        "the process failed without being killed"
+    )
     return os.WIFSIGNALED(status)
 
 
 def die_while_saving(root: Path, scenario: str) -> None:
-    """root/1, root/2, …: in each a process died a bit later while it wrote a checkpoint with value 2 after one with value 1."""
+    """root/1, root/2, …: in each a process died a bit later while it wrote a checkpoint with value
+    2 after one with value 1.
+    """
     for place in itertools.count(1):
         folder = root / str(place)
         old_step, keep = (2, 1) if scenario == "replace" else (1, 2)
@@ -176,10 +197,16 @@ def main(task: str, root: Path) -> None:
     if task == "resume":
         assert not in_a_process(lambda: train(root / "straight", steps=8, period=4))
         assert in_a_process(lambda: train(root / "killed", steps=8, period=4, die_in_step=6))
-        shutil.copytree(root / "killed", root / "killed_early")  # and one that dies again before it has a new checkpoint, then goes on
-        assert in_a_process(lambda: train(root / "killed_early", steps=8, period=4, resume=True, die_in_step=7))
+        shutil.copytree(
+            root / "killed", root / "killed_early"
+        )  # and one that dies again before it has a new checkpoint, then goes on
+        assert in_a_process(
+            lambda: train(root / "killed_early", steps=8, period=4, resume=True, die_in_step=7)
+        )
         for name in ("killed", "killed_early"):
-            assert not in_a_process(lambda name=name: train(root / name, steps=8, period=4, resume=True))
+            assert not in_a_process(
+                lambda name=name: train(root / name, steps=8, period=4, resume=True)
+            )
     else:
         die_while_saving(root, task)
 

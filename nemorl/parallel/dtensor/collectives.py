@@ -32,7 +32,9 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllGatherSame(torch.autograd.Function):
-    """Forward all-gather along a dim; backward this rank's part alone, where all ranks go on to the same loss."""
+    """Forward all-gather along a dim; backward this rank's part alone, where all ranks go on to the
+    same loss.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -41,14 +43,22 @@ class _AllGatherSame(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0].chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)].contiguous(), None, None
+        return (
+            grads[0]
+            .chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)]
+            .contiguous(),
+            None,
+            None,
+        )
 
 
 class _Exchange(torch.autograd.Function):
     """All-to-all: split along one dim, concatenate along another; backward the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, split: int, join: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, values: Tensor, split: int, join: int, group: dist.ProcessGroup
+    ) -> Tensor:
         ctx.split, ctx.join, ctx.group = split, join, group
         parts = torch.stack(values.chunk(dist.get_world_size(group), split)).contiguous()
         received = torch.empty_like(parts)
@@ -57,11 +67,18 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Exchange.apply(grads[0].contiguous(), ctx.join, ctx.split, ctx.group), None, None, None
+        return (
+            _Exchange.apply(grads[0].contiguous(), ctx.join, ctx.split, ctx.group),
+            None,
+            None,
+            None,
+        )
 
 
 class _SumBackward(torch.autograd.Function):
-    """Forward nothing; backward the sum over the group, of which each rank has a part of the gradient."""
+    """Forward nothing; backward the sum over the group, of which each rank has a part of the
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -75,18 +92,30 @@ class _SumBackward(torch.autograd.Function):
         return total, None
 
 
-def all_gather(values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup) -> Float[Tensor, "..."]:
-    """Every rank's values, joined along `dim` in the order of ranks; the gradient is the sum of what the ranks do with them."""
+def all_gather(
+    values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup
+) -> Float[Tensor, "..."]:
+    """Every rank's values, joined along `dim` in the order of ranks; the gradient is the sum of
+    what the ranks do with them.
+    """
     return _AllGather.apply(values, dim, group)
 
 
-def all_gather_same(values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup) -> Float[Tensor, "..."]:
-    """The same for ranks that all compute the same loss from the result: each takes its own part of the gradient, which is counted once."""
+def all_gather_same(
+    values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup
+) -> Float[Tensor, "..."]:
+    """The same for ranks that all compute the same loss from the result: each takes its own part of
+    the gradient, which is counted once.
+    """
     return _AllGatherSame.apply(values, dim, group)
 
 
-def exchange(values: Float[Tensor, "..."], *, split: int, join: int, group: dist.ProcessGroup) -> Float[Tensor, "..."]:
-    """Rank r gets the r-th part along `split` of everybody's values, joined along `join` in the order of ranks."""
+def exchange(
+    values: Float[Tensor, "..."], *, split: int, join: int, group: dist.ProcessGroup
+) -> Float[Tensor, "..."]:
+    """Rank r gets the r-th part along `split` of everybody's values, joined along `join` in the
+    order of ranks.
+    """
     return _Exchange.apply(values, split, join, group)
 
 

@@ -1,7 +1,9 @@
-"""Context parallelism: every row is split between the ranks of a group, and attention brings its parts together.
+"""Context parallelism: every row is split between the ranks of a group, and attention brings its
+parts together.
 
-A row is cut into 2n chunks, of which rank r has the r-th from the front and from the back (zig-zag), so that all have like work under a causal mask.
-Segments of packed rows may lie across chunks: each token finds its segment by `segment_ids`, and its place in it by `position_ids`.
+A row is cut into 2n chunks, of which rank r has the r-th from the front and from the back
+(zig-zag), so that all have like work under a causal mask. Segments of packed rows may lie across
+chunks: each token finds its segment by `segment_ids`, and its place in it by `position_ids`.
 """
 
 from dataclasses import dataclass
@@ -24,7 +26,8 @@ CONTEXT_ATTENTION = "nemorl_context_parallel"
 class RowSplit:
     """How the tokens of rows of one width lie on the ranks of a group.
 
-    `order[i]` is the place in the row of the i-th token, where those of all ranks are laid end to end; `back` is its inverse.
+    `order[i]` is the place in the row of the i-th token, where those of all ranks are laid end to
+    end; `back` is its inverse.
     """
 
     order: Int[Tensor, "seq"]
@@ -55,36 +58,68 @@ def zigzag(seq: int, ranks: int) -> list[int]:
     [0, 1, 6, 7, 2, 3, 4, 5]
     """
     if seq % (2 * ranks):
-        raise ValueError(f"rows that {ranks} ranks split must be a multiple of {2 * ranks} tokens wide, but they have {seq}: pad them")
+        raise ValueError(
+            f"rows that {ranks} ranks split must be a multiple of {2 * ranks} tokens wide, but they"
+            f" have {seq}: pad them"
+        )
     size = seq // (2 * ranks)
     chunks = [range(start, start + size) for start in range(0, seq, size)]
-    return [place for rank in range(ranks) for chunk in (chunks[rank], chunks[-1 - rank]) for place in chunk]
+    return [
+        place
+        for rank in range(ranks)
+        for chunk in (chunks[rank], chunks[-1 - rank])
+        for place in chunk
+    ]
 
 
 @dataclass(frozen=True)
 class ContextState:
-    """What attention knows of the rows beyond this rank's tokens; made once for a microbatch, and handed through the model to every layer."""
+    """What attention knows of the rows beyond this rank's tokens; made once for a microbatch, and
+    handed through the model to every layer.
+    """
 
     split: RowSplit
     method: str
     buckets: SegmentBuckets | None = None
     """ulysses: the segments of the whole rows."""
     bias: Float[Tensor, "batch 1 part seq"] | None = None
-    """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, the keys in the order of the ranks. Of the type that queries have:
-    otherwise every layer would make, and keep, one of its own."""
+    """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, the keys in the
+    order of the ranks. Of the type that queries have: otherwise every layer would make, and keep,
+    one of its own.
+    """
 
     @classmethod
     def of(
-        cls, segment_ids: Int[Tensor, "batch seq"], position_ids: Int[Tensor, "batch seq"], split: RowSplit, method: str, dtype: torch.dtype
+        cls,
+        segment_ids: Int[Tensor, "batch seq"],
+        position_ids: Int[Tensor, "batch seq"],
+        split: RowSplit,
+        method: str,
+        dtype: torch.dtype,
     ) -> "ContextState":
-        """From whole rows. A token sees those of its own segment up to itself; padding sees itself alone, so that no sum is empty."""
+        """From whole rows.
+
+        A token sees those of its own segment up to itself; padding sees itself alone, so that no
+        sum is empty.
+        """
         if method == "ulysses":
             return cls(split, method, buckets=segment_buckets(segment_ids))
         segments, positions = segment_ids[:, split.order], position_ids[:, split.order]
-        own_segments, own_positions = split.take(segment_ids)[:, :, None], split.take(position_ids)[:, :, None]
-        sees = (own_segments == segments[:, None]) & (own_segments > 0) & (own_positions >= positions[:, None])
+        own_segments, own_positions = (
+            split.take(segment_ids)[:, :, None],
+            split.take(position_ids)[:, :, None],
+        )
+        sees = (
+            (own_segments == segments[:, None])
+            & (own_segments > 0)
+            & (own_positions >= positions[:, None])
+        )
         sees |= (split.own[:, None] == split.order)[None]
-        return cls(split, method, bias=torch.zeros((), dtype=dtype, device=sees.device).where(sees, -torch.inf)[:, None])
+        return cls(
+            split,
+            method,
+            bias=torch.zeros((), dtype=dtype, device=sees.device).where(sees, -torch.inf)[:, None],
+        )
 
 
 @torch.compiler.disable
@@ -99,27 +134,40 @@ def context_attention(
     context: ContextState | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`[batch, heads, part, head_dim]` of this rank's tokens to `[batch, part, heads, head_dim]`, each attending to its segment on all ranks.
+    """`[batch, heads, part, head_dim]` of this rank's tokens to `[batch, part, heads, head_dim]`,
+    each attending to its segment on all ranks.
 
-    ulysses (DeepSpeed): all-to-all, after which each rank has all tokens of some heads; keys are repeated where their heads don't divide.
-    allgather (Llama 3): each rank collects all keys and values for its own queries.
+    ulysses (DeepSpeed): all-to-all, after which each rank has all tokens of some heads; keys are
+    repeated where their heads don't divide. allgather (Llama 3): each rank collects all keys and
+    values for its own queries.
     """
     assert context is not None and attention_mask is None
     split = context.split
     if context.method == "allgather":
         key, value = all_gather(torch.stack((key, value)), 3, split.group).unbind(0)
-        options: dict[str, Any] = {"dropout_p": dropout, "scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+        options: dict[str, Any] = {
+            "dropout_p": dropout,
+            "scale": scaling,
+            "enable_gqa": query.shape[1] != key.shape[1],
+        }
         output = scaled_dot_product_attention(query, key, value, attn_mask=context.bias, **options)
         return rearrange(output, "batch heads part dim -> batch part heads dim").contiguous(), None
     if key.shape[1] % dist.get_world_size(split.group):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
-    whole = [exchange(x, split=1, join=2, group=split.group).index_select(2, split.back) for x in (query, key, value)]
-    output, _ = segment_attention(module, *whole, None, dropout, scaling, segment_buckets=context.buckets)
+    whole = [
+        exchange(x, split=1, join=2, group=split.group).index_select(2, split.back)
+        for x in (query, key, value)
+    ]
+    output, _ = segment_attention(
+        module, *whole, None, dropout, scaling, segment_buckets=context.buckets
+    )
     return exchange(output.index_select(1, split.order), split=1, join=2, group=split.group), None
 
 
 def register_context_attention() -> None:
-    """Make the function known to `transformers`, without a mask function, so that no mask is built for it."""
+    """Make the function known to `transformers`, without a mask function, so that no mask is built
+    for it.
+    """
     from transformers import AttentionInterface
 
     AttentionInterface.register(CONTEXT_ATTENTION, context_attention)

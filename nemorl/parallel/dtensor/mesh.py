@@ -1,4 +1,6 @@
-"""Which part of the work is this process's: its ranks along the axes of the mesh, and the groups that it talks to."""
+"""Which part of the work is this process's: its ranks along the axes of the mesh, and the groups
+that it talks to.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from nemorl.models.causal_lm import usable_device
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.rollout.causal_lm import usable_device
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """One process of those that train a model together. A rank's rows are those of `data_rank`; of each row it holds the tokens of `cp_rank`."""
+    """One process of those that train a model together.
+
+    A rank's rows are those of `data_rank`; of each row it holds the tokens of `cp_rank`.
+    """
 
     plan: ParallelPlan
     device: torch.device
@@ -50,7 +57,9 @@ class World:
     @property
     def fsdp_mesh(self) -> Any:
         """Over which FSDP2 shards; with dp_replicate the first axis repeats (HSDP)."""
-        return self.dims.get_mesh(["dp_replicate", "fsdp"] if self.plan.dp_replicate > 1 else "fsdp")
+        return self.dims.get_mesh(
+            ["dp_replicate", "fsdp"] if self.plan.dp_replicate > 1 else "fsdp"
+        )
 
     @property
     def tp_mesh(self) -> Any:
@@ -63,21 +72,29 @@ class World:
         return cls(plan=plan, device=device)
 
     @classmethod
-    def of(cls, plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None) -> World:
-        """This process's place among those that were started together (RANK, WORLD_SIZE, … in the environment); a collective call.
+    def of(
+        cls, plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None
+    ) -> World:
+        """This process's place among those that were started together (RANK, WORLD_SIZE, … in the
+        environment); a collective call.
 
-        A collective may take `timeout_s` (torch's default unless given). Raises ValueError where the plan asks for another number of ranks.
+        A collective may take `timeout_s` (torch's default unless given). Raises ValueError where
+        the plan asks for another number of ranks.
         """
         from nemorl.parallel.dtensor.titan import make_dims
 
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         device = start_process_group(device_name, timeout=timeout)
-        if timeout is not None:  # those of the mesh's axes take torch's default, and there is no other way to say it
+        if (
+            timeout is not None
+        ):  # those of the mesh's axes take torch's default, and there is no other way to say it
             distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = timeout
         plan = plan.on(dist.get_world_size())
         dims = make_dims(plan, device.type)
         groups = {name: dims.get_optional_mesh(name) for name in ("batch", "cp", "tp")}
-        ranks = {name: 0 if mesh is None else mesh.get_local_rank() for name, mesh in groups.items()}
+        ranks = {
+            name: 0 if mesh is None else mesh.get_local_rank() for name, mesh in groups.items()
+        }
         found = {name: None if mesh is None else mesh.get_group() for name, mesh in groups.items()}
         fake = dist.get_backend() == "fake"  # a plan that is only tried, in one process
         return cls(
@@ -104,27 +121,45 @@ class World:
         return found
 
 
-def start_process_group(device_name: str | None, *, timeout: timedelta | None = None) -> torch.device:
-    """This rank's device, with torch.distributed initialised, as whoever started the ranks says in the environment."""
+def start_process_group(
+    device_name: str | None, *, timeout: timedelta | None = None
+) -> torch.device:
+    """This rank's device, with torch.distributed initialised, as whoever started the ranks says in
+    the environment.
+    """
     kind = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if kind.type == "cuda":
         alone = torch.cuda.device_count() == 1  # as where each process is shown its own GPU alone
-        kind = torch.device("cuda", kind.index if kind.index is not None else 0 if alone else int(os.environ.get("LOCAL_RANK", 0)))
+        kind = torch.device(
+            "cuda",
+            kind.index
+            if kind.index is not None
+            else 0
+            if alone
+            else int(os.environ.get("LOCAL_RANK", 0)),
+        )
     device = usable_device(str(kind))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         store, rank, size = next(iter(rendezvous("env://")))
-        # torchrun keeps its store when it starts the processes again, and in it the addresses of those that are gone.
-        store = dist.PrefixStore(f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # torchrun keeps its store when it starts the processes again, and in it the addresses of
+        # those that are gone.
+        store = dist.PrefixStore(
+            f"restart_{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store
+        )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return device
 
 
 def is_started_as_rank() -> bool:
-    """Whether this process is one of several, or was started as one, by torchrun or a launcher of ours.
+    """Whether this process is one of several, or was started as one, by torchrun or a launcher of
+    ours.
 
-    A process group of one by itself says nothing: vLLM leaves one behind in the process that it ran in.
+    A process group of one by itself says nothing: vLLM leaves one behind in the process that it ran
+    in.
     """
-    return ("WORLD_SIZE" in os.environ and "RANK" in os.environ) or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    return ("WORLD_SIZE" in os.environ and "RANK" in os.environ) or (
+        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    )

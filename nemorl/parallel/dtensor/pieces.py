@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from nemorl.parallel.tensor_files import TensorFiles
+from nemorl.models.tensor_files import TensorFiles
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -18,14 +18,20 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    shape, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     local = tensor.to_local()
-    assert tuple(local.shape) == tuple(shape), f"{tuple(local.shape)} here, {shape} by {tensor.placements}"
+    assert tuple(local.shape) == tuple(shape), (
+        f"{tuple(local.shape)} here, {shape} by {tensor.placements}"
+    )
     return local, tuple(offsets)
 
 
 def replicas(tensor: DTensor) -> tuple[int, int]:
-    """How many ranks have the same part of a tensor as this one, and the how-manieth of them this is."""
+    """How many ranks have the same part of a tensor as this one, and the how-manieth of them this
+    is.
+    """
     count, this = 1, 0
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

@@ -13,7 +13,9 @@ from nemorl.checks import require
 from nemorl.parallel.plan import ParallelPlan
 
 if not torch.cuda.is_available():
-    torch._utils._get_available_device_type = lambda: "cpu"  # torchtitan asks once, when it is imported, and takes no answer for cuda
+    torch._utils._get_available_device_type = lambda: (
+        "cpu"
+    )  # torchtitan asks once, when it is imported, and takes no answer for cuda
 try:
     import torch.testing._internal.distributed.fake_pg  # the backend of mesh axes of one rank, which torch registers here only
     import torchtitan.distributed.parallel_dims as parallel_dims
@@ -24,18 +26,41 @@ try:
     from torchtitan.distributed.utils import clip_grad_norm_
     from torchtitan.tools import utils
 except ImportError as error:
-    raise ValueError(f"parallel with several ranks needs torchtitan, which can't be imported ({error}): pip install 'nemorl[titan]'") from error
+    raise ValueError(
+        f"parallel with several ranks needs torchtitan, which can't be imported ({error}): pip"
+        " install 'nemorl[titan]'"
+    ) from error
 
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # advice on meshes that are torchtitan's
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+    logging.ERROR
+)  # advice on meshes that are torchtitan's
 
-__all__ = ["NoParallel", "ParallelDims", "checkpoint_activations", "clip_gradients", "make_dims", "peak_flops", "sum_gradients"]
+__all__ = [
+    "NoParallel",
+    "ParallelDims",
+    "checkpoint_activations",
+    "clip_gradients",
+    "make_dims",
+    "peak_flops",
+    "sum_gradients",
+]
 
 
 def make_dims(plan: ParallelPlan, device_type: str) -> ParallelDims:
-    """The device mesh of a plan whose degrees are all known, with the axes dp_replicate, fsdp (dp_shard · cp), cp and tp; a collective call."""
-    require(plan.dp_shard is not None, "parallel.dp_shard", "must be known here", plan.dp_shard, "resolve the plan with ParallelPlan.on")
+    """The device mesh of a plan whose degrees are all known, with the axes dp_replicate, fsdp
+    (dp_shard · cp), cp and tp; a collective call.
+    """
+    require(
+        plan.dp_shard is not None,
+        "parallel.dp_shard",
+        "must be known here",
+        plan.dp_shard,
+        "resolve the plan with ParallelPlan.on",
+    )
     assert plan.dp_shard is not None
-    parallel_dims.device_type = utils.device_type = device_type  # what the run asks for, on a machine with GPUs, too
+    parallel_dims.device_type = utils.device_type = (
+        device_type  # what the run asks for, on a machine with GPUs, too
+    )
     dims = ParallelDims(
         dp_replicate=plan.dp_replicate,
         dp_shard=plan.dp_shard,
@@ -51,7 +76,9 @@ def make_dims(plan: ParallelPlan, device_type: str) -> ParallelDims:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Have FSDP2 sum gradients instead of averaging them: the loss's weights know the whole step (SPEC §2). A plain sum, as gloo has no other."""
+    """Have FSDP2 sum gradients instead of averaging them: the loss's weights know the whole step
+    (SPEC §2). A plain sum, as gloo has no other.
+    """
     disable_fsdp_gradient_division(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -65,12 +92,30 @@ def checkpoint_activations(decoder: nn.Module, how: str) -> None:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale all gradients so that their norm over the whole mesh is at most `max_norm`. Returns the norm before."""
+    """Scale all gradients so that their norm over the whole mesh is at most `max_norm`.
+
+    Returns the norm before.
+    """
     return clip_grad_norm_(parameters, max_norm, foreach=True)
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a GPU by its name; None where torchtitan's table does not have it (it would answer as for an A100)."""
-    known = ("A100", "H100", "H200", "H20", "B200", "B300", "MI355X", "MI300X", "MI325X", "MI250X", "L40S", "A6000")
+    """Dense bfloat16 FLOP/s of a GPU by its name; None where torchtitan's table does not have it
+    (it would answer as for an A100).
+    """
+    known = (
+        "A100",
+        "H100",
+        "H200",
+        "H20",
+        "B200",
+        "B300",
+        "MI355X",
+        "MI300X",
+        "MI325X",
+        "MI250X",
+        "L40S",
+        "A6000",
+    )
     name = device_name.replace("L40S", "l40s")  # as the table spells it
     return float(utils.get_peak_flops(name)) if any(one in device_name for one in known) else None

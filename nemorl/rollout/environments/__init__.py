@@ -1,4 +1,7 @@
-"""Rewards by name. A reward is a function `fn(prompt, response, **columns)`; see `nemorl.rollout.environment`."""
+"""Rewards by name.
+
+A reward is a function `fn(prompt, response, **columns)`; see `nemorl.rollout.environment`.
+"""
 
 import difflib
 import importlib.util
@@ -8,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
-from nemorl.rollout.environments.answers import contains_answer, exact_match, last_number, math_equal, think_format
+from nemorl.rollout.environments.answers import (
+    contains_answer,
+    exact_match,
+    last_number,
+    math_equal,
+    think_format,
+)
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.signature import name_of
 
@@ -27,10 +36,12 @@ Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 
 
 def make_environment(reward: Rewards, weights: Sequence[float] = ()) -> EnvironmentInterface:
-    """An environment of a reward: its name in REWARDS, `module:function`, a function, or an environment, which is returned as it is.
+    """An environment of a reward: its name in REWARDS, `module:function`, a function, or an
+    environment, which is returned as it is.
 
-    Several, as a sequence or a mapping of names, become their sum with `weights` (1 each where none are given; see `WeightedRewards`). In a sequence
-    they have their functions' names; a second one of the same name gets _2.
+    Several, as a sequence or a mapping of names, become their sum with `weights` (1 each where none
+    are given; see `WeightedRewards`). In a sequence they have their functions' names; a second one
+    of the same name gets _2.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
@@ -40,7 +51,9 @@ did you mean 'exact_match'?
     [('exact_match', 1.0), ('think_format', 0.2), ('exact_match_2', 0.0)]
     """
     if isinstance(reward, Mapping):
-        return WeightedRewards({str(name): _one(part, str(name)) for name, part in reward.items()}, weights)
+        return WeightedRewards(
+            {str(name): _one(part, str(name)) for name, part in reward.items()}, weights
+        )
     if isinstance(reward, str) or not isinstance(reward, Sequence):
         one = _one(reward)
         return WeightedRewards({_name(reward): one}, weights) if weights else one
@@ -64,7 +77,8 @@ def _name(reward: Reward) -> str:
 def _one(reward: Any, name: str | None = None) -> EnvironmentInterface:
     if isinstance(reward, type):
         raise ValueError(
-            f"reward must be a function or an environment, but it is the class {reward.__name__}: give an object of it, {reward.__name__}()"
+            f"reward must be a function or an environment, but it is the class {reward.__name__}:"
+            f" give an object of it, {reward.__name__}()"
         )
     if isinstance(reward, EnvironmentInterface):
         return reward
@@ -75,7 +89,10 @@ def _one(reward: Any, name: str | None = None) -> EnvironmentInterface:
     if reward not in REWARDS:
         close = difflib.get_close_matches(reward, REWARDS, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "give your own as module:function"
-        raise ValueError(f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is {reward!r}: {hint}")
+        raise ValueError(
+            f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"
+            f" {reward!r}: {hint}"
+        )
     return FunctionalRewardWrapper(REWARDS[reward], name=name or reward)
 
 
@@ -85,8 +102,14 @@ def _imported(reward: str) -> Any:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # an installed command does not look where it is run
     if importlib.util.find_spec(module_name.partition(".")[0]) is None:
-        raise ValueError(f"reward must be importable as module:function, but there is no module {module_name!r} in {Path.cwd()} or installed")
+        raise ValueError(
+            f"reward must be importable as module:function, but there is no module {module_name!r}"
+            f" in {Path.cwd()} or installed"
+        )
     module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
-        raise ValueError(f"reward must be importable as module:function, but {module.__file__} has no {attribute!r}")
+        raise ValueError(
+            f"reward must be importable as module:function, but {module.__file__} has no"
+            f" {attribute!r}"
+        )
     return getattr(module, attribute)

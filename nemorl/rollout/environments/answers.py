@@ -7,14 +7,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 MINUS = r"(?:(?<![0-9A-Za-z)\]}])-)?"
-"""The sign of a number; behind a digit, a letter or a closing bracket it is a minus between two things, or a hyphen."""
+"""The sign of a number; behind a digit, a letter or a closing bracket it is a minus between two
+things, or a hyphen.
+"""
 NUMBER = re.compile(rf"{MINUS}(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 Function = TypeVar("Function", bound=Callable[..., float])
 
 
 def checking(read: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Have a reward function's rows looked at before a run: `read(answer)` raises ValueError for an answer that it can't compare with."""
+    """Have a reward function's rows looked at before a run:
+
+    `read(answer)` raises ValueError for an answer that it can't compare with.
+    """
 
     def with_check(fn: Function) -> Function:
         def check_row(row: Mapping[str, Any]) -> None:
@@ -38,7 +43,10 @@ def exact_match(prompt: str, response: str, answer: Any) -> float:
 def _some_text(answer: Any) -> str:
     text = str(answer).strip()
     if not text:
-        raise ValueError(f"contains_answer needs an answer, because every response contains {answer!r}: give one, or leave the row out")
+        raise ValueError(
+            f"contains_answer needs an answer, because every response contains {answer!r}: give"
+            " one, or leave the row out"
+        )
     return text
 
 
@@ -55,13 +63,17 @@ def contains_answer(prompt: str, response: str, answer: Any) -> float:
 def _number_of(answer: Any) -> float:
     found = NUMBER.findall(str(answer))
     if not found:
-        raise ValueError(f"last_number needs an answer with a number in it, but the answer is {answer!r}: use exact_match")
+        raise ValueError(
+            f"last_number needs an answer with a number in it, but the answer is {answer!r}: use"
+            " exact_match"
+        )
     return float(found[-1].replace(",", ""))
 
 
 @checking(_number_of)
 def last_number(prompt: str, response: str, answer: Any) -> float:
-    """1 where the last number of the response equals the last one of the answer (which may be GSM8K's, with its solution); else 0.
+    """1 where the last number of the response equals the last one of the answer (which may be
+    GSM8K's, with its solution); else 0.
 
     A minus is a sign where no digit, letter or closing bracket stands before it.
 
@@ -77,7 +89,10 @@ def last_number(prompt: str, response: str, answer: Any) -> float:
 def _solution(answer: Any) -> str:
     """The answer at the end of a solution, as LaTeX."""
     if importlib.util.find_spec("math_verify") is None:
-        raise ValueError("the reward math needs the package math-verify, which is not installed: pip install 'nemorl[math]'")
+        raise ValueError(
+            "the reward math needs the package math-verify, which is not installed: pip install"
+            " 'nemorl[math]'"
+        )
     gold = str(answer).rpartition("####")[2].strip()
     if not gold:
         raise _unreadable(answer)
@@ -85,14 +100,19 @@ def _solution(answer: Any) -> str:
 
 
 def _unreadable(answer: Any) -> ValueError:
-    return ValueError(f"math needs an answer that can be read, but the answer is {answer!r}: give plain text or LaTeX, or leave the row out")
+    return ValueError(
+        f"math needs an answer that can be read, but the answer is {answer!r}: give plain text or"
+        " LaTeX, or leave the row out"
+    )
 
 
 @checking(_solution)
 def math_equal(prompt: str, response: str, answer: Any) -> float:
-    """1 where the response's final answer (boxed, in LaTeX, or as plain text) is the same mathematically as `answer`; else 0. Needs math-verify.
+    """1 where the response's final answer (boxed, in LaTeX, or as plain text) is the same
+    mathematically as `answer`; else 0. Needs math-verify.
 
-    `answer` is plain text or LaTeX, or a solution that ends in `#### answer` (GSM8K) or holds `\\boxed{answer}` (MATH).
+    `answer` is plain text or LaTeX, or a solution that ends in `#### answer` (GSM8K) or holds
+    `\\boxed{answer}` (MATH).
 
     >>> math_equal("", r"Thus the probability is $\\boxed{0.5}$.", r"\\frac{1}{2}")
     1.0
@@ -109,7 +129,8 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
 
 
 def think_format(prompt: str, response: str) -> float:
-    """1 where the response is one block of thoughts, <think>...</think>, and an answer after it; else 0. The prompt may hold the opening tag.
+    """1 where the response is one block of thoughts, <think>...</think>, and an answer after it;
+    else 0. The prompt may hold the opening tag.
 
     >>> think_format("", "<think>1 and 1 are 2.</think> 2"), think_format("", "<think>2</think>"), think_format("Add. <think>", "two</think>2")
     (1.0, 0.0, 1.0)
@@ -117,4 +138,6 @@ def think_format(prompt: str, response: str) -> float:
     text = "<think>" * prompt.rstrip().endswith("<think>") + response.strip()
     thoughts, _, answer = text.removeprefix("<think>").partition("</think>")
     again = any(tag in part for tag in ("<think>", "</think>") for part in (thoughts, answer))
-    return float(text.startswith("<think>") and bool(thoughts.strip()) and bool(answer.strip()) and not again)
+    return float(
+        text.startswith("<think>") and bool(thoughts.strip()) and bool(answer.strip()) and not again
+    )

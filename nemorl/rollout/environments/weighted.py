@@ -5,14 +5,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nemorl.rollout.environment import EnvironmentInterface, EnvironmentReturn, MessageLog, Metadata, check_rows, checked
+from nemorl.rollout.environment import (
+    EnvironmentInterface,
+    EnvironmentReturn,
+    MessageLog,
+    Metadata,
+    check_rows,
+    checked,
+)
 
 
 class WeightedRewards:
-    """Single-turn environments by name as one environment; reward = Σ weight · reward of each, `components` has each before it is weighted.
+    """Single-turn environments by name as one environment; reward = Σ weight · reward of each,
+    `components` has each before it is weighted.
 
-    Without `weights` each counts 1; with weight 0 a reward is only logged. Raises ValueError for a weight too many or too few, or if one of the
-    environments wants to go on with a conversation: several rewards of a conversation of several turns don't go together.
+    Without `weights` each counts 1; with weight 0 a reward is only logged. Raises ValueError for a
+    weight too many or too few, or if one of the environments wants to go on with a conversation:
+    several rewards of a conversation of several turns don't go together.
 
     >>> from nemorl.rollout.environment import FunctionalRewardWrapper
     >>> parts = {"right": lambda prompt, response: response == "2", "short": lambda prompt, response: -len(response)}
@@ -21,17 +30,24 @@ class WeightedRewards:
     [0.9]
     """
 
-    def __init__(self, environments: Mapping[str, EnvironmentInterface], weights: Sequence[float] = ()) -> None:
+    def __init__(
+        self, environments: Mapping[str, EnvironmentInterface], weights: Sequence[float] = ()
+    ) -> None:
         weights = [float(weight) for weight in weights] or [1.0] * len(environments)
         if not environments:
-            raise ValueError("reward must be at least one reward, but there is none: name one, such as exact_match")
+            raise ValueError(
+                "reward must be at least one reward, but there is none: name one, such as"
+                " exact_match"
+            )
         if len(weights) != len(environments):
             raise ValueError(
-                f"reward_weights must be one number per reward, but there are {len(weights)} for {', '.join(environments)}: give {len(environments)}"
+                f"reward_weights must be one number per reward, but there are {len(weights)} for"
+                f" {', '.join(environments)}: give {len(environments)}"
             )
         if not all(map(math.isfinite, weights)) or not any(weights):
             raise ValueError(
-                f"reward_weights must be finite numbers that are not all 0, but they are {weights}: with 0 for all there is nothing to learn"
+                f"reward_weights must be finite numbers that are not all 0, but they are {weights}:"
+                " with 0 for all there is nothing to learn"
             )
         self.environments = dict(environments)
         self.weights = dict(zip(environments, weights, strict=True))
@@ -41,30 +57,46 @@ class WeightedRewards:
         for environment in self.environments.values():
             check_rows(environment, rows)
 
-    def step(self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]) -> EnvironmentReturn:
+    def step(
+        self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
+    ) -> EnvironmentReturn:
         returns = {
-            name: checked(environment.step(message_log_batch, metadata), len(message_log_batch), name)
+            name: checked(
+                environment.step(message_log_batch, metadata), len(message_log_batch), name
+            )
             for name, environment in self.environments.items()
         }
         for name, result in returns.items():
             if not all(result.terminateds):
                 raise ValueError(
-                    f"reward {name!r} must end every conversation after the first response to be one of several rewards: use it as the only one"
+                    f"reward {name!r} must end every conversation after the first response to be"
+                    " one of several rewards: use it as the only one"
                 )
         components = {name: result.rewards for name, result in returns.items()}
         answers = [
             next((answer for answer in found if answer is not None), None)
-            for found in zip(*(result.answers or [None] * len(message_log_batch) for result in returns.values()), strict=True)
+            for found in zip(
+                *(result.answers or [None] * len(message_log_batch) for result in returns.values()),
+                strict=True,
+            )
         ]
         first = next(iter(returns.values()))
-        return replace(first, rewards=self.total(components), components=components, answers=answers)
+        return replace(
+            first, rewards=self.total(components), components=components, answers=answers
+        )
 
-    def global_post_process_and_metrics(self, batch: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Each environment sees the batch with its own rewards, and may change those alone; its metrics get its name before theirs."""
+    def global_post_process_and_metrics(
+        self, batch: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], dict[str, float]]:
+        """Each environment sees the batch with its own rewards, and may change those alone; its
+        metrics get its name before theirs.
+        """
         components: dict[str, list[float]] = {}
         metrics: dict[str, float] = {}
         for name, environment in self.environments.items():
-            changed, found = environment.global_post_process_and_metrics({**batch, "rewards": batch["components"][name], "components": {}})
+            changed, found = environment.global_post_process_and_metrics(
+                {**batch, "rewards": batch["components"][name], "components": {}}
+            )
             components[name] = [float(reward) for reward in changed["rewards"]]
             metrics |= {f"{name}/{key}": value for key, value in found.items()}
         return {**batch, "rewards": self.total(components), "components": components}, metrics
@@ -72,6 +104,9 @@ class WeightedRewards:
     def total(self, components: Mapping[str, Sequence[float]]) -> list[float]:
         """The weighted sum for each response."""
         return [
-            sum(weight * reward for weight, reward in zip(self.weights.values(), of_one, strict=True))
+            sum(
+                weight * reward
+                for weight, reward in zip(self.weights.values(), of_one, strict=True)
+            )
             for of_one in zip(*components.values(), strict=True)
         ]

@@ -1,4 +1,6 @@
-"""What the loops share: the way from step to step with validation and callbacks, rows as tokens, validation by answering, and the sample log."""
+"""What the loops share: the way from step to step with validation and callbacks, rows as tokens,
+validation by answering, and the sample log.
+"""
 
 import heapq
 import math
@@ -16,12 +18,12 @@ from nemorl.data.statistics import Lengths
 from nemorl.rollout.collect import Prompts, Rollouts, collect
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
-from nemorl.runtime.callbacks import Callback, StopTraining, notify, notify_of_error
-from nemorl.runtime.locking import deferred, interruptible
-from nemorl.runtime.resources import ResourceMeter
-from nemorl.runtime.run_directory import RunDirectory
-from nemorl.runtime.state import Run
-from nemorl.runtime.weight_sync import sync_weights
+from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.signals import deferred, interruptible
+from nemorl.runtime.run.state import Run
+from nemorl.runtime.run.weight_sync import sync_weights
+from nemorl.runtime.watch.resources import ResourceMeter
 
 
 def due(step: int, period: int, last_step: int) -> bool:
@@ -35,15 +37,26 @@ def due(step: int, period: int, last_step: int) -> bool:
 
 Samples = list[dict[str, Any]]
 Step = Callable[[Run], tuple[Run, dict[str, float], Samples]]
-"""One step of an algorithm: the run after it, what was measured, and responses for the sample log."""
+"""One step of an algorithm: the run after it, what was measured, and responses for the sample log.
+"""
 Validate = Callable[[Run], tuple[dict[str, float], Samples]]
 
 
-def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Validate | None, callbacks: Sequence[Callback]) -> Run:
-    """Take steps until `last_step`, validate when it is due, and tell the callbacks; `StopTraining` from one ends it after the present step.
+def loop(
+    run: Run,
+    step: Step,
+    *,
+    last_step: int,
+    num_rows: int,
+    validate: Validate | None,
+    callbacks: Sequence[Callback],
+) -> Run:
+    """Take steps until `last_step`, validate when it is due, and tell the callbacks; `StopTraining`
+    from one ends it after the present step.
 
-    An error anywhere in it is told to the callbacks' `on_exception`, with the run as it stands after its last whole step, and goes on its way.
-    A signal (see `locking.deferred`) that comes while a step changes the weights raises when the step is over and on record.
+    An error anywhere in it is told to the callbacks' `on_exception`, with the run as it stands
+    after its last whole step, and goes on its way. A signal (see `locking.deferred`) that comes
+    while a step changes the weights raises when the step is over and on record.
     """
     metrics: dict[str, float] = {}
     meter = ResourceMeter()
@@ -75,7 +88,11 @@ def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Valid
 
     try:
         tell("on_train_begin", run)
-        at_start = run.config.run.val_at_start if run.state.step == 0 else misses_validation(run, last_step)
+        at_start = (
+            run.config.run.val_at_start
+            if run.state.step == 0
+            else misses_validation(run, last_step)
+        )
         if validate and at_start:
             report_validation()
         while run.state.step < last_step and not stop:
@@ -94,7 +111,9 @@ def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Valid
                     if samples:
                         tell("on_samples", run, run.state.step, samples)
                 finally:  # the step is whole, even where the validation fails: its metrics are not lost
-                    tell("on_step_end", run, run.state.step, metrics)  # last, so that a checkpoint vouches for all that was written before
+                    tell(
+                        "on_step_end", run, run.state.step, metrics
+                    )  # last, so that a checkpoint vouches for all that was written before
                 for passed in range(epoch, run.state.epoch(num_rows)):
                     if passed != epoch:
                         tell("on_epoch_begin", run, passed)
@@ -109,54 +128,89 @@ def loop(run: Run, step: Step, *, last_step: int, num_rows: int, validate: Valid
 
 
 def misses_validation(run: Run, last_step: int) -> bool:
-    """Whether the step that a run is resumed after should have been validated, but is not, because the validation failed."""
+    """Whether the step that a run is resumed after should have been validated, but is not, because
+    the validation failed.
+    """
     if run.directory is None or not due(run.state.step, run.config.run.val_period, last_step):
         return False
     lines = RunDirectory(run.directory).read_metrics()
-    return not any(line.get("step") == run.state.step and line.get("phase") == "validation" for line in lines)
+    return not any(
+        line.get("step") == run.state.step and line.get("phase") == "validation" for line in lines
+    )
 
 
 def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:
-    """The rows' prompts as token ids that leave room for a response of `generation.max_new_tokens`; `data.too_long` says what happens to others."""
+    """The rows' prompts as token ids that leave room for a response of `generation.max_new_tokens`;
+    `data.too_long` says what happens to others.
+    """
     longest, answer = config.data.max_total_sequence_length, config.generation.longest_response
-    remedy = f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions that SFT validates on"
-    require(not rows or answer < longest, "generation.max_new_tokens", "must be below data.max_total_sequence_length", answer, remedy)
+    remedy = (
+        f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions"
+        " that SFT validates on"
+    )
+    require(
+        not rows or answer < longest,
+        "generation.max_new_tokens",
+        "must be below data.max_total_sequence_length",
+        answer,
+        remedy,
+    )
     limit = max(1, longest - answer)
-    token_ids, report = limit_length(to_prompts(rows, tokenizer), max_length=limit, policy=config.data.too_long, rows=rows)
+    token_ids, report = limit_length(
+        to_prompts(rows, tokenizer), max_length=limit, policy=config.data.too_long, rows=rows
+    )
     warn_of_cuts("prompts", report)
     return Prompts([rows[i] for i in report.kept], token_ids), lengths_of(token_ids, limit, report)
 
 
-def tokenised_examples(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[list[Any], list[Example], Lengths]:
-    """The rows that are used and their demonstrations, of at most `data.max_total_sequence_length` tokens; longer ones as `data.too_long` says."""
+def tokenised_examples(
+    config: Any, rows: Sequence[Any], tokenizer: Any
+) -> tuple[list[Any], list[Example], Lengths]:
+    """The rows that are used and their demonstrations, of at most `data.max_total_sequence_length`
+    tokens; longer ones as `data.too_long` says.
+    """
     limit = config.data.max_total_sequence_length
-    examples, report = limit_length(to_examples(rows, tokenizer), max_length=limit, policy=config.data.too_long, rows=rows)
+    examples, report = limit_length(
+        to_examples(rows, tokenizer), max_length=limit, policy=config.data.too_long, rows=rows
+    )
     warn_of_cuts("examples", report)
     return [rows[i] for i in report.kept], examples, lengths_of(examples, limit, report)
 
 
 def lengths_of(items: Sequence[Any], limit: int, report: LengthReport) -> Lengths:
     """What is shown before the run of items that `limit_length` has left."""
-    return Lengths(tokens=[num_tokens(item) for item in items], limit=limit, num_truncated=report.num_truncated, num_dropped=report.num_dropped)
+    return Lengths(
+        tokens=[num_tokens(item) for item in items],
+        limit=limit,
+        num_truncated=report.num_truncated,
+        num_dropped=report.num_dropped,
+    )
 
 
 def row_order(config: Any, rows: Sequence[Any]) -> RowOrder:
-    """The order in which training visits the rows, as `data.weights`, `data.shuffle` and `run.seed` say."""
-    return RowOrder.of(rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle)
+    """The order in which training visits the rows, as `data.weights`, `data.shuffle` and `run.seed`
+    say.
+    """
+    return RowOrder.of(
+        rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle
+    )
 
 
 def warn_of_cuts(what: str, report: LengthReport) -> None:
     """Nothing is cut or left out without a word. Raises ValueError if nothing is left."""
     if report.num_dropped and not report.kept:
         raise ValueError(
-            f"data.max_total_sequence_length must leave a row to use, but all {report.num_dropped} {what} are longer "
-            f"(up to {report.longest} tokens): raise it, or have them cut (data.too_long truncate)"
+            f"data.max_total_sequence_length must leave a row to use, but all {report.num_dropped}"
+            f" {what} are longer (up to {report.longest} tokens): raise it, or have them cut"
+            " (data.too_long truncate)"
         )
     if report.num_truncated or report.num_dropped:
         warnings.warn(f"{what}: {report}", stacklevel=2)
 
 
-def answering(config: Any, environment: EnvironmentInterface | None, prompts: Prompts) -> Validate | None:
+def answering(
+    config: Any, environment: EnvironmentInterface | None, prompts: Prompts
+) -> Validate | None:
     """Validation by greedy answers to the prompts; None where there are none."""
     if not len(prompts):
         return None
@@ -165,7 +219,9 @@ def answering(config: Any, environment: EnvironmentInterface | None, prompts: Pr
 
     def validate(run: Run) -> tuple[dict[str, float], Samples]:
         sampling = config.generation.sampling_params(greedy=True)
-        metrics, rollouts = evaluate(ready_generator(run), environment, prompts, sampling, seed=config.run.seed)
+        metrics, rollouts = evaluate(
+            ready_generator(run), environment, prompts, sampling, seed=config.run.seed
+        )
         return metrics, samples_of(rollouts, None, config.run.samples_per_step)
 
     return validate
@@ -174,7 +230,8 @@ def answering(config: Any, environment: EnvironmentInterface | None, prompts: Pr
 def ready_generator(run: Run) -> GenerationBackend:
     """The run's generator, awake and with the trainer's present weights.
 
-    They are sent when they are needed, rather than at the end of the step that made them, which is whole without it, whatever becomes of the engine.
+    They are sent when they are needed, rather than at the end of the step that made them, which is
+    whole without it, whatever becomes of the engine.
     """
     assert run.generator is not None
     run.generator.wake()
@@ -183,10 +240,20 @@ def ready_generator(run: Run) -> GenerationBackend:
 
 
 def evaluate(
-    generator: GenerationBackend, environment: EnvironmentInterface, prompts: Prompts, sampling: SamplingParams, *, seed: int, first_group: int = 0
+    generator: GenerationBackend,
+    environment: EnvironmentInterface,
+    prompts: Prompts,
+    sampling: SamplingParams,
+    *,
+    seed: int,
+    first_group: int = 0,
 ) -> tuple[dict[str, float], Rollouts]:
-    """Mean rewards, accuracy (see `Rollouts.correct`) and response length over all prompts, and the responses themselves."""
-    rollouts = collect(generator, environment, prompts, sampling, seed=seed, first_group=first_group)
+    """Mean rewards, accuracy (see `Rollouts.correct`) and response length over all prompts, and the
+    responses themselves.
+    """
+    rollouts = collect(
+        generator, environment, prompts, sampling, seed=seed, first_group=first_group
+    )
     return {
         **rollouts.metrics,
         **rollouts.reward_metrics(),
@@ -206,8 +273,9 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
-    """`count` responses from all over the batch as rows of the sample log; with the batch, what it knows of each of their tokens as well: advantage
-    and the trainer's logprob."""
+    """`count` responses from all over the batch as rows of the sample log; with the batch, what it
+    knows of each of their tokens as well: advantage and the trainer's logprob.
+    """
     samples: Samples = []
     for i in spread(len(rollouts), count):
         completion = rollouts.completions[i]
@@ -223,15 +291,27 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samp
             "logprobs": list(completion.logprobs),
             "columns": plain(rollouts.rows[i]),
         }
-        known = {} if batch is None else {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
+        known = (
+            {}
+            if batch is None
+            else {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
+        )
         begin = len(rollouts.prompts[i])
-        sample |= {name: values[i, begin : begin + len(completion.token_ids)].tolist() for name, values in known.items() if values is not None}
+        sample |= {
+            name: values[i, begin : begin + len(completion.token_ids)].tolist()
+            for name, values in known.items()
+            if values is not None
+        }
         samples.append(sample)
     return samples
 
 
-def worst_tokens(sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3) -> list[dict[str, Any]]:
-    """The tokens of a sample on which sampler and trainer differ most, the worst first: place in the response (from 0), text, both logprobs."""
+def worst_tokens(
+    sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3
+) -> list[dict[str, Any]]:
+    """The tokens of a sample on which sampler and trainer differ most, the worst first: place in
+    the response (from 0), text, both logprobs.
+    """
     pairs = list(zip(sample["logprobs"], sample["trainer_logprobs"], strict=True))
 
     def gap(place: int) -> float:
@@ -251,4 +331,8 @@ def worst_tokens(sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3) -
 
 def plain(row: Mapping[str, Any]) -> dict[str, Any]:
     """The columns of a row that JSON can hold as they are."""
-    return {name: value for name, value in row.items() if isinstance(value, str | int | float | bool | Sequence) or value is None}
+    return {
+        name: value
+        for name, value in row.items()
+        if isinstance(value, str | int | float | bool | Sequence) or value is None
+    }

@@ -1,4 +1,6 @@
-"""The loss of a preference step, whose constants come from the whole step, so that parts of it add up however it is cut."""
+"""The loss of a preference step, whose constants come from the whole step, so that parts of it add
+up however it is cut.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -16,22 +18,43 @@ from nemorl.losses.preference import sequence_logprobs
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
-from nemorl.runtime.preference_config import DPOConfig, DPOLoss, HingeLoss, IPOLoss, KTOLoss, ORPOLoss, PreferenceLossConfig, SimPOLoss
+from nemorl.runtime.config.preference import (
+    DPOConfig,
+    DPOLoss,
+    HingeLoss,
+    IPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    PreferenceLossConfig,
+    SimPOLoss,
+)
 
 
 def make_loss(config: DPOConfig, batch: TokenBatch, kl: Float[Tensor, ""] | None = None) -> LossFn:
-    """The configured loss of the step whose whole batch is `batch`, as a function of what the model says about a part of it.
+    """The configured loss of the step whose whole batch is `batch`, as a function of what the model
+    says about a part of it.
 
-    In `batch` a row is a pair, segment 1 chosen and segment 2 rejected, or for KTO any number of responses labelled by the sign of `advantages`. Each
-    pair (KTO: response) weighs 1 / their number in the step. `kl` is KTO's baseline. The mean negative log-likelihood of the chosen responses is a
-    metric, and as `loss_weights` say (see `with_loss_weights`), times `sft_coef`, a term of the loss.
+    In `batch` a row is a pair, segment 1 chosen and segment 2 rejected, or for KTO any number of
+    responses labelled by the sign of `advantages`. Each pair (KTO: response) weighs 1 / their
+    number in the step. `kl` is KTO's baseline. The mean negative log-likelihood of the chosen
+    responses is a metric, and as `loss_weights` say (see `with_loss_weights`), times `sft_coef`, a
+    term of the loss.
     """
     weight = 1 / max(1, int(trained(config.loss, batch).sum()))
     return partial(preference_loss, config=config, weight=weight, kl=kl)
 
 
-def preference_loss(output: ForwardOutput, part: TokenBatch, *, config: DPOConfig, weight: float, kl: Float[Tensor, ""] | None) -> LossOutput:
-    """What `make_loss` makes, which can be sent to other processes; `weight` is that of a pair (KTO: a response)."""
+def preference_loss(
+    output: ForwardOutput,
+    part: TokenBatch,
+    *,
+    config: DPOConfig,
+    weight: float,
+    kl: Float[Tensor, ""] | None,
+) -> LossOutput:
+    """What `make_loss` makes, which can be sent to other processes; `weight` is that of a pair
+    (KTO: a response).
+    """
     assert part.loss_weights is not None
     weights = torch.where(trained(config.loss, part), weight, 0.0)
     result = preference_term(config.loss, output.token_logprobs, part, weights, kl)
@@ -42,22 +65,38 @@ def preference_loss(output: ForwardOutput, part: TokenBatch, *, config: DPOConfi
 
 
 def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
-    """The batch with the weights of the likelihood term: the chosen responses' tokens, of the pairs that count."""
+    """The batch with the weights of the likelihood term: the chosen responses' tokens, of the pairs
+    that count.
+    """
     if isinstance(config.loss, KTOLoss):
         assert batch.advantages is not None
         mask = batch.loss_mask & (batch.advantages > 0)
     else:
         mask = batch.loss_mask & (batch.segment_ids == 1) & trained(config.loss, batch)[:, None]
-    weights = token_mean_weights(mask) if config.sft_reduction == "token_mean" else sequence_mean_weights(mask, batch.segment_ids)
+    weights = (
+        token_mean_weights(mask)
+        if config.sft_reduction == "token_mean"
+        else sequence_mean_weights(mask, batch.segment_ids)
+    )
     return replace(batch, loss_weights=weights)
 
 
 def preference_term(
-    loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch, weights: Float[Tensor, "items"], kl: Tensor | None
+    loss: PreferenceLossConfig,
+    token_logprobs: Float[Tensor, "batch seq"],
+    part: TokenBatch,
+    weights: Float[Tensor, "items"],
+    kl: Tensor | None,
 ) -> LossOutput:
-    """The preference loss itself, of the pairs (KTO: responses) in a part of the batch, in order, with their weights."""
+    """The preference loss itself, of the pairs (KTO: responses) in a part of the batch, in order,
+    with their weights.
+    """
     policy = scores(loss, token_logprobs, part)
-    reference = torch.zeros_like(policy) if part.reference_logprobs is None else scores(loss, part.reference_logprobs, part)
+    reference = (
+        torch.zeros_like(policy)
+        if part.reference_logprobs is None
+        else scores(loss, part.reference_logprobs, part)
+    )
     pairs = (policy[0::2], policy[1::2], reference[0::2], reference[1::2], weights)
     match loss:
         case DPOLoss(beta=beta, label_smoothing=smoothing, robust=robust):
@@ -67,16 +106,35 @@ def preference_term(
         case HingeLoss(beta=beta):
             return preference.hinge(*pairs, beta=beta)
         case SimPOLoss(beta=beta, margin=margin, label_smoothing=smoothing):
-            return preference.simpo(policy[0::2], policy[1::2], weights, beta=beta, margin=margin, label_smoothing=smoothing)
+            return preference.simpo(
+                policy[0::2],
+                policy[1::2],
+                weights,
+                beta=beta,
+                margin=margin,
+                label_smoothing=smoothing,
+            )
         case ORPOLoss(coef=coef):
             return preference.orpo(policy[0::2], policy[1::2], weights, coef=coef)
         case KTOLoss(beta=beta, desirable_coef=desirable, undesirable_coef=undesirable):
             coefs = {"desirable_coef": desirable, "undesirable_coef": undesirable}
-            return preference.kto(policy, reference, labels(part), weights, kl if kl is None else kl.to(policy.device), beta=beta, **coefs)
+            return preference.kto(
+                policy,
+                reference,
+                labels(part),
+                weights,
+                kl if kl is None else kl.to(policy.device),
+                beta=beta,
+                **coefs,
+            )
 
 
-def scores(loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch) -> Float[Tensor, "sequences"]:
-    """log π of every response, row by row and in each by segment: the sum over its tokens, or their mean where the loss takes that."""
+def scores(
+    loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch
+) -> Float[Tensor, "sequences"]:
+    """log π of every response, row by row and in each by segment: the sum over its tokens, or their
+    mean where the loss takes that.
+    """
     match loss:
         case SimPOLoss() | ORPOLoss():
             average = True
@@ -87,8 +145,12 @@ def scores(loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"
     return _by_sequence(token_logprobs, part, average=average)
 
 
-def rewards(loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch) -> Float[Tensor, "sequences"]:
-    """The implicit reward of every response: β(log π − log π_ref), or β·log π where the loss has no reference (orpo: coef·log π)."""
+def rewards(
+    loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch
+) -> Float[Tensor, "sequences"]:
+    """The implicit reward of every response: β(log π − log π_ref), or β·log π where the loss has no
+    reference (orpo: coef·log π).
+    """
     difference = scores(loss, token_logprobs, part)
     if part.reference_logprobs is not None:
         difference = difference - scores(loss, part.reference_logprobs, part)
@@ -107,5 +169,13 @@ def trained(loss: PreferenceLossConfig, part: TokenBatch) -> Bool[Tensor, "items
     return there if isinstance(loss, KTOLoss) else there[0::2] & there[1::2]
 
 
-def _by_sequence(values: Float[Tensor, "batch seq"], part: TokenBatch, *, average: bool = False) -> Float[Tensor, "sequences"]:
-    return sequence_logprobs(values, part.loss_mask, part.segment_ids, num_sequences=int(num_segments(part.segment_ids).sum()), average=average)
+def _by_sequence(
+    values: Float[Tensor, "batch seq"], part: TokenBatch, *, average: bool = False
+) -> Float[Tensor, "sequences"]:
+    return sequence_logprobs(
+        values,
+        part.loss_mask,
+        part.segment_ids,
+        num_sequences=int(num_segments(part.segment_ids).sum()),
+        average=average,
+    )

@@ -13,27 +13,48 @@ from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, finalize, merge
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import Samples, Validate, answering, loop, row_order, tokenised_examples, tokenised_prompts
-from nemorl.runtime.callbacks import Callback
-from nemorl.runtime.config import SFTConfig
-from nemorl.runtime.job import Inputs, Job
-from nemorl.runtime.state import Run
+from nemorl.runtime.algorithms.common import (
+    Samples,
+    Validate,
+    answering,
+    loop,
+    row_order,
+    tokenised_examples,
+    tokenised_prompts,
+)
+from nemorl.runtime.config.base import SFTConfig
+from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.run.job import Inputs, Job
+from nemorl.runtime.run.state import Run
 
 
 def prepare(config: SFTConfig, inputs: Inputs) -> Job:
-    """The demonstrations as tokens. Validated is what the rows allow: the loss on demonstrations, and greedy answers where there is an answer."""
+    """The demonstrations as tokens.
+
+    Validated is what the rows allow: the loss on demonstrations, and greedy answers where there is
+    an answer.
+    """
     rows, examples, lengths = tokenised_examples(config, inputs.train, inputs.tokenizer)
     order = row_order(config, rows)
-    demonstrations = [row for row in inputs.validation if row.get("messages") is not None or row.get("response") is not None]
+    demonstrations = [
+        row
+        for row in inputs.validation
+        if row.get("messages") is not None or row.get("response") is not None
+    ]
     _, held_out, held_out_lengths = tokenised_examples(config, demonstrations, inputs.tokenizer)
-    questions, _ = tokenised_prompts(config, [row for row in inputs.validation if row.get("answer") is not None], inputs.tokenizer)
+    questions, _ = tokenised_prompts(
+        config,
+        [row for row in inputs.validation if row.get("answer") is not None],
+        inputs.tokenizer,
+    )
     answer = answering(config, inputs.environment, questions)
 
     if inputs.validation and not held_out and not questions:
         first, columns = origin_of(inputs.validation[0], 0), ", ".join(inputs.validation[0])
         raise ValueError(
-            f"data.validation must have rows with a response or messages, or with an answer, but {first} has the columns {columns}: "
-            "name them (data.response_column, data.answer_column)"
+            "data.validation must have rows with a response or messages, or with an answer, but"
+            f" {first} has the columns {columns}: name them (data.response_column,"
+            " data.answer_column)"
         )
 
     def validate(run: Run) -> tuple[dict[str, float], Samples]:
@@ -42,27 +63,49 @@ def prepare(config: SFTConfig, inputs: Inputs) -> Job:
         return metrics | answered, samples
 
     return Job(
-        run=partial(run, examples=examples, order=order, validate=validate if held_out or answer else None),
+        run=partial(
+            run, examples=examples, order=order, validate=validate if held_out or answer else None
+        ),
         num_steps=num_steps(config, len(examples)),
         generates=answer is not None,
         lengths={"train": lengths, "validation": held_out_lengths},
     )
 
 
-def run(run: Run, examples: Sequence[Example], order: RowOrder, *, validate: Validate | None = None, callbacks: Sequence[Callback] = ()) -> Run:
-    """Train until `max_num_steps`, or for `num_epochs` passes over the examples; returns the run as it stands then."""
+def run(
+    run: Run,
+    examples: Sequence[Example],
+    order: RowOrder,
+    *,
+    validate: Validate | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Train until `max_num_steps`, or for `num_epochs` passes over the examples; returns the run as
+    it stands then.
+    """
     last_step = num_steps(run.config, len(examples))
     step = partial(train_step, examples=examples, order=order)
-    return loop(run, step, last_step=last_step, num_rows=order.num_rows, validate=validate, callbacks=callbacks)
+    return loop(
+        run,
+        step,
+        last_step=last_step,
+        num_rows=order.num_rows,
+        validate=validate,
+        callbacks=callbacks,
+    )
 
 
-def train_step(run: Run, *, examples: Sequence[Example], order: RowOrder) -> tuple[Run, dict[str, float], Samples]:
+def train_step(
+    run: Run, *, examples: Sequence[Example], order: RowOrder
+) -> tuple[Run, dict[str, float], Samples]:
     """The next rows of the seeded order, as one optimizer step."""
     config, state, start = run.config, run.state, time.perf_counter()
     if run.generator is not None:
         run.generator.sleep()  # its memory is the trainer's between validations
     count = config.train_global_batch_size
-    batch = with_loss_weights(collate([examples[i] for i in order.take(state.cursor, count)]), config)
+    batch = with_loss_weights(
+        collate([examples[i] for i in order.take(state.cursor, count)]), config
+    )
     metrics = finalize(run.trainer.train_step(batch, loss_fn))
     run = replace(run, state=state.advance(rows=count))
     seconds = time.perf_counter() - start
@@ -72,7 +115,12 @@ def train_step(run: Run, *, examples: Sequence[Example], order: RowOrder) -> tup
 def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
     assert batch.loss_weights is not None
     result = nll(output.token_logprobs, batch.loss_weights)
-    return replace(result, metrics=merge(result.metrics, {"entropy": mean_of(output.entropy, batch.loss_weights != 0)}))
+    return replace(
+        result,
+        metrics=merge(
+            result.metrics, {"entropy": mean_of(output.entropy, batch.loss_weights != 0)}
+        ),
+    )
 
 
 def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:
@@ -82,7 +130,9 @@ def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:
 
 def num_steps(config: SFTConfig, num_examples: int) -> int:
     """Optimizer steps of the whole run."""
-    return config.max_num_steps or max(1, config.num_epochs * num_examples // config.train_global_batch_size)
+    return config.max_num_steps or max(
+        1, config.num_epochs * num_examples // config.train_global_batch_size
+    )
 
 
 def validation_loss(run: Run, examples: Sequence[Example], *, batch_size: int) -> float:

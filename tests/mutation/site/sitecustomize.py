@@ -1,15 +1,22 @@
-"""A source file that is imported with other contents. Processes that a test starts get it, too: they have this folder on their PYTHONPATH."""
+"""A source file that is imported with other contents.
+
+Processes that a test starts get it, too: they have this folder on their PYTHONPATH.
+"""
 
 import os
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 MUTANT = "NEMORL_MUTANT"
-"""The environment variable: the file's path, and after the separator the path of what to read instead."""
+"""The environment variable: the file's path, and after the separator the path of what to read
+instead.
+"""
 
 
 def override(path: str, contents: bytes) -> None:
-    """From now on the import system reads `contents` where it would read the file `path`, and no compiled copy of it."""
+    """From now on the import system reads `contents` where it would read the file `path`, and no
+    compiled copy of it.
+    """
     get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
 
     def mutated_data(self: SourceFileLoader, asked: str) -> bytes:

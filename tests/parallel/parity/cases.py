@@ -1,4 +1,6 @@
-"""The matrix: which plans, layouts, models and settings are compared with the reference, and which of them in every test run."""
+"""The matrix: which plans, layouts, models and settings are compared with the reference, and which
+of them in every test run.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -28,9 +30,15 @@ PLANS: dict[str, ParallelPlan | None] = {
     "CP 4 ulysses": ParallelPlan(dp_shard=1, cp=4),
     "HSDP 2×2 × TP 2 + SP": ParallelPlan(dp_replicate=2, dp_shard=2, tp=2),
     "FSDP2 2 × CP 2 ulysses × TP 2 + SP": ParallelPlan(dp_shard=2, cp=2, tp=2),
-    "FSDP2 2 × CP 2 allgather × TP 2 + SP": ParallelPlan(dp_shard=2, cp=2, tp=2, cp_method="allgather"),
+    "FSDP2 2 × CP 2 allgather × TP 2 + SP": ParallelPlan(
+        dp_shard=2, cp=2, tp=2, cp_method="allgather"
+    ),
 }
-"""By the names of the table. None: plain tensors in a process without a process group; FSDP2 1: the whole machinery in a single rank."""
+"""By the names of the table.
+
+None: plain tensors in a process without a process group; FSDP2 1: the whole machinery in a single
+rank.
+"""
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {},
@@ -39,12 +47,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "microbatched": {"train_micro_batch_size": 2},
     "token budget": {"micro_batch_tokens": PACKED_ROW},
 }
-"""Settings of the trainer. One packed row would hold the batch; it is as many as there are ranks with rows of their own."""
+"""Settings of the trainer.
+
+One packed row would hold the batch; it is as many as there are ranks with rows of their own.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run of the golden batch: three steps of a plan, compared with the same problem's reference."""
+    """One run of the golden batch: three steps of a plan, compared with the same problem's
+    reference.
+    """
 
     plan: str
     layout: str = "padded"
@@ -62,8 +75,13 @@ class Case:
 
     @property
     def parallel(self) -> ParallelPlan:
-        options: dict[str, Any] = {"activation_checkpointing": self.activation_checkpointing, "compile": self.compile}
-        return replace(PLANS[self.plan] or ParallelPlan(), param_dtype=self.problem.dtype, **options)
+        options: dict[str, Any] = {
+            "activation_checkpointing": self.activation_checkpointing,
+            "compile": self.compile,
+        }
+        return replace(
+            PLANS[self.plan] or ParallelPlan(), param_dtype=self.problem.dtype, **options
+        )
 
     @property
     def settings(self) -> str:
@@ -71,8 +89,14 @@ class Case:
         problem = self.problem
         words = [problem.model, "tied" if problem.tied else "untied", self.layout, problem.loss]
         words += [f"{problem.logprobs} logprobs"] if problem.logprobs else []
-        words += [word for word, is_on in (("LoRA", problem.lora), ("two rows", problem.few)) if is_on]
-        words += [f"{self.activation_checkpointing} checkpointing"] if self.activation_checkpointing != "none" else []
+        words += [
+            word for word, is_on in (("LoRA", problem.lora), ("two rows", problem.few)) if is_on
+        ]
+        words += (
+            [f"{self.activation_checkpointing} checkpointing"]
+            if self.activation_checkpointing != "none"
+            else []
+        )
         words += ["compiled"] if self.compile else []
         words += [problem.dtype] if problem.dtype != "float32" else []
         return ", ".join(words + ([f"without: {self.sabotage}"] if self.sabotage else []))
@@ -84,17 +108,31 @@ class Case:
 @cache
 def matrix() -> tuple[Case, ...]:
     """Every case of `make parity`, each once. Selective checkpointing and compilation need a rank."""
-    return tuple(case for case in dict.fromkeys(_matrix()) if case.ranks or not (case.compile or case.activation_checkpointing == "selective"))
+    return tuple(
+        case
+        for case in dict.fromkeys(_matrix())
+        if case.ranks or not (case.compile or case.activation_checkpointing == "selective")
+    )
 
 
 def _matrix() -> Iterator[Case]:
-    # In bfloat16 with losses that don't clip: rounding would decide on which side of the clip a ratio falls, and that is no small difference.
+    # In bfloat16 with losses that don't clip: rounding would decide on which side of the clip a
+    # ratio falls, and that is no small difference.
     for plan in PLANS:
         for layout in LAYOUTS:
             for tied in (True, False):
                 for checkpointing in ("none", "selective", "full"):
-                    yield Case(plan=plan, layout=layout, problem=Problem(tied=tied), activation_checkpointing=checkpointing)
-                yield Case(plan=plan, layout=layout, problem=Problem(tied=tied, loss="nll" if tied else "pairs", dtype="bfloat16"))
+                    yield Case(
+                        plan=plan,
+                        layout=layout,
+                        problem=Problem(tied=tied),
+                        activation_checkpointing=checkpointing,
+                    )
+                yield Case(
+                    plan=plan,
+                    layout=layout,
+                    problem=Problem(tied=tied, loss="nll" if tied else "pairs", dtype="bfloat16"),
+                )
         for layout in ("padded", "packed"):
             for model in ("llama", "qwen3", "mistral"):
                 for tied in (True, False):
@@ -108,8 +146,20 @@ def _matrix() -> Iterator[Case]:
         for layout in ("padded", "microbatched"):
             yield Case(plan=plan, layout=layout, problem=Problem(few=True))
         yield Case(plan=plan, layout="packed", compile=True)
-        yield Case(plan=plan, layout="padded", problem=Problem(tied=False), activation_checkpointing="full", compile=True)
-        yield Case(plan=plan, layout="microbatched", problem=Problem(model="qwen3", tied=False), activation_checkpointing="selective", compile=True)
+        yield Case(
+            plan=plan,
+            layout="padded",
+            problem=Problem(tied=False),
+            activation_checkpointing="full",
+            compile=True,
+        )
+        yield Case(
+            plan=plan,
+            layout="microbatched",
+            problem=Problem(model="qwen3", tied=False),
+            activation_checkpointing="selective",
+            compile=True,
+        )
 
 
 def has_lora(plan: str) -> bool:
@@ -119,22 +169,48 @@ def has_lora(plan: str) -> bool:
 
 @cache
 def subset() -> tuple[Case, ...]:
-    """The cases of every test run: each plan, layout, model, loss and setting at least once, the dearest plans not more often."""
+    """The cases of every test run: each plan, layout, model, loss and setting at least once, the
+    dearest plans not more often.
+    """
     untied = Problem(tied=False)
     return (
         Case(plan="one process", layout="packed"),
-        Case(plan="one process", layout="token budget", problem=untied, activation_checkpointing="full"),
+        Case(
+            plan="one process",
+            layout="token budget",
+            problem=untied,
+            activation_checkpointing="full",
+        ),
         Case(plan="FSDP2 1", layout="packed", problem=Problem(logprobs="filtered")),
         Case(plan="FSDP2 2", layout="packed"),
-        Case(plan="FSDP2 2", layout="one packed row", problem=untied, activation_checkpointing="selective"),
-        Case(plan="FSDP2 2", layout="token budget", problem=Problem(loss="pairs"), activation_checkpointing="full"),
+        Case(
+            plan="FSDP2 2",
+            layout="one packed row",
+            problem=untied,
+            activation_checkpointing="selective",
+        ),
+        Case(
+            plan="FSDP2 2",
+            layout="token budget",
+            problem=Problem(loss="pairs"),
+            activation_checkpointing="full",
+        ),
         Case(plan="FSDP2 2", layout="packed", problem=Problem(loss="nll", dtype="bfloat16")),
         Case(plan="FSDP2 2", layout="packed", compile=True),
         Case(plan="TP 2", layout="packed", problem=Problem(model="qwen3", logprobs="filtered")),
         Case(plan="TP 2", layout="padded", problem=untied, activation_checkpointing="full"),
         Case(plan="TP 2 + SP", layout="packed"),
-        Case(plan="TP 2 + SP", layout="microbatched", problem=Problem(model="qwen3", tied=False), activation_checkpointing="selective"),
-        Case(plan="TP 2 + SP", layout="packed", problem=Problem(tied=False, loss="pairs", dtype="bfloat16")),
+        Case(
+            plan="TP 2 + SP",
+            layout="microbatched",
+            problem=Problem(model="qwen3", tied=False),
+            activation_checkpointing="selective",
+        ),
+        Case(
+            plan="TP 2 + SP",
+            layout="packed",
+            problem=Problem(tied=False, loss="pairs", dtype="bfloat16"),
+        ),
         Case(plan="CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
         Case(plan="CP 2 ulysses", layout="padded", problem=untied, activation_checkpointing="full"),
         Case(plan="CP 2 allgather", layout="packed", problem=Problem(model="llama", tied=False)),
@@ -146,9 +222,19 @@ def subset() -> tuple[Case, ...]:
         Case(plan="FSDP2 2 × CP 2 ulysses", layout="packed"),
         Case(plan="FSDP2 2 × CP 2 ulysses", layout="padded", problem=Problem(lora=True)),
         Case(plan="FSDP2 2 × CP 2 allgather", layout="microbatched", problem=untied),
-        Case(plan="CP 2 × TP 2 + SP", layout="packed", problem=Problem(model="qwen3"), activation_checkpointing="selective"),
+        Case(
+            plan="CP 2 × TP 2 + SP",
+            layout="packed",
+            problem=Problem(model="qwen3"),
+            activation_checkpointing="selective",
+        ),
         Case(plan="FSDP2 2 × CP 2 ulysses × TP 2 + SP", layout="packed"),
-        Case(plan="FSDP2 2 × CP 2 allgather × TP 2 + SP", layout="token budget", problem=untied, activation_checkpointing="full"),
+        Case(
+            plan="FSDP2 2 × CP 2 allgather × TP 2 + SP",
+            layout="token budget",
+            problem=untied,
+            activation_checkpointing="full",
+        ),
     )
 
 

@@ -28,7 +28,9 @@ LIMITS = {
     "metrics": 1e-5,
     "between ranks": 1e-6,
 }
-"""In float32: the greatest difference anywhere (of loss and norm in any of the three steps), for the norm and metrics relative to the value."""
+"""In float32: the greatest difference anywhere (of loss and norm in any of the three steps), for
+the norm and metrics relative to the value.
+"""
 BFLOAT16_LIMITS = {
     **dict.fromkeys(("logprobs", "logprobs in the loss", "entropy"), 2.0),
     "loss": 2.0**-8,
@@ -37,8 +39,10 @@ BFLOAT16_LIMITS = {
     **dict.fromkeys(("weights", "logprobs afterwards"), 2.0),
     "between ranks": 1e-6,
 }
-"""In bfloat16, of arrays: the root of the mean square difference to float32, as a multiple of that of plain PyTorch's autocast over the same problem
-(which keeps the residual stream in float32, where FSDP2 has it in bfloat16). Of loss and norm: what rounding may do to a single number, relative."""
+"""In bfloat16, of arrays: the root of the mean square difference to float32, as a multiple of that
+of plain PyTorch's autocast over the same problem (which keeps the residual stream in float32, where
+FSDP2 has it in bfloat16). Of loss and norm: what rounding may do to a single number, relative.
+"""
 
 OTHER_PARAMETERS = "of other parameters"
 Errors = dict[str, float]
@@ -47,18 +51,29 @@ Errors = dict[str, float]
 def errors(case: Case, results: list[Result]) -> Errors:
     """By the names of LIMITS, or in bfloat16 of BFLOAT16_LIMITS.
 
-    `results` are those of all ranks. Raises ValueError where names, shapes or the tokens that were seen differ, which no number tells.
+    `results` are those of all ranks. Raises ValueError where names, shapes or the tokens that were
+    seen differ, which no number tells.
     """
     outcome = results[0][0]
     assert outcome is not None
     exact = reference(replace(case.problem, dtype="float32"))
     require_same_names(outcome.gradients, exact.gradients, "gradients")
     require_same_names(outcome.weights, exact.weights, "weights")
-    between = max([spread for _, _, spread in results] + [metric_error(metrics, results[0][1]) for _, metrics, _ in results])
+    between = max(
+        [spread for _, _, spread in results]
+        + [metric_error(metrics, results[0][1]) for _, metrics, _ in results]
+    )
     if case.problem.dtype == "float32":
-        return distances(outcome, exact) | {"metrics": metric_error(results[0][1], expected_metrics(case.problem)), "between ranks": between}
+        return distances(outcome, exact) | {
+            "metrics": metric_error(results[0][1], expected_metrics(case.problem)),
+            "between ranks": between,
+        }
     found, usual = mean_squares(outcome, exact), mean_squares(reference(case.problem), exact)
-    return {name: found[name] / usual[name] for name in found} | singles(outcome, exact) | {"between ranks": between}
+    return (
+        {name: found[name] / usual[name] for name in found}
+        | singles(outcome, exact)
+        | {"between ranks": between}
+    )
 
 
 def limits(case: Case) -> Mapping[str, float]:
@@ -69,13 +84,17 @@ def limits(case: Case) -> Mapping[str, float]:
 def beyond(case: Case, found: Errors) -> dict[str, tuple[float, float]]:
     """What differs more than it may, with the limit. A number that is none differs."""
     allowed = limits(case)
-    return {name: (value, allowed[name]) for name, value in found.items() if not value <= allowed[name]}
+    return {
+        name: (value, allowed[name]) for name, value in found.items() if not value <= allowed[name]
+    }
 
 
 def verdict(case: Case, found: Errors | str) -> tuple[bool, str]:
-    """Whether a case came out as it has to, and what differs: nothing, or, where something is broken on purpose, the gradient at least.
+    """Whether a case came out as it has to, and what differs: nothing, or, where something is
+    broken on purpose, the gradient at least.
 
-    `found` are its errors; in words where there are none, because it could not be run or has other parameters than its reference.
+    `found` are its errors; in words where there are none, because it could not be run or has other
+    parameters than its reference.
     """
     if isinstance(found, str):
         return bool(case.sabotage) and OTHER_PARAMETERS in found, found.strip().splitlines()[-1]
@@ -84,9 +103,14 @@ def verdict(case: Case, found: Errors | str) -> tuple[bool, str]:
     return ("gradient" in wrong if case.sabotage else not wrong), words
 
 
-def require_same_names(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+def require_same_names(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str
+) -> None:
     """Raise ValueError unless both have tensors of the same names and shapes."""
-    ours, theirs = ({name: tuple(tensor.shape) for name, tensor in tensors.items()} for tensors in (found, expected))
+    ours, theirs = (
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for tensors in (found, expected)
+    )
     if ours != theirs:
         raise ValueError(f"{what} are {OTHER_PARAMETERS}: {sorted(ours.items() ^ theirs.items())}")
 
@@ -98,22 +122,37 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def distances(outcome: Outcome, exact: Outcome) -> Errors:
-    relative = [abs(ours - theirs) / theirs for ours, theirs in zip(outcome.grad_norms, exact.grad_norms, strict=True)]
+    relative = [
+        abs(ours - theirs) / theirs
+        for ours, theirs in zip(outcome.grad_norms, exact.grad_norms, strict=True)
+    ]
     return {
         "logprobs": distance(outcome.logprobs, exact.logprobs),
         "logprobs in the loss": distance(outcome.token_logprobs, exact.token_logprobs),
         "entropy": distance(outcome.entropy, exact.entropy),
-        "loss": max(abs(ours - theirs) for ours, theirs in zip(outcome.losses, exact.losses, strict=True)),
-        "gradient": max(distance(outcome.gradients[name], exact.gradients[name]) for name in exact.gradients),
+        "loss": max(
+            abs(ours - theirs) for ours, theirs in zip(outcome.losses, exact.losses, strict=True)
+        ),
+        "gradient": max(
+            distance(outcome.gradients[name], exact.gradients[name]) for name in exact.gradients
+        ),
         "gradient norm": max(relative),
-        "weights": max(distance(outcome.weights[name], exact.weights[name]) for name in exact.weights),
+        "weights": max(
+            distance(outcome.weights[name], exact.weights[name]) for name in exact.weights
+        ),
         "logprobs afterwards": distance(outcome.after, exact.after),
     }
 
 
 def singles(outcome: Outcome, exact: Outcome) -> Errors:
-    pairs = {"loss": (outcome.losses, exact.losses), "gradient norm": (outcome.grad_norms, exact.grad_norms)}
-    return {name: max(abs(a - b) / abs(b) for a, b in zip(*both, strict=True)) for name, both in pairs.items()}
+    pairs = {
+        "loss": (outcome.losses, exact.losses),
+        "gradient norm": (outcome.grad_norms, exact.grad_norms),
+    }
+    return {
+        name: max(abs(a - b) / abs(b) for a, b in zip(*both, strict=True))
+        for name, both in pairs.items()
+    }
 
 
 def mean_squares(outcome: Outcome, exact: Outcome) -> Errors:
@@ -134,14 +173,26 @@ def mean_squares(outcome: Outcome, exact: Outcome) -> Errors:
 
 
 def metric_error(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """The greatest difference of those that are expected, relative to 1 + the value; but for times, and the trainer's own num_tokens."""
+    """The greatest difference of those that are expected, relative to 1 + the value; but for times,
+    and the trainer's own num_tokens.
+    """
     names = [name for name in expected if not name.startswith("trainer/") and name != "num_tokens"]
-    return max((abs(found.get(name, math.inf) - expected[name]) / (1 + abs(expected[name])) for name in names), default=0.0)
+    return max(
+        (
+            abs(found.get(name, math.inf) - expected[name]) / (1 + abs(expected[name]))
+            for name in names
+        ),
+        default=0.0,
+    )
 
 
 @cache
 def expected_metrics(problem: Problem) -> dict[str, float]:
-    """Those of the first step, from the loss over the whole batch at once with the reference's numbers."""
+    """Those of the first step, from the loss over the whole batch at once with the reference's
+    numbers.
+    """
     exact, batch = reference(problem), golden_batch(problem)
-    output = watched(problem.loss, lambda *_: None)(ForwardOutput(exact.token_logprobs, exact.entropy), batch)
+    output = watched(problem.loss, lambda *_: None)(
+        ForwardOutput(exact.token_logprobs, exact.entropy), batch
+    )
     return finalize(output.metrics)

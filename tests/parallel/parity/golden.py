@@ -1,4 +1,6 @@
-"""The golden batch and the models that it goes through: small, but with sizes that not every degree divides, and with no weight at its default."""
+"""The golden batch and the models that it goes through: small, but with sizes that not every degree
+divides, and with no weight at its default.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -10,14 +12,25 @@ from nemorl.data.batch import Example, TokenBatch, collate, take
 from nemorl.data.comparisons import collate_together
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.masks import token_mean_weights
-from tests.models import tiny_model
+from tests.tiny_models import tiny_model
 
 VOCAB = 52
-SIZES = {"hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": VOCAB}
-"""FSDP2 can't cut 40 or 52 or 8 rows into equal shards at every degree; tp and cp of 2 and 4 divide what they have to."""
+SIZES = {
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": VOCAB,
+}
+"""FSDP2 can't cut 40 or 52 or 8 rows into equal shards at every degree; tp and cp of 2 and 4 divide
+what they have to.
+"""
 LORA_RANK, LORA_ALPHA = 4, 8.0
 LENGTHS = (9, 2, 30, 17, 1, 30, 5, 12, 23, 7, 14, 3)
-"""Of the golden batch's sequences, in pairs where the loss compares pairs; a lone token has nothing to predict."""
+"""Of the golden batch's sequences, in pairs where the loss compares pairs; a lone token has nothing
+to predict.
+"""
 PACKED_ROW = 64
 KINDS = {
     "": LogprobKind(),
@@ -30,23 +43,33 @@ LOSSES = ("policy", "pairs", "nll")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is trained on what. The plan and the layout are not part of it, because no number may depend on them."""
+    """What is trained on what.
+
+    The plan and the layout are not part of it, because no number may depend on them.
+    """
 
     model: str = "qwen2"
     tied: bool = True
     loss: str = "policy"
-    """policy: token-level clipping, sequence-level clipping, KL and entropy at once; pairs: DPO on two sequences of a row; nll: NLL."""
+    """policy: token-level clipping, sequence-level clipping, KL and entropy at once; pairs:
+
+    DPO on two sequences of a row; nll: NLL.
+    """
     logprobs: str = ""
     """What the logprobs are of, a name in KINDS."""
     dtype: str = "float32"
     lora: bool = False
     """Whether adapters are trained beside the model, which stays as it is."""
     few: bool = False
-    """Only two rows of the batch: less than some plans have ranks, of which the others go through padding alone."""
+    """Only two rows of the batch: less than some plans have ranks, of which the others go through
+    padding alone.
+    """
 
 
 def make_model(problem: Problem) -> nn.Module:
-    """With biases and norms off their initial zeros and ones, so that one which is left out, or counted twice, shows."""
+    """With biases and norms off their initial zeros and ones, so that one which is left out, or
+    counted twice, shows.
+    """
     model = tiny_model(problem.model, seed=1, tied=problem.tied, scale=5.0, **SIZES)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -58,8 +81,10 @@ def make_model(problem: Problem) -> nn.Module:
 
 @cache
 def golden_batch(problem: Problem) -> TokenBatch:
-    """The batch of every case with this loss and kind of logprobs. `prev_logprobs` and `reference_logprobs` lie around what the model says itself,
-    so that some ratios are clipped and some are not; `generation_logprobs` number the tokens, so that they are found again wherever they were sent.
+    """The batch of every case with this loss and kind of logprobs. `prev_logprobs` and
+    `reference_logprobs` lie around what the model says itself, so that some ratios are clipped and
+    some are not; `generation_logprobs` number the tokens, so that they are found again wherever
+    they were sent.
     """
     from tests.parallel.parity.reference import sequence_logprobs
 
@@ -72,10 +97,21 @@ def golden_batch(problem: Problem) -> TokenBatch:
         with torch.no_grad():
             now = sequence_logprobs(model, ids, kind)[0]
         near = [now + scale * torch.randn(length, generator=generator) for scale in (0.15, 0.3)]
-        columns = {"prev_logprobs": near[0].tolist(), "reference_logprobs": near[1].tolist(), "advantages": [1.0 if i % 3 else -1.5] * length}
+        columns = {
+            "prev_logprobs": near[0].tolist(),
+            "reference_logprobs": near[1].tolist(),
+            "advantages": [1.0 if i % 3 else -1.5] * length,
+        }
         columns["generation_logprobs"] = (1000.0 * i + torch.arange(length)).tolist()
         response = (torch.arange(length) >= prompt).tolist()
-        examples.append(Example(input_ids=ids.tolist(), loss_mask=trained.tolist(), response_mask=response, **columns))
+        examples.append(
+            Example(
+                input_ids=ids.tolist(),
+                loss_mask=trained.tolist(),
+                response_mask=response,
+                **columns,
+            )
+        )
     together = list(zip(examples[0::2], examples[1::2], strict=True))
     batch = collate_together(together) if problem.loss == "pairs" else collate(examples)
     batch = take(batch, range(2, 4)) if problem.few else batch

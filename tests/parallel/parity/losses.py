@@ -1,4 +1,6 @@
-"""The losses of the cases as a trainer is given them: our own functions, put together as an algorithm would."""
+"""The losses of the cases as a trainer is given them: our own functions, put together as an
+algorithm would.
+"""
 
 from collections.abc import Callable
 
@@ -21,20 +23,35 @@ PAIR_WEIGHT = 2 / len(LENGTHS)
 
 def policy(output: ForwardOutput, part: TokenBatch) -> LossOutput:
     """What looks at tokens, at whole sequences and at whole distributions."""
-    assert part.loss_weights is not None and part.prev_logprobs is not None and part.advantages is not None and part.reference_logprobs is not None
+    assert (
+        part.loss_weights is not None
+        and part.prev_logprobs is not None
+        and part.advantages is not None
+        and part.reference_logprobs is not None
+    )
     arrays = (output.token_logprobs, part.prev_logprobs, part.advantages, part.loss_weights)
     terms = {
         "token": clipped(*arrays, clip_low=CLIP_LOW, clip_high=CLIP_HIGH, dual_clip=DUAL_CLIP),
-        "sequence": gspo(*arrays, part.segment_ids, clip_low=SEQUENCE_CLIP, clip_high=SEQUENCE_CLIP),
-        "kl": kl_loss(output.token_logprobs, part.reference_logprobs, part.loss_weights, coef=KL_COEF),
+        "sequence": gspo(
+            *arrays, part.segment_ids, clip_low=SEQUENCE_CLIP, clip_high=SEQUENCE_CLIP
+        ),
+        "kl": kl_loss(
+            output.token_logprobs, part.reference_logprobs, part.loss_weights, coef=KL_COEF
+        ),
         "entropy": entropy_bonus(output.entropy, part.loss_weights, coef=ENTROPY_COEF),
     }
-    metrics = {f"{name}/{metric}": value for name, term in terms.items() for metric, value in term.metrics.items()}
+    metrics = {
+        f"{name}/{metric}": value
+        for name, term in terms.items()
+        for metric, value in term.metrics.items()
+    }
     return LossOutput(torch.stack([term.loss for term in terms.values()]).sum(), metrics)
 
 
 def pairs(output: ForwardOutput, part: TokenBatch) -> LossOutput:
-    """Every row is a pair, segment 1 preferred to segment 2; where rows are packed, so are whole pairs."""
+    """Every row is a pair, segment 1 preferred to segment 2; where rows are packed, so are whole
+    pairs.
+    """
     assert part.reference_logprobs is not None
     count = int(num_segments(part.segment_ids).sum())
     ours, theirs = (sequence_logprobs(values, part.loss_mask, part.segment_ids, num_sequences=count)
@@ -52,11 +69,16 @@ FUNCTIONS: dict[str, LossFn] = {"policy": policy, "pairs": pairs, "nll": likelih
 
 
 def watched(loss: str, seen: Callable[[ForwardOutput, TokenBatch], None]) -> LossFn:
-    """The loss of this name, which shows `seen` what it is called with, and counts the tokens that it is given: each should be once in a step."""
+    """The loss of this name, which shows `seen` what it is called with, and counts the tokens that
+    it is given: each should be once in a step.
+    """
 
     def loss_fn(output: ForwardOutput, part: TokenBatch) -> LossOutput:
         seen(output, part)
         result = FUNCTIONS[loss](output, part)
-        return LossOutput(result.loss, {**result.metrics, "tokens_seen": Sum((part.segment_ids > 0).sum().float())})
+        return LossOutput(
+            result.loss,
+            {**result.metrics, "tokens_seen": Sum((part.segment_ids > 0).sum().float())},
+        )
 
     return loss_fn

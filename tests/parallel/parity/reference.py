@@ -1,6 +1,8 @@
-"""The numbers that every plan must give: plain PyTorch over the Hugging Face model, a sequence at a time, in one process.
+"""The numbers that every plan must give: plain PyTorch over the Hugging Face model, a sequence at a
+time, in one process.
 
-Nothing here is ours but the golden batch: no packing, no padding, no backend, and the losses are written out as their papers have them.
+Nothing here is ours but the golden batch: no packing, no padding, no backend, and the losses are
+written out as their papers have them.
 """
 
 import math
@@ -21,13 +23,19 @@ from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, Problem, golden_
 
 STEPS = 3
 LR, WEIGHT_DECAY, BETAS, EPS = 1e-3, 0.1, (0.9, 0.95), 1e-4
-"""Adam divides by the root of the gradient's square: with a tiny eps the sign of a gradient that is 0 but for rounding would move a weight by lr."""
+"""Adam divides by the root of the gradient's square: with a tiny eps the sign of a gradient that is
+0 but for rounding would move a weight by lr.
+"""
 MAX_GRAD_NORM = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a case is judged by. Arrays of tokens are in the golden batch's layout, weights and gradients under their Hugging Face names."""
+    """What a case is judged by.
+
+    Arrays of tokens are in the golden batch's layout, weights and gradients under their Hugging
+    Face names.
+    """
 
     logprobs: Tensor
     """Without gradient, before the first step."""
@@ -46,7 +54,9 @@ class Outcome:
 
 
 def sequence_logprobs(model: nn.Module, ids: Tensor, kind: LogprobKind) -> tuple[Tensor, Tensor]:
-    """log p and the entropy of every token of one sequence, 0 for the first, under the distribution that `kind` says it was drawn from."""
+    """log p and the entropy of every token of one sequence, 0 for the first, under the distribution
+    that `kind` says it was drawn from.
+    """
     logits = model(ids[None], use_cache=False).logits[0, :-1].float() / kind.temperature
     ranked = logits.detach().sort(-1, descending=True).values
     allowed = torch.ones_like(logits, dtype=torch.bool)
@@ -56,11 +66,15 @@ def sequence_logprobs(model: nn.Module, ids: Tensor, kind: LogprobKind) -> tuple
         allowed &= logits >= ranked[:, kind.top_k - 1 : kind.top_k]
     if kind.top_p < 1:
         among = torch.where(allowed, logits.detach(), -torch.inf).softmax(-1)
-        larger = (among[:, None, :] * (logits[:, None, :] > logits[:, :, None])).sum(-1)  # the mass of the tokens above each one
+        larger = (among[:, None, :] * (logits[:, None, :] > logits[:, :, None])).sum(
+            -1
+        )  # the mass of the tokens above each one
         allowed &= larger < kind.top_p
     allowed = allowed.scatter(-1, ids[1:, None], True)
     logprobs = torch.where(allowed, logits, -torch.inf).log_softmax(-1)
-    entropy = -torch.where(allowed, logprobs.exp() * torch.where(allowed, logprobs, 0.0), 0.0).sum(-1)
+    entropy = -torch.where(allowed, logprobs.exp() * torch.where(allowed, logprobs, 0.0), 0.0).sum(
+        -1
+    )
     zero = logits.new_zeros(1)
     return torch.cat([zero, logprobs.gather(-1, ids[1:, None])[:, 0]]), torch.cat([zero, entropy])
 
@@ -68,13 +82,18 @@ def sequence_logprobs(model: nn.Module, ids: Tensor, kind: LogprobKind) -> tuple
 def forward(model: nn.Module, batch: TokenBatch, dtype: str) -> tuple[Tensor, Tensor]:
     """The same for all sequences of a batch, one after the other."""
     logprobs, entropies = torch.zeros(batch.input_ids.shape), torch.zeros(batch.input_ids.shape)
-    autocast: AbstractContextManager[Any] = torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+    autocast: AbstractContextManager[Any] = (
+        torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else nullcontext()
+    )
     for row, segments in enumerate(batch.segment_ids):
         for segment in range(1, int(segments.max()) + 1):
             places = (segments == segment).nonzero()[:, 0]
             with autocast:
                 values = sequence_logprobs(model, batch.input_ids[row, places], batch.logprob_kind)
-            logprobs, entropies = (old.index_put((torch.tensor(row), places), new) for old, new in zip((logprobs, entropies), values, strict=True))
+            logprobs, entropies = (
+                old.index_put((torch.tensor(row), places), new)
+                for old, new in zip((logprobs, entropies), values, strict=True)
+            )
     return logprobs, entropies
 
 
@@ -92,12 +111,16 @@ def _policy(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
             clip = ratio.clamp(1 - losses.SEQUENCE_CLIP, 1 + losses.SEQUENCE_CLIP)
             total = total + len(s) * torch.maximum(-advantage * ratio, -advantage * clip)
     d = (batch.reference_logprobs - logprobs)[mask]
-    return weight * (total + losses.KL_COEF * (d.exp() - 1 - d).sum() - losses.ENTROPY_COEF * entropy[mask].sum())
+    return weight * (
+        total + losses.KL_COEF * (d.exp() - 1 - d).sum() - losses.ENTROPY_COEF * entropy[mask].sum()
+    )
 
 
 def _pairs(logprobs: Tensor, entropy: Tensor, batch: TokenBatch) -> Tensor:
     difference = torch.where(batch.loss_mask, logprobs - batch.reference_logprobs, 0.0)
-    chosen, rejected = (torch.where(batch.segment_ids == segment, difference, 0.0).sum(-1) for segment in (1, 2))
+    chosen, rejected = (
+        torch.where(batch.segment_ids == segment, difference, 0.0).sum(-1) for segment in (1, 2)
+    )
     return -logsigmoid(losses.BETA * (chosen - rejected)).mean()
 
 
@@ -110,14 +133,27 @@ LOSSES = {"policy": _policy, "pairs": _pairs, "nll": _nll}
 
 @cache
 def reference(problem: Problem) -> Outcome:
-    """Three steps of AdamW with clipping and weight decay on matrices, in a loop that anybody can read."""
+    """Three steps of AdamW with clipping and weight decay on matrices, in a loop that anybody can
+    read.
+    """
     batch, model = golden_batch(problem), make_model(problem).train()
     if problem.lora:
         torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear"))  # type: ignore[assignment]
-    parameters = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
-    matrices, others = ([p for p in parameters.values() if (p.ndim > 1) is there] for there in (True, False))
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+        model = get_peft_model(
+            model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+        )  # type: ignore[assignment]
+    parameters = {
+        name.removeprefix("base_model.model."): p
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
+    matrices, others = (
+        [p for p in parameters.values() if (p.ndim > 1) is there] for there in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     with torch.no_grad():
         before = forward(model, batch, problem.dtype)[0]
@@ -129,7 +165,9 @@ def reference(problem: Problem) -> Outcome:
         loss.backward()
         if step == 0:
             first = (logprobs.detach(), entropy.detach())
-            gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+            gradients = {
+                name: p.grad.clone() for name, p in parameters.items() if p.grad is not None
+            }
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)))
         values.append(float(loss.detach()))
         optimizer.step()

@@ -1,7 +1,8 @@
 """Run the parity matrix: `make parity`, or `python -m tests.parallel.parity.run --help`.
 
-Cases with as many ranks share their processes, a chunk at a time. Results are appended to `.parity/results.jsonl`; the next run takes up what is
-there, as far as the code that they come from is still the same. `--write docs/parity.md` puts the tables into the guide.
+Cases with as many ranks share their processes, a chunk at a time. Results are appended to
+`.parity/results.jsonl`; the next run takes up what is there, as far as the code that they come from
+is still the same. `--write docs/parity.md` puts the tables into the guide.
 """
 
 import argparse
@@ -28,7 +29,14 @@ from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent.parent
 STATE = ROOT / ".parity" / "results.jsonl"
-SOURCES = ("nemorl/losses", "nemorl/data", "nemorl/parallel", "nemorl/rollout/causal_lm.py", "tests/parallel/parity", "tests/models.py")
+SOURCES = (
+    "nemorl/losses",
+    "nemorl/data",
+    "nemorl/parallel",
+    "nemorl/models/causal_lm.py",
+    "tests/parallel/parity",
+    "tests/tiny_models.py",
+)
 NOT_COMPUTED_WITH = (
     "run.py",
     "table.py",
@@ -48,21 +56,37 @@ SECONDS_PER_CASE = {False: 120, True: 600}
 @cache
 def digest() -> str:
     """Of all that the numbers depend on."""
-    files = sorted(file for name in SOURCES for file in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py")))
-    return sha256(b"".join(file.read_bytes() for file in files if file.name not in NOT_COMPUTED_WITH)).hexdigest()[:16]
+    files = sorted(
+        file
+        for name in SOURCES
+        for file in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))
+    )
+    return sha256(
+        b"".join(file.read_bytes() for file in files if file.name not in NOT_COMPUTED_WITH)
+    ).hexdigest()[:16]
 
 
 def run_chunk(cases: Sequence[Case]) -> list[dict[str, float] | str]:
-    """The errors of each case, all of which need as many ranks; of one that could not be run the reason."""
+    """The errors of each case, all of which need as many ranks; of one that could not be run the
+    reason.
+    """
     ranks, seconds = cases[0].ranks, sum(SECONDS_PER_CASE[case.compile] for case in cases)
     try:
         with TemporaryDirectory() as folder:
             folders = tuple(Path(folder) / str(i) for i in range(len(cases)))
             for case, path in zip(cases, folders, strict=True):
                 write_model(case, path)
-            results = run_ranks(ranks, run_cases, tuple(cases), folders, timeout_s=seconds) if ranks else [run_cases(tuple(cases), folders)]
+            results = (
+                run_ranks(ranks, run_cases, tuple(cases), folders, timeout_s=seconds)
+                if ranks
+                else [run_cases(tuple(cases), folders)]
+            )
     except Exception as error:  # of one case, perhaps, which the others have to be told from
-        return [f"{type(error).__name__}: {error}"] if len(cases) == 1 else [found for case in cases for found in run_chunk([case])]
+        return (
+            [f"{type(error).__name__}: {error}"]
+            if len(cases) == 1
+            else [found for case in cases for found in run_chunk([case])]
+        )
     return [judge(case, [of_rank[i] for of_rank in results]) for i, case in enumerate(cases)]
 
 
@@ -89,7 +113,10 @@ def write_model(case: Case, folder: Path) -> None:
 def chunks(cases: Iterable[Case]) -> list[list[Case]]:
     """By number of ranks, and those that compile apart: they take long."""
     found = []
-    for _, group in groupby(sorted(cases, key=lambda case: (case.compile, case.ranks)), key=lambda case: (case.compile, case.ranks)):
+    for _, group in groupby(
+        sorted(cases, key=lambda case: (case.compile, case.ranks)),
+        key=lambda case: (case.compile, case.ranks),
+    ):
         members = list(group)
         found += [members[start : start + CHUNK] for start in range(0, len(members), CHUNK)]
     random.Random(0).shuffle(found)  # so that what is left can be guessed from what is done
@@ -105,7 +132,9 @@ def known() -> dict[str, dict[str, float] | str]:
 
 
 def run(cases: Sequence[Case]) -> dict[str, dict[str, float] | str]:
-    """Run what is not known yet, a line for each case as it is done; returns all that is known then."""
+    """Run what is not known yet, a line for each case as it is done; returns all that is known
+    then.
+    """
     results = known()
     missing = [case for case in cases if isinstance(results.get(str(case), ""), str)]
     print(f"{len(cases)} cases, {len(missing)} of them to be run", flush=True)
@@ -115,7 +144,9 @@ def run(cases: Sequence[Case]) -> dict[str, dict[str, float] | str]:
         for case, found in zip(chunk, run_chunk(chunk), strict=True):
             results[str(case)] = found
             with STATE.open("a") as file:
-                file.write(json.dumps({"case": str(case), "digest": digest(), "errors": found}) + "\n")
+                file.write(
+                    json.dumps({"case": str(case), "digest": digest(), "errors": found}) + "\n"
+                )
             right, words = verdict(case, found)
             done += 1
             left = (time.monotonic() - start) / done * (len(missing) - done)
@@ -127,11 +158,29 @@ def run(cases: Sequence[Case]) -> dict[str, dict[str, float] | str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--subset", action="store_true", help="only the cases of every test run")
-    parser.add_argument("--match", default="", metavar="TEXT", help="only cases in whose name this text is, such as 'TP 2'")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables into this guide, between its marks")
-    parser.add_argument("--report", action="store_true", help="run nothing: with --write, the tables of what is known")
+    parser.add_argument(
+        "--match",
+        default="",
+        metavar="TEXT",
+        help="only cases in whose name this text is, such as 'TP 2'",
+    )
+    parser.add_argument(
+        "--write",
+        type=Path,
+        metavar="FILE",
+        help="put the tables into this guide, between its marks",
+    )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="run nothing: with --write, the tables of what is known",
+    )
     options = parser.parse_args(arguments)
-    cases = [case for case in (*(subset() if options.subset else matrix()), *CONTROLS) if options.match in str(case)]
+    cases = [
+        case
+        for case in (*(subset() if options.subset else matrix()), *CONTROLS)
+        if options.match in str(case)
+    ]
     results = known() if options.report else run(cases)
     cases = [case for case in cases if str(case) in results]
     failed = [case for case in cases if not verdict(case, results[str(case)])[0]]

@@ -1,4 +1,6 @@
-"""What is broken on purpose, to see that the comparison notices: each is one line that a plan needs, left out."""
+"""What is broken on purpose, to see that the comparison notices: each is one line that a plan
+needs, left out.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +17,13 @@ def no_reduction() -> AbstractContextManager[Any]:
     """Each rank keeps the gradient of its own rows (of its own tokens, with cp)."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    def own_part(self: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any) -> None:
+    def own_part(
+        self: Any,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        **_: Any,
+    ) -> None:
         output_tensor.copy_(input_tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
 
     return patch.object(DefaultReduceScatter, "__call__", own_part)
@@ -26,7 +34,11 @@ def no_reduction_over_replicas() -> AbstractContextManager[Any]:
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     others = {name: getattr(dist, name) for name in dir(dist)}
-    return patch.object(_fsdp_collectives, "dist", SimpleNamespace(**{**others, "all_reduce": lambda *_, **__: None}))
+    return patch.object(
+        _fsdp_collectives,
+        "dist",
+        SimpleNamespace(**{**others, "all_reduce": lambda *_, **__: None}),
+    )
 
 
 def mean_of_gradients() -> AbstractContextManager[Any]:
@@ -35,7 +47,9 @@ def mean_of_gradients() -> AbstractContextManager[Any]:
 
     from nemorl.parallel.dtensor import fsdp
 
-    def force_sum_alone(model: nn.Module) -> None:  # what gloo needs, with the division that is FSDP2's default
+    def force_sum_alone(
+        model: nn.Module,
+    ) -> None:  # what gloo needs, with the division that is FSDP2's default
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
@@ -45,7 +59,9 @@ def mean_of_gradients() -> AbstractContextManager[Any]:
 
 @contextmanager
 def untied() -> Iterator[None]:
-    """As `parallelize_module` leaves a tied model: two parameters, which begin alike if the file has both."""
+    """As `parallelize_module` leaves a tied model: two parameters, which begin alike if the file
+    has both.
+    """
     from nemorl.parallel.dtensor import tensor_parallel
 
     whole = tensor_parallel.apply_tensor_parallel
@@ -66,9 +82,16 @@ def no_packed_mask() -> Iterator[None]:
     with_mask = context_parallel.ContextState.of
 
     def without_mask(segment_ids: torch.Tensor, position_ids: torch.Tensor, *more: Any) -> Any:
-        return with_mask(torch.ones_like(segment_ids), torch.arange(segment_ids.shape[1]).expand_as(position_ids), *more)
+        return with_mask(
+            torch.ones_like(segment_ids),
+            torch.arange(segment_ids.shape[1]).expand_as(position_ids),
+            *more,
+        )
 
-    with patch.object(head, "segment_buckets", lambda _: None), patch.object(context_parallel.ContextState, "of", without_mask):
+    with (
+        patch.object(head, "segment_buckets", lambda _: None),
+        patch.object(context_parallel.ContextState, "of", without_mask),
+    ):
         yield
 
 

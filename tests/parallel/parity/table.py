@@ -14,27 +14,51 @@ def write(guide: Path, cases: Sequence[Case], results: Results) -> None:
     """Replace what is between the guide's marks."""
     before, _, rest = guide.read_text(encoding="utf-8").partition(BEGIN)
     after = rest.partition(END)[2]
-    guide.write_text(before + "\n\n".join([BEGIN, *tables(cases, results), END]) + after, encoding="utf-8")
+    guide.write_text(
+        before + "\n\n".join([BEGIN, *tables(cases, results), END]) + after, encoding="utf-8"
+    )
 
 
 def tables(cases: Sequence[Case], results: Results) -> list[str]:
-    """Of all cases that were run: by plan, by layout, by model and by setting; in float32, compiled, and in bfloat16."""
+    """Of all cases that were run: by plan, by layout, by model and by setting; in float32,
+    compiled, and in bfloat16.
+    """
     ran = [case for case in cases if str(case) in results and not case.sabotage]
     controls = [case for case in cases if str(case) in results and case.sabotage]
     failed = [case for case in ran if not verdict(case, results[str(case)])[0]]
-    exact, rounded = ([case for case in ran if (case.problem.dtype == "float32") is is_exact] for is_exact in (True, False))
-    eager, compiled = ([case for case in exact if case.compile is is_compiled] for is_compiled in (False, True))
+    exact, rounded = (
+        [case for case in ran if (case.problem.dtype == "float32") is is_exact]
+        for is_exact in (True, False)
+    )
+    eager, compiled = (
+        [case for case in exact if case.compile is is_compiled] for is_compiled in (False, True)
+    )
     summary = f"{len(ran)} cases, of which {len(ran) - len(failed)} give the reference's numbers."
     return [
         summary + "".join(f"\n- not so: {case}" for case in failed),
         "### By plan, float32, eager",
-        table("plan", {name: [case for case in eager if case.plan == name] for name in PLANS}, results, LIMITS),
+        table(
+            "plan",
+            {name: [case for case in eager if case.plan == name] for name in PLANS},
+            results,
+            LIMITS,
+        ),
         "### By layout, model, loss and checkpointing, float32, eager",
         table("", by_setting(eager), results, LIMITS),
         "### Compiled, float32",
-        table("plan", {name: [case for case in compiled if case.plan == name] for name in PLANS}, results, LIMITS),
+        table(
+            "plan",
+            {name: [case for case in compiled if case.plan == name] for name in PLANS},
+            results,
+            LIMITS,
+        ),
         "### bfloat16",
-        table("plan", {name: [case for case in rounded if case.plan == name] for name in PLANS}, results, BFLOAT16_LIMITS),
+        table(
+            "plan",
+            {name: [case for case in rounded if case.plan == name] for name in PLANS},
+            results,
+            BFLOAT16_LIMITS,
+        ),
         "### Broken on purpose",
         broken(controls, results),
     ]
@@ -42,11 +66,17 @@ def tables(cases: Sequence[Case], results: Results) -> list[str]:
 
 def by_setting(cases: Sequence[Case]) -> dict[str, list[Case]]:
     """Rows of the second table: each takes the cases with one value of one setting."""
-    rows: dict[str, Callable[[Case], bool]] = {layout: lambda case, value=layout: case.layout == value for layout in LAYOUTS}  # type: ignore[misc]
+    rows: dict[str, Callable[[Case], bool]] = {
+        layout: lambda case, value=layout: case.layout == value for layout in LAYOUTS
+    }  # type: ignore[misc]
     for model in ("qwen2", "llama", "qwen3", "mistral"):
         rows[model] = lambda case, value=model: case.problem.model == value  # type: ignore[misc]
     rows |= {"tied": lambda case: case.problem.tied, "untied": lambda case: not case.problem.tied}
-    for loss, words in {"policy": "clipping by token and by sequence, KL, entropy", "pairs": "DPO", "nll": "NLL"}.items():
+    for loss, words in {
+        "policy": "clipping by token and by sequence, KL, entropy",
+        "pairs": "DPO",
+        "nll": "NLL",
+    }.items():
         rows[words] = lambda case, value=loss: case.problem.loss == value  # type: ignore[misc]
     for kind, words in {
         "temperature": "temperature 0.7",
@@ -55,7 +85,9 @@ def by_setting(cases: Sequence[Case]) -> dict[str, list[Case]]:
     }.items():
         rows[words] = lambda case, value=kind: case.problem.logprobs == value  # type: ignore[misc]
     for how in ("none", "selective", "full"):
-        rows[f"{how} checkpointing"] = lambda case, value=how: case.activation_checkpointing == value  # type: ignore[misc]
+        rows[f"{how} checkpointing"] = lambda case, value=how: (
+            case.activation_checkpointing == value
+        )  # type: ignore[misc]
     return {name: [case for case in cases if applies(case)] for name, applies in rows.items()}
 
 
@@ -66,20 +98,37 @@ def broken(controls: Iterable[Case], results: Results) -> str:
         found = results[str(case)]
         words = "a parameter that the reference does not have"
         if isinstance(found, dict):
-            words = ", ".join(f"{name} {number(found[name])}" for name in ("logprobs", "loss", "gradient") if found[name] > LIMITS[name])
+            words = ", ".join(
+                f"{name} {number(found[name])}"
+                for name in ("logprobs", "loss", "gradient")
+                if found[name] > LIMITS[name]
+            )
         noticed = "noticed" if verdict(case, found)[0] else "NOT NOTICED"
         lines.append(f"| {case.sabotage} | {case.plan}, {case.layout} | {words} | {noticed} |")
     return "\n".join(lines)
 
 
-def table(title: str, rows: Mapping[str, Iterable[Case]], results: Results, limits: Mapping[str, float]) -> str:
-    """A line per row: how many cases, and the greatest error of any of them in each column; over it the limits."""
-    lines = [f"| {title} | cases | " + " | ".join(limits) + " |", "|---|---|" + "---|" * len(limits)]
-    lines.append("| *at most* | | " + " | ".join(f"*{limit:.2g}*" for limit in limits.values()) + " |")
+def table(
+    title: str, rows: Mapping[str, Iterable[Case]], results: Results, limits: Mapping[str, float]
+) -> str:
+    """A line per row: how many cases, and the greatest error of any of them in each column; over it
+    the limits.
+    """
+    lines = [
+        f"| {title} | cases | " + " | ".join(limits) + " |",
+        "|---|---|" + "---|" * len(limits),
+    ]
+    lines.append(
+        "| *at most* | | " + " | ".join(f"*{limit:.2g}*" for limit in limits.values()) + " |"
+    )
     for name, cases in rows.items():
         found = [errors for case in cases if isinstance(errors := results[str(case)], dict)]
         if found:
-            lines.append(f"| {name} | {len(found)} | " + " | ".join(number(max(errors[column] for errors in found)) for column in limits) + " |")
+            lines.append(
+                f"| {name} | {len(found)} | "
+                + " | ".join(number(max(errors[column] for errors in found)) for column in limits)
+                + " |"
+            )
     return "\n".join(lines)
 
 

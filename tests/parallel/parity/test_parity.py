@@ -1,4 +1,7 @@
-"""A representative part of the matrix, and negative controls: what is broken on purpose is found. `make parity` runs all of it."""
+"""A representative part of the matrix, and negative controls: what is broken on purpose is found.
+
+`make parity` runs all of it.
+"""
 
 import math
 import re
@@ -19,12 +22,18 @@ GUIDE = Path(__file__).parent.parent.parent.parent / "docs" / "parity.md"
 
 def together(cases: tuple[Case, ...]) -> list:
     """A test for all cases that share processes, as starting these takes longer than a case."""
-    return [pytest.param(chunk, id=f"{chunk[0].ranks} ranks{' compiled' * chunk[0].compile}") for chunk in chunks(cases)]
+    return [
+        pytest.param(chunk, id=f"{chunk[0].ranks} ranks{' compiled' * chunk[0].compile}")
+        for chunk in chunks(cases)
+    ]
 
 
 @pytest.mark.parametrize("chunk", together(subset()))
 def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
-    verdicts = {str(case): verdict(case, errors) for case, errors in zip(chunk, run_chunk(chunk), strict=True)}
+    verdicts = {
+        str(case): verdict(case, errors)
+        for case, errors in zip(chunk, run_chunk(chunk), strict=True)
+    }
     assert {case: words for case, (right, words) in verdicts.items() if not right} == {}
 
 
@@ -33,36 +42,69 @@ def test_what_is_broken_on_purpose_is_found(chunk: list[Case]):
     for case, errors in zip(chunk, run_chunk(chunk), strict=True):
         assert verdict(case, errors)[0], f"{case} was not noticed: {errors}"
         if case.sabotage == "the tied weight":
-            assert isinstance(errors, str) and re.search(r"gradients are of other parameters: .*lm_head\.weight", errors)
+            assert isinstance(errors, str) and re.search(
+                r"gradients are of other parameters: .*lm_head\.weight", errors
+            )
         else:
             assert isinstance(errors, dict) and errors["gradient"] > 1e4 * LIMITS["gradient"]
-            # What spoils gradients alone leaves the logprobs right, which is why more than those has to be looked at.
+            # What spoils gradients alone leaves the logprobs right, which is why more than those
+            # has to be looked at.
             assert (errors["logprobs"] > LIMITS["logprobs"]) == (case.sabotage == "the packed mask")
 
 
 def test_only_what_is_right_passes():
-    """A number too large, one that is none, and a case that could not be run; of a control each other way round."""
+    """A number too large, one that is none, and a case that could not be run; of a control each
+    other way round.
+    """
     case, control, fine = Case(plan="FSDP2 2"), CONTROLS[0], dict.fromkeys(LIMITS, 1e-7)
     assert verdict(case, fine) == (True, "") and not verdict(control, fine)[0]
-    for wrong in (fine | {"gradient": 2e-6}, fine | {"gradient": math.nan}, fine | {"gradient": math.inf}):
+    for wrong in (
+        fine | {"gradient": 2e-6},
+        fine | {"gradient": math.nan},
+        fine | {"gradient": math.inf},
+    ):
         assert not verdict(case, wrong)[0] and verdict(control, wrong)[0]
     assert verdict(case, fine | {"loss": 2e-6}) == (False, "loss 2.0e-06 > 1.0e-06")
-    assert not verdict(control, fine | {"loss": 1.0})[0]  # broken on purpose is a gradient, and has to show there
-    assert not verdict(case, "AssertionError: rank 1 died")[0] and not verdict(control, "AssertionError: rank 1 died")[0]
+    assert not verdict(control, fine | {"loss": 1.0})[
+        0
+    ]  # broken on purpose is a gradient, and has to show there
+    assert (
+        not verdict(case, "AssertionError: rank 1 died")[0]
+        and not verdict(control, "AssertionError: rank 1 died")[0]
+    )
 
 
 def test_the_subset_has_everything_once():
-    assert {case.plan for case in subset()} >= set(PLANS) - {"FSDP2 2 + CPU offload", "FSDP2 4", "TP 4 + SP", "CP 4 ulysses", "HSDP 2×2 × TP 2 + SP"}
+    assert {case.plan for case in subset()} >= set(PLANS) - {
+        "FSDP2 2 + CPU offload",
+        "FSDP2 4",
+        "TP 4 + SP",
+        "CP 4 ulysses",
+        "HSDP 2×2 × TP 2 + SP",
+    }
     assert {case.layout for case in subset()} == set(LAYOUTS)
     assert {case.problem.loss for case in subset()} == set(LOSSES)
     assert {case.problem.model for case in subset()} == {"qwen2", "llama", "qwen3", "mistral"}
     assert {case.activation_checkpointing for case in subset()} == {"none", "selective", "full"}
-    assert len({str(case) for case in matrix()}) == len(matrix()) and len({str(case) for case in subset()}) == len(subset())
+    assert len({str(case) for case in matrix()}) == len(matrix()) and len(
+        {str(case) for case in subset()}
+    ) == len(subset())
 
 
-@pytest.mark.parametrize("problem", [Problem(), Problem(loss="pairs"), Problem(logprobs="filtered"), Problem(model="qwen3", tied=False)], ids=str)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(),
+        Problem(loss="pairs"),
+        Problem(logprobs="filtered"),
+        Problem(model="qwen3", tied=False),
+    ],
+    ids=str,
+)
 def test_the_golden_batch_is_one_that_shows_something(problem: Problem):
-    """Ratios on both sides of the clip but none at its border, a gradient for every parameter, a gradient norm that is clipped."""
+    """Ratios on both sides of the clip but none at its border, a gradient for every parameter, a
+    gradient norm that is clipped.
+    """
     batch, exact = golden_batch(problem), reference(problem)
     for values in (exact.logprobs, exact.after):
         ratio = (values - batch.prev_logprobs)[batch.loss_mask].exp()

@@ -1,4 +1,6 @@
-"""What a rank (or this process, for plans without ranks) does with a case: three steps, and back come the numbers that it is judged by."""
+"""What a rank (or this process, for plans without ranks) does with a case: three steps, and back
+come the numbers that it is judged by.
+"""
 
 import gc
 from contextlib import ExitStack
@@ -13,21 +15,38 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from tests.parallel.parity.cases import LAYOUTS, Case
 from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, golden_batch
 from tests.parallel.parity.losses import watched
-from tests.parallel.parity.reference import BETAS, EPS, LR, MAX_GRAD_NORM, STEPS, WEIGHT_DECAY, Outcome
+from tests.parallel.parity.reference import (
+    BETAS,
+    EPS,
+    LR,
+    MAX_GRAD_NORM,
+    STEPS,
+    WEIGHT_DECAY,
+    Outcome,
+)
 from tests.parallel.parity.sabotage import SABOTAGES
 
 Result = tuple[Outcome | None, dict[str, float], float]
-"""What rank 0 found (other ranks: None), the first step's metrics as this rank has them, and by how much copies of a token's numbers on this rank,
-which the loss saw more than once, differ."""
+"""What rank 0 found (other ranks: None), the first step's metrics as this rank has them, and by how
+much copies of a token's numbers on this rank, which the loss saw more than once, differ.
+"""
 
 
 def run_cases(cases: tuple[Case, ...], folders: tuple[Path, ...]) -> list[Result]:
-    """Several cases in the same processes, as starting these takes longer than a case; each with the folder of its model."""
+    """Several cases in the same processes, as starting these takes longer than a case; each with
+    the folder of its model.
+    """
     return [run_case(case, folder) for case, folder in zip(cases, folders, strict=True)]
 
 
@@ -46,7 +65,14 @@ def config_of(case: Case, folder: Path) -> BackendConfig:
     return BackendConfig(
         model=ModelConfig(path=str(folder)),
         trainer=TrainerConfig(device="cpu", logprob_chunk=48, **LAYOUTS[case.layout]),
-        optimizer=OptimizerConfig(lr=LR, weight_decay=WEIGHT_DECAY, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, max_grad_norm=MAX_GRAD_NORM),
+        optimizer=OptimizerConfig(
+            lr=LR,
+            weight_decay=WEIGHT_DECAY,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            eps=EPS,
+            max_grad_norm=MAX_GRAD_NORM,
+        ),
         lora=LoRAConfig(rank=LORA_RANK, alpha=LORA_ALPHA) if case.problem.lora else LoRAConfig(),
         parallel=case.parallel,
         total_steps=STEPS,
@@ -60,8 +86,14 @@ def measure(backend: DTensorBackend, case: Case) -> Result:
     losses, norms, gradients, metrics = [], [], {}, {}
     for step in range(STEPS):
         if step == 0:
-            hook = backend.optimizer.register_step_pre_hook(lambda *_: gradients.update(gradients_of(backend)))
-        found = finalize(backend.train_step(batch, watched(case.problem.loss, seen if step == 0 else lambda *_: None)))
+            hook = backend.optimizer.register_step_pre_hook(
+                lambda *_: gradients.update(gradients_of(backend))
+            )
+        found = finalize(
+            backend.train_step(
+                batch, watched(case.problem.loss, seen if step == 0 else lambda *_: None)
+            )
+        )
         if step == 0:
             hook.remove()
             metrics = found
@@ -80,7 +112,11 @@ def measure(backend: DTensorBackend, case: Case) -> Result:
     )
     whole = merged(seen)
     outcome = replace(outcome, token_logprobs=whole["token_logprobs"], entropy=whole["entropy"])
-    return outcome if not dist.is_initialized() or dist.get_rank() == 0 else None, metrics, seen.spread
+    return (
+        outcome if not dist.is_initialized() or dist.get_rank() == 0 else None,
+        metrics,
+        seen.spread,
+    )
 
 
 def gradients_of(backend: DTensorBackend) -> dict[str, Tensor]:
@@ -91,17 +127,25 @@ def gradients_of(backend: DTensorBackend) -> dict[str, Tensor]:
     for name, parameter in parameters_by_name(backend.model).items():
         gradient: Any = parameter.grad
         if gradient is not None:
-            found[name] = (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient).detach().clone()
+            found[name] = (
+                (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
+                .detach()
+                .clone()
+            )
     return found
 
 
 class Seen:
-    """What a rank's losses were called with, put back into the golden batch's layout by the tokens' numbers; NaN where no call had the token."""
+    """What a rank's losses were called with, put back into the golden batch's layout by the tokens'
+    numbers; NaN where no call had the token.
+    """
 
     def __init__(self, batch: TokenBatch) -> None:
         assert batch.generation_logprobs is not None
         real = (batch.segment_ids > 0).nonzero().tolist()
-        self.places = {int(batch.generation_logprobs[row, column]): (row, column) for row, column in real}
+        self.places = {
+            int(batch.generation_logprobs[row, column]): (row, column) for row, column in real
+        }
         self.logprobs = torch.full(batch.input_ids.shape, torch.nan)
         self.entropy = self.logprobs.clone()
         self.spread = 0.0
@@ -110,7 +154,10 @@ class Seen:
         assert part.generation_logprobs is not None
         for row, column in (part.segment_ids > 0).nonzero().tolist():
             place = self.places[int(part.generation_logprobs[row, column])]
-            for mine, values in ((self.logprobs, output.token_logprobs), (self.entropy, output.entropy)):
+            for mine, values in (
+                (self.logprobs, output.token_logprobs),
+                (self.entropy, output.entropy),
+            ):
                 value = values[row, column].detach()
                 if not mine[place].isnan():
                     self.spread = max(self.spread, float((mine[place] - value).abs()))
@@ -118,7 +165,10 @@ class Seen:
 
 
 def merged(seen: Seen) -> dict[str, Tensor]:
-    """What the ranks have seen between them; ranks that share rows must have seen the same. Padding is 0, and a token that nobody saw NaN."""
+    """What the ranks have seen between them; ranks that share rows must have seen the same.
+
+    Padding is 0, and a token that nobody saw NaN.
+    """
     arrays = torch.stack([seen.logprobs, seen.entropy])
     if dist.is_initialized():
         parts: list[Any] = [None] * dist.get_world_size()

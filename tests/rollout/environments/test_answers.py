@@ -8,7 +8,12 @@ import pytest
 
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import REWARDS
-from nemorl.rollout.environments.answers import contains_answer, last_number, math_equal, think_format
+from nemorl.rollout.environments.answers import (
+    contains_answer,
+    last_number,
+    math_equal,
+    think_format,
+)
 
 
 def test_every_reward_is_of_the_usual_kind():
@@ -40,16 +45,22 @@ def test_last_number(response, answer, expected):
 
 
 def test_last_number_needs_one():
-    with pytest.raises(ValueError, match="needs an answer with a number in it, but the answer is 'blue': use exact_match"):
+    with pytest.raises(
+        ValueError,
+        match="needs an answer with a number in it, but the answer is 'blue': use exact_match",
+    ):
         last_number("", "5", "blue")
 
 
 def test_contains_answer_needs_one():
     assert contains_answer("", "It is 2.", " 2 ") == 1.0
     assert contains_answer("", "It is 3.", 2) == 0.0
-    with pytest.raises(ValueError, match="contains_answer needs an answer, because every response contains ''") as caught:
+    with pytest.raises(
+        ValueError, match="contains_answer needs an answer, because every response contains ''"
+    ) as caught:
         FunctionalRewardWrapper(contains_answer).step(
-            [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]], [{"answer": ""}]
+            [[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]],
+            [{"answer": ""}],
         )
     assert "prompt '1+1='" in caught.value.__notes__[0]
 
@@ -77,18 +88,30 @@ def test_math(response, answer, expected):
 def test_math_in_a_thread():
     """math-verify's own time limit works in the main thread alone."""
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(lambda: (threading.current_thread() is threading.main_thread(), math_equal("", "7", "7.0"))).result() == (False, 1.0)
+        assert pool.submit(
+            lambda: (
+                threading.current_thread() is threading.main_thread(),
+                math_equal("", "7", "7.0"),
+            )
+        ).result() == (False, 1.0)
 
 
 def test_math_without_an_answer():
-    with pytest.raises(ValueError, match="math needs an answer that can be read, but the answer is ''"):
+    with pytest.raises(
+        ValueError, match="math needs an answer that can be read, but the answer is ''"
+    ):
         math_equal("", "7", "")
 
 
 def test_math_without_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs the package math-verify, which is not installed: pip install 'nemorl\[math\]'"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"needs the package math-verify, which is not installed: pip install 'nemorl\[math\]'"
+        ),
+    ):
         math_equal("", "7", "7")
 
 

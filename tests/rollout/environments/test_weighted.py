@@ -22,11 +22,16 @@ class Counting(FunctionalRewardWrapper):
     """An environment with an answer, a metric and rewards that depend on the whole batch."""
 
     def step(self, message_log_batch, metadata):
-        return replace(super().step(message_log_batch, metadata), answers=[log[-1]["content"][-1] for log in message_log_batch])
+        return replace(
+            super().step(message_log_batch, metadata),
+            answers=[log[-1]["content"][-1] for log in message_log_batch],
+        )
 
     def global_post_process_and_metrics(self, batch):
         best = max(batch["rewards"])
-        return {**batch, "rewards": [float(reward == best) for reward in batch["rewards"]]}, {"best": best}
+        return {**batch, "rewards": [float(reward == best) for reward in batch["rewards"]]}, {
+            "best": best
+        }
 
 
 class TwoTurns(FunctionalRewardWrapper):
@@ -40,16 +45,28 @@ def test_the_reward_is_the_weighted_sum_and_its_parts_stay_apart():
     assert isinstance(environment, EnvironmentInterface)
     result = environment.step([LOG, LONG], ROWS)
     assert result.rewards == pytest.approx([1.0 - 0.1, -0.7])
-    assert result.components == {"exact_match": [1.0, 0.0], "brief": [-1.0, -7.0], "contains_answer": [1.0, 1.0]}
+    assert result.components == {
+        "exact_match": [1.0, 0.0],
+        "brief": [-1.0, -7.0],
+        "contains_answer": [1.0, 1.0],
+    }
     assert result.terminateds == [True, True]
 
 
-@given(st.lists(st.lists(st.floats(-100, 100), min_size=4, max_size=4), min_size=1, max_size=5), st.data())
+@given(
+    st.lists(st.lists(st.floats(-100, 100), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.data(),
+)
 def test_the_sum_is_linear_in_the_weights(values, data):
     weights = data.draw(st.lists(st.floats(0.01, 10), min_size=len(values), max_size=len(values)))
-    rewards = {str(k): FunctionalRewardWrapper(lambda prompts, responses, of=of: of, name=str(k)) for k, of in enumerate(values)}
+    rewards = {
+        str(k): FunctionalRewardWrapper(lambda prompts, responses, of=of: of, name=str(k))
+        for k, of in enumerate(values)
+    }
     total = WeightedRewards(rewards, weights).step([LOG] * 4, [{}] * 4).rewards
-    assert total == pytest.approx([sum(w * of[i] for w, of in zip(weights, values, strict=True)) for i in range(4)], abs=1e-9)
+    assert total == pytest.approx(
+        [sum(w * of[i] for w, of in zip(weights, values, strict=True)) for i in range(4)], abs=1e-9
+    )
     doubled = WeightedRewards(rewards, [2 * w for w in weights]).step([LOG] * 4, [{}] * 4).rewards
     assert doubled == pytest.approx([2 * reward for reward in total], abs=1e-9)
 
@@ -59,14 +76,26 @@ def test_without_weights_each_counts_one():
 
 
 def test_names():
-    assert list(make_environment([exact_match, "exact_match", lambda response: 0.0, exact_match]).weights) == [
+    assert list(
+        make_environment([exact_match, "exact_match", lambda response: 0.0, exact_match]).weights
+    ) == [
         "exact_match",
         "exact_match_2",
         "lambda",
         "exact_match_3",
     ]
-    assert list(make_environment({"right": "exact_match", "short": brief}).weights) == ["right", "short"]
-    assert list(make_environment(["nemorl.rollout.environments:contains_answer", FunctionalRewardWrapper(brief, name="length")]).weights) == [
+    assert list(make_environment({"right": "exact_match", "short": brief}).weights) == [
+        "right",
+        "short",
+    ]
+    assert list(
+        make_environment(
+            [
+                "nemorl.rollout.environments:contains_answer",
+                FunctionalRewardWrapper(brief, name="length"),
+            ]
+        ).weights
+    ) == [
         "contains_answer",
         "length",
     ]
@@ -74,7 +103,9 @@ def test_names():
 
 def test_an_error_calls_a_reward_as_the_metrics_do():
     with pytest.raises(ValueError, match="reward 'broken' must be a finite number"):
-        make_environment({"right": exact_match, "broken": lambda response: None}).step([LOG], ROWS[:1])
+        make_environment({"right": exact_match, "broken": lambda response: None}).step(
+            [LOG], ROWS[:1]
+        )
     with pytest.raises(ValueError, match="reward 'lambda_2' must be a finite number"):
         make_environment([lambda response: 0.0, lambda response: None]).step([LOG], [{}])
 
@@ -82,7 +113,10 @@ def test_an_error_calls_a_reward_as_the_metrics_do():
 def test_one_reward_is_itself_unless_it_is_weighted():
     assert isinstance(make_environment(["exact_match"]), FunctionalRewardWrapper)
     assert isinstance(make_environment(("exact_match",), ()), FunctionalRewardWrapper)
-    for weighted in (make_environment("exact_match", (2.0,)), make_environment(["exact_match"], (2.0,))):
+    for weighted in (
+        make_environment("exact_match", (2.0,)),
+        make_environment(["exact_match"], (2.0,)),
+    ):
         result = weighted.step([LOG], ROWS[:1])
         assert (result.rewards, result.components) == ([2.0], {"exact_match": [1.0]})
 
@@ -91,7 +125,12 @@ def test_environments_among_functions():
     environment = make_environment({"right": exact_match, "brief": Counting(brief)}, (1.0, 0.5))
     result = environment.step([LOG, LONG], ROWS)
     assert result.answers == ["2", "2"]
-    batch = {"rewards": result.rewards, "components": result.components, "texts": ["", ""], "truncated": [False, True]}
+    batch = {
+        "rewards": result.rewards,
+        "components": result.components,
+        "texts": ["", ""],
+        "truncated": [False, True],
+    }
     changed, metrics = environment.global_post_process_and_metrics(batch)
     assert changed["components"] == {"right": [1.0, 0.0], "brief": [1.0, 0.0]}
     assert changed["rewards"] == [1.5, 0.0]
@@ -101,12 +140,20 @@ def test_environments_among_functions():
 
 def test_an_environment_of_several_turns_stays_alone():
     environment = make_environment([exact_match, TwoTurns(brief)])
-    with pytest.raises(ValueError, match="reward 'brief' must end every conversation after the first response to be one of several rewards"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "reward 'brief' must end every conversation after the first response to be one of"
+            " several rewards"
+        ),
+    ):
         environment.step([LOG], ROWS[:1])
 
 
 def test_rows_are_checked_for_each_reward():
-    with pytest.raises(ValueError, match="reward 'exact_match' wants the column 'answer', but row 2 has only"):
+    with pytest.raises(
+        ValueError, match="reward 'exact_match' wants the column 'answer', but row 2 has only"
+    ):
         check_rows(make_environment([brief, exact_match]), [{"answer": 1}, {"solution": 1}])
     check_rows(make_environment([brief, Counting(exact_match)]), ROWS)
 
@@ -116,12 +163,38 @@ def test_rows_are_checked_for_each_reward():
     [
         ([], (), "reward must be at least one reward, but there is none"),
         ({}, (), "reward must be at least one reward, but there is none"),
-        (["exact_match", brief], (1.0,), "reward_weights must be one number per reward, but there are 1 for exact_match, brief: give 2"),
-        ("exact_match", (1.0, 2.0), "reward_weights must be one number per reward, but there are 2 for exact_match: give 1"),
-        (["exact_match", brief], (1.0, float("nan")), "reward_weights must be finite numbers that are not all 0"),
-        (["exact_match", brief], (0.0, 0.0), "reward_weights must be finite numbers that are not all 0"),
+        (
+            ["exact_match", brief],
+            (1.0,),
+            (
+                "reward_weights must be one number per reward, but there are 1 for exact_match,"
+                " brief: give 2"
+            ),
+        ),
+        (
+            "exact_match",
+            (1.0, 2.0),
+            "reward_weights must be one number per reward, but there are 2 for exact_match: give 1",
+        ),
+        (
+            ["exact_match", brief],
+            (1.0, float("nan")),
+            "reward_weights must be finite numbers that are not all 0",
+        ),
+        (
+            ["exact_match", brief],
+            (0.0, 0.0),
+            "reward_weights must be finite numbers that are not all 0",
+        ),
         (["exact_match", "breif"], (), "reward must be one of .* but it is 'breif'"),
-        (Counting, (), r"reward must be a function or an environment, but it is the class Counting: give an object of it, Counting\(\)"),
+        (
+            Counting,
+            (),
+            (
+                r"reward must be a function or an environment, but it is the class Counting: give"
+                r" an object of it, Counting\(\)"
+            ),
+        ),
     ],
 )
 def test_rewards_that_do_not_go_together_are_refused(reward, weights, message):

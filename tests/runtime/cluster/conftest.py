@@ -14,15 +14,17 @@ TARGET = "tests.runtime.cluster.targets:Target"
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """`workers(2, **options)`: a group of two."""
-    from nemorl.runtime.cluster import Bundle, RayVirtualCluster
-    from nemorl.runtime.workers import RayWorkerGroup
+    from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
+    from nemorl.runtime.cluster.workers import RayWorkerGroup
 
     ray_cpus()
     clusters = []
 
     def make(size: int, target: str = TARGET, **options: Any) -> RayWorkerGroup:
         clusters.append(RayVirtualCluster({"some": [Bundle()] * size}))
-        return RayWorkerGroup(clusters[-1].placement("some"), target, **{"log_dir": tmp_path / "logs", **options})
+        return RayWorkerGroup(
+            clusters[-1].placement("some"), target, **{"log_dir": tmp_path / "logs", **options}
+        )
 
     yield make
     for cluster in clusters:

@@ -1,4 +1,6 @@
-"""Programs that are killed, or whose cluster is: run as `python -m tests.runtime.cluster.drivers NAME ...`; each prints lines of JSON."""
+"""Programs that are killed, or whose cluster is: run as `python -m tests.runtime.cluster.drivers
+NAME ...`; each prints lines of JSON.
+"""
 
 import json
 import sys
@@ -12,8 +14,14 @@ import psutil
 import ray
 from ray._private import auto_init_hook, worker
 
-from nemorl.runtime.cluster import DRIVER, Bundle, ClusterLost, RayClusterError, RayVirtualCluster
-from nemorl.runtime.workers import RayWorkerGroup, WorkerDied, wait
+from nemorl.runtime.cluster.placement import (
+    DRIVER,
+    Bundle,
+    ClusterLost,
+    RayClusterError,
+    RayVirtualCluster,
+)
+from nemorl.runtime.cluster.workers import RayWorkerGroup, WorkerDied, wait
 from tests.runtime.cluster.conftest import TARGET
 from tests.runtime.cluster.processes import soon_gone
 
@@ -24,11 +32,16 @@ def tell(**facts: Any) -> None:
 
 def below() -> dict[int, str]:
     """The processes that this one has brought into the world, by their ids."""
-    return {process.pid: " ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)}
+    return {
+        process.pid: " ".join(process.cmdline())
+        for process in psutil.Process().children(recursive=True)
+    }
 
 
 def busy(address: str = "") -> None:
-    """Two workers with children, one of them at work, and a large array on its way; then this process waits to be killed."""
+    """Two workers with children, one of them at work, and a large array on its way; then this
+    process waits to be killed.
+    """
     cluster = RayVirtualCluster({"a": [Bundle()] * 2}, num_cpus=2, address=address or None)
     group = RayWorkerGroup(cluster.placement("a"), TARGET)
     children = [pid for pair in group.run_all("spawn") for pid in pair]
@@ -59,7 +72,9 @@ def lost(victim: str) -> None:
             seen[name] = str(error)
         if name == "result":
             noticed = time.monotonic() - start
-    time.sleep(max(0.0, 14 - (time.monotonic() - start)))  # a checkpoint is written; Ray itself would have ended this process by now
+    time.sleep(
+        max(0.0, 14 - (time.monotonic() - start))
+    )  # a checkpoint is written; Ray itself would have ended this process by now
     end = time.monotonic()
     cluster.shutdown()
     tell(seen=seen, noticed=noticed, took=time.monotonic() - end, pids=pids)
@@ -92,23 +107,36 @@ def nowhere() -> None:
 
 
 def set_aside() -> None:
-    """A GPU that a trainer outside of Ray computes on, beside those of workers. (Ray counts GPUs; there need not be any.)"""
+    """A GPU that a trainer outside of Ray computes on, beside those of workers. (Ray counts GPUs;
+    there need not be any.)
+    """
     bundles = {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)], "generation": [Bundle(gpus=1)] * 2}
     before = ways()
     with RayVirtualCluster(bundles, num_cpus=2, num_gpus=3) as cluster:
         group = RayWorkerGroup(cluster.placement("generation"), TARGET)
-        devices = [found["CUDA_VISIBLE_DEVICES"] for found in group.run_all("environment", "CUDA_VISIBLE_DEVICES")]
+        devices = [
+            found["CUDA_VISIBLE_DEVICES"]
+            for found in group.run_all("environment", "CUDA_VISIBLE_DEVICES")
+        ]
     tell(devices=devices, as_before=ways() == before)
 
 
 def two_nodes() -> None:
-    """Trainer and generators on different nodes, and a group across both; then one of the nodes goes."""
+    """Trainer and generators on different nodes, and a group across both; then one of the nodes
+    goes.
+    """
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    nodes = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False}
+    )
     second = nodes.add_node(num_cpus=4)
     here, there = nodes.head_node.node_id, second.node_id
-    bundles = {"trainer": [Bundle(node=here)], "generation": [Bundle(node=there)] * 2, "both": [Bundle(node=here), Bundle(node=there)]}
+    bundles = {
+        "trainer": [Bundle(node=here)],
+        "generation": [Bundle(node=there)] * 2,
+        "both": [Bundle(node=here), Bundle(node=there)],
+    }
     with (
         RayVirtualCluster(bundles, address=nodes.address) as cluster,
         RayVirtualCluster({"free": [Bundle()] * 2}, strategy="SPREAD") as spread,
@@ -119,7 +147,10 @@ def two_nodes() -> None:
         generation = RayWorkerGroup(cluster.placement("generation"), TARGET)
         both = RayWorkerGroup(cluster.placement("both"), TARGET)
         found = {
-            "nodes": [[group.info(rank).node for rank in range(len(group))] for group in (trainer, generation, both)],
+            "nodes": [
+                [group.info(rank).node for rank in range(len(group))]
+                for group in (trainer, generation, both)
+            ],
             "local_ranks": both.run_all("environment", "LOCAL_RANK"),
             "sums": both.run_all("all_reduce", timeout_s=60),
             "size": generation.call(0, "add", np.ones(2_000_000)).result().size,
@@ -137,7 +168,11 @@ def two_nodes() -> None:
                 free.restart(movable)
                 break
             time.sleep(1)
-        found["moved"] = [free.info(movable).node, free.call(movable, "environment", "LOCAL_RANK").result()["LOCAL_RANK"], movable]
+        found["moved"] = [
+            free.info(movable).node,
+            free.call(movable, "environment", "LOCAL_RANK").result()["LOCAL_RANK"],
+            movable,
+        ]
         free.call(movable, "write").result()
         try:
             free.call(movable, "sleep_or_die", None).result()

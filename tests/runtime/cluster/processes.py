@@ -6,7 +6,12 @@ from pathlib import Path
 
 def alive(*pids: int) -> list[int]:
     """Which of the processes are there and run; a zombie doesn't."""
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")]
+    return [
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}").exists()
+        and " Z " not in Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    ]
 
 
 def soon_gone(*pids: int, timeout_s: float = 10) -> bool:

@@ -62,10 +62,16 @@ class Target:
     def versions(self, *names):
         import nemorl
 
-        return [sys.executable, str(Path(nemorl.__file__).parent), *map(importlib.metadata.version, names)]
+        return [
+            sys.executable,
+            str(Path(nemorl.__file__).parent),
+            *map(importlib.metadata.version, names),
+        ]
 
     def all_reduce(self):
-        """The sum of all ranks' numbers, by torch.distributed, which finds everything in the environment."""
+        """The sum of all ranks' numbers, by torch.distributed, which finds everything in the
+        environment.
+        """
         import torch
         from torch import distributed
 

@@ -1,4 +1,6 @@
-"""What is left, and what is told, when a driver is killed, a cluster's head or a node goes: each in a process and on a cluster of its own."""
+"""What is left, and what is told, when a driver is killed, a cluster's head or a node goes: each in
+a process and on a cluster of its own.
+"""
 
 import json
 import os
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.xdist_group("ray")
 def driver(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [sys.executable, "-m", "tests.runtime.cluster.drivers", *arguments]
-    with subprocess.Popen(command, cwd=ROOT, env={**environment, **variables}, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env={**environment, **variables}, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -45,7 +49,11 @@ def test_nothing_is_left_of_a_driver_that_is_killed():
         assert len(alive(*facts["pids"])) == len(facts["pids"]) > 10 and facts["size"] == 5_000_000
         process.kill()
         assert soon_gone(*facts["pids"])
-    assert not {name for name in set(Path("/dev/shm").iterdir()) - before if name.name.startswith(("plasma", "ray"))}
+    assert not {
+        name
+        for name in set(Path("/dev/shm").iterdir()) - before
+        if name.name.startswith(("plasma", "ray"))
+    }
 
 
 @pytest.mark.slow
@@ -74,12 +82,24 @@ def running_cluster() -> Iterator[tuple[str, list[int]]]:
         "--include-dashboard=false",
         "--disable-usage-stats",
     ]
-    with subprocess.Popen(command, env={**os.environ, **NO_TOKEN}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command,
+        env={**os.environ, **NO_TOKEN},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
         deadline = time.monotonic() + 60
         while socket.socket().connect_ex(("127.0.0.1", port)) and time.monotonic() < deadline:
             time.sleep(0.2)
         time.sleep(3)  # until the node has joined
-        yield f"127.0.0.1:{port}", [child.pid for child in psutil.Process(process.pid).children() if child.name() in ("gcs_server", "raylet")]
+        yield (
+            f"127.0.0.1:{port}",
+            [
+                child.pid
+                for child in psutil.Process(process.pid).children()
+                if child.name() in ("gcs_server", "raylet")
+            ],
+        )
         process.terminate()
         process.wait(30)
 
@@ -100,8 +120,19 @@ def test_two_nodes():
         here, there = facts["here"], facts["there"]
         assert here != there and facts["driver"] == here
         assert facts["nodes"] == [[here], [there, there], [here, there]]
-        assert facts["local_ranks"] == [{"LOCAL_RANK": "0"}] * 2 and facts["sums"] == [3.0, 3.0] and facts["size"] == 2_000_000
-        assert soon_gone(*facts["children"]) and "worker-0 (process" in facts["died"] and facts["gone"] and facts["trainer"] == [1]
-        assert facts["moved"] == [here, str(facts["moved"][2]), facts["moved"][2]], "Ray has moved the bundle"
+        assert (
+            facts["local_ranks"] == [{"LOCAL_RANK": "0"}] * 2
+            and facts["sums"] == [3.0, 3.0]
+            and facts["size"] == 2_000_000
+        )
+        assert (
+            soon_gone(*facts["children"])
+            and "worker-0 (process" in facts["died"]
+            and facts["gone"]
+            and facts["trainer"] == [1]
+        )
+        assert facts["moved"] == [here, str(facts["moved"][2]), facts["moved"][2]], (
+            "Ray has moved the bundle"
+        )
         assert facts["of_moved"].endswith("from a child"), "its log is here"
         assert process.wait(60) == 0

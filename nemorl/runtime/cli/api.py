@@ -1,0 +1,233 @@
+"""Training in a few lines of Python:
+
+`nemorl.train`, and a trainer class for each built-in algorithm. They build a config and call
+`launch.run`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from nemorl.checks import require
+from nemorl.models.pretrained import load_tokenizer
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.presets import preset_overrides
+from nemorl.runtime.config.tree import ConfigError, closest, construct, dotted_keys, layer, to_dict
+from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.run.job import Reward, Rows
+from nemorl.runtime.run.result import TrainResult
+from nemorl.runtime.start.launch import run
+from nemorl.runtime.start.registry import get_algorithm
+
+
+def train(
+    model: str | Path | nn.Module,
+    dataset: Rows,
+    reward_fn: Reward | None = None,
+    *,
+    algorithm: str = "grpo",
+    tokenizer: Any = None,
+    validation: Rows = None,
+    callbacks: Sequence[Callback] = (),
+    preset: str | None = None,
+    **overrides: Any,
+) -> TrainResult:
+    """Train a model on a data set by an algorithm: everything that has a default may be left out.
+
+    - `model`: a folder, a hub name, or a loaded Hugging Face model (then `tokenizer` too, unless
+      the model knows where it came from)
+    - `dataset`, `validation`: a file, a hub name, a list of dicts, a datasets.Dataset, a
+      DataModule, or several of them
+    - `reward_fn`: fn(prompt, response) -> float, fn(prompts, responses) -> list of floats (either
+      may ask for columns of the data by name), the name of a reward, an environment, or several in
+      a list or mapping
+    - `algorithm`: "grpo", "sft", "dpo" or one that you registered; `preset` (of GRPO): "dapo",
+      "gspo", …
+    - `overrides`: any setting, by its name where that is unique (`lr=1e-6`, `max_new_tokens=64`),
+      by section and name (`optimizer__lr=1e-6`), or a section at a time (`optimizer={"lr": 1e-6}`,
+      `optimizer=OptimizerConfig(lr=1e-6)`)
+
+    Returns metrics, history, paths and the trained model (None where it was spread over devices:
+    load paths.hf). Raises ValueError that names the field where something can't work.
+    """
+    config = make_config(algorithm, preset=preset, **overrides)
+    return _run(
+        config,
+        model,
+        tokenizer,
+        train=dataset,
+        validation=validation,
+        reward=reward_fn,
+        callbacks=callbacks,
+    )
+
+
+def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) -> Any:
+    """The config of an algorithm from overrides as `train` takes them.
+
+    >>> config = make_config("grpo", preset="dapo", lr=1e-6, generation={"max_new_tokens": 64}, trainer__sequence_packing=True)
+    >>> config.optimizer.lr, config.generation.max_new_tokens, config.trainer.sequence_packing, config.loss.clip_high
+    (1e-06, 64, True, 0.28)
+    >>> make_config("grpo", learning_rat=1e-6)
+    Traceback (most recent call last):
+    nemorl.runtime.config.yaml_io.ConfigError: unknown setting learning_rat of grpo; did you mean learning_rate?
+    """
+    cls = get_algorithm(algorithm).config
+    require(
+        preset is None or algorithm == "grpo",
+        "preset",
+        "is for grpo",
+        preset,
+        'leave it out, or use algorithm="grpo"',
+    )
+    tree = layer(cls, {}, preset_overrides(preset) if preset is not None else {})
+    mapping: dict[str, Any] = {}
+    for name, value in overrides.items():
+        _join(mapping, _nested(cls, algorithm, name, value), name)
+    return construct(cls, layer(cls, tree, mapping))
+
+
+def _join(mapping: dict[str, Any], more: dict[str, Any], name: str) -> None:
+    """Put one override beside the others: `loss="gspo", clip_low=0.1` is about one section."""
+    for key, value in more.items():
+        before, now = (
+            {"name": part} if isinstance(part, str) and key in mapping else part
+            for part in (mapping.get(key), value)
+        )
+        if isinstance(before, dict) and isinstance(now, dict):
+            twice = sorted(before.keys() & now.keys())
+            require(
+                not twice,
+                name,
+                "must be given once",
+                now,
+                f"{key}.{', '.join(twice)} is given in two ways; keep one",
+            )
+            value = before | now
+        mapping[key] = value
+
+
+def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> dict[str, Any]:
+    """One override as nested sections."""
+    value = (
+        to_dict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+    )
+    value = (
+        list(value)
+        if isinstance(value, tuple)
+        else str(value)
+        if isinstance(value, Path)
+        else value
+    )
+    keys = dotted_keys(cls)
+    if name in {
+        key.partition(".")[0] for key in keys
+    }:  # a whole section, a top-level setting, or another library's spelling of one
+        return {name: value}
+    dotted = name.replace("__", ".")
+    found = (
+        [dotted]
+        if dotted in keys
+        else [key for key, own in keys.items() if own and key.rpartition(".")[2] == name]
+    )
+    if len(found) > 1:
+        spelled = " or ".join(key.replace(".", "__") for key in found)
+        raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)
+    if not found:
+        known = [part for key in keys for part in (key.rpartition(".")[2], key.replace(".", "__"))]
+        raise ConfigError(
+            f"unknown setting {name} of"
+            f" {algorithm}{closest(name, known) or f'; nemorl {algorithm} --help lists them'}",
+            name,
+        )
+    section, _, key = found[0].rpartition(".")
+    return {section: {key: value}}
+
+
+def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: Any) -> TrainResult:
+    if not isinstance(model, nn.Module):
+        config = dataclasses.replace(
+            config, model=dataclasses.replace(config.model, path=str(model))
+        )
+        return run(config, tokenizer=tokenizer, **given)
+    if tokenizer is None and not config.model.tokenizer:
+        origin = str(getattr(getattr(model, "config", None), "name_or_path", "") or "")
+        require(
+            bool(origin),
+            "tokenizer",
+            "must be given with a model that is loaded and doesn't say from where",
+            tokenizer,
+            "pass tokenizer=",
+        )
+        tokenizer = load_tokenizer(origin)
+    return run(config, model=model, tokenizer=tokenizer, **given)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """A model with the settings of an algorithm, ready to `fit` data.
+
+    Use one of SFTTrainer, GRPOTrainer, DPOTrainer.
+    """
+
+    algorithm: ClassVar[str]
+    model: str | Path | nn.Module
+    config: Any
+    tokenizer: Any = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path | nn.Module,
+        *,
+        tokenizer: Any = None,
+        preset: str | None = None,
+        **overrides: Any,
+    ) -> "Trainer":
+        """`model`: a folder, a hub name or a loaded model; `overrides` as in `nemorl.train`.
+
+        Nothing is loaded yet.
+        """
+        return cls(model, make_config(cls.algorithm, preset=preset, **overrides), tokenizer)
+
+    def fit(
+        self,
+        dataset: Rows,
+        *,
+        reward_fn: Reward | None = None,
+        validation: Rows = None,
+        callbacks: Sequence[Callback] = (),
+    ) -> TrainResult:
+        """Train on `dataset` (and judge by `reward_fn`, where the algorithm has rewards); arguments
+        and result as of `nemorl.train`.
+        """
+        return _run(
+            self.config,
+            self.model,
+            self.tokenizer,
+            train=dataset,
+            validation=validation,
+            reward=reward_fn,
+            callbacks=callbacks,
+        )
+
+
+class SFTTrainer(Trainer):
+    """Supervised fine-tuning: `SFTTrainer.from_pretrained("Qwen/Qwen3-0.6B", lr=1e-5).fit("demonstrations.jsonl")`."""
+
+    algorithm = "sft"
+
+
+class GRPOTrainer(Trainer):
+    """GRPO and its relatives: `GRPOTrainer.from_pretrained("runs/sft", preset="dapo").fit("questions.jsonl", reward_fn=my_reward)`."""
+
+    algorithm = "grpo"
+
+
+class DPOTrainer(Trainer):
+    """Learning from preferences: `DPOTrainer.from_pretrained("runs/sft", loss="simpo").fit("pairs.jsonl")`."""
+
+    algorithm = "dpo"

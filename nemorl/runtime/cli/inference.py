@@ -1,0 +1,162 @@
+"""Using a model rather than training it: answers to a data set (`evaluate`), to prompts
+(`generate`), and a folder for others (`export`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nemorl.data.datasets import to_prompts
+from nemorl.data.sources import has_splits
+from nemorl.data.templates import with_chat_template
+from nemorl.models.pretrained import load_model, load_tokenizer, model_folder
+from nemorl.rollout.collect import Prompts, Rollouts, join
+from nemorl.rollout.environment import check_rows
+from nemorl.rollout.environments import make_environment
+from nemorl.rollout.generation import GenerationBackend
+from nemorl.rollout.random import derive_seed
+from nemorl.runtime.algorithms.common import evaluate as evaluate_prompts
+from nemorl.runtime.cli.commands import EvalConfig, ExportConfig, GenerateConfig
+from nemorl.runtime.config.base import DataConfig
+from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.export import require_replaceable, write_checkpoint
+from nemorl.runtime.run.job import read_rows
+from nemorl.runtime.start.registry import get_generation_backend
+from nemorl.runtime.watch.engine_start import told
+
+
+def evaluate(config: EvalConfig) -> dict[str, Any]:
+    """Answer the prompts of a data set: accuracy (see `Rollouts.correct`), mean rewards and length,
+    and every answer.
+    """
+    environment = make_environment(config.reward, config.reward_weights)
+    data = DataConfig(
+        validation=config.data,
+        validation_split=config.split or ("test" if has_splits(config.data) else None),
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+    )
+    rows = (read_rows(data, "validation") or [])[: config.max_rows]
+    check_rows(environment, rows)
+    sampling = replace(config.generation.sampling_params(), n=config.n)
+    parts: list[Rollouts] = []
+    with _loaded(config, rows) as (prompts, generator):
+        at_a_time = max(
+            1, max(1, config.generation.num_replicas) * config.generation.max_batch_size // config.n
+        )
+        for part, first in _with_progress(prompts, at_a_time):
+            parts.append(
+                evaluate_prompts(
+                    generator, environment, part, sampling, seed=config.seed, first_group=first
+                )[1]
+            )
+    rollouts = join(parts)
+    answers: list[dict[str, Any]] = [
+        {
+            "prompt": rollouts.texts[i],
+            "response": completion.text,
+            "answer": rollouts.rows[i].get("answer"),
+            "reward": float(rollouts.rewards[i]),
+            **rollouts.rewards_of(i),
+            "num_tokens": len(completion.token_ids),
+        }
+        for i, completion in enumerate(rollouts.completions)
+    ]
+    return {
+        **rollouts.reward_metrics(),
+        "response_length": float(rollouts.lengths.float().mean()),
+        "num_rows": len(rows),
+        "answers": answers,
+    }
+
+
+def generate(config: GenerateConfig) -> list[dict[str, Any]]:
+    """Answers to prompts, with the log-probability of each as it was sampled, in nats."""
+    texts = config.prompts()
+    rows: list[dict[str, Any]] = [
+        {"prompt": [{"role": "user", "content": text}] if config.chat else text} for text in texts
+    ]
+    sampling = replace(config.generation.sampling_params(), n=config.n)
+    requests = [
+        sampling if config.seed is None else replace(sampling, seed=derive_seed(config.seed, i))
+        for i in range(len(rows))
+    ]
+    with _loaded(config, rows) as (prompts, generator):
+        completions = generator.generate(prompts.token_ids, requests)
+    return [
+        {
+            "prompt": texts[i // config.n],
+            "response": c.text,
+            "logprob": sum(c.logprobs),
+            "finish_reason": c.finish_reason,
+            "num_tokens": len(c.token_ids),
+        }
+        for i, c in enumerate(completions)
+    ]
+
+
+def export(config: ExportConfig) -> Path:
+    """A checkpoint of a run as a Hugging Face folder."""
+    directory = RunDirectory.open(config.run)
+    match config.step:
+        case None:
+            found = checkpoint.latest(directory.path)
+        case "best":
+            found = checkpoint.best(directory.path)
+        case step:
+            found = directory.checkpoints / f"step_{step}"
+    if found is None or not found.exists():
+        there = sorted(path.name for path in directory.checkpoints.glob("step_*"))
+        raise ValueError(
+            f"step must be that of a checkpoint in {directory.checkpoints}, but there is none for"
+            f" {config.step}: "
+            "there are"
+            f" {', '.join(there) or 'none at all'}{' and no run.metric that ranks them' if config.step == 'best' else ''}"
+        )
+    checkpoint.verify(found)
+    require_replaceable(Path(config.output).resolve())
+    tokenizer = load_tokenizer(str(directory.path / "tokenizer"))
+    return write_checkpoint(
+        Path(config.output), found / "trainer", tokenizer, lora=config.lora, base=config.base_model
+    )
+
+
+@contextmanager
+def _loaded(
+    config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Prompts, GenerationBackend]]:
+    """The prompts as tokens, and a generator with the model, which is shut down at the end of the
+    block.
+    """
+    folder = model_folder(config.model)
+    tokenizer = with_chat_template(
+        load_tokenizer(config.tokenizer or folder),
+        config.chat_template,
+        config.chat_template_kwargs,
+    )
+    token_ids = to_prompts(rows, tokenizer)
+    device = (
+        "cpu" if config.generation.backend == "vllm" else config.device
+    )  # an engine with a copy of its own needs the GPU for that
+    backend = get_generation_backend(config.generation.backend)
+    generator = backend(
+        model=load_model(folder, device=device), tokenizer=tokenizer, precision=config.precision
+    )
+    try:
+        with told(config.generation):
+            generator.setup(config.generation)
+        yield Prompts(rows, token_ids), generator
+    finally:
+        generator.shutdown()
+
+
+def _with_progress(prompts: Prompts, size: int) -> Any:
+    """Slices of the prompts with the number of each one's first, under a progress bar."""
+    from rich.progress import track
+
+    starts = range(0, len(prompts), size)
+    for first in track(starts, description="answering", transient=True):
+        yield prompts.take(range(first, min(first + size, len(prompts)))), first

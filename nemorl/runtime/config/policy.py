@@ -1,0 +1,206 @@
+"""The choices that make GRPO one of its relatives: policy loss, advantage, KL penalty, off-policy
+correction, overlong responses, gap.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nemorl.checks import at_least, require
+
+
+def check_clip(low: float, high: float) -> None:
+    """The ratio is clipped to [1 - low, 1 + high]."""
+    require(0 <= low <= 1, "loss.clip_low", "must lie in 0 … 1", low, "0.2 clips the ratio at 0.8")
+    require(high >= 0, "loss.clip_high", "must be at least 0", high, "0.2 clips the ratio at 1.2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedLoss:
+    """PPO's clipped surrogate, token by token (GRPO, DAPO, Dr. GRPO)."""
+
+    name: Literal["clipped"] = "clipped"
+    clip_low: float = 0.2
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above at 1 + clip_high (DAPO's clip-higher: 0.28)."""
+    dual_clip: float | None = None
+    """Where the advantage is negative, bound the loss at this multiple of it (3 is usual)."""
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_low, self.clip_high)
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            "loss.dual_clip",
+            "must be above 1 or None",
+            self.dual_clip,
+            "3 is usual",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOLoss:
+    """The clipped surrogate of the whole sequence's ratio (GSPO)."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = 3e-4
+    """The sequence ratio is clipped below at 1 - clip_low."""
+    clip_high: float = 4e-4
+    """The sequence ratio is clipped above at 1 + clip_high."""
+    token_gradient: bool = False
+    """GSPO-token: the same value, with a gradient per token."""
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPOLoss:
+    """REINFORCE weighted by the clipped, stopped ratio (MiniMax-M1)."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: float | None = None
+    """Lower clip of the ratio at 1 - clip_low; None: no lower bound, as in MiniMax-M1."""
+    clip_high: float = 4.0
+    """Upper clip of the ratio at 1 + clip_high."""
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_low or 0.0, self.clip_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceLoss:
+    """Plain REINFORCE: -A · log π (RLOO)."""
+
+    name: Literal["reinforce"] = "reinforce"
+
+
+PolicyLossConfig = ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantage:
+    """(reward - baseline) / scale within the responses to one prompt."""
+
+    name: Literal["group"] = "group"
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none", "length_weighted"] = (
+        "group_mean"
+    )
+    """What is subtracted from a reward."""
+    scale: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
+    """What the difference is divided by."""
+    ddof: Literal[0, 1] = 1
+    """1: standard deviation with n - 1; 0: with n."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlusAdvantage:
+    """REINFORCE++: reward minus a per-token KL penalty, whitened over the batch."""
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    kl_coef: float = 0.0
+    """Weight of the per-token penalty log π_prev - log π_ref inside the reward; above 0 a reference
+    model is kept.
+    """
+    group_baseline: bool = False
+    """REINFORCE++-baseline: subtract the group's mean reward first."""
+
+    def __post_init__(self) -> None:
+        at_least(0, advantage__kl_coef=self.kl_coef)
+
+
+AdvantageConfig = GroupAdvantage | ReinforcePlusPlusAdvantage
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """A penalty on leaving the reference model, added to the loss."""
+
+    coef: float = 0.0
+    """Weight of the penalty; above 0 a frozen copy of the initial model is kept."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimator of KL(π‖π_ref)."""
+    gradient: Literal["pathwise", "score", "importance"] = "pathwise"
+    """What is differentiated: the estimate alone, with the score-function term, or weighted by
+    π/π_gen.
+    """
+
+    def __post_init__(self) -> None:
+        at_least(0, kl__coef=self.coef)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyConfig:
+    """Correction for the gap between the sampler's probabilities and the trainer's, w =
+    π_prev/π_gen.
+    """
+
+    mode: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    """truncate: clamp w (TIS); mask: drop tokens with w outside the bounds (IcePop); sequence_mask:
+    drop whole sequences.
+    """
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """w of each token, of the sequence (product), or its geometric mean."""
+    min: float = 0.0
+    """Lower bound of w."""
+    max: float = 2.0
+    """Upper bound of w."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.min < self.max,
+            "off_policy.min",
+            "must be at least 0 and below off_policy.max",
+            self.min,
+            f"off_policy.max is {self.max}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """What becomes of responses that reach generation.max_new_tokens (DAPO)."""
+
+    buffer: float = 0.0
+    """The last share of the limit over which the reward falls linearly by up to `penalty` (DAPO:
+    0.2); 0: no shaping.
+    """
+    penalty: float = 1.0
+    """What a response at the limit loses."""
+    filter: bool = False
+    """Leave responses that were cut off at the limit out of the loss."""
+
+    def __post_init__(self) -> None:
+        at_least(0, overlong__penalty=self.penalty)
+        require(
+            0 <= self.buffer <= 1,
+            "overlong.buffer",
+            "must lie in 0 … 1",
+            self.buffer,
+            "it is a share of generation.max_new_tokens; DAPO's is 0.2",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapConfig:
+    """What happens where the sampler's probabilities are too far from the trainer's for the same
+    tokens and weights.
+
+    The measure is a step's token_mult_prob_error: the mean of exp |log π_trainer - log π_sampler|,
+    1 where they agree.
+    """
+
+    warn: float | None = 1.05
+    """Warn in the first step that has more, and again whenever the excess over 1 has doubled; null:
+    never.
+    """
+    stop: float | None = None
+    """End the run with an error after a step that has more; null: never."""
+
+    def __post_init__(self) -> None:
+        for name, bound in (("warn", self.warn), ("stop", self.stop)):
+            require(
+                bound is None or bound > 1,
+                f"gap.{name}",
+                "must be above 1 or None",
+                bound,
+                "1 is agreement; 1.05 is 5 % off on average",
+            )

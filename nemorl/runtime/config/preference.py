@@ -1,0 +1,227 @@
+"""The settings of `nemorl dpo`: which preference loss, what it is compared with, and how much of
+the data.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from nemorl.checks import at_least, require
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.generation import GenerationConfig
+
+
+def check_beta(beta: float) -> None:
+    """β scales the log-ratios of a pair."""
+    require(beta > 0, "loss.beta", "must be positive", beta, "0.1 is usual (simpo: 2.0)")
+
+
+def check_label_smoothing(value: float) -> None:
+    """A share of the labels; with half of them wrong there is nothing to learn."""
+    require(
+        0 <= value < 0.5,
+        "loss.label_smoothing",
+        "must lie in 0 … 0.5 (0.5 excluded)",
+        value,
+        "the share of labels believed wrong; try 0.1",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOLoss:
+    """-log σ(β · log-ratio of the pair): direct preference optimisation."""
+
+    name: Literal["dpo"] = "dpo"
+    beta: float = 0.1
+    """Scale of the implicit reward log π/π_ref: the smaller, the further the policy moves (NeMo RL:
+    reference_policy_kl_penalty).
+    """
+    label_smoothing: float = 0.0
+    """The share of pairs whose label is believed to be wrong (conservative DPO)."""
+    robust: bool = False
+    """With label_smoothing: the loss that is unbiased under such labels (robust DPO) instead of the
+    conservative one.
+    """
+    average_logprobs: bool = False
+    """Mean instead of sum over a response's tokens, so that long responses weigh no more than short
+    ones.
+    """
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+        check_label_smoothing(self.label_smoothing)
+        require(
+            not self.robust or self.label_smoothing > 0,
+            "loss.robust",
+            "needs loss.label_smoothing",
+            self.robust,
+            "add --loss.label-smoothing 0.1",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class IPOLoss:
+    """(log-ratio of the pair - 1/(2β))²: identity preference optimisation, a regression that can't
+    run away when labels are certain.
+    """
+
+    name: Literal["ipo"] = "ipo"
+    beta: float = 0.1
+    """The log-ratio is drawn to 1/(2β): the smaller, the further the policy moves."""
+    average_logprobs: bool = True
+    """Mean instead of sum over a response's tokens, as its authors and TRL do."""
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HingeLoss:
+    """max(0, 1 - β · log-ratio of the pair): sequence likelihood calibration (SLiC-HF, RSO)."""
+
+    name: Literal["hinge"] = "hinge"
+    beta: float = 0.1
+    """Scale of the log-ratio; a pair stops to matter where it reaches 1/β."""
+    average_logprobs: bool = False
+    """Mean instead of sum over a response's tokens."""
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPOLoss:
+    """-log σ(β · difference of the mean logprobs - margin): simple preference optimisation, without
+    a reference.
+    """
+
+    name: Literal["simpo"] = "simpo"
+    beta: float = 2.0
+    """Scale of the mean logprobs."""
+    margin: float = 1.0
+    """By how much the chosen response is to win (γ of the paper)."""
+    label_smoothing: float = 0.0
+    """The share of pairs whose label is believed to be wrong."""
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+        check_label_smoothing(self.label_smoothing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ORPOLoss:
+    """Supervised learning of the chosen responses with an odds-ratio term against the rejected
+    ones, without a reference.
+    """
+
+    name: Literal["orpo"] = "orpo"
+    coef: float = 0.1
+    """Weight of the odds-ratio term (λ of the paper, TRL's beta)."""
+
+    def __post_init__(self) -> None:
+        require(self.coef > 0, "loss.coef", "must be positive", self.coef, "0.1 is usual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTOLoss:
+    """Kahneman-Tversky optimisation: single responses, each labelled desirable or not (pairs are
+    split into one of each).
+    """
+
+    name: Literal["kto"] = "kto"
+    beta: float = 0.1
+    """Scale of the implicit reward log π/π_ref."""
+    desirable_coef: float = 1.0
+    """Weight of desirable responses; with undesirable_coef it balances sets that have more of one
+    kind.
+    """
+    undesirable_coef: float = 1.0
+    """Weight of undesirable responses."""
+    baseline: Literal["mismatched", "none"] = "mismatched"
+    """What rewards are compared with: the KL from the reference, measured on the step's prompts
+    with other prompts' responses, or 0 (TRL's apo_zero_unpaired).
+    """
+
+    def __post_init__(self) -> None:
+        check_beta(self.beta)
+        at_least(
+            0,
+            loss__desirable_coef=self.desirable_coef,
+            loss__undesirable_coef=self.undesirable_coef,
+        )
+
+
+PreferenceLossConfig = DPOLoss | IPOLoss | HingeLoss | SimPOLoss | ORPOLoss | KTOLoss
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(BaseConfig):
+    """Learning from preferences, without sampling: DPO and its relatives (see --loss)."""
+
+    loss: PreferenceLossConfig = field(default_factory=DPOLoss)
+    reference: Literal["live", "precomputed"] = "live"
+    """Where the reference's logprobs come from: a frozen copy of the initial model, asked at every
+    step, or one pass over all data before the first step, with no second model in memory. simpo and
+    orpo need neither.
+    """
+    sft_coef: float | None = None
+    """Weight of an additional negative log-likelihood of the chosen (desirable) responses.
+
+    None: 1 for orpo, which includes it, and 0 elsewhere.
+    """
+    sft_reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """In that term every token counts the same, or every response."""
+    train_global_batch_size: int = 32
+    """Pairs per optimizer step (kto: responses)."""
+    max_num_steps: int | None = None
+    """Optimizer steps; None: as num_epochs says."""
+    num_epochs: int = 1
+    """Passes over the data, where max_num_steps is not given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(
+            1,
+            train_global_batch_size=self.train_global_batch_size,
+            max_num_steps=self.max_num_steps,
+            num_epochs=self.num_epochs,
+        )
+        at_least(0, sft_coef=self.sft_coef)
+        longest = self.data.max_total_sequence_length
+        for name in ("micro_batch_tokens", "packed_row_tokens"):
+            size = getattr(self.trainer, name)
+            require(
+                isinstance(self.loss, KTOLoss) or size is None or size >= 2 * longest,
+                f"trainer.{name}",
+                "must hold the longest pair, which stays together",
+                size,
+                f"data.max_total_sequence_length is {longest}, so make it {2 * longest} or more",
+            )
+        require(
+            self.reference == "live" or self.needs_reference,
+            "reference",
+            f"can't be precomputed for {self.loss.name}, which compares with no reference",
+            self.reference,
+            "leave it out, or choose --loss dpo",
+        )
+        default = GenerationConfig()
+        for item in fields(default):
+            value = getattr(self.generation, item.name)
+            require(
+                value == getattr(default, item.name),
+                f"generation.{item.name}",
+                "can't be set for dpo, which samples nothing",
+                value,
+                "leave it out",
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss compares the policy with the initial model."""
+        return not isinstance(self.loss, SimPOLoss | ORPOLoss)
+
+    @property
+    def sft_weight(self) -> float:
+        """`sft_coef`, or what is usual for the loss."""
+        if self.sft_coef is not None:
+            return self.sft_coef
+        return 1.0 if isinstance(self.loss, ORPOLoss) else 0.0

@@ -1,0 +1,147 @@
+"""What an engine needs to start, and what it is asked and answers, as plain data: whatever process
+it is in, it gets these and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemorl.checks import require
+from nemorl.rollout.generation import FinishReason, SamplingParams
+from nemorl.runtime.config.generation import GenerationConfig
+
+OURS = {
+    "model": "it is the run's, which model.path names",
+    "skip_tokenizer_init": "the engine gets the run's tokenizer",
+    "dtype": "set parallel.param_dtype",
+    "seed": "set run.seed, from which each request has its own",
+    "max_num_seqs": "set generation.max_batch_size",
+    "max_model_len": "set generation.max_model_len",
+    "tensor_parallel_size": "set generation.tensor_parallel_size",
+    "data_parallel_size": "set generation.num_replicas",
+    "pipeline_parallel_size": "set generation.tensor_parallel_size",
+    "enable_sleep_mode": "set generation.sleep_level",
+    "weight_transfer_config": "set generation.weight_transport",
+    "worker_extension_cls": "it is what takes the trainer's weights",
+    "load_format": "the weights are the trainer's",
+    "generation_config": "set generation.temperature and the fields beside it",
+    "logprobs_mode": "nemorl needs the logprobs of the distribution that is sampled from",
+}
+"""Engine arguments that are not the user's, each with what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """An engine for one model, without its weights: those come later, through
+    `Engine.begin_weights`.
+    """
+
+    files: Mapping[str, bytes]
+    """config.json and the tokenizer's files, by their names in a model folder."""
+    vocabulary: str | None
+    """`vocabulary_hash` of the trainer's tokenizer; None: there is none, and no stop strings."""
+    dtype: str
+    max_num_seqs: int
+    max_model_len: int | None
+    """Longest prompt and response together; None: as the engine finds."""
+    tensor_parallel_size: int = 1
+    sleep_level: int = 0
+    weight_transport: str | None = None
+    """ipc or nccl, where the weights come through one of vLLM's own weight-transfer engines."""
+    engine: Mapping[str, Any]
+    """Further engine arguments, as the user gave them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The samples of one prompt, ready for an engine:
+
+    `params` have a seed, every token that ends a response, and a length that fits.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One response as the engine made it."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """All samples of a request, in their order."""
+
+    id: int
+    samples: tuple[Sample, ...]
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Equal for tokenizers that give every token the same number."""
+    tokens = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
+def engine_spec(
+    model: Any, tokenizer: Any, config: GenerationConfig, *, precision: str
+) -> EngineSpec:
+    """The engine for `model`, a Hugging Face model with or without adapters in it.
+
+    Raises ValueError where `generation.engine` names an argument that nemorl sets itself. Sequences
+    longer than the model are a warning.
+    """
+    import torch
+
+    default_level = 2 if torch.cuda.is_available() and config.colocated else 0
+    for name, remedy in OURS.items():
+        require(
+            name not in config.engine,
+            f"generation.engine's {name}",
+            "must be left to nemorl",
+            config.engine.get(name),
+            remedy,
+        )
+    positions = getattr(model.config, "max_position_embeddings", None)
+    lengths = [length for length in (config.max_model_len, positions) if length is not None]
+    if len(lengths) == 2 and lengths[0] > lengths[1]:
+        warnings.warn(
+            f"generation.max_model_len is lowered from {lengths[0]} to {positions}, the positions"
+            " that the model has",
+            stacklevel=3,
+        )
+    return EngineSpec(
+        files=_files(model, tokenizer),
+        vocabulary=None if tokenizer is None else vocabulary_hash(tokenizer),
+        dtype=precision,
+        max_num_seqs=config.max_batch_size,
+        max_model_len=min(lengths) if lengths else None,
+        tensor_parallel_size=config.tensor_parallel_size,
+        sleep_level=default_level if config.sleep_level is None else config.sleep_level,
+        engine=dict(config.engine),
+    )
+
+
+def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+    # A sharded model is of a class made for it, whose name no engine knows.
+    name = next(cls.__name__ for cls in type(model).__mro__ if not cls.__name__.startswith("FSDP"))
+    settings = {
+        **json.loads(model.config.to_json_string()),
+        "architectures": model.config.architectures or [name],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+    return {**files, "config.json": json.dumps(settings).encode()}

@@ -1,0 +1,73 @@
+"""What goes wrong with workers, in words for those who run them."""
+
+import builtins
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+LOG_LINES = 10
+
+
+class WorkerError(RuntimeError):
+    """A worker's method raised `kind`; `traceback` is the worker's."""
+
+    def __init__(self, message: str, *, rank: int, kind: str, traceback: str) -> None:
+        super().__init__(message)
+        self.rank, self.kind, self.traceback = rank, kind, traceback
+
+
+class WorkerDied(ChildProcessError):
+    """A worker's process is gone."""
+
+    def __init__(self, message: str, *, rank: int, host: str, pid: int, reason: str) -> None:
+        super().__init__(message)
+        self.rank, self.host, self.pid, self.reason = rank, host, pid, reason
+
+
+class WorkerTimeout(TimeoutError):
+    """A worker has not answered in time."""
+
+
+def raised(error: Mapping[str, str], rank: int) -> Exception:
+    """The worker's exception, as the built-in type that it is, with the worker's traceback below
+    the message.
+    """
+    kind = getattr(builtins, error["builtin"], Exception)
+    if kind in (Exception, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit):
+        raised: Exception = WorkerError(
+            f"{error['kind']}: {error['message']}",
+            rank=rank,
+            kind=error["kind"],
+            traceback=error["traceback"],
+        )
+    else:
+        raised = kind(error["message"])
+    raised.add_note(f"in worker {rank}:\n{error['traceback']}")
+    return raised
+
+
+def reason_of(told: str) -> str:
+    """Ray's account of a death, in a line.
+
+    >>> reason_of("The actor died.\\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+    ...         "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) ...")
+    'it was killed (the kernel does so, too, when memory is short) or it crashed'
+    """
+    if "connection error code" in told:
+        return "it was killed (the kernel does so, too, when memory is short) or it crashed"
+    if "ray.kill" in told:
+        return "it was ended by us"
+    if "unavailable" in told:
+        return "it doesn't answer any more, or its node doesn't"
+    return next(
+        (line.strip() for line in reversed(told.splitlines()) if line.strip()),
+        "for a reason unknown",
+    )
+
+
+def last_lines(log: Path) -> list[str]:
+    """The end of a log; nothing where there is none."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 20_000))
+        return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]
+    return []

@@ -1,0 +1,123 @@
+"""What an algorithm gets (`Inputs`) and what it makes of it (`Job`), before a model is loaded."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemorl.checks import require
+from nemorl.data.datasets import load_rows
+from nemorl.data.order import split_rows
+from nemorl.data.rows import COLUMNS, Row
+from nemorl.data.sources import DataModule, has_splits, sources_of
+from nemorl.data.statistics import Lengths
+from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.runtime.config.base import DataConfig
+from nemorl.runtime.run.state import Run
+
+Rows = Any
+"""What `load_rows` takes: a path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or
+several of them.
+"""
+Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
+"""A reward by name, a function, an environment, or several of them (a list, or a mapping from
+names).
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The rows of a run as they were read, and what turns them into tokens and rewards."""
+
+    train: Sequence[Any]
+    """At least one row."""
+    validation: Sequence[Any] = ()
+    """At most run.max_val_samples rows."""
+    tokenizer: Any
+    environment: EnvironmentInterface | None = None
+    """Judges responses: of the `reward` of a config that has one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """An algorithm together with its data: everything about a run but the model."""
+
+    run: Callable[..., Run]
+    """The loop, called as run(run, callbacks=…) with a `Run` that stands where training starts or
+    goes on; returns the run at its end.
+    """
+    num_steps: int
+    """Steps of the whole run."""
+    num_updates: int | None = None
+    """Optimizer steps of the whole run, over which the learning-rate schedule stretches; None: one
+    per step.
+    """
+    keep_reference: bool = False
+    """Whether the trainer keeps a frozen copy of the initial model."""
+    generates: bool = False
+    """Whether a generator is needed."""
+    with_initial_model: "Callable[[Run], Job] | None" = None
+    """Called once when the model is loaded, before a resume gives it other weights; returns the job
+    to go on with.
+    """
+    lengths: Mapping[str, Lengths | Sequence[int]] = field(default_factory=dict)
+    """Tokens of every sequence, by data set ("train", "validation"), for the statistics that are shown before the run and kept in data.json."""
+
+
+def read_data(
+    data: DataConfig, *, train: Rows = None, validation: Rows = None, seed: int = 0
+) -> tuple[list[Row], list[Row]]:
+    """The rows to train on and those to validate on: of `data`, or of `train` and `validation` in
+    their place.
+
+    A `DataModule` given as `train` brings its own validation rows. Where there are none,
+    `data.held_out` takes some of the training rows.
+    """
+    if train is not None:
+        require(
+            not data.weights or len(data.weights) == len(sources_of(train)),
+            "data.weights",
+            f"must be as many as there are training sets ({len(sources_of(train))})",
+            data.weights,
+            "give one weight for each set, or none",
+        )
+        if (
+            isinstance(train, DataModule)
+            and validation is None
+            and data.validation is None
+            and len(train.validation_rows())
+        ):
+            validation = train
+    rows, held_out = (
+        read_rows(data, "train", train) or [],
+        read_rows(data, "validation", validation) or [],
+    )
+    if data.held_out and rows:
+        require(
+            not held_out,
+            "data.held_out",
+            "is for runs without rows to validate on",
+            data.held_out,
+            "leave it out, or the validation rows",
+        )
+        rows, held_out = split_rows(rows, validation=data.held_out, seed=seed)
+    return rows, held_out
+
+
+def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | None:
+    """The rows of `data.train` or `data.validation`, or those of `given` in their place; None where
+    there is neither.
+    """
+    source = given if given is not None else getattr(data, which)
+    if source is None:
+        return None
+    splits = [data.split for _ in sources_of(source)]
+    if which == "validation":
+        splits = [
+            data.validation_split or ("validation" if has_splits(part) else "train")
+            for part in sources_of(source)
+        ]
+    return load_rows(
+        source,
+        split=splits,
+        **{f"{name}_column": getattr(data, f"{name}_column") for name in COLUMNS},
+    )

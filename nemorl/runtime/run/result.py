@@ -1,0 +1,54 @@
+"""What a run leaves behind in memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from nemorl.runtime.run.directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run leaves behind in memory; the rest is in its directory.
+
+    Under torchrun every process has one.
+    """
+
+    metrics: dict[str, float]
+    """Of the last step, and of the last validation as val_…"""
+    history: list[dict[str, Any]] = field(repr=False)
+    """The lines of metrics.jsonl: a dict per step and per validation, told apart by `phase`."""
+    paths: RunDirectory
+    """Where everything is: paths.path, paths.hf, paths.metrics, paths.plots, paths.checkpoints, …
+    """
+    model: nn.Module | None = field(repr=False)
+    """The trained model, live, with its own attention and mode.
+
+    None where it was spread over ranks: load it from paths.hf.
+    """
+    tokenizer: Any = field(repr=False)
+
+    @classmethod
+    def of(
+        cls, directory: RunDirectory, *, model: nn.Module | None, tokenizer: Any
+    ) -> "TrainResult":
+        """That of the run in this directory, as it has ended."""
+        history = directory.read_metrics()
+        return cls(final_metrics(history), history, directory, model, tokenizer)
+
+
+def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The last step's metrics, and the last validation's with `val_` before their names.
+
+    >>> final_metrics([{"step": 1, "phase": "train", "loss": 2.0}, {"step": 1, "phase": "validation", "accuracy": 0.5}])
+    {'loss': 2.0, 'val_accuracy': 0.5}
+    """
+    last = {line["phase"]: line for line in history}
+    return {
+        prefix + name: value
+        for phase, prefix in (("train", ""), ("validation", "val_"))
+        for name, value in last.get(phase, {}).items()
+        if name not in ("step", "time", "phase")
+    }

@@ -1,0 +1,88 @@
+"""From the trainer's weights to the generator's:
+
+`sync_weights`, after every step that changed them, and a probe whether they have arrived.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nemorl.data.batch import Example, collate
+from nemorl.parallel.backend import TrainingBackend
+from nemorl.rollout.generation import GenerationBackend, SamplingParams
+
+AGREEMENT = {"float32": 1e-3, "bfloat16": 0.25}
+"""How far the log-probabilities of trainer and generator may be apart, by what the generator
+computes in.
+"""
+
+
+class TrainerWeights:
+    """The trainer's present weights under their Hugging Face names, as often as they are asked for
+    until its next step.
+
+    So a replica that dies while it generates is replaced by one with the same weights, although
+    nobody keeps a copy of them.
+    """
+
+    def __init__(self, trainer: TrainingBackend) -> None:
+        self.trainer, self.step = trainer, trainer.step
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if self.trainer.step != self.step:
+            raise RuntimeError(
+                "weights must be read before the trainer's next step, but these are of step"
+                f" {self.step} and it has done {self.trainer.step}: call sync_weights() after every"
+                " step that is generated with"
+            )
+        yield from self.trainer.export_weights()
+
+
+def sync_weights(trainer: TrainingBackend, generator: GenerationBackend, version: int) -> None:
+    """Give the generator the trainer's weights, unless it has this version already; its completions
+    carry `version` from now on.
+
+    Raises what the generator raises where an update fails; then nothing can be generated until one
+    succeeds.
+    """
+    if generator.policy_version != version:
+        generator.update_weights(TrainerWeights(trainer), version)
+
+
+def check_agreement(
+    trainer: TrainingBackend,
+    generator: GenerationBackend,
+    prompt: Sequence[int],
+    *,
+    precision: str,
+    num_tokens: int = 8,
+) -> float:
+    """Have the generator continue a prompt greedily; the largest difference of the two sides'
+    log-probabilities of these tokens.
+
+    Raises RuntimeError that shows both where it is more than rounding can explain: then the
+    generator has other weights, or computes another model.
+    """
+    answer = generator.generate(
+        [prompt], SamplingParams(temperature=0.0, max_new_tokens=num_tokens, seed=0)
+    )[0]
+    tokens, mask = (
+        [*prompt, *answer.token_ids],
+        [False] * len(prompt) + [True] * len(answer.token_ids),
+    )
+    batch = collate([Example(input_ids=tokens, loss_mask=mask, response_mask=mask)])
+    ours = trainer.get_logprobs(batch).values[0, len(prompt) :].cpu()
+    theirs = torch.tensor(answer.logprobs)
+    gap = (ours - theirs).abs()
+    worst = float(gap.max())
+    if not worst <= AGREEMENT[precision]:
+        at = int(gap.nan_to_num(torch.inf).argmax())
+        raise RuntimeError(
+            "trainer and generator must give a token the same log-probability, but token"
+            f" {tokens[len(prompt) + at]} after {len(prompt) + at} others has {float(ours[at]):.6f}"
+            f" with the trainer and {float(theirs[at]):.6f} with the generator, where"
+            f" {AGREEMENT[precision]} would be rounding: see that the generator is of the same"
+            " model, and that its weights are synced"
+        )
+    return worst

@@ -1,0 +1,86 @@
+"""A run on an MLflow tracking server, or in a local file.
+
+Where it goes is MLflow's own affair: MLFLOW_TRACKING_URI, or its default, mlflow.db.
+"""
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemorl.runtime.run.directory import Phase
+from nemorl.runtime.watch.loggers.base import LoggedRun, flat
+
+RUN_ID_TAG = "nemorl.run_id"
+
+
+class MlflowLogger:
+    """Metrics as train/… and validation/…, the settings as parameters, config.yaml as an artifact.
+
+    A run of the experiment that is tagged with our id is gone on with; MLflow keeps all values of a
+    step that is done again and shows the last.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
+
+        self.metric = Metric
+        try:
+            self.client = MlflowClient()
+            experiment = self._experiment(
+                run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "nemorl"
+            )
+            found = self.client.search_runs(
+                [experiment], f"tags.`{RUN_ID_TAG}` = '{run.run_id}'", max_results=1
+            )
+            if found:
+                self.id = found[0].info.run_id
+                self.client.set_terminated(self.id, "RUNNING")
+            else:
+                self.id = self.client.create_run(
+                    experiment, run_name=run.directory.name, tags={RUN_ID_TAG: run.run_id}
+                ).info.run_id
+                parameters = [
+                    Param(key, str(value)[:500]) for key, value in flat(run.config).items()
+                ]
+                for first in range(0, len(parameters), 100):  # the most that a server takes at once
+                    self.client.log_batch(self.id, params=parameters[first : first + 100])
+            if run.directory.config.exists():
+                self.client.log_artifact(self.id, str(run.directory.config))
+        except MlflowException as error:
+            remedy = "check MLFLOW_TRACKING_URI, or leave mlflow out of run.loggers"
+            raise ValueError(
+                f"run.loggers names mlflow, but MLflow can't start a run ({error}): {remedy}"
+            ) from error
+
+    def _experiment(self, name: str) -> str:
+        found = self.client.get_experiment_by_name(name)
+        return self.client.create_experiment(name) if found is None else found.experiment_id
+
+    def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self.client.log_batch(
+            self.id,
+            [
+                self.metric(valid_name(f"{phase}/{name}"), float(value), now, step)
+                for name, value in metrics.items()
+            ],
+        )
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Not in MLflow, which has no place for a course of texts."""
+
+    def close(self, *, finished: bool) -> None:
+        self.client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
+
+
+def valid_name(name: str) -> str:
+    """A metric's name with the characters that MLflow takes.
+
+    >>> valid_name("train/reward/<lambda>")
+    'train/reward/_lambda_'
+    """
+    return re.sub(r"[^\w\-. /]", "_", name)

@@ -1,0 +1,28 @@
+"""Events for TensorBoard."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemorl.runtime.run.directory import Phase
+from nemorl.runtime.watch.loggers.base import LoggedRun
+
+
+class TensorBoardLogger:
+    """Scalars as train/… and validation/… in tensorboard/; after a resume those of the steps that
+    are done again are hidden.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(run.directory.tensorboard), purge_step=run.first_step + 1)
+
+    def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(f"{phase}/{name}", value, step)
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Not in TensorBoard: `nemorl report` shows them better than its text page does."""
+
+    def close(self, *, finished: bool) -> None:
+        self.writer.close()

@@ -1,0 +1,87 @@
+"""A run on Weights & Biases.
+
+Whether it is online is W&B's own affair: `wandb login`, or WANDB_MODE=offline and later `wandb
+sync`.
+"""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemorl.runtime.run.directory import Phase
+from nemorl.runtime.watch.loggers.base import LoggedRun
+
+SECONDS_BETWEEN_TABLES = 60.0
+"""Every table of samples is a file of its own: one a minute shows how a run goes without ten
+thousand files.
+"""
+
+
+class WandbLogger:
+    """Metrics as train/… and validation/… over `step`, samples as a table now and then, the
+    settings as the run's config.
+
+    The run's id is ours, so that a resumed run goes on under the same address. W&B never takes a
+    step back, so the step is a metric of its own and the axis of all others: the steps that a
+    resumed run does again are drawn at their place.
+    """
+
+    def __init__(self, run: LoggedRun) -> None:
+        import wandb
+
+        directory = run.directory
+        try:
+            self.run = wandb.init(
+                project=run.project or os.environ.get("WANDB_PROJECT") or "nemorl",
+                name=directory.name,
+                id=run.run_id,
+                resume="allow",
+                dir=directory.path,
+                config=dict(run.config),
+                settings=wandb.Settings(console="off", quiet=True),  # the terminal is our display's
+            )
+        except wandb.Error as error:
+            remedy = (
+                "log in with `wandb login`, set WANDB_MODE=offline, or leave wandb out of"
+                " run.loggers"
+            )
+            raise ValueError(
+                f"run.loggers names wandb, but Weights & Biases can't start a run ({error}):"
+                f" {remedy}"
+            ) from error
+        for phase in ("train", "validation"):
+            self.run.define_metric(f"{phase}/*", step_metric="step")
+        self.last_table = -float("inf")
+
+    def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(
+            {"step": step, **{f"{phase}/{name}": value for name, value in metrics.items()}}
+        )
+
+    def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        import wandb
+
+        now = time.monotonic()
+        if now - self.last_table >= SECONDS_BETWEEN_TABLES:
+            self.last_table = now
+            columns: list[str | int] = list(
+                dict.fromkeys(
+                    key
+                    for sample in samples
+                    for key, value in sample.items()
+                    if isinstance(value, str | int | float)
+                )
+            )
+            self.run.log(
+                {
+                    "step": step,
+                    "samples": wandb.Table(
+                        columns=columns,
+                        data=[[sample.get(str(key)) for key in columns] for sample in samples],
+                    ),
+                }
+            )
+
+    def close(self, *, finished: bool) -> None:
+        self.run.finish(exit_code=0 if finished else 1)

@@ -1,0 +1,149 @@
+"""A name on the hub: refused at once where there is no network, followed with patience where there
+is.
+"""
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from huggingface_hub import constants
+
+from nemorl.models.hub import require_hub
+from nemorl.models.pretrained import load_tokenizer, model_folder
+from nemorl.parallel.planner.command import read_shape
+from nemorl.runtime.cli.main import main
+
+COMMIT = "0" * 40
+CONFIG = json.dumps({"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+                     "num_key_value_heads": 2, "vocab_size": 100}).encode()  # fmt: skip
+
+
+def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
+    """As with HF_ENDPOINT, which huggingface_hub reads when it is imported."""
+    endpoint = f"http://127.0.0.1:{port}"
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(
+        constants,
+        "HUGGINGFACE_CO_URL_TEMPLATE",
+        endpoint + "/{repo_id}/resolve/{revision}/{filename}",
+    )
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of a hub that may be asked, at a port where nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    use_hub(monkeypatch, port)
+    return tmp_path
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Answers with the statuses of the list that the server has, one after the other; then with the
+    file.
+    """
+
+    def _answer(self) -> None:
+        if not self.path.endswith(
+            "config.json"
+        ):  # a thread that transformers left behind asks for something else
+            self.send_error(404)
+            return
+        status = self.server.statuses.pop(0) if self.server.statuses else 200  # type: ignore[attr-defined]
+        self.server.asked.append(f"{self.command} {status}")  # type: ignore[attr-defined]
+        self.send_response(status)
+        for name, value in {
+            "Content-Length": str(len(CONFIG)),
+            "ETag": '"etag"',
+            "X-Repo-Commit": COMMIT,
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(CONFIG)
+
+    do_GET = do_HEAD = _answer
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.statuses, server.asked = [], []  # type: ignore[attr-defined]
+    use_hub(monkeypatch, server.server_port)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+WITHOUT_NETWORK: dict[str, Callable[[], object]] = {
+    "plan": lambda: read_shape("owner/name"),
+    "a model": lambda: model_folder("owner/name"),
+    "a tokenizer": lambda: load_tokenizer("owner/name"),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_NETWORK)
+def test_without_a_network_a_name_is_refused_at_once(
+    what: str, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"on the hub, but there is no folder 'owner/name', .* http://127.0.0.1:\d+ can't be"
+            r" reached .*HF_HUB_OFFLINE=1"
+        ),
+    ):
+        WITHOUT_NETWORK[what]()
+    assert not caplog.records, "huggingface_hub says when it tries again"
+
+
+def test_the_command_says_so(cache: Path, capfd: pytest.CaptureFixture[str]):
+    assert main(["plan", "--model", "owner/name", "--gpus", "8"]) == 2
+    said = capfd.readouterr().err
+    assert "can't be reached" in said and "Retrying" not in said
+
+
+def test_what_is_in_the_cache_needs_no_network(cache: Path):
+    model = cache / "models--owner--name"
+    (model / "snapshots" / COMMIT).mkdir(parents=True)
+    (model / "snapshots" / COMMIT / "config.json").write_bytes(CONFIG)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+    assert model_folder("owner/name") == "owner/name"
+    assert read_shape("owner/name").num_hidden_layers == 2
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 429, 503])
+def test_a_hub_that_answers_is_for_whoever_loads(status: int, hub: ThreadingHTTPServer):
+    hub.statuses[:] = [status]  # type: ignore[attr-defined]
+    require_hub("owner/name", "config.json")
+    assert hub.asked == [f"HEAD {status}"]  # type: ignore[attr-defined]
+
+
+def test_a_hub_that_fails_now_and_then_is_asked_again(hub: ThreadingHTTPServer):
+    hub.statuses[:] = [503, 503, 503]  # type: ignore[attr-defined]
+    assert read_shape("owner/name").hidden_size == 64
+    assert hub.asked == ["HEAD 503", "HEAD 503", "HEAD 503", "HEAD 200", "GET 200"]  # type: ignore[attr-defined]
+
+
+def test_a_hub_that_hangs_up_is_left_to_those_who_have_patience(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a proxy may that is overrun."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        Thread(target=lambda: server.accept()[0].close(), daemon=True).start()
+        use_hub(monkeypatch, server.getsockname()[1])
+        require_hub("owner/name", "config.json")

@@ -1,0 +1,288 @@
+"""Safetensors written as a stream and read by slices, and what processes tell each other about them
+through files.
+"""
+
+import errno
+import json
+import threading
+from dataclasses import replace
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from nemorl.models.tensor_files import (
+    DTYPES,
+    Piece,
+    TensorFiles,
+    file_name,
+    write_model_files,
+    write_tensors,
+)
+from nemorl.parallel import shares
+from nemorl.parallel.shares import Written
+
+
+def some_tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = {"matrix": (5, 7), "vector": (3,), "scalar": (), "nothing": (0, 4), "cube": (2, 3, 4)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return (
+        tensors
+        | {str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in DTYPES.values()}
+        | {"transposed": torch.randn(4, 6).T}
+    )
+
+
+def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
+    return write_tensors(
+        path, [Piece.whole(name, tensor) for name, tensor in tensors.items()], tensors.values()
+    )
+
+
+def test_what_is_written_is_read_by_others_and_the_other_way_round(tmp_path: Path):
+    tensors = some_tensors()
+    write_whole(tmp_path / "ours", tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
+    found = load_file(tmp_path / "ours")
+    for path in (tmp_path / "ours", tmp_path / "theirs"):
+        with TensorFiles([path]) as stored:
+            assert stored.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                torch.testing.assert_close(stored.read(name), tensor, atol=0, rtol=0)
+                torch.testing.assert_close(found[name], tensor, atol=0, rtol=0)
+
+
+def test_size_and_hash_are_those_of_the_file(tmp_path: Path):
+    written = write_whole(tmp_path / "file", some_tensors())
+    content = (tmp_path / "file").read_bytes()
+    assert written == Written(len(content), sha256(content).hexdigest())
+
+
+def test_numbers_of_another_form_than_announced_are_an_error(tmp_path: Path):
+    piece = Piece.whole("a", torch.zeros(2, 2))
+    with pytest.raises(
+        ValueError,
+        match=r"a must be torch.float32 of shape \(2, 2\), but is torch.float32 of shape \(4,\)",
+    ):
+        write_tensors(tmp_path / "file", [piece], [torch.zeros(4)])
+    with pytest.raises(ValueError, match=r"but is torch\.float64"):
+        write_tensors(tmp_path / "file", [piece], [torch.zeros(2, 2, dtype=torch.float64)])
+    with pytest.raises(ValueError, match="shorter"):
+        write_tensors(tmp_path / "file", [piece, piece], [torch.zeros(2, 2)])
+
+
+def cut(size: int, points: list[int]) -> list[tuple[int, int]]:
+    places = sorted({0, size, *(point % (size + 1) for point in points)})
+    return list(pairwise(places))
+
+
+def write_pieces(
+    folder: Path, tensor: torch.Tensor, rows: list[int], columns: list[int], *, count: int = 3
+) -> list[Path]:
+    """The tensor cut into boxes, each in one of `count` files or, where they have the same name, in
+    one of more.
+    """
+    boxes = [
+        (slice(*row), slice(*column))
+        for row in cut(tensor.shape[0], rows)
+        for column in cut(tensor.shape[1], columns)
+    ]
+    paths = []
+    for index, (row, column) in enumerate(boxes):
+        part = tensor[row, column]
+        paths.append(folder / f"{index}.safetensors")
+        write_tensors(
+            paths[-1],
+            [Piece("x", part.dtype, tuple(part.shape), (row.start, column.start))],
+            [part],
+        )
+    return paths
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    data=st.data(),
+    rows=st.lists(st.integers(0, 20), max_size=3),
+    columns=st.lists(st.integers(0, 20), max_size=3),
+)
+def test_any_box_is_read_from_any_pieces(tmp_path_factory, data, rows, columns):
+    folder = tmp_path_factory.mktemp("pieces")
+    tensor = torch.arange(6 * 5).reshape(6, 5)
+    with TensorFiles(write_pieces(folder, tensor, rows, columns)) as stored:
+        assert stored.shapes == {"x": (6, 5)}
+        begins = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
+        shape = [
+            data.draw(st.integers(1, size - begin))
+            for size, begin in zip(tensor.shape, begins, strict=True)
+        ]
+        found = stored.read("x", begins, shape)
+        assert torch.equal(
+            found, tensor[begins[0] : begins[0] + shape[0], begins[1] : begins[1] + shape[1]]
+        )
+        assert torch.equal(stored.read("x"), tensor)
+
+
+def test_pieces_are_torchs_own_form(tmp_path: Path):
+    """torch.distributed.checkpoint's reader puts them together."""
+    import torch.distributed.checkpoint as dcp
+
+    tensor = torch.randn(6, 4)
+    write_pieces(tmp_path, tensor, [2, 3], [1])
+    found = {"x": torch.zeros(6, 4)}
+    dcp.load(found, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert torch.equal(found["x"], tensor)
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_a_lost_piece_is_missed(tmp_path: Path, lost):
+    tensor = torch.randn(6, 4)
+    paths = write_pieces(tmp_path, tensor, [2], [1])
+    assert len(paths) == 4
+    paths.pop(lost)
+    with TensorFiles(paths) as stored:
+        try:
+            shapes = stored.shapes
+        except ValueError as error:
+            assert "x must be there in full, but a part of it is missing" in str(error)
+        else:
+            assert shapes != {"x": (6, 4)}
+
+
+def test_pieces_that_are_there_twice_are_read_once(tmp_path: Path):
+    tensor = torch.randn(6, 4)
+    (tmp_path / "more").mkdir()
+    paths = [
+        *write_pieces(tmp_path, tensor, [2], []),
+        *write_pieces(tmp_path / "more", tensor, [2], []),
+    ]
+    with TensorFiles(paths) as stored:
+        assert torch.equal(stored.read("x"), tensor)
+        assert stored.shapes == {"x": (6, 4)}
+
+
+@pytest.mark.parametrize(("max_bytes", "files"), [(1e9, 1), (100, 4), (200, 2), (1, 4)])
+def test_a_model_is_written_in_files_that_are_not_too_large(tmp_path: Path, max_bytes, files):
+    tensors = {name: torch.randn(5, 5) for name in "abcd"}
+    given = iter(tensors.items())
+    write_model_files(tmp_path, given, max_bytes=max_bytes)
+    paths = sorted(tmp_path.glob("*.safetensors"))
+    assert [path.name for path in paths] == [
+        file_name("model", index, files) for index in range(files)
+    ]
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.exists() is (files > 1)
+    if files > 1:
+        values = json.loads(index.read_text())
+        assert values["metadata"]["total_size"] == 400
+        for name, file in values["weight_map"].items():
+            assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
+    with TensorFiles(paths) as stored:
+        assert stored.shapes.keys() == tensors.keys()
+    assert len(list(tmp_path.iterdir())) == files + (files > 1)
+
+
+def test_no_more_than_a_file_is_held(tmp_path: Path):
+    """The next one's tensors are made when the last file is on the disk."""
+    seen = []
+
+    def tensors():
+        for index in range(6):
+            seen.append(len(list(tmp_path.iterdir())))
+            yield str(index), torch.zeros(25)
+
+    write_model_files(tmp_path, tensors(), max_bytes=200)
+    assert seen == [0, 0, 0, 1, 1, 2]
+
+
+def test_everyone_is_waited_for(tmp_path: Path):
+    for rank in range(3):
+        shares.reserve(tmp_path, rank, 3)
+    assert shares.begun(tmp_path) == 3
+    (tmp_path / "file").write_bytes(b"12")
+    shares.report(tmp_path, 0, 3, {"file": Written(2, "abc")})
+    shares.report(tmp_path, 2, 3)
+    times = []
+
+    def check() -> None:
+        times.append(1)
+        if len(times) == 3:
+            shares.report(tmp_path, 1, 3)
+
+    shares.wait_for_all(tmp_path, 3, check=check)
+    assert len(times) == 3
+    assert shares.files_of(tmp_path) == {"file": Written(2, "abc")}
+    shares.clear(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_check_ends_the_waiting(tmp_path: Path):
+    def check() -> None:
+        raise RuntimeError("rank 1 is dead")
+
+    with pytest.raises(RuntimeError, match="rank 1 is dead"):
+        shares.wait_for_all(tmp_path, 2, check=check)
+
+
+def test_whoever_fails_is_named(tmp_path: Path):
+    for rank in range(2):
+        shares.reserve(tmp_path, rank, 2)
+    shares.report(tmp_path, 1, 2, error="No space left on device")
+    with pytest.raises(
+        OSError, match="rank 1 of 2 could not write its part: No space left on device"
+    ):
+        shares.wait_for_all(tmp_path, 2)
+    shares.reserve(tmp_path, 1, 2)
+    assert not list(tmp_path.glob("written-*"))
+
+
+@pytest.mark.parametrize("breaks", ["open", "write"])
+def test_a_report_is_there_on_a_full_disk_too(tmp_path: Path, monkeypatch, breaks):
+    shares.reserve(tmp_path, 0, 1)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(
+        "nemorl.parallel.shares.json.dumps" if breaks == "write" else "pathlib.Path.open", full
+    )
+    shares.report(tmp_path, 0, 1, {"file": Written(2, "abc")})
+    monkeypatch.undo()
+    with pytest.raises(OSError, match="is the disk full"):
+        shares.wait_for_all(tmp_path, 1)
+
+
+def test_a_file_that_changed_since_is_an_error(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"123")
+    shares.reserve(tmp_path, 0, 1)
+    shares.report(tmp_path, 0, 1, {"file": Written(2, "abc")})
+    with pytest.raises(OSError, match="has 3 bytes, but 2 were written"):
+        shares.files_of(tmp_path)
+
+
+def test_a_long_error_has_room(tmp_path: Path):
+    shares.reserve(tmp_path, 0, 1)
+    shares.report(tmp_path, 0, 1, error="é" * 100_000)
+    assert next(tmp_path.glob("written-*")).stat().st_size <= shares.RESERVED
+    with pytest.raises(OSError, match="éé"):
+        shares.wait_for_all(tmp_path, 1)
+
+
+def test_waiting_from_another_thread(tmp_path: Path):
+    shares.reserve(tmp_path, 0, 1)
+    thread = threading.Thread(target=shares.wait_for_all, args=(tmp_path, 1))
+    thread.start()
+    shares.report(tmp_path, 0, 1)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_pieces_know_their_size():
+    assert (
+        replace(Piece.whole("a", torch.zeros(3, 4, dtype=torch.bfloat16)), name="b").num_bytes == 24
+    )

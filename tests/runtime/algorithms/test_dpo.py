@@ -1,0 +1,593 @@
+"""The preference loop: it learns, begins where it must, doesn't depend on the layout, and uses
+every setting.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import nemorl
+from nemorl.data.order import RowOrder
+from nemorl.data.preferences import to_pairs
+from nemorl.data.rows import Row
+from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.runtime.algorithms import dpo
+from nemorl.runtime.config.preference import (
+    DPOConfig,
+    DPOLoss,
+    HingeLoss,
+    IPOLoss,
+    KTOLoss,
+    ORPOLoss,
+    SimPOLoss,
+)
+from nemorl.runtime.run.job import Inputs
+from nemorl.runtime.run.state import LoopState, Run
+from tests.runtime.runs import TRAINER, dpo_config, preference_rows, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+LOSSES = {
+    "dpo": DPOLoss(),
+    "dpo with label smoothing": DPOLoss(label_smoothing=0.1),
+    "robust dpo": DPOLoss(label_smoothing=0.1, robust=True),
+    "ipo": IPOLoss(),
+    "hinge": HingeLoss(),
+    "simpo": SimPOLoss(),
+    "orpo": ORPOLoss(),
+    "kto": KTOLoss(),
+}
+WRONG = {"dpo with label smoothing": 0.1, "robust dpo": 0.1}
+"""The share of training labels that are wrong, where a loss expects such."""
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_it_learns_what_is_preferred(tmp_path: Path, name: str):
+    """On 100 held-out pairs of words and digits that were never seen, from a model that knows
+    nothing: chance is one half.
+    """
+    config = dpo_config(
+        tmp_path, steps=40, run={"val_at_start": True, "val_period": 40}, loss=LOSSES[name]
+    )
+    result = start(
+        config,
+        rows=preference_rows(400, seed=1, wrong=WRONG.get(name, 0.0)),
+        validation=preference_rows(100, seed=2),
+        scale=1.0,
+    )
+    before, after = (line for line in result.history if line["phase"] == "validation")
+    assert before["accuracy"] < 0.6
+    assert after["accuracy"] > 0.9
+    assert after["margin"] > before["margin"] + 0.2
+    assert after["margin"] == pytest.approx(
+        after["chosen_reward"] - after["rejected_reward"], abs=1e-4
+    )
+    assert after["loss"] < before["loss"]
+
+
+@pytest.mark.parametrize("reference", ["live", "precomputed"])
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (DPOLoss(), math.log(2)),
+        (DPOLoss(beta=0.5, label_smoothing=0.3), math.log(2)),
+        (DPOLoss(beta=0.5, label_smoothing=0.3, robust=True), math.log(2)),
+        (IPOLoss(beta=0.25), 4.0),
+        (HingeLoss(), 1.0),
+        (KTOLoss(), 0.5),
+    ],
+)
+def test_the_first_loss_is_that_of_two_equal_models(tmp_path: Path, reference, loss, expected):
+    history = start(
+        dpo_config(tmp_path, steps=2, loss=loss, reference=reference, train_global_batch_size=8)
+    ).history
+    assert history[0]["loss"] == pytest.approx(expected, abs=1e-5)
+    assert history[1]["loss"] != pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("loss", [DPOLoss(), KTOLoss()])
+def test_both_references_give_one_run(tmp_path: Path, loss):
+    """Also after the model has left the reference behind, and in validation."""
+
+    def run(reference: str) -> list[dict]:
+        config = dpo_config(
+            tmp_path / reference, steps=4, loss=loss, reference=reference, run={"val_period": 2}
+        )
+        return start(config, validation=preference_rows(20, seed=1)).history
+
+    live, precomputed = run("live"), run("precomputed")
+    for name in ("loss", "grad_norm", "margin", "kl_baseline"):
+        assert [line.get(name) for line in precomputed] == pytest.approx(
+            [line.get(name) for line in live], abs=1e-3, nan_ok=True
+        )
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo", "kto"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sequence_packing": True},
+        {"train_micro_batch_size": 3},
+        {"sequence_packing": True, "micro_batch_tokens": 64},
+    ],
+)
+def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, options, loss):
+    def losses(name: str, **trainer) -> list[float]:
+        config = dpo_config(
+            tmp_path / name,
+            loss=LOSSES[loss],
+            trainer=nemorl.TrainerConfig(device="cpu", **trainer),
+            run={"val_period": 2},
+        )
+        return [
+            line["loss"] for line in start(config, validation=preference_rows(9, seed=1)).history
+        ]
+
+    assert losses("cut", **options) == pytest.approx(losses("whole"), abs=2e-5)
+
+
+def backend(*, keep_reference: bool = False, model=None) -> DTensorBackend:
+    trainer = DTensorBackend(model or tiny_model(scale=2.0))
+    trainer.setup(BackendConfig(trainer=TRAINER, keep_reference=keep_reference))
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("config", "live"),
+    [
+        (DPOConfig(), True),
+        (DPOConfig(reference="precomputed"), False),
+        (DPOConfig(loss=SimPOLoss()), False),
+        (DPOConfig(loss=ORPOLoss()), False),
+    ],
+)
+def test_no_second_model_where_none_is_needed(config, live):
+    job = dpo.prepare(config, Inputs(train=preference_rows(4), tokenizer=tiny_tokenizer()))
+    assert job.keep_reference == live
+    assert (job.with_initial_model is not None) == (config.reference == "precomputed")
+    assert not job.generates
+
+
+def test_precomputed_logprobs_are_those_of_each_response_alone(tmp_path: Path):
+    config = dpo_config(tmp_path, reference="precomputed", train_global_batch_size=3)
+    rows = preference_rows(7)
+    data, *_ = dpo.comparisons(config, rows, tiny_tokenizer())
+    run = Run(config, backend(), None, tiny_tokenizer(), LoopState(seed=0))
+    model = tiny_model(scale=2.0)
+    found = dpo.with_reference_logprobs(run, data).rows
+    for row, pair in zip(found, to_pairs(rows, tiny_tokenizer()), strict=True):
+        for example, expected in zip(row, (pair.chosen, pair.rejected), strict=True):
+            assert example.input_ids == expected.input_ids
+            ids = torch.tensor([example.input_ids])
+            with torch.no_grad():
+                logprobs = (
+                    model(ids, use_cache=False)
+                    .logits[0, :-1]
+                    .log_softmax(-1)
+                    .gather(-1, ids[0, 1:, None])[:, 0]
+                )
+            assert list(example.reference_logprobs or []) == pytest.approx(
+                [0.0, *logprobs.tolist()], abs=1e-5
+            )
+
+
+@pytest.mark.parametrize("size", [1, 100])
+def test_ktos_baseline_by_hand(tmp_path: Path, size):
+    """The mean over responses to other prompts of what policy and reference say, however many are
+    computed at a time.
+    """
+    config = dpo_config(tmp_path, loss=KTOLoss(), train_global_batch_size=size)
+    data, *_ = dpo.comparisons(config, preference_rows(6), tiny_tokenizer())
+    trainer = backend(keep_reference=True)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(1.5)
+    run = Run(config, trainer, None, None, LoopState(seed=0))
+    models, total = (trainer.model, tiny_model(scale=2.0)), [0.0, 0.0]
+    assert len(data.mismatched) == len(data.rows) == 12
+    for (example,), (other,) in zip(data.rows, data.mismatched, strict=True):
+        begin = list(example.loss_mask).index(True)
+        assert other.input_ids[:begin] == example.input_ids[:begin]
+        assert other.input_ids[begin:] != example.input_ids[begin:]
+        assert not any(other.loss_mask[:begin]) and all(other.loss_mask[begin:])
+    for (example,) in data.mismatched:
+        for i, model in enumerate(models):
+            ids = torch.tensor([example.input_ids])
+            with torch.no_grad():
+                logprobs = (
+                    model(ids, use_cache=False)
+                    .logits[0, :-1]
+                    .log_softmax(-1)
+                    .gather(-1, ids[0, 1:, None])[:, 0]
+                )
+            total[i] += float(logprobs[torch.tensor(example.loss_mask[1:])].sum())
+    assert abs(total[0] - total[1]) > 1
+    assert float(dpo.baseline(run, data.mismatched)) == pytest.approx(
+        (total[0] - total[1]) / 12, rel=1e-4
+    )
+    order = RowOrder(sizes=(12,), seed=3)
+    expected = dpo.baseline(run, [data.mismatched[i] for i in order.take(0, size)])
+    assert dpo.train_step(run, data=data, order=order)[1]["kl_baseline"] == pytest.approx(
+        float(expected), rel=1e-5
+    )
+
+
+def test_kto_takes_labelled_rows_and_pairs_apart(tmp_path: Path):
+    labelled = [
+        {"prompt": "a=", "response": "24", "label": True},
+        {"prompt": "b=", "response": "24", "label": False},
+    ] * 8
+    config = dpo_config(tmp_path, loss=KTOLoss(), steps=2, train_global_batch_size=16)
+    result = start(config, rows=labelled, validation=labelled[:2])
+    assert result.history[0]["desirable_fraction"] == 0.5
+    assert result.history[0]["num_tokens"] == 16 * 5
+    assert 0 < result.metrics["val_loss"] < 1
+    assert "val_accuracy" not in result.metrics, "single responses are not compared"
+    data, *_ = dpo.comparisons(config, preference_rows(3), tiny_tokenizer())
+    assert [len(row) for row in data.rows] == [1] * 6
+    labels = [{sign for sign in row[0].advantages or [] if sign} for row in data.rows]
+    assert labels == [{1.0}, {-1.0}] * 3
+    other_seed, *_ = dpo.comparisons(
+        replace(config, run=replace(config.run, seed=5)), preference_rows(3), tiny_tokenizer()
+    )
+    assert other_seed.rows == data.rows and other_seed.mismatched != data.mismatched
+    held_out, *_ = dpo.comparisons(config, preference_rows(3), tiny_tokenizer(), in_pairs=True)
+    assert held_out.in_pairs and not data.in_pairs
+    assert held_out.rows == data.rows, "chosen and rejected in turn, a row each"
+    assert [len(row) for row in held_out.mismatched] == [1] * 6
+
+
+def test_kto_with_labels_of_one_kind(tmp_path: Path):
+    config = dpo_config(tmp_path, loss=KTOLoss())
+    with pytest.warns(
+        UserWarning, match="all responses are undesirable, so kto has nothing to compare them with"
+    ):
+        dpo.comparisons(
+            config, [{"prompt": "a=", "response": "24", "label": False}] * 4, tiny_tokenizer()
+        )
+
+
+def first_loss(tmp_path: Path, **options) -> float:
+    return start(
+        dpo_config(tmp_path / str(len(list(tmp_path.iterdir()))), steps=1, **options)
+    ).history[0]["loss"]
+
+
+def second(tmp_path: Path, metric: str = "loss", **options) -> float:
+    return start(
+        dpo_config(tmp_path / str(len(list(tmp_path.iterdir()))), steps=2, **options)
+    ).history[1][metric]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (DPOLoss(), DPOLoss(beta=0.2)),
+        (DPOLoss(), DPOLoss(label_smoothing=0.2)),
+        (DPOLoss(label_smoothing=0.2), DPOLoss(label_smoothing=0.2, robust=True)),
+        (DPOLoss(), DPOLoss(average_logprobs=True)),
+        (IPOLoss(), IPOLoss(beta=0.2)),
+        (IPOLoss(), IPOLoss(average_logprobs=False)),
+        (HingeLoss(), HingeLoss(beta=0.2)),
+        (HingeLoss(), HingeLoss(average_logprobs=True)),
+        (SimPOLoss(), SimPOLoss(beta=1.0)),
+        (SimPOLoss(), SimPOLoss(margin=0.5)),
+        (SimPOLoss(), SimPOLoss(label_smoothing=0.2)),
+        (ORPOLoss(), ORPOLoss(coef=0.2)),
+        (KTOLoss(), KTOLoss(beta=0.2)),
+        (KTOLoss(), KTOLoss(desirable_coef=2.0)),
+        (KTOLoss(), KTOLoss(undesirable_coef=2.0)),
+    ],
+    ids=str,
+)
+def test_every_setting_of_a_loss_counts(tmp_path: Path, one, other):
+    assert abs(second(tmp_path, loss=one) - second(tmp_path, loss=other)) > 1e-4
+
+
+def test_ktos_baseline_is_measured_or_not(tmp_path: Path):
+    with_one = start(dpo_config(tmp_path / "a", steps=1, loss=KTOLoss()))
+    without = start(dpo_config(tmp_path / "b", steps=1, loss=KTOLoss(baseline="none")))
+    assert with_one.history[0]["kl_baseline"] == pytest.approx(0.0, abs=1e-4), (
+        "the policy is the reference"
+    )
+    assert "kl_baseline" not in without.history[0]
+
+
+def test_the_likelihood_term_counts(tmp_path: Path):
+    plain, added, by_sequence = (
+        first_loss(tmp_path, **options)
+        for options in ({}, {"sft_coef": 0.5}, {"sft_coef": 0.5, "sft_reduction": "sequence_mean"})
+    )
+    nll = start(dpo_config(tmp_path / "nll", steps=1)).history[0]["nll"]
+    assert added == pytest.approx(plain + 0.5 * nll, rel=1e-4)
+    assert abs(by_sequence - added) > 1e-4
+    assert (
+        abs(
+            first_loss(tmp_path, loss=ORPOLoss())
+            - first_loss(tmp_path, loss=ORPOLoss(), sft_coef=0.0)
+        )
+        > 1
+    )
+
+
+def test_epochs_or_steps():
+    assert dpo.num_steps(DPOConfig(num_epochs=3, train_global_batch_size=8), 20) == 7
+    assert dpo.num_steps(DPOConfig(max_num_steps=5), 20) == 5
+    assert dpo.num_steps(DPOConfig(), 20) == 1
+
+
+def test_rows_come_in_the_seeded_order_or_their_own(tmp_path: Path):
+    rows = preference_rows(6)
+    for shuffle in (False, True):
+        data = nemorl.DataConfig(max_total_sequence_length=32, shuffle=shuffle)
+        config = dpo_config(tmp_path / str(shuffle), steps=1, data=data, train_global_batch_size=2)
+        tokens = start(config, rows=rows).history[0]["num_tokens"]
+        first = sum(
+            pair.chosen.num_tokens + pair.rejected.num_tokens
+            for pair in to_pairs(rows[:2], tiny_tokenizer())
+        )
+        assert (tokens == first) != shuffle
+
+
+def test_several_sets_have_their_shares(tmp_path: Path):
+    """Nine tenths come from the set with answers of 4 digits, though it is the smaller one; of the
+    pairs, and for KTO of the responses.
+    """
+    short, long = (
+        [{"prompt": "a=", "chosen": "2" * n, "rejected": "3" * n}] * count
+        for n, count in ((1, 30), (4, 10))
+    )
+    for loss, sequences in ((DPOLoss(), 2), (KTOLoss(), 1)):
+        data = nemorl.DataConfig(
+            max_total_sequence_length=32, train=("short", "long"), weights=(1.0, 9.0)
+        )
+        config = dpo_config(
+            tmp_path / loss.name, steps=1, data=data, loss=loss, train_global_batch_size=1000
+        )
+        rows = [
+            Row(row, source=number) for number, part in enumerate((short, long)) for row in part
+        ]
+        job = dpo.prepare(config, Inputs(train=rows, tokenizer=tiny_tokenizer()))
+        run = job.run(
+            Run(config, backend(keep_reference=True), None, tiny_tokenizer(), LoopState(seed=0)),
+            callbacks=[counted := Counted()],
+        )
+        assert run.state.cursor == 1000
+        assert counted.num_tokens == sequences * (900 * 7 + 100 * 4)
+
+
+class Counted(nemorl.Callback):
+    def on_step_end(self, trainer, step, metrics) -> None:
+        self.num_tokens = metrics["num_tokens"]
+
+
+def test_a_pair_goes_whole(tmp_path: Path):
+    data = nemorl.DataConfig(max_total_sequence_length=8, too_long="drop")
+    rows = [
+        *preference_rows(20),
+        {"prompt": "a=", "chosen": "2" * 30, "rejected": "1"},
+        {"prompt": "a=", "chosen": "2", "rejected": "1" * 30},
+    ]
+    with pytest.warns(UserWarning, match="pairs: .* dropped"):
+        job = dpo.prepare(
+            dpo_config(tmp_path, data=data), Inputs(train=rows, tokenizer=tiny_tokenizer())
+        )
+    assert max(job.lengths["train"].tokens) <= 8 and job.lengths["train"].num_dropped >= 2
+    with pytest.raises(ValueError, match="row 21: the sequence has 33 tokens"):
+        longer = replace(data, max_total_sequence_length=16, too_long="error")
+        dpo.prepare(
+            dpo_config(tmp_path, data=longer), Inputs(train=rows, tokenizer=tiny_tokenizer())
+        )
+    with pytest.raises(
+        ValueError, match=r"data\.max_total_sequence_length must leave a row to use, but all"
+    ):
+        dpo.prepare(
+            dpo_config(tmp_path, data=replace(data, max_total_sequence_length=2)),
+            Inputs(train=rows, tokenizer=tiny_tokenizer()),
+        )
+
+
+def test_pairs_that_teach_nothing(tmp_path: Path):
+    rows = preference_rows(3)
+    with pytest.warns(UserWarning, match="1 of 4 pairs have the same response on both sides"):
+        dpo.comparisons(
+            dpo_config(tmp_path),
+            [*rows, {**rows[0], "chosen": rows[0]["rejected"]}],
+            tiny_tokenizer(),
+        )
+
+
+def test_ranked_completions_and_samples(tmp_path: Path):
+    """NeMo RL's form, of which a row gives several pairs; validation writes some of them to the
+    sample log.
+    """
+    rows = [
+        {
+            "context": f"{word}=",
+            "completions": [{"rank": rank, "completion": str(rank) * 2} for rank in (2, 0, 1)],
+        }
+        for word in ("ab", "cd", "ef")
+    ]
+    config = dpo_config(tmp_path, steps=2, train_global_batch_size=9, run={"samples_per_step": 3})
+    result = start(config, rows=rows, validation=rows)
+    assert result.history[0]["num_tokens"] == 9 * 2 * 6
+    samples = [
+        json.loads(line)
+        for line in (tmp_path / "samples" / "step_2.jsonl").read_text().splitlines()
+    ]
+    assert [(sample["prompt"], sample["chosen"], sample["rejected"]) for sample in samples] == [
+        (f"{word}=", "00<eos>", "11<eos>") for word in ("ab", "cd", "ef")
+    ]
+    for sample in samples:
+        assert sample["margin"] == pytest.approx(
+            sample["chosen_reward"] - sample["rejected_reward"], abs=1e-6
+        )
+    assert result.metrics["val_margin"] != 0
+
+
+def test_timing_and_rewards_are_metrics(tmp_path: Path):
+    line = start(dpo_config(tmp_path, steps=1)).history[0]
+    expected = {
+        "accuracy",
+        "margin",
+        "chosen_reward",
+        "rejected_reward",
+        "nll",
+        "entropy",
+        "loss",
+        "grad_norm",
+        "lr",
+        "num_tokens",
+    }
+    assert (
+        expected | {"seconds", "seconds_reference", "seconds_train", "tokens_per_second"}
+        <= line.keys()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": {"name": "dpo", "beta": 0}}, r"loss.beta must be positive, but it is 0"),
+        (
+            {"loss": {"name": "dpo", "label_smoothing": 0.5}},
+            r"loss.label_smoothing must lie in 0 … 0.5 \(0.5 excluded\), but it is 0.5",
+        ),
+        ({"loss": {"name": "simpo", "label_smoothing": -0.1}}, r"loss.label_smoothing must lie in"),
+        (
+            {"loss": {"name": "dpo", "robust": True}},
+            r"loss.robust needs loss.label_smoothing, but it is True: add --loss.label-smoothing",
+        ),
+        ({"loss": {"name": "ipo", "beta": -1}}, r"loss.beta must be positive"),
+        ({"loss": {"name": "hinge", "beta": -1}}, r"loss.beta must be positive"),
+        ({"loss": {"name": "simpo", "beta": 0.0}}, r"loss.beta must be positive"),
+        ({"loss": {"name": "orpo", "coef": 0.0}}, r"loss.coef must be positive"),
+        ({"loss": {"name": "kto", "beta": 0.0}}, r"loss.beta must be positive"),
+        (
+            {"loss": {"name": "kto", "desirable_coef": -1.0}},
+            r"loss.desirable_coef must be at least 0",
+        ),
+        (
+            {"loss": {"name": "kto", "undesirable_coef": -1.0}},
+            r"loss.undesirable_coef must be at least 0",
+        ),
+        ({"loss": {"name": "kto", "margin": 1.0}}, r"unknown key loss.margin"),
+        ({"sft_coef": -0.5}, r"sft_coef must be at least 0"),
+        ({"train_global_batch_size": 0}, r"train_global_batch_size must be at least 1"),
+        ({"max_num_steps": 0}, r"max_num_steps must be at least 1"),
+        ({"num_epochs": 0}, r"num_epochs must be at least 1"),
+        (
+            {"loss": "simpo", "reference": "precomputed"},
+            r"reference can't be precomputed for simpo, which compares with no reference",
+        ),
+        ({"loss": "orpo", "reference": "precomputed"}, r"reference can't be precomputed for orpo"),
+        (
+            {"generation": {"temperature": 0.5}},
+            (
+                r"generation.temperature can't be set for dpo, which samples nothing, but it is"
+                r" 0.5: leave it out"
+            ),
+        ),
+        (
+            {"data": {"max_total_sequence_length": 64}, "trainer": {"micro_batch_tokens": 127}},
+            (
+                r"trainer.micro_batch_tokens must hold the longest pair, which stays together, but"
+                r" it is 127: .* so make it 128 or more"
+            ),
+        ),
+        (
+            {
+                "data": {"max_total_sequence_length": 64},
+                "trainer": {"packed_row_tokens": 100, "sequence_packing": True},
+            },
+            r"trainer.packed_row_tokens must hold the longest pair",
+        ),
+    ],
+)
+def test_settings_that_cannot_be(options, message):
+    from nemorl.runtime.config.tree import from_dict
+
+    with pytest.raises(ValueError, match=message):
+        from_dict(DPOConfig, options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"micro_batch_tokens": 20}, {"sequence_packing": True, "packed_row_tokens": 20}]
+)
+def test_kto_needs_no_room_for_pairs(options, tmp_path: Path):
+    """Not in validation either, where pairs are compared: rows that hold the longest response and
+    no pair give what roomy ones do.
+    """
+    rows = [{**row, "prompt": "add up " + row["prompt"]} for row in preference_rows(8, seed=1)]
+    data = nemorl.DataConfig(max_total_sequence_length=20)
+    config = dpo_config(
+        tmp_path,
+        steps=2,
+        loss=KTOLoss(),
+        train_global_batch_size=4,
+        data=data,
+        trainer=replace(TRAINER, **options),
+    )
+    held_out, *_ = dpo.comparisons(config, rows, tiny_tokenizer(), in_pairs=True)
+    assert all(
+        chosen.num_tokens + rejected.num_tokens > 20
+        for (chosen,), (rejected,) in zip(held_out.rows[0::2], held_out.rows[1::2], strict=True)
+    )
+    result = start(config, validation=rows)
+    validation = [line for line in result.history if line["phase"] == "validation"][-1]
+    wide = start(
+        replace(config, trainer=TRAINER, run=replace(config.run, dir=str(tmp_path / "wide"))),
+        validation=rows,
+    )
+    expected = [line for line in wide.history if line["phase"] == "validation"][-1]
+    for name in ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
+        assert validation[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    assert validation["margin"] == pytest.approx(
+        validation["chosen_reward"] - validation["rejected_reward"], abs=1e-6
+    )
+    samples = [
+        json.loads(line)
+        for line in (tmp_path / "samples" / "step_2.jsonl").read_text().splitlines()
+    ]
+    told = {
+        tuple(sample[name].removesuffix("<eos>") for name in ("prompt", "chosen", "rejected"))
+        for sample in samples
+    }
+    assert samples and told <= {(row["prompt"], row["chosen"], row["rejected"]) for row in rows}, (
+        "the two halves are of one pair"
+    )
+
+
+def test_a_reward_is_refused(tmp_path: Path):
+    with pytest.raises(ValueError, match="reward can't be given"):
+        start(dpo_config(tmp_path), reward=lambda prompt, response: 0.0)
+
+
+def test_from_python(tmp_path: Path):
+    """`nemorl.train` and the trainer class, with settings by name."""
+    options = {
+        "run": dpo_config(tmp_path).run,
+        "max_num_steps": 2,
+        "max_total_sequence_length": 32,
+        "train_global_batch_size": 8,
+    }
+    given = {"tokenizer": tiny_tokenizer(), "trainer": TRAINER, **options}
+    result = nemorl.train(
+        model=tiny_model(), dataset=preference_rows(20), algorithm="dpo", loss="ipo", **given
+    )
+    assert result.metrics["loss"] > 1
+    options = {
+        **given,
+        "run": dpo_config(tmp_path / "other").run,
+        "loss": {"name": "dpo", "beta": 0.3},
+        "reference": "precomputed",
+    }
+    result = nemorl.DPOTrainer.from_pretrained(tiny_model(), **options).fit(
+        preference_rows(20), validation=preference_rows(4)
+    )
+    assert result.history[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert "val_accuracy" in result.metrics

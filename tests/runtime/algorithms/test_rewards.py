@@ -1,0 +1,238 @@
+"""Several rewards in whole runs: in Python, in a configuration and on the command line; what is
+logged of each.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import nemorl
+from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.runtime.cli.main import main, parse
+from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+def lengths(prompts, responses):
+    return [len(response) / 4 for response in responses]
+
+
+def plain(prompt, response) -> float:
+    return 0.5
+
+
+def graded(prompt, response, grade) -> float:
+    return grade
+
+
+class Begun(nemorl.Callback):
+    """Notes that training has begun."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self.seen = seen
+
+    def on_train_begin(self, trainer) -> None:
+        self.seen.append("begun")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A model and rows on disk, for the command line."""
+    folder = tmp_path_factory.mktemp("saved")
+    tiny_model(scale=2.0).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows(12)))
+    return {"model": str(folder / "model"), "rows": str(folder / "rows.jsonl")}
+
+
+def test_each_of_several_rewards_is_logged(tmp_path: Path):
+    config = grpo_config(tmp_path, steps=2, run={"val_period": 1}, reward_weights=(1.0, -0.5, 0.0))
+    result = start(
+        config,
+        reward={"digits": digits, "long": lengths, "plain": plain},
+        validation=addition_rows(4),
+    )
+    assert {line["phase"] for line in result.history} == {"train", "validation"}
+    for line in result.history:
+        assert line["reward"] == pytest.approx(
+            line["reward/digits"] - 0.5 * line["reward/long"], abs=1e-6
+        )
+        assert line["reward/plain"] == 0.5
+    assert {"reward/digits", "val_reward/long"} <= set(result.metrics)
+    for path in result.paths.samples.glob("*.jsonl"):
+        for line in path.read_text().splitlines():
+            sample = json.loads(line)
+            assert list(sample["rewards"]) == ["digits", "long", "plain"]
+            assert sample["rewards"]["digits"] == pytest.approx(digits("", sample["response"]))
+            assert sample["reward"] == pytest.approx(
+                sample["rewards"]["digits"] - 0.5 * sample["rewards"]["long"], abs=1e-6
+            )
+
+
+def test_what_an_environment_took_for_the_answer_is_in_the_samples(tmp_path: Path):
+    class FirstCharacter(FunctionalRewardWrapper):
+        def step(self, message_log_batch, metadata):
+            return replace(
+                super().step(message_log_batch, metadata),
+                answers=[log[-1]["content"][:1] for log in message_log_batch],
+            )
+
+    for reward in (FirstCharacter(digits), [plain, FirstCharacter(digits)]):
+        result = start(grpo_config(tmp_path / type(reward).__name__, steps=1), reward=reward)
+        samples = [
+            json.loads(line)
+            for path in result.paths.samples.glob("*.jsonl")
+            for line in path.read_text().splitlines()
+        ]
+        assert samples
+        assert all(sample["extracted_answer"] == sample["response"][:1] for sample in samples)
+
+
+def test_the_weights_decide_what_is_learned(tmp_path: Path):
+    """The same two rewards with other weights: advantages, and so the weights after a step, differ;
+    doubled weights change nothing under a std.
+    """
+
+    def trained(name: str, weights: tuple[float, ...]):
+        config = replace(grpo_config(tmp_path / name, steps=1), reward_weights=weights)
+        return next(start(config, reward=[digits, lengths]).model.parameters()).detach().clone()
+
+    one, other, doubled = (
+        trained("a", (1.0, 0.0)),
+        trained("b", (0.25, 1.0)),
+        trained("c", (2.0, 0.0)),
+    )
+    assert (one - other).abs().max() > 1e-4
+    assert (one - doubled).abs().max() < 1e-5
+
+
+def test_one_reward_is_logged_as_ever(tmp_path: Path):
+    result = start(grpo_config(tmp_path, steps=1), reward=digits)
+    assert not [name for name in result.metrics if "/" in name and not name.startswith("trainer/")]
+
+
+def test_rewards_by_name_in_the_configuration(tmp_path: Path):
+    config = grpo_config(
+        tmp_path, steps=1, reward=("exact_match", "contains_answer"), reward_weights=(1.0, 0.2)
+    )
+    result = nemorl.run(
+        config, model=tiny_model(), tokenizer=tiny_tokenizer(), train=addition_rows()
+    )
+    assert {"reward/exact_match", "reward/contains_answer"} <= set(result.metrics)
+    assert "exact_match" in (tmp_path / "config.yaml").read_text()
+
+
+def test_sft_validates_with_several_rewards(tmp_path: Path):
+    config = sft_config(tmp_path, steps=1, reward=("exact_match", "contains_answer"))
+    result = start(config, validation=addition_rows(4))
+    assert result.metrics["val_reward"] == pytest.approx(
+        result.metrics["val_reward/exact_match"] + result.metrics["val_reward/contains_answer"]
+    )
+    assert result.metrics["val_accuracy"] == result.metrics["val_reward/exact_match"]
+
+
+def test_a_row_without_a_column_is_found_before_the_run(tmp_path: Path):
+    rows = [*addition_rows(3), {"prompt": "1+1="}]
+    with pytest.raises(
+        ValueError, match="reward 'exact_match' wants the column 'answer', but row 4 has only"
+    ):
+        start(grpo_config(tmp_path), rows=rows, reward=[digits, "exact_match"])
+    with pytest.raises(
+        ValueError,
+        match=(
+            "reward_weights must be one number per reward, but there are 1 for digits, exact_match"
+        ),
+    ):
+        start(grpo_config(tmp_path, reward_weights=(1.0,)), reward=[digits, "exact_match"])
+
+
+def test_what_validation_and_evaluation_need_is_checked_before_a_model_is_loaded(
+    saved, tmp_path: Path
+):
+    config = sft_config(tmp_path / "sft", reward="tests.runtime.algorithms.test_rewards:graded")
+    seen = []
+    with pytest.raises(
+        ValueError, match="reward 'graded' wants the column 'grade', but row 1 has only"
+    ):
+        start(config, validation=addition_rows(2), callbacks=[Begun(seen)])
+    assert not seen
+    with pytest.raises(
+        ValueError,
+        match=r"reward 'graded' wants the column 'grade', but .*rows\.jsonl, line 1 has only",
+    ):
+        nemorl.evaluate(
+            nemorl.EvalConfig(
+                model=str(tmp_path / "nowhere"),
+                data=saved["rows"],
+                reward="tests.runtime.algorithms.test_rewards:graded",
+            )
+        )
+
+
+def test_rewards_on_the_command_line(saved, tmp_path: Path):
+    (tmp_path / "settings.yaml").write_text(
+        "reward: [exact_match, last_number]\nreward_weights: [1, 0.5]\n"
+    )
+    flags = ["--model.path", "m", "--data.train", "d"]
+    config = parse(
+        "grpo",
+        [
+            *flags,
+            "--reward",
+            "exact_match",
+            "tests.runtime.algorithms.test_rewards:plain",
+            "--reward-weights",
+            "1",
+            "0.2",
+        ],
+    )
+    assert config.reward == ("exact_match", "tests.runtime.algorithms.test_rewards:plain")
+    assert config.reward_weights == (1.0, 0.2)
+    assert parse("grpo", [*flags, "--reward", "math"]).reward in ("math", ("math",))
+    from_file = parse("grpo", [*flags, "--config", str(tmp_path / "settings.yaml")])
+    assert (from_file.reward, from_file.reward_weights) == (
+        ("exact_match", "last_number"),
+        (1.0, 0.5),
+    )
+
+
+def test_evaluation_with_several_rewards(saved, tmp_path: Path, capsys):
+    options = [
+        "--reward",
+        "exact_match",
+        "tests.runtime.algorithms.test_rewards:plain",
+        "--reward-weights",
+        "1",
+        "0.2",
+        "--max-new-tokens",
+        "4",
+    ]
+    output = tmp_path / "answers.jsonl"
+    assert (
+        main(
+            [
+                "eval",
+                "--model",
+                saved["model"],
+                "--data",
+                saved["rows"],
+                "--device",
+                "cpu",
+                "--output",
+                str(output),
+                *options,
+            ]
+        )
+        == 0
+    )
+    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    assert len(answers) == 12
+    assert all(
+        answer["reward"] == pytest.approx(answer["rewards"]["exact_match"] + 0.1)
+        for answer in answers
+    )
+    shown = capsys.readouterr().out
+    assert "reward/plain" in shown
+    assert "0.5000" in shown

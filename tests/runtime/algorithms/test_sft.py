@@ -1,0 +1,130 @@
+"""The SFT loop and what validation says of it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import nemorl
+from nemorl.data.datasets import to_examples
+from nemorl.runtime.algorithms.sft import num_steps, validation_loss
+from nemorl.runtime.run.state import LoopState, Run
+from tests.runtime.runs import addition_rows, sft_config, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+def test_it_learns_its_demonstrations(tmp_path: Path):
+    """35 different sums: the loss falls on rows that were held out only because they are among
+    those trained on; every answer becomes right.
+    """
+    config = sft_config(tmp_path, steps=180, run={"val_period": 90, "export": True})
+    result = start(config, validation=addition_rows(35), scale=1.0)
+    validations = [line for line in result.history if line["phase"] == "validation"]
+    assert [line["step"] for line in validations] == [90, 180]
+    assert validations[-1]["loss"] < 0.2
+    assert result.metrics["val_accuracy"] > 0.9
+    assert result.metrics["loss"] < result.history[0]["loss"] / 5
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    answers = nemorl.evaluate(
+        nemorl.EvalConfig(model=str(tmp_path), data=str(rows_file(tmp_path)), device="cpu")
+    )
+    assert answers["accuracy"] == pytest.approx(result.metrics["val_accuracy"])
+    assert answers["num_rows"] == len(answers["answers"]) == 35
+
+
+def rows_file(folder: Path) -> Path:
+    import json
+
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in addition_rows(35)))
+    return path
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sequence_packing": True},
+        {"train_micro_batch_size": 3},
+        {"sequence_packing": True, "micro_batch_tokens": 32},
+    ],
+)
+def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, options):
+    def losses(name: str, **trainer) -> list[float]:
+        return [
+            line["loss"]
+            for line in start(
+                sft_config(tmp_path / name, trainer=nemorl.TrainerConfig(device="cpu", **trainer))
+            ).history
+        ]
+
+    assert losses("cut", **options) == pytest.approx(losses("whole"), abs=2e-5)
+
+
+def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path):
+    from nemorl.parallel.config import BackendConfig, TrainerConfig
+    from nemorl.parallel.dtensor.backend import DTensorBackend
+
+    examples = to_examples(addition_rows(9), tiny_tokenizer())
+    trainer = DTensorBackend(tiny_model(scale=2.0))
+    trainer.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+    run = Run(sft_config(tmp_path), trainer, None, None, LoopState(seed=0))
+    model, total, count = tiny_model(scale=2.0), 0.0, 0
+    for example in examples:
+        ids = torch.tensor([example.input_ids])
+        with torch.no_grad():
+            logprobs = (
+                model(ids, use_cache=False)
+                .logits[0, :-1]
+                .log_softmax(-1)
+                .gather(-1, ids[0, 1:, None])[:, 0]
+            )
+        kept = torch.tensor(example.loss_mask[1:])
+        total, count = total - float(logprobs[kept].sum()), count + int(kept.sum())
+    assert validation_loss(run, examples, batch_size=4) == pytest.approx(total / count, abs=1e-5)
+
+
+def test_epochs_or_steps():
+    assert (
+        num_steps(nemorl.SFTConfig(num_epochs=3, train_global_batch_size=8), 20) == 7
+    )  # 60 rows, of which the last 4 don't fill a batch
+    assert num_steps(nemorl.SFTConfig(max_num_steps=5), 20) == 5
+    assert num_steps(nemorl.SFTConfig(), 20) == 1
+
+
+def test_rows_with_messages(tmp_path: Path):
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{%"
+        " endif %}{% endfor %}"
+    )
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"{i}+1="},
+                {"role": "assistant", "content": str(i + 1)},
+            ]
+        }
+        for i in range(8)
+    ]
+    config = sft_config(tmp_path, model=nemorl.ModelConfig(chat_template=template), steps=2)
+    result = start(
+        config,
+        rows=rows,
+        validation=[{**row, "answer": row["messages"][1]["content"]} for row in rows],
+    )
+    assert result.metrics["num_tokens"] == 16 * 6  # 4 tokens, 1 digit, the end token
+    assert result.metrics["val_loss"] > 0
+    assert result.metrics["val_response_length"] > 0
+
+
+def test_too_long_rows_are_dropped_and_counted(tmp_path: Path):
+    data = nemorl.DataConfig(max_total_sequence_length=6, too_long="drop")
+    rows = [*addition_rows(20), {"prompt": "111+1=", "response": "112"}]
+    with pytest.warns(UserWarning, match="examples: .* dropped"):
+        start(sft_config(tmp_path, data=data, steps=1), rows=rows)
+    with pytest.raises(ValueError, match="row 21: the sequence has 10 tokens, max_length is 6"):
+        start(
+            sft_config(
+                tmp_path / "b", data=nemorl.DataConfig(max_total_sequence_length=6), steps=1
+            ),
+            rows=rows,
+        )

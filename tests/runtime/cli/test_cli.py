@@ -1,0 +1,744 @@
+"""The command line: every key is a flag, four layers, errors that help, and speed."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nemorl
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.cli.commands import EvalConfig, ExportConfig, GenerateConfig
+from nemorl.runtime.config.base import GenerationConfig, GRPOConfig, SFTConfig
+from nemorl.runtime.config.flags import field_docs, peek, unions
+from nemorl.runtime.config.policy import (
+    ClippedLoss,
+    GroupAdvantage,
+    GSPOLoss,
+    ReinforceLoss,
+    ReinforcePlusPlusAdvantage,
+)
+from nemorl.runtime.config.tree import dump_yaml, fields_of, from_dict, load_config, variants
+from nemorl.runtime.start.registry import ALGORITHMS
+
+NEEDED = {
+    "sft": ["--model.path", "m", "--data.train", "d"],
+    "grpo": ["--model.path", "m", "--data.train", "d"],
+    "eval": ["--model", "m", "--data", "d"],
+    "generate": ["--model", "m", "--prompt", "p"],
+    "export": ["--run", "r", "--output", "o"],
+}
+
+DIR = ("--run.dir", "runs/mine")
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.delenv("NEMORL_TRACEBACK", raising=False)
+
+
+def grpo(*args: str) -> GRPOConfig:
+    config = cli.parse("grpo", [*NEEDED["grpo"], *args])
+    assert isinstance(config, GRPOConfig)
+    return config
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What a command that must fail with code 2 says, box drawing removed."""
+    assert cli.main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "Traceback" not in captured.err
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", captured.err).split())
+
+
+def flags(cls: type, prefix: str = "") -> Iterator[tuple[type, dataclasses.Field[Any], str, bool]]:
+    """Every leaf of a config with its flag."""
+    for field, hint in fields_of(cls):
+        for member in variants(hint):
+            yield from flags(member, "" if field.metadata.get("flat") else f"{prefix}{field.name}.")
+        if not variants(hint):
+            yield cls, field, "--" + (prefix + field.name).replace("_", "-"), hint is bool
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", [*ALGORITHMS, *cli.COMMANDS])
+def test_every_key_is_a_flag_with_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cls = (ALGORITHMS.get(command) or cli.COMMANDS[command]).config
+    choices = [
+        [f"--{section}", name] for section, members in unions(cls).items() for name in members
+    ] or [[]]
+    texts = []
+    for choice in choices:
+        assert cli.main([command, *choice, "--help"]) == 0
+        texts.append(capsys.readouterr().out)
+    text = "\n".join(texts)
+    assert (
+        "--config" in text
+        and "--print-config" in text
+        and ("--preset" in text) == (command == "grpo")
+    )
+    undocumented = []
+    for owner, field, flag, is_bool in flags(cls):
+        if field.name == "name":
+            assert re.search(rf"{flag.removesuffix('.name')} \{{.*{field.default}.*\}}", text), flag
+            continue
+        assert field.metadata.get("positional") or re.search(rf"{re.escape(flag)}[ ,=]", text), flag
+        if is_bool:
+            head, _, tail = flag[2:].rpartition(".")
+            assert f"--{head + '.' if head else ''}no-{tail}" in text
+        if not field_docs(owner).get(field.name):
+            undocumented.append(f"{owner.__name__}.{field.name}")
+        else:
+            assert " ".join(field_docs(owner)[field.name].split()[:4]) in text, flag
+    assert undocumented == []
+
+
+def test_help_shows_defaults_and_the_selectors(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "--loss {clipped,gspo,cispo,reinforce}" in text
+        and "--advantage {group,reinforce_plus_plus}" in text
+    )
+    assert (
+        "(default: 1e-05)" in text
+        and "model options" in text
+        and "AdamW, its learning-rate schedule" in text
+    )
+    assert all(f"{name}: " in text for name in ("dapo", "dr_grpo", "reinforce_plus_plus"))
+    assert cli.main(["grpo", "--help", "--preset", "dapo"]) == 0
+    assert "(default: 0.28)" in capsys.readouterr().out
+
+
+def test_top_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in ([], ["--help"], ["-h"], ["help"]):
+        assert cli.main(args) == 0
+        text = capsys.readouterr().out
+        assert all(f"  {command} " in text for command in [*ALGORITHMS, *cli.COMMANDS])
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("nemorl ")
+
+
+def test_the_commands_that_help_shows_parse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import shlex
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/rl").mkdir(parents=True)
+    for path in ("my.yaml", "runs/rl/config.yaml"):
+        Path(path).write_text(
+            dump_yaml(from_dict(GRPOConfig, {"model": {"path": "m"}, "data": {"train": "d"}}))
+        )
+    shown = [
+        line.split("      ")[0].split(" > ")[0]
+        for line in cli.HELP.splitlines()
+        if line.startswith("  nemorl ")
+    ]
+    assert len(shown) >= 7
+    for line in shown:
+        _, command, *args = shlex.split(line)
+        cli.parse(command, args)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "args", [["--help"], ["grpo", "--help"], ["generate", "--help"]], ids=" ".join
+)
+def test_help_is_fast_and_without_torch(args: list[str]) -> None:
+    code = (
+        "import sys; from nemorl.runtime.cli.main import main; code = main(sys.argv[1:]); assert"
+        " 'torch' not in sys.modules; sys.exit(code)"
+    )
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        result = subprocess.run(
+            [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60
+        )
+        seconds.append(time.perf_counter() - start)
+        assert result.returncode == 0 and not result.stderr, result.stderr
+        if seconds[-1] < 1.0:
+            break
+    assert min(seconds) < 1.0
+
+
+# Layers
+
+
+def test_four_layers(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        "loss: {clip_low: 0.1}\nkl: {coef: 0.5}\noptimizer: {lr: 1e-6}\nreduction: group_mean\n"
+    )
+    assert grpo().loss == ClippedLoss()
+    assert grpo("--preset", "dapo").loss == ClippedLoss(clip_high=0.28)
+    config = grpo("--preset", "dapo", "--config", str(path), "--optimizer.lr", "2e-6")
+    assert config.loss == ClippedLoss(
+        clip_low=0.1, clip_high=0.28
+    )  # one key of the preset, one of the file
+    assert (config.reduction, config.dynamic_sampling, config.kl.coef, config.optimizer.lr) == (
+        "group_mean",
+        True,
+        0.5,
+        2e-6,
+    )
+    assert grpo("--config", str(path), "--loss.clip-high", "0.4").loss == ClippedLoss(
+        clip_low=0.1, clip_high=0.4
+    )
+    assert (
+        grpo(f"--config={path}", "--kl.coef=0.0").kl.coef == 0.0
+    )  # a flag wins with a default's value, too
+
+
+def test_a_flag_can_repair_what_the_file_alone_would_break(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("generation: {max_new_tokens: 4096}\n")
+    assert (
+        grpo(
+            "--config", str(path), "--data.max-total-sequence-length", "8192"
+        ).generation.max_new_tokens
+        == 4096
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"generation\.max_new_tokens must be below data\.max_total_sequence_length",
+    ):
+        grpo("--config", str(path))
+
+
+def test_spellings_of_flags() -> None:
+    config = grpo(
+        "--num-prompts-per-step",
+        "8",
+        "--generation.max_new_tokens=16",
+        "--run.resume",
+        "--data.no-shuffle",
+        *DIR,
+    )
+    assert (
+        config.num_prompts_per_step,
+        config.generation.max_new_tokens,
+        config.run.resume,
+        config.data.shuffle,
+    ) == (8, 16, True, False)
+    assert (
+        grpo("--run.resume", "True", "--data.shuffle", "false", *DIR).run.resume
+        and not grpo("--data.shuffle=False").data.shuffle
+    )
+    assert (
+        grpo("--run.no_resume", "--optimizer.max-grad-norm", "None").optimizer.max_grad_norm is None
+    )
+    assert grpo(
+        "--generation.stop-strings", "\n", "END", "--generation.stop-token-ids", "1", "2"
+    ).generation == GenerationConfig(stop_strings=("\n", "END"), stop_token_ids=(1, 2))
+
+
+def test_unions(tmp_path: Path) -> None:
+    assert grpo("--loss", "gspo").loss == GSPOLoss()
+    assert grpo("--loss.clip-low", "0.1", "--loss=gspo", "--loss.token-gradient").loss == GSPOLoss(
+        clip_low=0.1, token_gradient=True
+    )
+    assert grpo("--loss", "gspo", "--loss", "reinforce").loss == ReinforceLoss()
+    assert grpo(
+        "--advantage", "reinforce_plus_plus", "--advantage.kl-coef", "0.1"
+    ).advantage == ReinforcePlusPlusAdvantage(kl_coef=0.1)
+    assert grpo("--advantage.baseline", "leave_one_out").advantage == GroupAdvantage(
+        baseline="leave_one_out"
+    )
+    path = tmp_path / "my.yaml"
+    path.write_text("loss: {name: gspo, clip_low: 0.1}\n")
+    assert (
+        grpo("--config", str(path)).loss
+        == grpo("--config", str(path), "--loss", "gspo").loss
+        == GSPOLoss(clip_low=0.1)
+    )
+    assert grpo("--config", str(path), "--loss.clip-high", "0.2").loss == GSPOLoss(
+        clip_low=0.1, clip_high=0.2
+    )
+    assert (
+        grpo("--config", str(path), "--loss", "clipped").loss == ClippedLoss()
+    )  # another variant starts afresh
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["grpo", *NEEDED["grpo"]],
+        [
+            "grpo",
+            *NEEDED["grpo"],
+            "--preset",
+            "dapo",
+            "--loss",
+            "gspo",
+            "--advantage",
+            "reinforce_plus_plus",
+            "--generation.stop-strings",
+            "\n",
+            "1e-5",
+        ],
+        [
+            "grpo",
+            *NEEDED["grpo"],
+            "--preset",
+            "rloo",
+            "--run.loggers",
+            "wandb",
+            "mlflow",
+            "--optimizer.max-grad-norm",
+            "None",
+        ],
+        ["sft", *NEEDED["sft"], "--max-num-steps", "3", "--trainer.sequence-packing"],
+        ["eval", *NEEDED["eval"], "-n", "2", "--temperature", "0.5"],
+        ["generate", *NEEDED["generate"], "--prompt", "12:30"],
+        ["export", *NEEDED["export"]],
+    ],
+    ids=lambda args: " ".join(args)[:50],
+)
+def test_print_config_round_trips(
+    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = args
+    assert cli.main([*args, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    path = tmp_path / "printed.yaml"
+    path.write_text(printed)
+    config = cli.parse(command, rest)
+    assert cli.parse(command, ["--config", str(path)]) == config == load_config(type(config), path)
+    assert dump_yaml(config) == printed
+
+
+def test_print_config_needs_neither_model_nor_data(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["grpo", "--print-config"]) == 0
+    assert capsys.readouterr().out == dump_yaml(GRPOConfig())
+
+
+def test_peek() -> None:
+    assert peek(["--config", "a.yaml", "--config=b.yaml"], "--config") == "b.yaml"
+    assert (
+        peek(["--config"], "--config") is None and peek(["--loss.clip-low", "1"], "--loss") is None
+    )
+    assert peek(["--print_config", "x"], "--print-config") == "x"
+
+
+# Errors
+
+BAD = [
+    (
+        ["grp"],
+        (
+            "unknown command 'grp'; did you mean grpo? Commands: sft, grpo, dpo, eval, generate,"
+            " export"
+        ),
+    ),
+    (["grpo", "--optimizer.lrr", "3"], "Perhaps you meant: --optimizer.lr FLOAT"),
+    (["grpo", "--lr", "3"], "Perhaps you meant: --optimizer.lr FLOAT"),
+    (
+        ["grpo", "--loss", "gpso"],
+        (
+            "loss.name must be one of clipped, gspo, cispo, reinforce, but it is 'gpso'; did you"
+            " mean gspo?"
+        ),
+    ),
+    (
+        ["grpo", "--loss", "reinforce", "--loss.clip-low", "0.1"],
+        (
+            "--loss.clip-low is no setting of loss reinforce (it has none): it belongs to clipped,"
+            " gspo, cispo"
+        ),
+    ),
+    (
+        ["grpo", "--loss", "clipped", "--loss.no-token-gradient"],
+        (
+            "is no setting of loss clipped (clip_low, clip_high, dual_clip): it belongs to gspo;"
+            " add --loss gspo"
+        ),
+    ),
+    (
+        ["grpo", "--advantage.kl-coef", "0.1"],
+        "it belongs to reinforce_plus_plus; add --advantage reinforce_plus_plus",
+    ),
+    (["grpo", "--loss"], "Missing value for argument '--loss'"),
+    (["grpo", "--preset", "dapoo"], "unknown preset 'dapoo'; did you mean dapo?"),
+    (["sft", "--preset", "dapo"], "Unrecognized options: --preset, dapo"),
+    (["grpo", "--num-prompts-per-step", "many"], "Error parsing --num-prompts-per-step"),
+    (["grpo", "--advantage.baseline", "mean"], "invalid choice 'mean'"),
+    (
+        ["grpo", "--kl.coef", "-1"],
+        "nemorl grpo: error: kl.coef must be at least 0, but it is -1.0: use 0 or more",
+    ),
+    (
+        ["grpo", "--num-generations-per-prompt", "1"],
+        (
+            "num_generations_per_prompt must be at least 2 where responses are compared within"
+            " their group"
+        ),
+    ),
+    (["grpo", "--config", "nope.yaml"], "can't read the config file nope.yaml"),
+    (["grpo", "--data.train", "d"], "model.path must be given"),
+    (["sft", "--model.path", "m"], "data.train must be given"),
+    (["eval", "--model", "m"], "--data STR"),
+    (
+        ["eval", "--model", "m", "--data", "d", "-n", "4"],
+        "n must be 1 with temperature 0, but it is 4",
+    ),
+    (
+        ["eval", "--model", "m", "--data", "d", "--temperature", "-1"],
+        "temperature must be 0 (greedy) or more",
+    ),
+    (["generate", "--model", "m"], "prompt must be given"),
+    (["export", "--run", "r"], "--output STR"),
+    (["export", *NEEDED["export"], "--step", "-1"], "step must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(
+    "args, message", BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
+)
+def test_bad_flags(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in refused(capsys, *args)
+
+
+def test_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("kl:\n  coeff: 0.1\n")
+    assert "my.yaml, line 2: unknown key kl.coeff; did you mean kl.coef?" in refused(
+        capsys, "grpo", "--config", str(path)
+    )
+    path.write_text("loss: {name: reinforce, clip_low: 0.1}\n")
+    assert "unknown key loss.clip_low; keys of loss reinforce: name" in refused(
+        capsys, "grpo", "--config", str(path)
+    )
+
+
+def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMORL_TRACEBACK", "1")
+    with pytest.raises(ValueError, match=r"kl\.coef"):
+        cli.main(["grpo", "--kl.coef", "-1"])
+
+
+# Commands, over a launch module of the test's own
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+    """Stands for nemorl.runtime.start.launch and nemorl.runtime.cli.inference: remembers the
+    config, returns `result`, or raises it.
+    """
+    seen = types.SimpleNamespace(config=None, result=None)
+
+    def answer(config: Any) -> Any:
+        seen.config = config
+        if isinstance(seen.result, BaseException):
+            raise seen.result
+        return seen.result
+
+    for name, functions in {
+        "launch": ["run"],
+        "inference": ["evaluate", "generate", "export"],
+    }.items():
+        module: Any = types.ModuleType(f"nemorl.runtime.{name}")
+        vars(module).update(dict.fromkeys(functions, answer))
+        monkeypatch.setitem(sys.modules, f"nemorl.runtime.{name}", module)
+        monkeypatch.setattr(sys.modules["nemorl.runtime"], name, module, raising=False)
+    return seen
+
+
+def test_train(launched: types.SimpleNamespace) -> None:
+    assert cli.main(["grpo", *NEEDED["grpo"], "--max-num-steps", "3"]) == 0
+    given = {
+        "model": {"path": "m"},
+        "data": {"train": "d"},
+        "max_num_steps": 3,
+        "run": {"dir": "runs/grpo"},
+    }
+    assert launched.config == from_dict(GRPOConfig, given)
+    assert cli.main(["sft", *NEEDED["sft"]]) == 0 and isinstance(launched.config, SFTConfig)
+
+
+def test_eval(
+    launched: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [
+        {"prompt": f"[{i}+1]=", "response": "1[/b]", "answer": "1", "reward": float(i < 3)}
+        for i in range(10)
+    ]
+    launched.result = {
+        "accuracy": 0.3,
+        "reward": 0.3,
+        "response_length": 2.5,
+        "num_rows": 10,
+        "answers": answers,
+    }
+    output = tmp_path / "new" / "answers.jsonl"
+    assert (
+        cli.main(
+            [
+                "eval",
+                "--model",
+                "m",
+                "--data",
+                "d.jsonl",
+                "--output",
+                str(output),
+                "--max-new-tokens",
+                "16",
+            ]
+        )
+        == 0
+    )
+    assert launched.config == EvalConfig(
+        model="m",
+        data="d.jsonl",
+        output=str(output),
+        generation=GenerationConfig(temperature=0.0, max_new_tokens=16),
+    )
+    text = capsys.readouterr().out
+    assert (
+        "30.0%" in text
+        and "greedy" in text
+        and "[0+1]=" in text
+        and "1[/b]" in text
+        and str(output) in text
+    )
+    assert [json.loads(line) for line in output.read_text().splitlines()] == answers
+
+
+def test_generate(
+    launched: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text("c=\n\nd=\n")
+    row = {
+        "prompt": "a=",
+        "response": "[red]3",
+        "logprob": -0.25,
+        "finish_reason": "stop",
+        "num_tokens": 2,
+    }
+    launched.result = [row, {**row, "response": "4"}, {**row, "prompt": "b="}]
+    args = [
+        "generate",
+        "--model",
+        "m",
+        "--prompt",
+        "a=",
+        "--prompt=-b=",
+        "--file",
+        str(tmp_path / "prompts.txt"),
+        "-n",
+        "2",
+        "--seed",
+        "3",
+    ]
+    assert cli.main(args) == 0
+    assert launched.config == GenerateConfig(
+        model="m", prompt=("a=", "-b="), file=str(tmp_path / "prompts.txt"), n=2, seed=3
+    )
+    assert launched.config.prompts() == ["a=", "-b=", "c=", "d="]
+    text = capsys.readouterr().out
+    assert text.count("a=") == 1 and "[red]3" in text and "-0.25" in text and "stop" in text
+    assert cli.main([*args, "--json"]) == 0
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == launched.result
+
+
+def test_prompt_files_that_can_not_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="file must be a readable text file"):
+        GenerateConfig(model="m", file=str(tmp_path / "nope")).prompts()
+    (tmp_path / "empty").write_text("\n\n")
+    with pytest.raises(ValueError, match="file must hold a prompt"):
+        GenerateConfig(model="m", file=str(tmp_path / "empty")).prompts()
+
+
+def test_export(launched: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    launched.result = Path("out")
+    assert cli.main(["export", "--run", "r", "--output", "out", "--step", "4"]) == 0
+    assert (
+        launched.config == ExportConfig(run="r", output="out", step=4)
+        and "exported to out" in capsys.readouterr().out
+    )
+
+
+def test_errors_of_a_command_are_one_line(
+    launched: types.SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    launched.result = ValueError("the prompt column is missing")
+    assert "nemorl grpo: error: the prompt column is missing (NEMORL_TRACEBACK=1 shows" in refused(
+        capsys, "grpo", *NEEDED["grpo"]
+    )
+    launched.result = OSError("disk full")
+    assert (
+        cli.main(["grpo", *NEEDED["grpo"]]) == 1 and "error: disk full" in capsys.readouterr().err
+    )
+    launched.result = ValueError("no such engine argument")
+    launched.result.add_note("in worker 0:\nTraceback (most recent call last): ...")
+    launched.result.add_note("runs/mine has no checkpoint")
+    assert "argument runs/mine has no checkpoint (NEMORL" in refused(
+        capsys, "grpo", *NEEDED["grpo"]
+    ), "and not what is of a worker"
+    launched.result = RuntimeError("a bug of ours")
+    with pytest.raises(RuntimeError, match="a bug"):  # keeps its traceback
+        cli.main(["grpo", *NEEDED["grpo"]])
+    monkeypatch.setenv("NEMORL_TRACEBACK", "1")
+    launched.result = OSError("disk full")
+    with pytest.raises(OSError, match="disk full"):
+        cli.main(["grpo", *NEEDED["grpo"]])
+
+
+def test_interrupt(
+    launched: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launched.result = KeyboardInterrupt()
+    run = tmp_path / "run"
+    assert cli.main(["grpo", *NEEDED["grpo"], "--run.dir", str(run)]) == 130
+    assert "interrupted before there was anything to save" in capsys.readouterr().err
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "latest").write_text("step_3")
+    assert cli.main(["grpo", *NEEDED["grpo"], "--run.dir", str(run)]) == 130
+    assert capsys.readouterr().err.splitlines() == [
+        "nemorl grpo: interrupted; go on from the last checkpoint with: nemorl grpo --run.dir"
+        f" {run} --run.resume"
+    ]
+    assert (
+        cli.main(["eval", *NEEDED["eval"]]) == 130
+        and capsys.readouterr().err == "nemorl eval: interrupted\n"
+    )
+
+
+# The package's face
+
+
+def test_public_names() -> None:
+    assert nemorl.GRPOConfig is GRPOConfig and nemorl.__version__
+    assert set(nemorl.__all__) <= set(dir(nemorl)) and "run" in nemorl.__all__
+    for name in nemorl.__all__:
+        assert getattr(nemorl, name) is not None
+    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+        nemorl.nope  # noqa: B018
+
+
+def test_importing_the_package_needs_no_torch() -> None:
+    code = (
+        "import sys, nemorl; nemorl.GRPOConfig(), nemorl.preset('dapo'); assert not {'torch',"
+        " 'numpy', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_module_that_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = """
+from dataclasses import dataclass
+import nemorl
+
+@dataclass(frozen=True, kw_only=True)
+class MineConfig(nemorl.BaseConfig):
+    "An algorithm of mine."
+
+@nemorl.register_algorithm("mine_of_cli", config=MineConfig)
+def prepare(config, inputs):
+    raise ValueError("prepared")
+"""
+    (tmp_path / "mine_of_cli.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert cli.main(["--import", "mine_of_cli", "--help"]) == 0
+        assert "An algorithm of mine." in capsys.readouterr().out
+        assert (
+            cli.main(
+                [
+                    "--import",
+                    "mine_of_cli.py",
+                    "mine_of_cli",
+                    "--model.path",
+                    "m",
+                    "--data.train",
+                    "d",
+                    "--print-config",
+                ]
+            )
+            == 0
+        )
+    finally:
+        ALGORITHMS.pop("mine_of_cli", None)
+    capsys.readouterr()
+    assert "--import must name a module in" in refused(capsys, "--import", "nope_of_cli", "grpo")
+
+
+def test_a_run_of_another_algorithm_or_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nemorl.runtime.run.directory import RunDirectory
+    from nemorl.runtime.run.record import begin_record
+
+    directory = RunDirectory.create(tmp_path / "run", dump_yaml(SFTConfig()))
+    begin_record(directory, algorithm="sft")
+    said = refused(capsys, "grpo", "--run.dir", str(directory.path), "--run.resume")
+    assert (
+        "run.dir must be that of a run of grpo, but it is 'one of sft'" in said
+        and f"nemorl sft --run.dir {directory.path} --run.resume" in said
+    )
+    assert "run.dir must be that of a run to resume" in refused(
+        capsys, "sft", "--run.dir", str(tmp_path / "none"), "--run.resume"
+    )
+
+
+def test_warnings_and_pipes(
+    launched: types.SimpleNamespace,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A warning is one line without the place in our code; a reader that has seen enough is no
+    error.
+    """
+    import warnings
+
+    def warn(config: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            print(
+                warnings.formatwarning("mind the gap", UserWarning, "ours.py", 1),
+                end="",
+                file=sys.stderr,
+            )
+
+    monkeypatch.setattr(sys.modules["nemorl.runtime.start.launch"], "run", warn)
+    assert cli.main(["grpo", *NEEDED["grpo"]]) == 0
+    assert capfd.readouterr().err == "warning: mind the gap\n"
+    assert warnings.formatwarning("mind", UserWarning, "theirs.py", 1).startswith("theirs.py")
+    done = subprocess.run(
+        f"{sys.executable} -m nemorl.runtime.cli.main grpo --help | head -2",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == ""
+
+
+def test_the_traceback_of_a_reward_is_the_users(
+    launched: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = KeyError("answer")
+    error.add_note("This was reward 'mine' for prompt 'p' and response 'r'.")
+    launched.result = error
+    assert cli.main(["grpo", *NEEDED["grpo"]]) == 1
+    said = capsys.readouterr().err
+    assert (
+        "raise seen.result" in said
+        and "nemorl/runtime/cli/main.py" not in said
+        and "error: KeyError: 'answer'" in said
+        and "reward 'mine'" in said
+    )

@@ -1,0 +1,228 @@
+"""The command line from end to end: sft, grpo, resume, eval, generate, export on a tiny model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemorl.runtime.cli.main import main
+from tests.runtime.runs import addition_rows
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+QUIET = [
+    "--run.display",
+    "none",
+    "--run.no-plots",
+    "--trainer.device",
+    "cpu",
+    "--data.max-total-sequence-length",
+    "32",
+    "--generation.max-new-tokens",
+    "4",
+]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, rows, and a run of each kind."""
+    folder = tmp_path_factory.mktemp("workplace")
+    tiny_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text(
+        "".join(
+            json.dumps({"question": r["prompt"], "answer": r["answer"], "response": r["response"]})
+            + "\n"
+            for r in addition_rows()
+        )
+    )
+    (folder / "settings.yaml").write_text(
+        "num_prompts_per_step: 4\nnum_generations_per_prompt: 3\nmax_num_steps: 9\nreward:"
+        " contains_answer\n"
+    )
+    rows = [
+        "--data.train",
+        str(folder / "rows.jsonl"),
+        "--data.validation",
+        str(folder / "rows.jsonl"),
+        "--data.prompt-column",
+        "question",
+    ]
+    sft = [
+        "--model.path",
+        str(folder / "model"),
+        "--run.dir",
+        str(folder / "sft"),
+        "--max-num-steps",
+        "120",
+        "--optimizer.lr",
+        "1e-2",
+        "--train-global-batch-size",
+        "16",
+    ]
+    assert main(["sft", *sft, *rows, *QUIET]) == 0
+    grpo = [
+        "--model.path",
+        str(folder / "sft" / "hf"),
+        "--run.dir",
+        str(folder / "grpo"),
+        "--config",
+        str(folder / "settings.yaml"),
+        "--max-num-steps",
+        "2",
+    ]
+    assert main(["grpo", "--preset", "dr_grpo", *grpo, *rows, *QUIET]) == 0
+    return folder
+
+
+def steps(folder: Path) -> list[int]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["phase"] == "train"]
+
+
+def test_flags_beat_the_file_which_beats_the_preset(workplace: Path):
+    import yaml
+
+    config = yaml.safe_load((workplace / "grpo" / "config.yaml").read_text())
+    assert (
+        config["num_prompts_per_step"],
+        config["max_num_steps"],
+        config["reduction"],
+        config["advantage"]["scale"],
+    ) == (4, 2, "constant", "none")
+    assert steps(workplace / "grpo") == [1, 2]
+
+
+def test_resume_by_naming_the_directory(workplace: Path):
+    """With its own settings; also after it was moved."""
+    moved = (workplace / "grpo").rename(workplace / "moved")
+    assert main(["grpo", "--run.dir", str(moved), "--run.resume", "--max-num-steps", "3"]) == 0
+    assert steps(moved) == [1, 2, 3]
+    assert not (workplace / "grpo").exists()
+
+
+def test_eval(workplace: Path, capsys):
+    rows = ["--data", str(workplace / "rows.jsonl"), "--prompt-column", "question"]
+    assert (
+        main(
+            [
+                "eval",
+                "--model",
+                str(workplace / "sft"),
+                *rows,
+                "--output",
+                str(workplace / "answers.jsonl"),
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
+    answers = [json.loads(line) for line in (workplace / "answers.jsonl").read_text().splitlines()]
+    accuracy = sum(answer["reward"] for answer in answers) / len(answers)
+    assert len(answers) == 40
+    assert accuracy > 0.5
+    assert f"{accuracy:.3f}"[:4] in capsys.readouterr().out
+
+
+def test_generate(workplace: Path, capsys):
+    command = [
+        "generate",
+        "--model",
+        str(workplace / "sft"),
+        "--prompt",
+        "1+1=",
+        "--prompt",
+        "2+1=",
+        "-n",
+        "2",
+        "--seed",
+        "1",
+        "--json",
+        "--device",
+        "cpu",
+    ]
+    assert main(command) == 0
+    first = capsys.readouterr().out
+    rows = [json.loads(line) for line in first.splitlines()]
+    assert [row["prompt"] for row in rows] == ["1+1=", "1+1=", "2+1=", "2+1="]
+    assert main(command) == 0
+    assert capsys.readouterr().out == first
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(workplace / "sft"),
+                "--prompt",
+                "1+1=",
+                "--temperature",
+                "0",
+                "--device",
+                "cpu",
+            ]
+        )
+        == 0
+    )
+    assert "1+1=" in capsys.readouterr().out
+
+
+def test_precision_is_the_engines(workplace: Path, capsys):
+    command = [
+        "generate",
+        "--model",
+        str(workplace / "sft"),
+        "--prompt",
+        "1+1=",
+        "--temperature",
+        "0",
+        "--device",
+        "cpu",
+        "--json",
+    ]
+    answers = []
+    for precision in ("float32", "bfloat16"):
+        assert main([*command, "--precision", precision]) == 0
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0]["response"] == answers[1]["response"]
+    assert 0 < abs(answers[0]["logprob"] - answers[1]["logprob"]) < 0.1
+
+
+def test_export(workplace: Path, capsys):
+    assert (
+        main(["export", "--run", str(workplace / "sft"), "--output", str(workplace / "exported")])
+        == 0
+    )
+    assert (
+        main(
+            [
+                "generate",
+                "--model",
+                str(workplace / "exported"),
+                "--prompt",
+                "1+1=",
+                "--temperature",
+                "0",
+                "--device",
+                "cpu",
+                "--json",
+            ]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["prompt"] == "1+1="
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["grpo", "--model.path", "no/model", "--data.train", "no.jsonl"], "no file 'no.jsonl'"),
+        (["grpo", "--num-prompts-per-stp", "3"], "num-prompts-per-step"),
+        (["generate", "--model", "no/model", "--prompt", "1"], "no/model"),
+        (["export", "--run", "no/run", "--output", "x"], "no/run"),
+    ],
+)
+def test_errors_are_short_and_say_what_to_do(command, message, capsys):
+    assert main(command) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err + printed.out
+    assert "Traceback" not in printed.err + printed.out

@@ -1,0 +1,337 @@
+"""What the section `data` and the chat template's settings do to a run: mixing, holding out,
+lengths, templates.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nemorl
+from nemorl.data.order import RowOrder, rows_at, split_rows
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.cli.inspect import show_lengths
+from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.job import read_data
+from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+TEMPLATE = "{% for m in messages %}{% if shout %}a{% endif %}{{ m.content }}{% endfor %}"
+
+
+def letters(count: int, letter: str) -> list[dict[str, Any]]:
+    return [
+        {"prompt": letter * (1 + n % 5) + "=", "response": "1", "answer": "1", "number": n}
+        for n in range(count)
+    ]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+class Module:
+    def train_rows(self):
+        return addition_rows(30)
+
+    def validation_rows(self):
+        return addition_rows(5)
+
+
+def test_a_mixture_meets_its_weights_and_resumes_where_it_stopped(tmp_path: Path):
+    rows = [letters(30, "a"), letters(6, "b")]
+    options: dict[str, Any] = {"num_prompts_per_step": 10, "num_generations_per_prompt": 2}
+    data = nemorl.DataConfig(max_total_sequence_length=32, weights=(1.0, 3.0))
+    whole = grpo_config(
+        tmp_path / "whole", steps=4, data=data, run={"samples_per_step": 20}, **options
+    )
+    start(whole, rows=rows)
+    parted = grpo_config(
+        tmp_path / "parted", steps=2, data=data, run={"samples_per_step": 20}, **options
+    )
+    start(parted, rows=rows)
+    start(replace(parted, max_num_steps=4, run=replace(parted.run, resume=True)), rows=rows)
+    seen = {
+        name: [
+            json.loads(line)["columns"]
+            for step in range(1, 5)
+            for line in (
+                (tmp_path / name / "samples" / f"step_{step}.jsonl").read_text().splitlines()
+            )
+        ]
+        for name in ("whole", "parted")
+    }
+    assert seen["whole"] == seen["parted"]
+    everything = [*rows[0], *rows[1]]
+    wanted = [
+        everything[i] for i in RowOrder(sizes=(30, 6), weights=(1.0, 3.0), seed=0).take(0, 40)
+    ]
+    assert seen["whole"] == [row for row in wanted for _ in range(2)]
+    assert sum(row["prompt"][0] == "b" for row in wanted) > 20
+
+
+@pytest.mark.parametrize("make", [sft_config, grpo_config])
+def test_weights_and_shuffle_reach_the_order(make, tmp_path: Path):
+    from nemorl.runtime.algorithms.common import row_order
+    from nemorl.runtime.run.job import read_rows
+
+    config = make(
+        tmp_path,
+        data=nemorl.DataConfig(weights=(1.0, 2.0), shuffle=False, max_total_sequence_length=32),
+        run={"seed": 3},
+    )
+    rows = read_rows(config.data, "train", [letters(4, "a"), letters(2, "b")])
+    assert row_order(config, rows) == RowOrder(
+        sizes=(4, 2), weights=(1.0, 2.0), seed=3, shuffle=False
+    )
+
+
+def test_files_of_a_mixture_come_from_the_command_line(tmp_path: Path):
+    files = [write(tmp_path / f"{letter}.jsonl", letters(3, letter)) for letter in "ab"]
+    config = cli.parse(
+        "sft", ["--model.path", "m", "--data.train", *files, "--data.weights", "1", "3"]
+    )
+    assert (config.data.train, config.data.weights) == (tuple(files), (1.0, 3.0))
+    assert load_config(nemorl.SFTConfig, write_yaml(tmp_path, config)) == config
+    rows, _ = read_data(config.data)
+    assert [(row["prompt"][0], row.source) for row in rows] == [("a", 0)] * 3 + [("b", 1)] * 3
+    assert cli.parse("sft", ["--model.path", "m", "--data.train", files[0]]).data.train == files[0]
+
+
+def write_yaml(folder: Path, config: Any) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(dump_yaml(config))
+    return path
+
+
+@pytest.mark.parametrize("held_out", [0.25, 10])
+def test_held_out_rows_are_validated_on_and_not_trained_on(held_out, tmp_path: Path):
+    rows = [{**row, "number": n} for n, row in enumerate(addition_rows(40))]
+    data = nemorl.DataConfig(max_total_sequence_length=32, held_out=held_out)
+    train, validation = read_data(data, train=rows, seed=5)
+    assert (train, validation) == split_rows(rows, validation=10, seed=5)
+    result = start(sft_config(tmp_path, steps=2, data=data), rows=rows)
+    assert result.metrics["val_loss"] > 0
+    found = json.loads(result.paths.data.read_text())
+    assert (found["train"]["count"], found["validation"]["count"]) == (30, 10)
+
+
+def test_a_data_module_brings_its_own_validation_rows():
+    train, validation = read_data(nemorl.DataConfig(), train=Module())
+    assert (len(train), len(validation)) == (30, 5)
+    assert len(read_data(nemorl.DataConfig(), train=Module(), validation=addition_rows(3))[1]) == 3
+    assert len(read_data(nemorl.DataConfig(), train=addition_rows(3), validation=Module())[1]) == 5
+
+
+def test_each_of_several_validation_sets_has_its_own_split(tmp_path: Path):
+    rows, validation = read_data(
+        nemorl.DataConfig(),
+        train=addition_rows(2),
+        validation=[write(tmp_path / "a.jsonl", letters(2, "a")), Module()],
+    )
+    assert len(rows) == 2 and [row.source for row in validation] == [0, 0, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: nemorl.DataConfig(train=("a", "b"), weights=(1.0,)),
+            r"data\.weights must be as many as there are training sets \(2\)",
+        ),
+        (
+            lambda: nemorl.DataConfig(train="a", weights=(1.0, 2.0)),
+            r"data\.weights must be as many as there are training sets \(1\)",
+        ),
+        (lambda: nemorl.DataConfig(weights=(1.0, 0.0)), r"data\.weights must be positive"),
+        (lambda: nemorl.DataConfig(held_out=-1), r"data\.held_out must be at least 0"),
+        (
+            lambda: nemorl.DataConfig(held_out=2.5),
+            r"data\.held_out must be a share below 1 or a whole number",
+        ),
+        (
+            lambda: nemorl.DataConfig(held_out=2, validation="v"),
+            r"data\.held_out is for runs without data\.validation",
+        ),
+        (
+            lambda: read_data(
+                nemorl.DataConfig(held_out=2), train=addition_rows(4), validation=addition_rows(2)
+            ),
+            r"data\.held_out is for runs without",
+        ),
+        (
+            lambda: read_data(nemorl.DataConfig(held_out=9), train=addition_rows(4)),
+            r"data\.held_out\) must leave at least one of the 4 rows",
+        ),
+        (
+            lambda: read_data(nemorl.DataConfig(weights=(1.0, 2.0)), train=addition_rows(4)),
+            r"data\.weights must be as many .* \(1\)",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_lengths_are_shown_and_kept(tmp_path: Path, capsys):
+    rows = [*addition_rows(20), {"prompt": "1" * 30, "response": "2"}]
+    data = nemorl.DataConfig(max_total_sequence_length=16, too_long="drop")
+    with pytest.warns(UserWarning, match="examples: 20 sequences kept"):
+        result = start(
+            sft_config(tmp_path / "shown", steps=1, data=data, run={"display": "plain"}), rows=rows
+        )
+    shown = capsys.readouterr().out
+    assert (
+        "lengths in tokens" in shown
+        and "train: 1 over the limit of 16 tokens (1 left out)" in shown
+    )
+    found = json.loads(result.paths.data.read_text())
+    assert set(found) == {"train"}, "there are no validation rows"
+    assert {name: found["train"][name] for name in ("count", "max", "limit", "num_dropped", "num_truncated")} == {
+        "count": 20, "max": 6, "limit": 16, "num_dropped": 1, "num_truncated": 0,
+    }  # fmt: skip
+    start(sft_config(tmp_path / "silent", steps=1), rows=addition_rows(20))
+    assert "lengths in tokens" not in capsys.readouterr().out, "display none"
+
+
+def test_lengths_of_a_custom_algorithm_may_be_plain_counts(tmp_path: Path):
+    config = sft_config(tmp_path)
+    RunDirectory(tmp_path).write_data(show_lengths({"train": [1, 2, 40]}, config))
+    assert json.loads((tmp_path / "data.json").read_text())["train"]["num_over_limit"] == 1
+
+
+def test_prompts_leave_room_for_the_response(tmp_path: Path):
+    rows = [*addition_rows(20), {"prompt": "1" * 30, "answer": "2"}]
+    data = nemorl.DataConfig(max_total_sequence_length=20, too_long="truncate")
+    with pytest.warns(UserWarning, match="prompts: .*1 truncated"):
+        result = start(grpo_config(tmp_path, steps=1, data=data), rows=rows)
+    found = json.loads(result.paths.data.read_text())["train"]
+    assert (found["limit"], found["max"], found["num_truncated"]) == (16, 16, 1)
+
+
+def test_template_arguments_reach_the_tokens_and_the_exported_tokenizer(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    rows = [{"prompt": [{"role": "user", "content": "b"}], "answer": "1"}] * 8
+    for kwargs, wanted in (({"shout": True}, "ab"), ({"shout": False}, "b")):
+        seen: list[str] = []
+
+        def reward(prompt: str, response: str) -> float:
+            return digits(prompt, response)
+
+        class Look(nemorl.Callback):
+            def on_train_begin(self, trainer) -> None:
+                ids = trainer.tokenizer.apply_chat_template(rows[0]["prompt"], tokenize=False)
+                seen.append(ids)  # noqa: B023
+
+        folder = tmp_path / str(kwargs["shout"])
+        config = grpo_config(
+            folder,
+            steps=1,
+            model=nemorl.ModelConfig(chat_template=TEMPLATE, chat_template_kwargs=kwargs),
+        )
+        result = nemorl.run(
+            config,
+            model=tiny_model(),
+            tokenizer=tiny_tokenizer(),
+            train=rows,
+            reward=reward,
+            callbacks=[Look()],
+        )
+        assert seen == [wanted]
+        assert json.loads(result.paths.data.read_text())["train"]["max"] == len(wanted)
+        assert (
+            AutoTokenizer.from_pretrained(folder / "tokenizer").apply_chat_template(
+                rows[0]["prompt"], tokenize=False
+            )
+            == wanted
+        )
+
+
+def test_template_arguments_in_yaml_and_flags(tmp_path: Path):
+    config = from_dict(
+        nemorl.SFTConfig,
+        {"model": {"chat_template_kwargs": {"enable_thinking": False, "names": ["a"]}}},
+    )
+    assert config.model.chat_template_kwargs == {"enable_thinking": False, "names": ["a"]}
+    assert load_config(nemorl.SFTConfig, write_yaml(tmp_path, config)) == config
+    flags = [
+        "--model.path",
+        "m",
+        "--data.train",
+        "d",
+        "--model.chat-template-kwargs",
+        '{"enable_thinking": false}',
+    ]
+    assert cli.parse("grpo", flags).model.chat_template_kwargs == {"enable_thinking": False}
+    assert cli.parse(
+        "sft", ["--config", str(tmp_path / "config.yaml"), *flags]
+    ).model.chat_template_kwargs == {"enable_thinking": False}
+    assert cli.parse(
+        "eval", ["--model", "m", "--data", "d", "--chat-template-kwargs", '{"a": 1}']
+    ).chat_template_kwargs == {"a": 1}
+    with pytest.raises(
+        ValueError,
+        match=r"model\.chat_template_kwargs must be a mapping from names to values, but it is 'x'",
+    ):
+        from_dict(nemorl.SFTConfig, {"model": {"chat_template_kwargs": "x"}})
+    with pytest.raises(ValueError, match="chat_template_kwargs is for --chat"):
+        cli.parse(
+            "generate", ["--model", "m", "--prompt", "p", "--chat-template-kwargs", '{"a": 1}']
+        )
+    for wrong in ("{", "[1]"):
+        with pytest.raises(SystemExit):
+            cli.parse("grpo", [*flags[:-1], wrong])
+
+
+def test_passthrough_trains_on_plain_text_in_messages(tmp_path: Path):
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": row["prompt"]},
+                {"role": "assistant", "content": row["response"]},
+            ]
+        }
+        for row in addition_rows()
+    ]
+    config = sft_config(
+        tmp_path / "messages", model=nemorl.ModelConfig(chat_template="passthrough")
+    )
+    found = start(config, rows=rows).history
+    wanted = start(sft_config(tmp_path / "text"), rows=addition_rows()).history
+    assert [line["loss"] for line in found] == [line["loss"] for line in wanted]
+
+
+def test_renamed_columns_of_preferences(tmp_path: Path):
+    rows = [{"question": "a", "better": "b", "worse": "c", "good": True}]
+    columns = {
+        "prompt_column": "question",
+        "chosen_column": "better",
+        "rejected_column": "worse",
+        "label_column": "good",
+    }
+    found = read_data(nemorl.DataConfig(**columns), train=rows)[0]
+    assert found == [rows[0] | {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}]
+
+
+def test_the_order_without_weights_is_that_of_all_rows(tmp_path: Path):
+    rows = [letters(7, "a"), letters(5, "b")]
+    config = grpo_config(
+        tmp_path,
+        steps=1,
+        num_prompts_per_step=12,
+        num_generations_per_prompt=2,
+        run={"samples_per_step": 24},
+    )
+    start(config, rows=rows)
+    seen = [
+        json.loads(line)["columns"]
+        for line in (tmp_path / "samples" / "step_1.jsonl").read_text().splitlines()
+    ]
+    everything = [*rows[0], *rows[1]]
+    assert seen[::2] == [everything[i] for i in rows_at(12, 0, 12, seed=0)]

@@ -1,0 +1,219 @@
+"""`nemorl data inspect`: what is trained on is shown to the letter, with and without colour."""
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import nemorl
+from nemorl.data.batch import Example
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.cli.commands import InspectConfig
+from nemorl.runtime.cli.inspect import inspect_data, kind_of, print_inspection, shown
+from tests.data.tokenizers_small import character_tokenizer
+from tests.tiny_models import tiny_tokenizer
+
+TALK = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b\nc"},
+    {"role": "user", "content": "d"},
+    {"role": "assistant", "content": "e"},
+]
+
+
+def printed(
+    given: list, *, colour: bool = False, width: int = 120, encoding: str = "utf-8", **options
+) -> str:
+    config = InspectConfig(**options)
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding)
+    console = Console(
+        file=file,
+        width=width,
+        force_terminal=colour,
+        color_system="truecolor" if colour else None,
+        highlight=False,
+        legacy_windows=False,
+    )
+    print_inspection(
+        config, inspect_data(config, tokenizer=character_tokenizer(), train=given), console
+    )
+    file.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def test_trained_tokens_stand_between_brackets_to_the_letter():
+    text = printed([{"messages": TALK}])
+    wanted = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n⟦b\nc<|im_end|>⟧\n"
+    wanted += "<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n⟦e<|im_end|>⟧\n"
+    assert wanted.replace("\n", "↵\n") in text
+    assert "row 1: 48 tokens, 6 trained on" in text
+    assert "1 demonstrations; trained on: ⟦like this⟧" in text
+
+
+def test_colour_stands_for_the_brackets():
+    text = printed([{"messages": TALK}], colour=True)
+    assert "⟦" not in text
+    green = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", text, re.S)
+    assert [part.replace("↵\n", "\n") for part in green if part not in ("↵",)][:1] == ["like this"]
+    assert "".join(green[1:]).replace("↵", "").replace("\n", "") == "bc<|im_end|>e<|im_end|>"
+
+
+def test_a_console_without_unicode_gets_other_marks():
+    text = printed([{"prompt": "a\n", "response": "b"}], encoding="ascii")
+    assert "a\\n\n[[b<|im_end|>]]" in text and "#" in text and text.isascii()
+
+    class French:
+        def decode(self, ids, **options):
+            return "é" * len(ids)
+
+    example = Example(input_ids=[0], loss_mask=[False], response_mask=[False])
+    assert shown(example, French(), ("[[", "]]"), "ascii").plain == "\\xe9"
+
+
+def test_long_rows_are_not_wrapped():
+    assert "⟦" + "b" * 500 + "<|im_end|>⟧" in printed(
+        [{"prompt": "a", "response": "b" * 500}], width=40
+    )
+
+
+def test_escape_sequences_of_the_data_do_not_reach_the_terminal():
+    example = Example(input_ids=[0, 1], loss_mask=[False, True], response_mask=[False, True])
+
+    class Hostile:
+        def decode(self, ids, **options):
+            return "".join(("\x1b[2J", "x")[i] for i in ids)
+
+    assert shown(example, Hostile(), ("⟦", "⟧")).plain == "␛[2J⟦x⟧"
+
+
+def test_a_tokenizer_that_swallows_the_first_space_still_shows_it():
+    example = Example(input_ids=[0, 1], loss_mask=[False, True], response_mask=[False, True])
+
+    class Swallowing:
+        def decode(self, ids, **options):
+            return "".join((" a", " b")[i] for i in ids).removeprefix(" ")
+
+    assert shown(example, Swallowing(), ("⟦", "⟧")).plain == "a⟦ b⟧"
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "wanted"),
+    [
+        (
+            {"prompt": "a", "answer": "b"},
+            "prompt",
+            ["1 prompts; none of a prompt is trained on", "row 1: 1 tokens\na\n"],
+        ),
+        ({"prompt": "a", "response": "b"}, "sft", ["a⟦b<|im_end|>⟧"]),
+        ({"input": "a", "output": "b"}, "sft", ["a⟦b<|im_end|>⟧"]),
+        ({"messages": TALK[:1]}, "prompt", ["assistant↵\n"]),
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "pairs",
+            ["row 1, chosen: 3 tokens", "a⟦b<|im_end|>⟧", "row 1, rejected", "a⟦c<|im_end|>⟧"],
+        ),
+        (
+            {
+                "context": "a",
+                "completions": [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}],
+            },
+            "pairs",
+            ["a⟦b<|im_end|>⟧", "a⟦c"],
+        ),
+        (
+            {"prompt": "a", "response": "b", "label": False},
+            "labels",
+            ["row 1, not wanted", "a⟦b<|im_end|>⟧"],
+        ),
+    ],
+)
+def test_every_kind_is_recognised_and_shown(row, kind, wanted):
+    text = printed([row])
+    assert all(part in text for part in wanted)
+    assert (
+        kind_of(inspect_data(InspectConfig(), tokenizer=character_tokenizer(), train=[row]).rows[0])
+        == kind
+    )
+
+
+def test_the_kind_can_be_chosen():
+    row = {"prompt": "a", "response": "b"}
+    assert "⟦" not in printed([row], kind="prompt")
+    assert "1 answers with a verdict" in printed([row | {"label": True}], kind="labels")
+    assert "⟦b<|im_end|>⟧" in printed([row | {"label": True}], kind="sft")
+    with pytest.raises(ValueError, match="row 1: a preference must have chosen and rejected"):
+        printed([row], kind="pairs")
+
+
+def test_rows_lengths_and_limit():
+    rows = [{"prompt": "a" * n, "response": "b"} for n in range(1, 21)]
+    text = printed(rows, rows=2, data=nemorl.DataConfig(max_total_sequence_length=20))
+    assert "row 2:" in text and "row 3:" not in text
+    assert "row 1:" not in printed(rows, rows=0)
+    table = next(line for line in text.splitlines() if "demonstrations" in line and "│" in line)
+    assert [cell.strip() for cell in table.strip("│").split("│")] == [
+        "demonstrations",
+        "20",
+        "250",
+        "12.5",
+        "12.5",
+        "21",
+        "22",
+        "20",
+    ]
+    assert "demonstrations: 2 over the limit of 20 tokens" in text
+    assert "rows padded to the longest are 57% full, with --trainer.sequence-packing 9" in text
+    bars = [line.split() for line in text.splitlines() if "█" in line]
+    assert sum(int(parts[3]) for parts in bars) == 20
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"question": "1+1=", "gold": "2"}) + "\n" for _ in range(3))
+    )
+    flags = [
+        "--data.train",
+        str(tmp_path / "rows.jsonl"),
+        "--data.prompt-column",
+        "question",
+        "--data.response-column",
+        "gold",
+    ]
+    assert (
+        cli.main(
+            ["data", "inspect", "--model.path", str(tmp_path / "model"), *flags, "--rows", "1"]
+        )
+        == 0
+    )
+    out = capsys.readouterr().out
+    assert (
+        f"{tmp_path / 'rows.jsonl'}, line 1: 6 tokens, 2 trained on\n1+1=⟦2<eos>⟧" in out
+        and "line 2" not in out
+    )
+    chat = ["--model.chat-template", "passthrough", "--kind", "prompt"]
+    assert (
+        cli.main(["data", "inspect", "--model.tokenizer", str(tmp_path / "model"), *flags, *chat])
+        == 0
+    )
+    assert "3 prompts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data.train", "rows.jsonl"], "model.path must be given"),
+        (["--model.path", "m"], "data.train must be given"),
+        (["--model.path", "m", "--data.train", "missing.jsonl"], "no file 'missing.jsonl'"),
+        (["--model.path", "m", "--data.train", "d", "--rows", "-1"], "rows must be at least 0"),
+    ],
+)
+def test_what_the_command_refuses(args, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n')
+    assert cli.main(["data", "inspect", *args]) == 2
+    assert message in capsys.readouterr().err

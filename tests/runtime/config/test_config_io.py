@@ -1,0 +1,403 @@
+"""Configs from mappings and YAML: what comes back, and what is refused with which words."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemorl.parallel.config import ProfileConfig
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.cli.commands import EvalConfig, ExportConfig, GenerateConfig
+from nemorl.runtime.config.base import (
+    GenerationConfig,
+    GRPOConfig,
+    OptimizerConfig,
+    RunConfig,
+    SFTConfig,
+    TrainerConfig,
+)
+from nemorl.runtime.config.policy import (
+    CISPOLoss,
+    ClippedLoss,
+    GroupAdvantage,
+    GSPOLoss,
+    ReinforceLoss,
+    ReinforcePlusPlusAdvantage,
+)
+from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.config.tree import ALIASES, dump_yaml, from_dict, load_config, merge, to_dict
+
+CONFIGS: list[Any] = [
+    SFTConfig(),
+    GRPOConfig(),
+    GRPOConfig(
+        loss=GSPOLoss(token_gradient=True), advantage=ReinforcePlusPlusAdvantage(kl_coef=1e-5)
+    ),
+    GRPOConfig(
+        loss=CISPOLoss(clip_low=None),
+        generation=GenerationConfig(
+            stop_strings=("\n", "1e-5", "null", "ü: #"), stop_token_ids=(3, 4)
+        ),
+    ),
+    GRPOConfig(
+        loss=ReinforceLoss(),
+        run=RunConfig(dir="1e-5", loggers=("wandb",)),
+        optimizer=OptimizerConfig(max_grad_norm=None, eps=1e-12),
+    ),
+    SFTConfig(
+        max_num_steps=3, trainer=TrainerConfig(sequence_packing=True, packed_row_tokens=4096)
+    ),
+    SFTConfig(
+        parallel=ParallelPlan(tp=2, dp_shard=4),
+        profile=ProfileConfig(steps="10:12"),
+        runtime=RuntimeConfig(max_restarts=2),
+    ),
+    EvalConfig(model="m", data="d", n=3, generation=GenerationConfig(temperature=0.5)),
+    GenerateConfig(model="m", prompt=("1+1=", "yes", "12:30")),
+    ExportConfig(run="runs/a", output="out", step=0),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_round_trips(config: Any, tmp_path: Path) -> None:
+    assert from_dict(type(config), to_dict(config)) == config
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(config), encoding="utf-8")
+    assert load_config(type(config), path) == config
+    assert yaml.safe_load(dump_yaml(config)) == to_dict(config)  # readable by any YAML parser, too
+
+
+def test_empty_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing\noptimizer:\n  # nothing here either\n")
+    assert load_config(GRPOConfig, path) == GRPOConfig() == from_dict(GRPOConfig, {})
+    path.write_text("")
+    assert load_config(SFTConfig, path) == SFTConfig()
+
+
+def test_base_is_kept_where_the_mapping_says_nothing() -> None:
+    base = GRPOConfig(max_num_steps=7, loss=ClippedLoss(clip_low=0.1, clip_high=0.3))
+    assert from_dict(GRPOConfig, {"loss": {"clip_high": 0.4}}, base=base) == dataclasses.replace(
+        base, loss=ClippedLoss(clip_low=0.1, clip_high=0.4)
+    )
+    assert from_dict(GRPOConfig, {"loss": {"name": "gspo"}}, base=base).loss == GSPOLoss()
+    assert from_dict(GRPOConfig, {"loss": {"name": "clipped"}}, base=base) == base
+
+
+def test_a_default_that_is_not_the_class_default_is_kept() -> None:
+    config = from_dict(EvalConfig, {"model": "m", "data": "d", "generation": {"max_new_tokens": 5}})
+    assert config.generation == GenerationConfig(temperature=0.0, max_new_tokens=5)
+
+
+def test_unions_by_name() -> None:
+    assert from_dict(GRPOConfig, {"loss": {"name": "cispo", "clip_high": 1.0}}).loss == CISPOLoss(
+        clip_high=1.0
+    )
+    assert from_dict(GRPOConfig, {"loss": "gspo"}).loss == GSPOLoss()
+    assert from_dict(GRPOConfig, {"loss": {"clip_low": 0.1}}).loss == ClippedLoss(clip_low=0.1)
+    assert from_dict(GRPOConfig, {"advantage": {"scale": "none"}}).advantage == GroupAdvantage(
+        scale="none"
+    )
+
+
+def test_an_int_is_a_float_and_a_list_a_tuple() -> None:
+    config = from_dict(
+        GRPOConfig,
+        {
+            "kl": {"coef": 1},
+            "generation": {"stop_strings": ["a"], "stop_token_ids": (1, 2)},
+            "overlong": {"penalty": 2},
+        },
+    )
+    assert (
+        isinstance(config.kl.coef, float)
+        and config.generation.stop_strings == ("a",)
+        and config.generation.stop_token_ids == (1, 2)
+    )
+
+
+def test_a_commit_is_no_number(tmp_path: Path) -> None:
+    """13e3c19… begins like one."""
+    (tmp_path / "a.yaml").write_text(
+        "environment: {commit: 13e3c196936031fc5a55466bad49d9578c6bc4ce}\nrun: {dir: 1e5x}\n"
+    )
+    assert load_config(GRPOConfig, tmp_path / "a.yaml").run.dir == "1e5x"
+
+
+@pytest.mark.parametrize("text", ["10:12", "1:59", '"10:12"', "12:61"])
+def test_a_span_is_no_number_to_base_60(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(f"profile:\n  steps: {text}\nrun: {{dir: 01:02:03}}\n")
+    config = load_config(SFTConfig, path)
+    assert (config.profile.steps, config.run.dir) == (text.strip('"'), "01:02:03")
+    assert yaml.safe_load(dump_yaml(config))["profile"]["steps"] == text.strip('"'), (
+        "others read what we write, too"
+    )
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [
+        ("1e-5", 1e-5),
+        ("1E-5", 1e-5),
+        ("1.5e3", 1500.0),
+        ("+.5e0", 0.5),
+        ("3", 3.0),
+        ("0.1", 0.1),
+        ("1.e-5", 1e-5),
+    ],
+)
+def test_numbers_as_people_write_them(text: str, value: float, tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"optimizer: {{lr: {text}}}")
+    assert load_config(SFTConfig, path).optimizer.lr == value
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        {"max_num_stepps": 3},
+        r"unknown key max_num_stepps; did you mean max_num_steps\? keys: model, data, ",
+    ),
+    (
+        {"optimizer": {"lrr": 3}},
+        r"unknown key optimizer\.lrr; did you mean optimizer\.lr\? keys of optimizer: lr, schedule",
+    ),
+    ({"lr": 3}, r"unknown key lr; did you mean optimizer\.lr\?"),
+    ({"temperature": 3}, r"did you mean generation\.temperature\?"),
+    ({"clip_high": 3}, r"did you mean loss\.clip_high\?"),
+    (
+        {"loss": {"name": "gpso"}},
+        (
+            r"loss\.name must be one of clipped, gspo, cispo, reinforce, but it is 'gpso'; did you"
+            r" mean gspo\?"
+        ),
+    ),
+    ({"loss": "reinforced"}, r"did you mean reinforce\?"),
+    ({"loss": {"name": None}}, r"loss\.name must be one of"),
+    (
+        {"loss": {"name": "reinforce", "clip_low": 0.1}},
+        r"unknown key loss\.clip_low; keys of loss reinforce: name",
+    ),
+    ({"loss": {"name": "gspo", "dual_clip": 3.0}}, r"unknown key loss\.dual_clip"),
+    (
+        {"advantage": {"name": "reinforce_plus_plus", "baseline": "none"}},
+        r"unknown key advantage\.baseline",
+    ),
+    ({"optimizer": 3}, r"optimizer must be a section with keys of its own, but it is 3"),
+    ({"optimizer": "adam"}, r"optimizer must be a section"),
+    ({"loss": ["gspo"]}, r"loss must be a section"),
+    (
+        {"max_num_steps": "3"},
+        r"max_num_steps must be an integer, but it is '3': give it without quotes",
+    ),
+    ({"max_num_steps": 3.0}, r"max_num_steps must be an integer, but it is 3\.0$"),
+    ({"max_num_steps": True}, r"max_num_steps must be an integer, but it is True$"),
+    ({"max_num_steps": None}, r"max_num_steps must be an integer, but it is None"),
+    ({"optimizer": {"lr": "high"}}, r"optimizer\.lr must be a number, but it is 'high'$"),
+    ({"optimizer": {"lr": True}}, r"optimizer\.lr must be a number, but it is True$"),
+    (
+        {"optimizer": {"max_grad_norm": "None"}},
+        r"optimizer\.max_grad_norm must be a number or null, but it is 'None': write null",
+    ),
+    (
+        {"optimizer": {"schedule": "cosinus"}},
+        (
+            r"optimizer\.schedule must be one of constant, linear, cosine, but it is 'cosinus'; did"
+            r" you mean cosine\?"
+        ),
+    ),
+    ({"dynamic_sampling": "yes please"}, r"dynamic_sampling must be true or false"),
+    ({"dynamic_sampling": 1}, r"dynamic_sampling must be true or false, but it is 1$"),
+    (
+        {"run": {"dir": 3}},
+        r'run\.dir must be a string or null, but it is 3: write "3", with quotes',
+    ),
+    (
+        {"generation": {"stop_strings": "a"}},
+        (
+            r"generation\.stop_strings must be a list, of which each is a string, but it is 'a':"
+            r" write \[a\]"
+        ),
+    ),
+    (
+        {"generation": {"stop_token_ids": ["a"]}},
+        r"generation\.stop_token_ids must be a list, of which each is an integer",
+    ),
+    ({"kl": {"coef": -1.0}}, r"kl\.coef must be at least 0, but it is -1\.0"),
+    (
+        {"trainer": {"micro_batch_tokens": 64}},
+        r"trainer\.micro_batch_tokens must hold the longest sequence, but it is 64",
+    ),
+    ({"loss": {"name": "clipped", "clip_low": 2.0}}, r"loss\.clip_low must lie in 0 … 1"),
+    ({"loss": {"name": "clipped", "dual_clip": 0.5}}, r"loss\.dual_clip must be above 1"),
+    (
+        {"advantage": {"name": "reinforce_plus_plus", "kl_coef": -0.1}},
+        r"advantage\.kl_coef must be at least 0",
+    ),
+    ({"advantage": {"name": "group", "ddof": 4}}, r"advantage\.ddof must be one of 0, 1"),
+    ({"optimizer": {"eps": 0.0}}, r"optimizer\.eps must be positive"),
+    ({"train_global_batch_size": 100}, r"train_global_batch_size must divide the 256 responses"),
+    ({"overlong": {"buffer": 51.0}}, r"overlong\.buffer must lie in 0 … 1"),
+    (
+        {"num_generations_per_prompt": 1},
+        (
+            r"num_generations_per_prompt must be at least 2 where responses are compared within"
+            r" their group"
+        ),
+    ),
+    (
+        {"ratio_clip_min": 0.1, "loss": {"clip_low": 0.1}},
+        r"ratio_clip_min and loss\.clip_low are the same setting",
+    ),
+    ({"ratio_clip_min": 0.1, "loss": {"ratio_clip_min": 0.1}}, r"are the same setting"),
+    (
+        {"val_period": 5, "run": {"val_period": 5}},
+        r"val_period and run\.val_period are the same setting",
+    ),
+    (
+        {"loss": "reinforce", "ratio_clip_min": 0.1},
+        r"unknown key loss\.clip_low.*loss\.clip_low is written as ratio_clip_min",
+    ),
+    (
+        {"val_period": "5"},
+        (
+            r"run\.val_period must be an integer, but it is '5'.*\(run\.val_period is written as"
+            r" val_period\)"
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("mapping, message", WRONG, ids=lambda value: str(value)[:40])
+def test_refused(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_dict(GRPOConfig, mapping)
+
+
+def test_missing_required_key() -> None:
+    with pytest.raises(ValueError, match="data must be given: it has no default"):
+        from_dict(EvalConfig, {"model": "m"})
+
+
+def test_aliases() -> None:
+    config = from_dict(
+        GRPOConfig,
+        {
+            "ratio_clip_min": 0.1,
+            "loss": {"ratio_clip_max": 0.3, "ratio_clip_c": 3.0},
+            "train_micro_batch_size": 2,
+            "max_total_sequence_length": 512,
+            "val_period": 5,
+            "seed": 3,
+            "reference_policy_kl_penalty": 0.01,
+            "use_dynamic_sampling": True,
+            "learning_rate": 1e-6,
+        },
+    )
+    assert config.loss == ClippedLoss(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
+    assert (
+        config.trainer.train_micro_batch_size,
+        config.data.max_total_sequence_length,
+        config.run.val_period,
+        config.run.seed,
+    ) == (2, 512, 5, 3)
+    assert (config.kl.coef, config.dynamic_sampling, config.optimizer.lr) == (0.01, True, 1e-6)
+    assert from_dict(GRPOConfig, {"loss": "gspo", "ratio_clip_min": 0.1}).loss == GSPOLoss(
+        clip_low=0.1
+    )
+    assert from_dict(SFTConfig, {"max_num_epochs": 3, "val_period": 5}).num_epochs == 3
+    assert (
+        from_dict(EvalConfig, {"model": "m", "data": "d", "seed": 3}).seed == 3
+    )  # our own key is not taken for an alias
+    with pytest.raises(ValueError, match="unknown key ratio_clip_min"):
+        from_dict(SFTConfig, {"ratio_clip_min": 0.1})
+
+
+def test_every_alias_means_a_key_of_some_config() -> None:
+    def keys(tree: dict[str, Any], prefix: str = "") -> set[str]:
+        nested = (
+            keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
+            for key, value in tree.items()
+        )
+        return set().union(*nested)
+
+    known = keys(to_dict(GRPOConfig())) | keys(to_dict(SFTConfig()))
+    assert set(ALIASES.values()) <= known and not set(ALIASES) & known
+
+
+def test_mapping_is_not_changed() -> None:
+    mapping = {"loss": {"ratio_clip_min": 0.1}, "val_period": 3, "run": {"seed": 1}}
+    copy = yaml.safe_load(yaml.safe_dump(mapping))
+    from_dict(GRPOConfig, mapping)
+    assert mapping == copy
+
+
+def test_merge() -> None:
+    base = {"a": 1, "s": {"x": 1, "y": 2}, "u": {"name": "p", "x": 1}}
+    assert merge(base, {"s": {"y": 3}}) == {
+        "a": 1,
+        "s": {"x": 1, "y": 3},
+        "u": {"name": "p", "x": 1},
+    }
+    assert merge(base, {"u": {"name": "q"}})["u"] == {"name": "q"}
+    assert (
+        merge(base, {"u": {"name": "p"}})["u"]
+        == merge(base, {"u": {}})["u"]
+        == merge(base, {"u": "p"})["u"]
+        == {"name": "p", "x": 1}
+    )
+    assert merge(base, {}) == base and merge({}, base) == base
+
+
+FILES = [
+    (
+        "optimizer:\n  lr: 1e-6\n  lrr: 3\n",
+        r"line 3: unknown key optimizer\.lrr; did you mean optimizer\.lr\?",
+    ),
+    (
+        "kl:\n  coef: 0.1\n\nmax_num_steps: many\n",
+        r"line 4: max_num_steps must be an integer, but it is 'many'",
+    ),
+    ("loss: reinforce\nratio_clip_min: 0.1\n", r"line 2: unknown key loss\.clip_low"),
+    ("run:\n  seed: 1\n  seed: 2\n", r"line 3: run\.seed is given twice, first in line 2"),
+    ("run: {}\nkl: {}\nrun: {}\n", r"line 3: run is given twice"),
+    ("\n3: 4\n", r"line 2: unknown key 3; keys: "),
+    ("off: 4\n", r"line 1: unknown key off"),
+    ("run: [1\nb: 3\n", r"line 2: not valid YAML"),
+    ("- 1\n", r"must hold keys and sections"),
+    ("a: 1\n---\nb: 1\n", r"not valid YAML"),
+    ("run: !!python/object:os.system {}\n", r"not valid YAML"),
+]
+
+
+@pytest.mark.parametrize("text, message", FILES)
+def test_errors_name_file_and_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"mine\.yaml.*" + message):
+        load_config(GRPOConfig, path)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"can't read the config file .*nope\.yaml: No such file"):
+        load_config(GRPOConfig, tmp_path / "nope.yaml")
+    with pytest.raises(ValueError, match="can't read the config file"):
+        load_config(GRPOConfig, tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"run: {dir: \xff}")
+    with pytest.raises(ValueError, match="can't read the config file"):
+        load_config(GRPOConfig, tmp_path / "latin.yaml")
+
+
+def test_environment_of_a_run_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("environment:\n  torch: 2.13.0\n" + dump_yaml(GRPOConfig(max_num_steps=3)))
+    assert load_config(GRPOConfig, path) == GRPOConfig(max_num_steps=3)
+
+
+def test_yaml_anchors_and_merge_keys(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("kl: &kl {coef: 0.1}\noptimizer: {<<: {lr: 1e-6}, eps: 1e-9}\n")
+    config = load_config(GRPOConfig, path)
+    assert (config.kl.coef, config.optimizer.lr, config.optimizer.eps) == (0.1, 1e-6, 1e-9)

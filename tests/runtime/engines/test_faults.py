@@ -1,0 +1,300 @@
+"""Replicas that die, hang, do not start or are interrupted, at every point: what is generated is
+what it would have been, or an error says why.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+from tests.ray_session import ray_cpus
+from tests.runtime.engines.toys import Toys, after, eventually, requests, toys
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two replicas that the tests here use one after the other."""
+    ray_cpus()
+    with toys(tmp_path_factory.mktemp("pair"), timeout_s=3.0) as made:
+        yield made
+
+
+@pytest.fixture
+def whole(pair) -> Toys:
+    """Both up, and nothing to go wrong."""
+    pair.repair()
+    pair.wait_until_all_are_up()
+    pair.update(1.0, version=1)
+    pair.replicas.metrics()
+    return pair
+
+
+def restarts(made: Toys) -> list[int]:
+    measured = made.replicas.metrics()
+    return [
+        int(measured[f"replica_{rank}/restarts"]) for rank in range(len(made.replicas._replicas))
+    ]
+
+
+def test_a_killed_replicas_prompts_are_done_by_the_other(whole):
+    expected = whole.replicas.generate(requests(40))
+    with (
+        after(0.1, whole.kill, 0),
+        pytest.warns(
+            UserWarning, match=r"replica 0 is started again, and the others will do the \d+ prompts"
+        ),
+    ):
+        assert whole.replicas.generate(requests(40)) == expected
+    assert restarts(whole) == [1, 0]
+
+
+def test_it_comes_back_with_the_present_weights(whole):
+    """The other one is killed next, so that all there is comes from the one that was away."""
+    expected = whole.replicas.generate(requests(20))
+    whole.update(2.0, version=2)
+    with after(0.1, whole.kill, 0), pytest.warns(UserWarning, match="replica 0"):
+        others = whole.replicas.generate(requests(20))
+    assert others != expected
+    whole.wait_until_all_are_up()
+    with after(0.05, whole.kill, 1), pytest.warns(UserWarning, match="replica 1 is started again"):
+        assert whole.replicas.generate(requests(20)) == others
+
+
+def test_one_that_dies_while_idle_is_found_out_when_it_is_used(whole):
+    expected = whole.replicas.generate(requests(10))
+    whole.kill(1)
+    time.sleep(0.3)
+    with pytest.warns(
+        UserWarning, match=r"replica 1 is started again.*replica-1 \(process \d+ on .*\) died"
+    ):
+        assert whole.replicas.generate(requests(10)) == expected
+
+
+def test_one_that_dies_while_it_takes_weights(whole):
+    whole.fault("begin", 0)
+    with pytest.warns(UserWarning, match="replica 0 is started again"):
+        whole.update(3.0, version=3)
+    assert whole.happened("begin", 0)
+    whole.repair()
+    expected = whole.replicas.generate(requests(10))
+    whole.wait_until_all_are_up()
+    with after(0.05, whole.kill, 1), pytest.warns(UserWarning, match="replica 1"):
+        assert whole.replicas.generate(requests(10)) == expected
+
+
+def test_one_that_stops_is_named_and_replaced(whole):
+    expected = whole.replicas.generate(requests(20))
+    with (
+        after(0.05, whole.kill, 0, signal.SIGSTOP),
+        pytest.warns(
+            UserWarning, match=r"\(process \d+ on .*\) made no progress for 3 s.*replica-0.log"
+        ),
+    ):
+        assert whole.replicas.generate(requests(20)) == expected
+    assert restarts(whole) == [1, 0]
+
+
+def test_one_whose_engine_hangs_while_it_still_answers(whole):
+    expected = whole.replicas.generate(requests(20))
+    with (
+        after(0.05, whole.fault, "step", 1, "hang"),
+        pytest.warns(UserWarning, match="replica-1 .* made no progress for 3 s"),
+    ):
+        assert whole.replicas.generate(requests(20)) == expected
+
+
+def test_an_engine_that_breaks_is_replaced(whole):
+    expected = whole.replicas.generate(requests(20))
+    with (
+        after(0.05, whole.fault, "step", 1, "CUDA error"),
+        pytest.warns(UserWarning, match="replica 1 is started again.*CUDA error"),
+    ):
+        assert whole.replicas.generate(requests(20)) == expected
+
+
+def test_one_that_dies_while_it_starts_again_is_started_once_more(whole):
+    expected = whole.replicas.generate(requests(30))
+    whole.fault("start", 0)
+    with pytest.warns(UserWarning) as told:
+        with after(0.1, whole.kill, 0):
+            assert whole.replicas.generate(requests(30)) == expected
+        assert eventually(lambda: whole.happened("start", 0))
+        whole.repair()
+        whole.wait_until_all_are_up()
+    assert sum("replica 0 is started again" in str(warning.message) for warning in told) >= 2
+    assert any("replica 0 is back after" in str(warning.message) for warning in told)
+
+
+def tokens_so_far(made: Toys) -> list[int]:
+    group, round = made.replicas._group, made.replicas._round
+    return [
+        group.call(rank, "poll", round, 0.0).result(10).num_tokens for rank in range(len(group))
+    ]
+
+
+def test_interrupted_it_drops_everything_and_can_go_on(whole):
+    expected = whole.replicas.generate(requests(10))
+    start = time.monotonic()
+    with after(0.2, os.kill, os.getpid(), signal.SIGINT), pytest.raises(KeyboardInterrupt):
+        whole.replicas.generate(requests(10, max_new_tokens=5000, seed=7))
+    assert time.monotonic() - start < 3
+    stopped = tokens_so_far(whole)
+    time.sleep(0.2)
+    assert tokens_so_far(whole) == stopped
+    assert whole.replicas.generate(requests(10)) == expected
+
+
+def test_an_error_of_one_while_it_takes_weights(whole):
+    """Only wrong weights end an update: what else an engine may say is a reason to start it again."""
+    whole.fault("begin", 0, "out of memory")
+    with pytest.warns(UserWarning, match="replica 0 is started again: out of memory"):
+        whole.update(4.0, version=4)
+    whole.repair()
+    expected = whole.replicas.generate(requests(10))
+    whole.wait_until_all_are_up()
+    assert whole.replicas.generate(requests(10)) == expected
+
+
+def test_the_others_go_on_without_one_that_dies_again_and_again(tmp_path):
+    ray_cpus()
+    with toys(tmp_path, max_restarts=1) as pair:
+        pair.update(1.0)
+        expected = pair.replicas.generate(requests(40))
+        pair.fault("step", 0)
+        with pytest.warns(
+            UserWarning, match=r"the run goes on without it: replica 0 has ended 2 times in a row"
+        ):
+            for _ in range(200):
+                assert pair.replicas.generate(requests(40)) == expected
+                if pair.replicas._replicas[0].given_up:
+                    break
+                time.sleep(0.1)
+        pair.update(2.0)
+        assert pair.replicas.generate(requests(40)) != expected
+        assert [one.life is None for one in pair.replicas._replicas] == [True, False]
+
+
+def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
+    ray_cpus()
+    with toys(tmp_path, step_s=(0.005,), max_restarts=1) as one:
+        one.fault("step", 0)
+        with (
+            pytest.warns(
+                UserWarning, match="replica 0 is started again, and it will do the 4 prompts"
+            ),
+            pytest.raises(
+                ChildProcessError,
+                match=(
+                    r"(?s)replica 0 has ended 2 times in a row without finishing a prompt"
+                    r" \(generation.max_restarts is 1\).*last words in step"
+                ),
+            ),
+        ):
+            one.replicas.generate(requests(4))
+
+
+def test_where_the_only_one_dies_it_is_waited_for(tmp_path):
+    ray_cpus()
+    with toys(tmp_path, step_s=(0.005,)) as one:
+        expected = one.replicas.generate(requests(10))
+        with after(0.1, one.kill, 0), pytest.warns(UserWarning) as told:
+            assert one.replicas.generate(requests(10)) == expected
+    messages = [str(warning.message) for warning in told]
+    assert any("replica 0 is started again, and it will do the" in message for message in messages)
+    assert any("replica 0 is back after" in message for message in messages)
+
+
+def test_an_engine_that_does_not_start_says_why_first(tmp_path):
+    ray_cpus()
+    (tmp_path / "start-1").write_text("not enough memory for the cache")
+    with pytest.raises(ValueError, match=r"^not enough memory for the cache"):
+        Toys(tmp_path)
+
+
+@contextlib.contextmanager
+def driver(folder):
+    """A process that generates, all the processes that it has brought about, and the two of them
+    that are its replicas.
+    """
+    command = [sys.executable, "-m", "tests.runtime.engines.toys", str(folder)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        replicas = [psutil.Process(pid) for pid in json.loads(line)]
+        family = [
+            *psutil.Process(process.pid).children(recursive=True),
+            *(child for one in replicas for child in one.children(recursive=True)),
+        ]
+        assert set(replicas) <= set(family)
+        time.sleep(0.5)  # until it generates
+        yield process, family
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_nothing_is_left_when_the_driver_is_killed(tmp_path):
+    with driver(tmp_path) as (process, family):
+        process.kill()
+        process.wait()
+        assert eventually(
+            lambda: (
+                not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+            )
+        )
+
+
+def test_the_loss_of_the_cluster_is_an_error_in_bounded_time(tmp_path):
+    with driver(tmp_path) as (process, family):
+        next(one for one in family if "gcs_server" in one.name()).kill()
+        start = time.monotonic()
+        _, errors = process.communicate(timeout=40)
+        assert time.monotonic() - start < 30
+        assert process.returncode == 1
+        assert (
+            "ClusterLost: the Ray cluster is lost: the cluster's head"
+            in errors.strip().splitlines()[-1]
+        )
+        assert eventually(
+            lambda: (
+                not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
+            )
+        )
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_times(tmp_path):
+    """Of replicas that work, start, or take weights, often all at once."""
+    ray_cpus()
+    with toys(tmp_path, max_restarts=100) as pair:
+        batches = [requests(24, max_new_tokens=40, seed=100 * i) for i in range(4)]
+        expected = [
+            (pair.update(i, i), pair.replicas.generate(batch))[1] for i, batch in enumerate(batches)
+        ]
+        draw = random.Random(0)
+
+        def kill(kills: int = 0) -> None:
+            while kills < 20:
+                time.sleep(draw.uniform(0.1, 3.0))
+                kills += pair.kill(draw.randrange(2))
+
+        killer, rounds = threading.Thread(target=kill), 0
+        killer.start()
+        with pytest.warns(UserWarning, match="is started again"):
+            while killer.is_alive() or rounds % 4:
+                pair.update(rounds % 4, rounds % 4)
+                assert pair.replicas.generate(batches[rounds % 4]) == expected[rounds % 4]
+                rounds += 1

@@ -1,0 +1,195 @@
+"""Engines that are further away: on another node than the trainer, or in another Python
+environment; and what does not fit anywhere.
+"""
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import einops
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from nemorl import GenerationConfig, SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.cluster.placement import ResourcesError
+from nemorl.runtime.cluster.worker_python import requirements_of
+from nemorl.runtime.engines.backend import VLLMGenerationBackend
+from nemorl.runtime.engines.replicas import VERSIONS
+from tests.ray_session import NUM_CPUS, ray_cpus
+from tests.runtime.engines.pool import end, vllm_ray_backend
+from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+SIZES = {"hidden_size": 128, "head_dim": 32, "scale": 3.0}
+
+
+def test_trainer_and_engine_on_different_nodes(tmp_path: Path):
+    """The weights go through Ray's object store; that they arrive is seen from the second step on,
+    whose samples are from trained weights.
+    """
+    end()  # memory for the engine to come
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.engines.far", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    assert [seen["trainer"], seen["engine"]] == seen["nodes"] and seen[
+        "transport"
+    ] == "object_store"
+    assert [line["step"] for line in seen["history"]] == [1, 2, 3]
+    assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in seen["history"])
+    assert len({line["entropy"] for line in seen["history"]}) == 3
+
+
+@pytest.fixture
+def other_python(tmp_path: Path) -> tuple[str, Path]:
+    """An environment with einops of another version than the driver's; and a file in which its
+    processes leave their ids.
+    """
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    site = Path(
+        sysconfig.get_path(
+            "purelib", "venv", {"base": str(tmp_path / "env"), "platbase": str(tmp_path / "env")}
+        )
+    )
+    (site / "driver.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    shutil.copytree(Path(einops.__file__).parent, site / "einops")
+    (site / "einops-0.8.99.dist-info").mkdir()
+    (site / "einops-0.8.99.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: einops\nVersion: 0.8.99\n"
+    )
+    started = tmp_path / "started"
+    (site / "sitecustomize.py").write_text(
+        f"import importlib.metadata, os\nwith open({str(started)!r}, 'a') as file:"
+        " print(os.getpid(), importlib.metadata.version('einops'), file=file)\n"
+    )
+    return str(tmp_path / "env" / "bin" / "python"), started
+
+
+def test_an_engine_in_another_environment(
+    other_python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("NEMORL_CACHE", str(tmp_path / "cache"))
+    python, started = other_python
+    model, params = tiny_model(**SIZES), SamplingParams(max_new_tokens=12, n=2, seed=3)
+    expected = vllm_ray_backend(model).generate(random_prompts(4), params)
+    end()
+    backend = VLLMGenerationBackend(model=model, tokenizer=tiny_tokenizer())
+    try:
+        backend.setup(
+            GenerationConfig(
+                backend="vllm",
+                num_replicas=1,
+                python=python,
+                engine={"kv_cache_memory_bytes": 2**26},
+            )
+        )
+        assert [c.token_ids for c in backend.generate(random_prompts(4), params)] == [
+            c.token_ids for c in expected
+        ]
+        versions = dict(line.split() for line in started.read_text().splitlines())
+        assert (
+            versions[str(backend._engines._group.info(0).pid)]
+            == "0.8.99"
+            != importlib.metadata.version("einops")
+        )
+    finally:
+        backend.shutdown()
+
+
+def backend_of(**options) -> None:
+    ray_cpus()
+    backend = VLLMGenerationBackend(model=tiny_model(**SIZES), tokenizer=tiny_tokenizer())
+    try:
+        backend.setup(GenerationConfig(backend="vllm", **{"num_replicas": 1, **options}))
+    finally:
+        backend.shutdown()
+
+
+def test_a_replica_that_splits_the_model(tmp_path: Path):
+    """Over two processes of its own, which take new weights together; what they say is in its log."""
+    end()
+    ray_cpus()
+    prompts, params = random_prompts(4), SamplingParams(max_new_tokens=8, temperature=0.0)
+    models = [tiny_model(seed=seed, **SIZES) for seed in (0, 1)]
+    backend = VLLMGenerationBackend(model=models[0], tokenizer=tiny_tokenizer())
+    engine = {"kv_cache_memory_bytes": 2**25}
+    try:
+        backend.setup(
+            GenerationConfig(
+                backend="vllm",
+                num_replicas=1,
+                tensor_parallel_size=2,
+                log_dir=str(tmp_path),
+                engine=engine,
+            )
+        )
+        for version, model in enumerate(models):
+            backend.update_weights(list(model.named_parameters()), version)
+            embedded = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
+            embedded.setup(GenerationConfig())
+            expected = [c.token_ids for c in embedded.generate(prompts, params)]
+            assert [c.token_ids for c in backend.generate(prompts, params)] == expected
+    finally:
+        backend.shutdown()
+    log = (tmp_path / "replica-0.log").read_text()
+    assert "Worker_TP1" in log
+    assert len(log.splitlines()) < 300
+
+
+@pytest.mark.slow
+def test_a_process_of_the_engines_that_cannot_start_says_why():
+    """Its reason is in the log alone: what vLLM raises refers to "the stack trace"."""
+    with pytest.raises(
+        ValueError,
+        match=r"^ModuleNotFoundError: No module named 'no' .so the vLLM engine could not start",
+    ):
+        backend_of(
+            tensor_parallel_size=2,
+            engine={"kv_cache_memory_bytes": 2**25, "worker_cls": "no.such.Worker"},
+        )
+
+
+def test_more_replicas_than_the_cluster_holds():
+    asked, there = rf"generation +{NUM_CPUS + 1} x \(1 CPU\)", rf"{NUM_CPUS} CPU"
+    with pytest.raises(
+        ResourcesError,
+        match=(
+            rf"(?s)generation\.num_replicas is {NUM_CPUS + 1}, .*must fit.*asked +{asked}.*node .*"
+            rf" {there}"
+        ),
+    ):
+        backend_of(num_replicas=NUM_CPUS + 1)
+
+
+def test_the_versions_that_an_environment_must_have_are_those_of_the_extra():
+    [of_extra] = [
+        Requirement(line).specifier for line in requirements_of("vllm") if line.startswith("vllm")
+    ]
+    assert of_extra == SpecifierSet(VERSIONS)
+
+
+def test_an_interpreter_that_is_not_there():
+    with pytest.raises(
+        ValueError, match=r"generation\.python must be an interpreter, but it is '/no/such/python'"
+    ):
+        backend_of(python="/no/such/python")
+
+
+def test_a_transport_that_cannot_work_here():
+    with pytest.raises(
+        ValueError,
+        match=r"generation\.weight_transport needs engines on GPUs of their own, but it is 'nccl'",
+    ):
+        backend_of(weight_transport="nccl")

@@ -1,0 +1,187 @@
+"""Replicas of real engines: they share the work, follow the trainer's weights, and outlive the
+deaths of their processes.
+"""
+
+import random
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from nemorl import OptimizerConfig
+from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.config.base import GenerationConfig
+from nemorl.runtime.engines.backend import VLLMGenerationBackend
+from nemorl.runtime.engines.replicas import check_apart
+from nemorl.runtime.run.callbacks import Callback
+from tests.ray_session import ray_cpus
+from tests.runtime.engines.pool import running, shared_replicas, vllm_ray_backend
+from tests.runtime.engines.toys import after, kill, requests, toys
+from tests.runtime.runs import TIMES, grpo_config, start
+from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+SIZES = {"hidden_size": 128, "head_dim": 32}
+VLLM = GenerationConfig(backend="vllm", num_replicas=2, max_batch_size=16, max_new_tokens=16)
+PROMPTS = random_prompts(48, seed=2)
+PARAMS = [SamplingParams(n=4, seed=i, max_new_tokens=40) for i in range(48)]
+
+
+LONG = [SamplingParams(n=8, seed=i, max_new_tokens=200) for i in range(48)]
+"""Enough for a second or more, so that there is time to be killed."""
+
+
+def wait_until_both_are_up() -> None:
+    running()._wait_until(lambda: all(one.life is not None for one in running()._replicas))
+
+
+def test_both_work_and_say_how_much():
+    backend = vllm_ray_backend(tiny_model(scale=3.0, **SIZES))
+    backend.metrics()
+    completions = backend.generate(PROMPTS, PARAMS)
+    measured = backend.metrics()
+    assert sum(measured[f"replica_{rank}/tokens"] for rank in (0, 1)) == sum(
+        len(c.token_ids) for c in completions
+    )
+    assert all(
+        measured[f"replica_{rank}/tokens"] > 1000 and 0.3 < measured[f"replica_{rank}/busy"] <= 1
+        for rank in (0, 1)
+    )
+    assert {name.split("/")[1] for name in measured} == {
+        "tokens",
+        "restarts",
+        "busy",
+        "tokens_per_second",
+    }
+    assert backend.metrics()["replica_0/tokens"] == 0
+
+
+def test_killed_while_it_generates_and_back_with_the_present_weights():
+    model, other = tiny_model(scale=3.0, **SIZES), tiny_model(scale=3.0, seed=1, **SIZES)
+    backend = vllm_ray_backend(model)
+    backend.update_weights(list(other.named_parameters()), version=5)
+    expected = backend.generate(PROMPTS, LONG)
+    with (
+        after(0.2, kill, running(), 0),
+        pytest.warns(UserWarning, match="replica 0 is started again, and the others will do the"),
+    ):
+        assert tokens(backend.generate(PROMPTS, LONG)) == tokens(expected)
+    wait_until_both_are_up()
+    with (
+        after(0.2, kill, running(), 1),
+        pytest.warns(UserWarning, match="replica 1 is started again"),
+    ):
+        again = backend.generate(PROMPTS, LONG)
+    assert tokens(again) == tokens(expected)
+    assert {c.policy_version for c in again} == {5}
+
+
+def tokens(completions):
+    return [(c.token_ids, c.finish_reason) for c in completions]
+
+
+class Kills(Callback):
+    """A replica dies at a random moment of each of `count` steps, be it generating, idle, taking
+    weights or starting.
+    """
+
+    def __init__(self, steps: int, count: int) -> None:
+        self.draw = random.Random(0)
+        self.steps = set(self.draw.sample(range(1, steps + 1), count))
+        self.timers: list[threading.Timer] = []
+
+    def on_step_begin(self, trainer, step) -> None:
+        if step in self.steps:
+            self.timers.append(
+                threading.Timer(
+                    self.draw.uniform(0, 0.2), kill, [running(), self.draw.randrange(2)]
+                )
+            )
+            self.timers[-1].start()
+
+
+def metrics_of_run(folder, *callbacks: Callback, steps: int) -> dict[str, float]:
+    with shared_replicas():
+        config = grpo_config(
+            folder,
+            steps=steps,
+            generation=VLLM,
+            num_generations_per_prompt=8,
+            optimizer=OptimizerConfig(lr=1e-3),
+        )
+        result = start(config, callbacks=callbacks, **SIZES)
+    return {
+        name: value
+        for name, value in result.metrics.items()
+        if name not in TIMES and not name.startswith("generation/")
+    }
+
+
+@pytest.mark.parametrize(("steps", "count"), [(6, 3), pytest.param(24, 20, marks=pytest.mark.slow)])
+def test_a_run_with_kills_at_random_times_ends_like_one_without(tmp_path, steps, count):
+    expected = metrics_of_run(tmp_path / "undisturbed", steps=steps)
+    wait_until_both_are_up()
+    kills = Kills(steps, count)
+    with pytest.warns(UserWarning, match="is started again"):
+        assert metrics_of_run(tmp_path / "killed", kills, steps=steps) == pytest.approx(
+            expected, rel=1e-3, abs=1e-5
+        )
+    for timer in kills.timers:
+        timer.join()
+    assert len(kills.timers) == count
+
+
+def test_an_engine_that_cannot_start_says_why_before_anything_else(tmp_path):
+    ray_cpus()
+    backend = VLLMGenerationBackend(model=tiny_model(**SIZES), tokenizer=tiny_tokenizer())
+    config = replace(
+        VLLM, num_replicas=1, log_dir=str(tmp_path), engine={"kv_cache_memory_bytes": 1}
+    )
+    with pytest.raises(ValueError, match=r"^No available memory for the cache blocks"):
+        backend.setup(config)
+
+
+def test_more_replicas_than_resources():
+    backend = VLLMGenerationBackend(model=tiny_model(**SIZES), tokenizer=tiny_tokenizer())
+    with pytest.raises(ValueError, match=r"(?s)asked +generation +99 x \(1000 CPU\).*node"):
+        backend.setup(replace(VLLM, num_replicas=99, cpus_per_replica=1000))
+
+
+@pytest.mark.parametrize(
+    ("colocated", "on_ours", "trainer_gpus", "right"),
+    [
+        (True, True, None, True),
+        (False, False, 8, True),
+        (False, True, 8, False),
+        (False, True, None, False),
+        (False, True, 0, True),
+    ],
+)
+def test_an_engine_that_stays_awake_is_refused_on_a_gpu_that_trains(
+    colocated, on_ours, trainer_gpus, right
+):
+    """The GPU of the loop's process is nobody's where Ray has placed the ranks elsewhere, and none
+    of this machine trains.
+    """
+    config = replace(VLLM, colocated=colocated, trainer_gpus=trainer_gpus)
+    with (
+        nullcontext()
+        if right
+        else pytest.raises(
+            ValueError,
+            match=r"generation\.colocated must be true where a replica is on the trainer's GPU",
+        )
+    ):
+        check_apart(config, on_ours=on_ours)
+
+
+def test_a_finished_replica_takes_from_a_loaded_one(tmp_path):
+    """The second replica is twenty times as slow: alone it would need seconds for its half."""
+    ray_cpus()
+    with toys(tmp_path, step_s=(0.002, 0.04)) as uneven:
+        samples = uneven.replicas.generate(requests(16, n=1, max_new_tokens=60))
+        measured = uneven.replicas.metrics()
+    assert len(samples) == 16
+    assert measured["replica_0/tokens"] > 1.5 * measured["replica_1/tokens"]

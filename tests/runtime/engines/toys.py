@@ -1,0 +1,146 @@
+"""Replicas whose engines are toys (see toy.py), and how to do them harm."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.engines.replicas import Replicas
+from nemorl.runtime.engines.spec import EngineSpec, Request
+from tests.tiny_models import tiny_model
+
+MODEL = tiny_model()
+
+
+class Toys:
+    """Replicas of toy engines, with weights that are all the same number."""
+
+    def __init__(
+        self, folder: Path, *, step_s: Sequence[float] = (0.005, 0.005), **config: Any
+    ) -> None:
+        self.folder = folder
+        options = {
+            "num_replicas": len(step_s),
+            "max_batch_size": 4,
+            "log_dir": str(folder / "logs"),
+            **config,
+        }
+        engine = {"step_s": tuple(step_s), "faults": str(folder)}
+        files = {"config.json": json.dumps(MODEL.config.to_dict()).encode()}
+        spec = EngineSpec(
+            files=files,
+            vocabulary=None,
+            dtype="float32",
+            max_num_seqs=4,
+            max_model_len=None,
+            engine=engine,
+        )
+        with mock.patch(
+            "nemorl.runtime.engines.replicas.WORKER", "tests.runtime.engines.toy:ToyWorker"
+        ):
+            self.replicas = Replicas(GenerationConfig(backend="vllm", **options), spec)
+        self.update(0)
+
+    def update(self, value: float, version: int = 0) -> None:
+        self.replicas.update_weights(
+            [(name, torch.full_like(p, value)) for name, p in MODEL.named_parameters()], version
+        )
+
+    def fault(self, where: str, rank: int, what: str = "die") -> None:
+        (self.folder / f"{where}-{rank}").write_text(what)
+
+    def repair(self) -> None:
+        for path in self.folder.glob("*-*"):
+            path.unlink()
+
+    def happened(self, where: str, rank: int) -> bool:
+        return (self.folder / f"{where}-{rank}-happened").exists()
+
+    def process(self, rank: int) -> int:
+        return self.replicas._group.info(rank).pid
+
+    def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> bool:
+        return kill(self.replicas, rank, signal_number)
+
+    def wait_until_all_are_up(self) -> None:
+        self.replicas._wait_until(
+            lambda: all(one.life is not None for one in self.replicas._replicas)
+        )
+
+
+def kill(replicas: Replicas, rank: int, signal_number: int = signal.SIGKILL) -> bool:
+    """Whether there was a process to send it to."""
+    process = replicas._group.info(rank).pid
+    try:
+        assert process > 0  # it is being started; 0 would be the tests' own processes
+        os.kill(process, signal_number)
+    except (AssertionError, ProcessLookupError):
+        return False
+    return True
+
+
+@contextmanager
+def toys(folder: Path, **options: Any) -> Iterator[Toys]:
+    made = Toys(folder, **options)
+    try:
+        yield made
+    finally:
+        made.repair()
+        made.replicas.shutdown()
+
+
+@contextmanager
+def after(seconds: float, action: Any, *args: Any) -> Iterator[None]:
+    """Do something meanwhile, from another thread."""
+    timer = threading.Timer(seconds, action, args)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.join()
+
+
+def requests(count: int, *, n: int = 2, max_new_tokens: int = 20, seed: int = 0) -> list[Request]:
+    return [
+        Request(
+            id=i,
+            prompt=(2, 3 + i),
+            params=SamplingParams(
+                n=n, seed=seed + i, max_new_tokens=max_new_tokens, temperature=1.0
+            ),
+        )
+        for i in range(count)
+    ]
+
+
+def eventually(condition: Any, timeout_s: float = 20) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def main(folder: str) -> None:
+    """A driver that never ends by itself, on a cluster of its own: it prints its replicas' process
+    ids, and generates.
+    """
+    with toys(Path(folder)) as pair:
+        print(json.dumps([pair.process(rank) for rank in (0, 1)]), flush=True)
+        pair.replicas.generate(requests(100, max_new_tokens=10**6))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

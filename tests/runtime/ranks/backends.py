@@ -1,0 +1,149 @@
+"""Training backends and losses for ranks of the tests: what a rank does is what the loss tells it
+to.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from nemorl.losses.types import Sum
+from nemorl.runtime.start.registry import register_training_backend
+
+
+@register_training_backend("summing")
+class Summing:
+    """Its "loss" is the sum of what `loss_fn(rank, batch)` returns on each rank; its only weights are that sum, and large ones."""
+
+    def __init__(self, model=None):
+        self.step = 0
+        self.total = torch.zeros(3)
+        self.written = threading.Event()
+
+    def setup(self, config):
+        if config.seed == 13:
+            raise ValueError("seed must be a lucky number, but it is 13: take another")
+        if config.seed == 666 and os.environ["RANK"] == "1":
+            print("what killed it", flush=True)
+            os._exit(3)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+
+    def train_step(self, batch, loss_fn):
+        value = torch.tensor(float(loss_fn(self.rank, batch)))
+        dist.all_reduce(value)
+        self.step += 1
+        self.total += value
+        return {"loss": Sum(value)}
+
+    def get_logprobs(self, batch):
+        return batch
+
+    def get_reference_logprobs(self, batch):
+        raise RuntimeError("no reference")
+
+    def environment(self):
+        return {
+            **os.environ,
+            "pid": os.getpid(),
+            "threads": torch.get_num_threads(),
+            "cwd": str(Path.cwd()),
+            "session": os.getsid(0),
+        }
+
+    def lock(self):
+        return threading.Lock()
+
+    def spawn(self):
+        """A child in this process's group, and one in a session of its own."""
+        command = [
+            sys.executable,
+            "-S",
+            "-c",
+            "import time; print('from a child'); time.sleep(600)",
+        ]
+        return subprocess.Popen(command).pid, subprocess.Popen(command, start_new_session=True).pid
+
+    def export_weights(self, dtype=None):
+        for index in range(8):
+            tensor = torch.full((5_000_000,), float(index), dtype=dtype or torch.float32)
+            dist.all_reduce(tensor)  # whoever does not come along stops all others
+            yield f"large.{index}", tensor
+        yield "total", self.total
+
+    def save_checkpoint(self, path, *, background=False):
+        if background:
+            self.written.clear()
+        else:
+            path.mkdir(parents=True, exist_ok=True)
+            (path / f"rank-{self.rank}").write_text(str(self.step), encoding="utf-8")
+
+    def wait_for_checkpoint(self):
+        assert self.written.wait(20)
+
+    def load_checkpoint(self, path):
+        self.step = int((path / f"rank-{self.rank}").read_text(encoding="utf-8"))
+        self.written.set()
+
+    def shutdown(self):
+        print("shut down in order", flush=True)
+
+
+def rank_number(rank, batch):
+    return rank + 1
+
+
+def killed(rank, batch):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def leader_killed(rank, batch):
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def asleep_and_signalled(rank, batch):
+    if rank == 1:
+        os.kill(batch, signal.SIGTERM)
+        time.sleep(600)
+    return 0
+
+
+def stopped(rank, batch):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def asleep(rank, batch):
+    if rank == 1:
+        time.sleep(600)
+    return 0
+
+
+def raising(rank, batch):
+    raise FloatingPointError(f"the loss must be finite, but it is nan on rank {rank}")
+
+
+def raising_alone(rank, batch):
+    if rank == 1:
+        raise ZeroDivisionError("only here")
+    return 0
+
+
+class Own(Exception):
+    """Of a class that may be unknown elsewhere."""
+
+
+def raising_own(rank, batch):
+    raise Own("mine")

@@ -1,0 +1,44 @@
+"""The program of a driver that tests kill: python -m tests.runtime.ranks.driver idle|busy MODEL
+LOGS.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from nemorl.losses.types import finalize
+from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.ranks.make import make_trainer
+from tests.parallel.batches import random_batch
+from tests.runtime.ranks import backends
+
+
+def main(what: str, folder: str, logs: str) -> None:
+    plan, device, batch = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu"), random_batch([3])
+    trainer = make_trainer(
+        BaseConfig(trainer=device),
+        "summing",
+        plan,
+        RuntimeConfig(launcher="processes", timeout_s=60),
+        Path(logs),
+    )
+    trainer.setup(BackendConfig(model=ModelConfig(path=folder), trainer=device, parallel=plan))
+    print(
+        *[trainer._group.place(rank).pid for rank in range(2)], *trainer._call("spawn"), flush=True
+    )
+    try:
+        if what == "idle":
+            time.sleep(600)
+        trainer.train_step(batch, lambda rank, batch: time.sleep(3) or 0)
+        time.sleep(600)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    print("loss", finalize(trainer.train_step(batch, backends.rank_number))["loss"], flush=True)
+    trainer.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,89 @@
+"""What stands for a model on ranks in tests of what is around it: a backend of this process whose
+weights nobody sees, and which dies on demand.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.run.errors import WorkerDied
+
+Death = Callable[[], Exception]
+
+
+def killed() -> Exception:
+    return WorkerDied(
+        "rank 1 (process 7 on here) died in step 3: it was killed",
+        rank=1,
+        host="here",
+        pid=7,
+        reason="it was killed",
+    )
+
+
+class FakeRanks:
+    """Keeps the `TrainingBackend` Protocol as `RankedTrainer` does.
+
+    `deaths`: errors by the method and the number of its call.
+    """
+
+    def __init__(self, deaths: dict[tuple[str, int], Death] | None = None) -> None:
+        self.deaths = {} if deaths is None else deaths
+        self.inner, self.calls, self.dead, self.ended = DTensorBackend(), {}, False, False
+
+    def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        self.calls[method] = self.calls.get(method, 0) + 1
+        death = self.deaths.pop((method, self.calls[method]), None)
+        if death is not None:
+            self.dead = True
+            raise death()
+        if self.dead:
+            raise RuntimeError("the ranks have been ended")
+        return getattr(self.inner, method)(*args, **options)
+
+    def setup(self, config: Any) -> None:
+        with torch.random.fork_rng():  # what ranks draw is nothing to their driver
+            self._call(
+                "setup",
+                replace(
+                    config, parallel=ParallelPlan(), trainer=replace(config.trainer, device="cpu")
+                ),
+            )
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(self.inner.model.config)
+        self.model.generation_config = GenerationConfig.from_pretrained(config.model.path)
+
+    @property
+    def step(self) -> int:
+        return self.inner.step
+
+    def train_step(self, batch: Any, loss_fn: Any) -> Any:
+        return self._call("train_step", batch, loss_fn)
+
+    def get_logprobs(self, batch: Any) -> Any:
+        return self._call("get_logprobs", batch)
+
+    def get_reference_logprobs(self, batch: Any) -> Any:
+        return self._call("get_reference_logprobs", batch)
+
+    def export_weights(self) -> Any:
+        return ((name, tensor.clone()) for name, tensor in self._call("export_weights"))
+
+    def save_checkpoint(self, path: Path, **options: Any) -> None:
+        self._call("save_checkpoint", path, **options)
+
+    def wait_for_checkpoint(self) -> None:
+        self._call("wait_for_checkpoint")
+
+    def load_checkpoint(self, path: Path) -> None:
+        self._call("load_checkpoint", path)
+
+    def shutdown(self) -> None:
+        self.ended = True
+        self.inner.shutdown()

@@ -1,0 +1,363 @@
+"""Whole runs of a model that is spread over processes, started in each of the ways that there are:
+the numbers are those of one process.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import nemorl
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.run.callbacks import Callback
+from tests.ray_session import ray_cpus
+from tests.runtime.runs import (
+    TIMES,
+    addition_rows,
+    digits,
+    dpo_config,
+    grpo_config,
+    preference_rows,
+    sft_config,
+)
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.vllm_engines import CACHE
+
+ROOT = Path(__file__).parents[3]
+STEPS = 4
+COMMON = ["--trainer.device", "cpu", "--run.display", "none", "--data.max-total-sequence-length", "32", "--generation.max-new-tokens", "4",
+          "--optimizer.lr", "1e-2", "--max-num-steps", str(STEPS), "--run.loggers", "--run.save-period", "2", "--run.no-plots"]  # fmt: skip
+COMMANDS = {
+    "sft": ["sft", *COMMON, "--train-global-batch-size", "16"],
+    "grpo": [
+        "grpo",
+        *COMMON,
+        "--reward",
+        "contains_answer",
+        "--num-prompts-per-step",
+        "6",
+        "--num-generations-per-prompt",
+        "4",
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model whose numbers 2 divides, its rows, and a run in one process of either
+    algorithm.
+    """
+    folder = tmp_path_factory.mktemp("ranked")
+    tiny_model(
+        scale=2.0, vocab_size=48, num_key_value_heads=4, hidden_size=128, head_dim=32
+    ).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows()))
+    for algorithm in COMMANDS:
+        assert cli.main(arguments(algorithm, folder, folder / algorithm)) == 0
+    return folder
+
+
+def arguments(algorithm: str, place: Path, folder: Path, *more: str) -> list[str]:
+    return [*COMMANDS[algorithm], "--model.path", str(place / "model"), "--data.train", str(place / "rows.jsonl"), "--data.validation",
+            str(place / "rows.jsonl"), "--run.max-val-samples", "8", "--run.dir", str(folder), *more]  # fmt: skip
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def assert_alike(line: dict[str, Any], other: dict[str, Any]) -> None:
+    """Lines of metrics.jsonl."""
+    assert line.pop("phase") == other.pop("phase")
+    assert line == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+def assert_as_in_one_process(algorithm: str, place: Path, folder: Path) -> None:
+    """Metrics, responses, and what is exported."""
+    ours, expected = metrics(folder), metrics(place / algorithm)
+    assert len(ours) == len(expected)
+    for line, other in zip(ours, expected, strict=True):
+        assert_alike(line, other)
+    for path in (place / algorithm / "samples").iterdir():
+        told = [
+            [
+                json.loads(line)["response"]
+                for line in (run / "samples" / path.name).read_text().splitlines()
+            ]
+            for run in (place / algorithm, folder)
+        ]
+        assert told[0] == told[1]
+    trained, whole = (
+        AutoModelForCausalLM.from_pretrained(run / "hf")(torch.arange(2, 40)[None]).logits
+        for run in (folder, place / algorithm)
+    )
+    torch.testing.assert_close(
+        trained, whole, rtol=1e-3, atol=1e-3
+    )  # Adam makes steps of a full size of gradients that are but rounding
+
+
+def in_a_process(
+    python: Path | str, *command: str, **environment: str
+) -> subprocess.CompletedProcess:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    variables |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "CUDA_VISIBLE_DEVICES": "",
+        **environment,
+    }
+    return subprocess.run(
+        [python, *command], env=variables, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def torchrun(
+    *command: str, ranks: int = 2, options: Sequence[str] = ()
+) -> subprocess.CompletedProcess:
+    return in_a_process(
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        *options,
+        *command,
+    )
+
+
+def test_one_command_on_four_devices(forked: Path, place: Path, tmp_path: Path):
+    """The processes are started by it, and are gone with it; the copy that answers has the weights
+    of each step.
+    """
+    done = in_a_process(
+        forked / "nemorl",
+        *arguments("grpo", place, tmp_path, "--parallel.tp", "2", "--parallel.dp-shard", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert_as_in_one_process("grpo", place, tmp_path)
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == [
+        f"rank-{rank}.log" for rank in range(4)
+    ]
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(tmp_path) in " ".join(process.info["cmdline"] or ())
+    ]
+
+
+def test_torchrun(place: Path, tmp_path: Path):
+    """Its first process alone writes and speaks."""
+    done = torchrun("-m", "nemorl", *arguments("sft", place, tmp_path, "--run.display", "plain"))
+    assert done.returncode == 0, done.stderr
+    assert_as_in_one_process("sft", place, tmp_path)
+    assert done.stdout.count("done in") == 1, done.stdout
+    assert len(json.loads((tmp_path / "run.json").read_text())["sessions"]) == 1
+
+
+SCRIPT = """
+import json, os, signal, sys, threading, time
+from pathlib import Path
+import nemorl
+
+folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
+
+def die():
+    while not (folder / "checkpoints" / "latest").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if len(sys.argv) > 3 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    threading.Thread(target=die, daemon=True).start()
+config = nemorl.load_config(nemorl.SFTConfig, sys.argv[1])
+result = nemorl.run(config)
+Path(folder / f"rank-{rank}.json").write_text(json.dumps([result.metrics, len(result.history), str(result.paths.path), result.model is None]))
+"""
+
+
+def script_config(place: Path, tmp_path: Path, **options: Any) -> str:
+    """The sft run's settings in a file, which a script is started with."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    config = nemorl.load_config(nemorl.SFTConfig, place / "sft" / "config.yaml")
+    config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")), **options)
+    from nemorl.runtime.config.tree import dump_yaml
+
+    (tmp_path / "config.yaml").write_text(dump_yaml(config))
+    return str(tmp_path / "script.py")
+
+
+def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothing(
+    place: Path, tmp_path: Path
+):
+    """torchrun starts all of them again, and the run goes on from its last checkpoint."""
+    script = script_config(place, tmp_path)
+    done = torchrun(
+        script,
+        str(tmp_path / "config.yaml"),
+        str(tmp_path / "run"),
+        "deadly",
+        options=["--max-restarts", "1"],
+    )
+    assert done.returncode == 0, done.stderr
+    assert_as_in_one_process("sft", place, tmp_path / "run")
+    assert len(json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]) == 2, (
+        "the death came too late"
+    )
+    results = [
+        json.loads((tmp_path / "run" / f"rank-{rank}.json").read_text()) for rank in range(2)
+    ]
+    assert results[0] == results[1]
+    assert results[0][1:] == [2 * STEPS // STEPS + STEPS - 1, str(tmp_path / "run"), True]
+
+
+class KillRank(Callback):
+    """SIGKILL to rank 1 in the midst of step `step`: at its begin, so that the update never
+    answers.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step, self.killed = step, False
+
+    def on_step_begin(self, trainer, step) -> None:
+        if step == self.step and not self.killed:
+            self.killed = True
+            os.kill(trainer.trainer._group.place(1).pid, signal.SIGKILL)
+
+
+def ranked(
+    make: Any, place: Path, folder: Path, *, run: dict[str, Any] | None = None, **options: Any
+) -> Any:
+    config = make(folder, steps=STEPS, run={"save_period": 2, **(run or {})}, **options)
+    return replace(
+        config,
+        model=nemorl.ModelConfig(path=str(place / "model")),
+        trainer=nemorl.TrainerConfig(device="cpu"),
+    )
+
+
+def in_tests(config: Any, **options: Any) -> nemorl.TrainResult:
+    reward = {"reward": digits} if isinstance(config, nemorl.GRPOConfig) else {}
+    return nemorl.run(config, train=addition_rows(), **reward, **options)
+
+
+def assert_close(ours: nemorl.TrainResult, other: nemorl.TrainResult) -> None:
+    for line, expected in zip(ours.history, other.history, strict=True):
+        assert_alike(
+            *(
+                {name: value for name, value in found.items() if name not in TIMES}
+                for found in (line, expected)
+            )
+        )
+
+
+def test_a_killed_rank_costs_nothing_with_restarts(place: Path, tmp_path: Path):
+    straight = in_tests(ranked(grpo_config, place, tmp_path / "straight"))
+    config = ranked(
+        grpo_config,
+        place,
+        tmp_path / "run",
+        parallel=nemorl.ParallelPlan(dp_shard=2),
+        runtime=nemorl.RuntimeConfig(max_restarts=1),
+    )
+    with pytest.warns(
+        UserWarning,
+        match=(
+            r"goes on from .*step_2 with new ranks \(restart 1 of 1\): rank 1 .*killed by SIGKILL"
+        ),
+    ):
+        result = in_tests(config, callbacks=[KillRank(4)])
+    assert_close(result, straight)
+
+
+def test_a_run_goes_on_with_another_plan(place: Path, tmp_path: Path):
+    """Two ranks, then two others, then one process; every row comes once, in its turn."""
+    straight = in_tests(
+        ranked(sft_config, place, tmp_path / "straight", optimizer=nemorl.OptimizerConfig(lr=1e-2))
+    )
+    config = ranked(sft_config, place, tmp_path / "run")
+    for steps, plan in ((1, {"tp": 2}), (3, {"dp_shard": 2}), (STEPS, {})):
+        resumed = replace(
+            config,
+            run=replace(config.run, resume=steps > 1),
+            max_num_steps=steps,
+            parallel=nemorl.ParallelPlan(**plan),
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = in_tests(resumed)
+        changed = [str(one.message) for one in caught if "number of devices" in str(one.message)]
+        assert changed == (
+            ["the run goes on with another number of devices than before: 1, was 2"]
+            if steps == STEPS
+            else []
+        )
+    assert_close(result, straight)
+
+
+def test_preferences_on_ranks(place: Path, tmp_path: Path):
+    """With a reference model, which is spread like the other."""
+    config = ranked(
+        dpo_config,
+        place,
+        tmp_path / "spread",
+        parallel=nemorl.ParallelPlan(dp_shard=2),
+        optimizer=nemorl.OptimizerConfig(lr=1e-3),
+    )
+    alone = replace(
+        config, run=replace(config.run, dir=str(tmp_path / "alone")), parallel=nemorl.ParallelPlan()
+    )
+    results = [
+        nemorl.run(config, train=preference_rows(), validation=preference_rows(8, seed=1))
+        for config in (config, alone)
+    ]
+    assert_close(*results)
+
+
+@pytest.mark.xdist_group("ray")
+def test_ranks_through_ray(place: Path, tmp_path: Path):
+    ray_cpus()
+    options = {
+        "parallel": nemorl.ParallelPlan(dp_shard=2),
+        "runtime": nemorl.RuntimeConfig(launcher="ray"),
+    }
+    result = in_tests(ranked(grpo_config, place, tmp_path / "run", run={"export": True}, **options))
+    assert_close(result, in_tests(ranked(grpo_config, place, tmp_path / "straight")))
+    assert result.model is None and (result.paths.hf / "config.json").exists()
+
+
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.parametrize(
+    "how", ["vllm in this process", "vllm replicas beside ranks, all through Ray"]
+)
+def test_vllm_beside_ranks(how: str, place: Path, tmp_path: Path):
+    """Its weights are the ranks', after every step: sampler and trainer agree on every token."""
+    apart = "Ray" in how
+    if apart:
+        ray_cpus()
+    generation = nemorl.GenerationConfig(
+        backend="vllm", max_new_tokens=4, num_replicas=int(apart), engine=CACHE
+    )
+    options = {
+        "parallel": nemorl.ParallelPlan(dp_shard=2),
+        "runtime": nemorl.RuntimeConfig(launcher="ray" if apart else "processes"),
+    }
+    result = in_tests(
+        ranked(grpo_config, place, tmp_path / "run", generation=generation, **options)
+    )
+    lines = [line for line in result.history if line["phase"] == "train"]
+    assert len(lines) == STEPS
+    assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
+    assert len({line["grad_norm"] for line in lines}) == STEPS

@@ -1,0 +1,125 @@
+import inspect
+
+import pytest
+
+from nemorl.runtime.run.callbacks import (
+    HOOKS,
+    REPORTS,
+    Callback,
+    StopTraining,
+    closing,
+    notify,
+    notify_of_error,
+)
+from tests.runtime.tiny import tiny_run
+
+
+class Recorder(Callback):
+    def __init__(self, name: str, log: list[str], *, fails: bool = False) -> None:
+        self.name, self.log, self.fails = name, log, fails
+
+    def on_step_end(self, trainer, step, metrics):
+        self.log.append(f"{self.name} {step} {metrics}")
+
+    def close(self):
+        self.log.append(f"{self.name} closed")
+        if self.fails:
+            raise RuntimeError(f"{self.name} failed")
+
+
+def test_hooks_of_the_contract():
+    names = (
+        "train_begin epoch_begin step_begin step_end epoch_end validation_end samples checkpoint"
+        " train_end exception"
+    )
+    assert tuple(f"on_{name}" for name in names.split()) == HOOKS
+    for name in HOOKS:
+        assert next(iter(inspect.signature(getattr(Callback(), name)).parameters)) == "trainer"
+
+
+def test_callbacks_are_called_in_order():
+    log: list[str] = []
+    notify([Recorder("a", log), Recorder("b", log)], "on_step_end", tiny_run(), 1, {"loss": 0.5})
+    assert log == ["a 1 {'loss': 0.5}", "b 1 {'loss': 0.5}"]
+
+
+def test_what_is_not_overridden_does_nothing():
+    notify([Recorder("a", [])], "on_train_begin", tiny_run())
+
+
+def test_every_callback_is_closed_when_the_run_raises():
+    log: list[str] = []
+    with pytest.raises(ZeroDivisionError), closing([Recorder("a", log), Recorder("b", log)]):
+        raise ZeroDivisionError
+    assert log == ["b closed", "a closed"]
+
+
+def test_every_callback_is_closed_when_closing_one_raises():
+    log: list[str] = []
+    with (
+        pytest.raises(RuntimeError, match=r"b failed"),
+        closing([Recorder("a", log), Recorder("b", log, fails=True)]),
+    ):
+        pass
+    assert log == ["b closed", "a closed"]
+
+
+def test_unknown_hook_is_an_error():
+    with pytest.raises(ValueError, match=r"hook must be one of on_train_begin.*but it is 'close'"):
+        notify([], "close")
+
+
+def test_an_error_in_on_exception_hides_nothing_from_nobody():
+    class Clumsy(Callback):
+        def on_exception(self, trainer, error):
+            error.add_note("told")
+            raise ZeroDivisionError("oh no")
+
+    error = RuntimeError("a mishap")
+    notify_of_error([Clumsy(), Clumsy()], tiny_run(), error)
+    assert (
+        error.__notes__
+        == [
+            "told",
+            "Clumsy.on_exception failed as well: ZeroDivisionError('oh no')",
+        ]
+        * 2
+    )
+
+
+class Fails(Callback):
+    def __init__(self, error: BaseException) -> None:
+        for hook in HOOKS:
+            setattr(self, hook, self.fail)
+        self.error = error
+
+    def fail(self, *_):
+        raise self.error
+
+
+class Hears(Callback):
+    def __init__(self) -> None:
+        self.heard = []
+        for hook in HOOKS:
+            setattr(self, hook, self.hear)
+
+    def hear(self, *_):
+        self.heard.append(1)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("hook", sorted({*HOOKS} - {"on_exception"}))
+def test_what_was_measured_is_told_to_everybody_though_a_callback_fails(hook, kind):
+    error = kind()
+    last = Hears()
+    with pytest.raises(kind) as caught:
+        notify(
+            [Fails(StopTraining()), Fails(error), Fails(ValueError("another")), last],
+            hook,
+            tiny_run(),
+        )
+    assert caught.value is error
+    assert bool(last.heard) is (hook in REPORTS)
+    assert (
+        "Fails.on_step_end failed as well: ValueError('another')" in getattr(error, "__notes__", [])
+    ) is (hook == "on_step_end")

@@ -1,0 +1,402 @@
+"""A checkpoint is whole or not there, whatever happens while it is written."""
+
+import errno
+import hashlib
+import json
+import os
+import pickle
+import random
+import resource
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemorl.parallel import shares
+from nemorl.parallel.shares import Written, report
+from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.checkpoint import CheckpointError
+from nemorl.runtime.run.directory import RunDirectory
+from tests.runtime.tiny import TinyTrainer, seed_everything, tiny_run
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def saved(directory: Path, *steps: int, keep: int = 9) -> list[Path]:
+    """One checkpoint for each step, whose weights are the step's number."""
+    return [
+        checkpoint.save(directory, tiny_run(step=step, value=step), keep=keep) for step in steps
+    ]
+
+
+def loaded(path: Path) -> tuple[int, float]:
+    """Step and weight of a checkpoint."""
+    run = tiny_run()
+    state = checkpoint.load(path, run)
+    return state.step, float(run.trainer.tensors["weight"][0])
+
+
+def play_in_a_process(task: str, root: Path) -> str:
+    """Run tests/runtime/tiny.py, which forks processes that are killed."""
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.tiny", task, str(root)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in (directory / "checkpoints").iterdir())
+
+
+def test_everything_comes_back(tmp_path):
+    run = tiny_run(step=3, value=0.5)
+    run.trainer.train_step()
+    path = checkpoint.save(tmp_path, run)
+    assert path == tmp_path / "checkpoints" / "step_3" == checkpoint.latest(tmp_path)
+    other = tiny_run()
+    assert checkpoint.load(path, other) == run.state
+    for name, tensor in run.trainer.tensors.items():
+        assert torch.equal(other.trainer.tensors[name], tensor)
+
+
+def test_random_generators_come_back_bit_for_bit(tmp_path):
+    seed_everything(1)
+    (
+        random.gauss(0, 1),
+        np.random.standard_normal(),
+        torch.randn(3),
+    )  # leaves a second Gaussian waiting in Python's and numpy's generators
+
+    def draw():
+        return (
+            random.gauss(0, 1),
+            random.random(),
+            np.random.standard_normal(5).tolist(),
+            np.random.rand(),
+            torch.randn(20).tolist(),
+            torch.rand(3).tolist(),
+        )
+
+    run = tiny_run(step=1)
+    path = checkpoint.save(tmp_path, run)
+    expected = draw()
+    seed_everything(99)
+    checkpoint.load(path, run)
+    assert draw() == expected
+
+
+@pytest.mark.gpu
+def test_random_generators_of_gpus_come_back(tmp_path):
+    torch.cuda.manual_seed_all(1)
+    torch.randn(3, device="cuda")
+    run = tiny_run(step=1)
+    path = checkpoint.save(tmp_path, run)
+    expected = torch.randn(20, device="cuda")
+    torch.cuda.manual_seed_all(99)
+    checkpoint.load(path, run)
+    assert torch.equal(torch.randn(20, device="cuda"), expected)
+    assert "cuda:0" in load_file(path / "rng.safetensors")
+
+
+@pytest.mark.parametrize("scenario", ["next", "background", "replace"])
+def test_killed_at_any_point_of_writing(tmp_path, scenario):
+    """next: step 2 follows step 1, background: in threads. replace: step 2 is written over an
+    earlier one, the only checkpoint that there is.
+    """
+    places = int(play_in_a_process(scenario, tmp_path))
+    assert places > 20
+    seen = set()
+    for place in range(1, places):
+        folder = tmp_path / str(place)
+        died = (folder / "died.txt").read_text()
+        checkpoint.sweep(folder)
+        step, value = loaded(checkpoint.latest(folder))
+        seen.add(value)
+        assert (step, value) in (
+            [(2, 1.0), (2, 2.0)] if scenario == "replace" else [(1, 1.0), (2, 2.0)]
+        ), died
+        if scenario != "replace":
+            assert (folder / "checkpoints" / "latest").read_text() == f"step_{step}\n", (
+                f"what `latest` names is in force: {died}"
+            )
+        assert [name for name in names(folder) if name.startswith(".")] == [], died
+        checkpoint.save(folder, tiny_run(step=2, value=5.0), keep=2)
+        assert loaded(checkpoint.latest(folder)) == (2, 5.0), died
+    assert seen == {1.0, 2.0}
+
+
+def test_killed_run_goes_on_bit_for_bit(tmp_path):
+    play_in_a_process("resume", tmp_path)
+
+    def story(name: str) -> list[dict]:
+        return [
+            {key: value for key, value in line.items() if key != "time"}
+            for line in RunDirectory.open(tmp_path / name).read_metrics()
+        ]
+
+    assert [line["step"] for line in story("straight")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    for name in ("killed", "killed_early"):
+        assert story(name) == story("straight")
+        for file in (
+            "trainer/model.safetensors",
+            "trainer/optimizer.safetensors",
+            "rng.json",
+            "rng.safetensors",
+            "state.json",
+        ):
+            ends = [
+                (tmp_path / run / "checkpoints" / "step_8" / file).read_bytes()
+                for run in ("straight", name)
+            ]
+            assert ends[0] == ends[1], file
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_in_half(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES = {
+    "a bit flipped": (flip_a_bit, "SHA-256"),
+    "cut": (cut_in_half, "bytes instead of"),
+    "missing": (Path.unlink, "can't be read"),
+}
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "trainer/model.safetensors",
+        "trainer/optimizer.safetensors",
+        "state.json",
+        "rng.json",
+        "rng.safetensors",
+    ],
+)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_file_is_passed_over_with_the_reason(tmp_path, file, damage):
+    first, second = saved(tmp_path, 1, 2)
+    harm, reason = DAMAGES[damage]
+    harm(second / file)
+    with pytest.warns(UserWarning, match=rf"step_2 is not used: {file}.*{reason}"):
+        assert checkpoint.latest(tmp_path) == first
+    run = tiny_run(value=7)
+    with pytest.raises(CheckpointError, match=reason):
+        checkpoint.load(second, run)
+    assert float(run.trainer.tensors["weight"][0]) == 7, (
+        "nothing is changed by a checkpoint that can't be loaded"
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"format": 2, "files": []}',
+        '{"format": 2, "files": {"state.json": {"size": 3}}}',
+        "\0\0",
+    ],
+)
+def test_damaged_manifest_is_passed_over(tmp_path, text):
+    first, second = saved(tmp_path, 1, 2)
+    (second / "manifest.json").write_text(text)
+    with pytest.warns(UserWarning, match=r"manifest.json is missing or damaged"):
+        assert checkpoint.latest(tmp_path) == first
+
+
+def test_other_format_is_refused(tmp_path):
+    (path,) = saved(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(
+        CheckpointError, match=r"format 99, and this version of nemorl reads format 2"
+    ):
+        checkpoint.load(path, tiny_run())
+
+
+def test_without_any_checkpoint(tmp_path):
+    assert checkpoint.latest(tmp_path) is None
+    checkpoint.sweep(tmp_path)
+    (only,) = saved(tmp_path, 1)
+    (only / "state.json").unlink()
+    with pytest.warns(UserWarning, match=r"state.json can't be read"):
+        assert checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("pointer", ["step_9\n", "", "../..", "step_1"])
+def test_pointer_decides_if_it_can(tmp_path, pointer):
+    saved(tmp_path, 1, 2)
+    (tmp_path / "checkpoints" / "latest").write_text(pointer)
+    assert checkpoint.latest(tmp_path).name == ("step_1" if pointer == "step_1" else "step_2")
+
+
+def test_newest_counts_as_a_number_and_without_a_pointer(tmp_path):
+    saved(tmp_path, 9, 10)
+    (tmp_path / "checkpoints" / "latest").unlink()
+    assert checkpoint.latest(tmp_path).name == "step_10"
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    saved(tmp_path, 1, 2, 3, 10, keep=2)
+    assert names(tmp_path) == ["latest", "step_10", "step_3"]
+
+
+def test_going_on_from_an_earlier_step_drops_the_later_ones(tmp_path):
+    saved(tmp_path, 1, 2, 3)
+    saved(tmp_path, 2, keep=1)
+    assert names(tmp_path) == ["latest", "step_2"]
+
+
+def test_leftovers_are_swept_unless_their_process_lives(tmp_path):
+    saved(tmp_path, 1)
+    process = subprocess.Popen(["sleep", "60"])
+    try:
+        folder = tmp_path / "checkpoints"
+        for name in (f".tmp-step_2-{process.pid}", f".tmp-step_2-{os.getpid()}", ".tmp-step_3-x"):
+            (folder / name).mkdir()
+        (folder / f".latest.{os.getpid()}").write_text("step")
+        checkpoint.sweep(tmp_path)
+        assert names(tmp_path) == [f".tmp-step_2-{process.pid}", "latest", "step_1"]
+    finally:
+        process.kill()
+        process.wait()
+    checkpoint.sweep(tmp_path)
+    assert names(tmp_path) == ["latest", "step_1"]
+
+
+@pytest.mark.parametrize("limit", [0, 50, 300, 2000, 9000])
+def test_disk_that_takes_no_more(tmp_path, limit):
+    """A limit on the size of files stands in for a full disk: writing fails part of the way, in
+    whatever library.
+    """
+    saved(tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            saved(tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "step_2 could not be written" in str(
+        caught.value
+    ) and "The previous one, if any, is intact" in str(caught.value)
+    assert names(tmp_path) == ["latest", "step_1"]
+    assert loaded(checkpoint.latest(tmp_path)) == (1, 1.0)
+
+
+def test_full_disk_is_named(tmp_path, monkeypatch):
+    run = tiny_run(step=2)
+
+    def full(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run.trainer, "save_checkpoint", full)
+    with pytest.raises(CheckpointError, match=r"No space left on device.*GB are free there"):
+        checkpoint.save(tmp_path, run)
+
+
+def test_folder_that_can_not_be_written(tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    with pytest.raises(CheckpointError, match=r"step_1 could not be written"):
+        saved(tmp_path, 1)
+
+
+def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
+    def forbidden(*_, **__):
+        raise AssertionError("a pickle")
+
+    for name in ("load", "loads", "dump", "dumps", "Unpickler", "Pickler"):
+        monkeypatch.setattr(pickle, name, forbidden)
+    monkeypatch.setattr(torch, "load", forbidden)
+    monkeypatch.setattr(torch, "save", forbidden)
+    (path,) = saved(tmp_path, 1)
+    assert loaded(checkpoint.latest(tmp_path)) == (1, 1.0)
+    for file in (file for file in path.rglob("*") if file.is_file()):
+        assert file.suffix in (".json", ".safetensors")
+        assert file.suffix != ".json" or json.loads(file.read_text()) is not None
+
+
+def test_load_checks_the_state_before_it_changes_the_trainer(tmp_path):
+    (path,) = saved(tmp_path, 1)
+    (path / "state.json").write_text('{"algorithm": "nonetype", "step": 1}')
+    manifest = json.loads((path / "manifest.json").read_text())
+    size, digest = checkpoint._fingerprint(path / "state.json")
+    manifest["files"]["state.json"] = {"size": size, "sha256": digest}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    run = tiny_run(value=7)
+    with pytest.raises(
+        CheckpointError, match=r"exactly the fields seed, step, cursor, policy_version"
+    ):
+        checkpoint.load(path, run)
+    assert float(run.trainer.tensors["weight"][0]) == 7
+
+
+def test_a_moved_run_directory_still_loads(tmp_path):
+    saved(tmp_path / "a", 1, 2)
+    shutil.move(tmp_path / "a", tmp_path / "b")
+    assert loaded(checkpoint.latest(tmp_path / "b")) == (2, 2.0)
+
+
+class Reporting(TinyTrainer):
+    """One that says itself what it has written, and has it on the disk."""
+
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
+        shares.reserve(path, 0, 1)
+        super().save_checkpoint(path)
+        files = {
+            file.name: Written(file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest())
+            for file in path.glob("*.safetensors")
+        }
+        shares.report(path, 0, 1, files)
+
+
+def test_what_the_trainer_has_summed_up_is_not_read_again(tmp_path, monkeypatch):
+    run = replace(tiny_run(step=1), trainer=Reporting())
+    seen = []
+    fingerprint = checkpoint._fingerprint
+    monkeypatch.setattr(
+        checkpoint, "_fingerprint", lambda path: seen.append(path.name) or fingerprint(path)
+    )
+    path = checkpoint.save(tmp_path, run)
+    assert sorted(seen) == ["metrics.json", "rng.json", "rng.safetensors", "state.json"]
+    checkpoint.verify(path)
+    assert sorted(file.name for file in (path / "trainer").iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+    ]
+    flip_a_bit(path / "trainer" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"trainer/model.safetensors is damaged"):
+        checkpoint.verify(path)
+
+
+def test_a_file_that_is_not_as_the_trainer_said_is_not_published(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    monkeypatch.setattr(
+        shares,
+        "report",
+        lambda path, rank, size, files: report(
+            path, rank, size, {name: Written(3, "") for name in files}
+        ),
+    )
+    with pytest.raises(CheckpointError, match=r"safetensors has \d+ bytes, but 3 were written"):
+        checkpoint.save(tmp_path, replace(tiny_run(step=2), trainer=Reporting()))
+    assert names(tmp_path) == ["latest", "step_1"]

@@ -1,0 +1,86 @@
+import json
+import os
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.record import RunRecord, begin_record, read_record, status_of, write_record
+from tests.runtime.runs import grpo_config, start
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", "")
+
+
+def test_the_id_is_kept_by_a_resume_and_new_for_a_new_run(directory):
+    first = begin_record(directory, algorithm="sft")
+    failed_at_start = begin_record(
+        directory, algorithm="sft"
+    )  # nothing was written yet, so this is another run
+    directory.append_metrics(1, {"loss": 1.0})
+    resumed = begin_record(directory, algorithm="sft")
+    assert first.run_id != failed_at_start.run_id == resumed.run_id and len(first.run_id) == 8
+    assert len(resumed.sessions) == 2 and resumed.status == "running"
+    assert read_record(directory) == resumed
+
+
+def test_a_whole_run_and_its_continuation(tmp_path):
+    start(grpo_config(tmp_path / "run", steps=2))
+    first = read_record(RunDirectory.open(tmp_path / "run"))
+    start(grpo_config(tmp_path / "run", steps=3, run={"resume": True}))
+    second = read_record(RunDirectory.open(tmp_path / "run"))
+    assert (first.status, first.algorithm, first.total_steps, first.error) == (
+        "finished",
+        "grpo",
+        2,
+        None,
+    )
+    assert (second.run_id, second.total_steps, len(second.sessions)) == (first.run_id, 3, 2)
+    assert second.sessions[0] < first.ended < second.sessions[1] < second.ended
+
+
+def test_what_failed_is_in_the_record(tmp_path):
+    with pytest.raises(ValueError, match="max_num_steps must be at least 1"):
+        start(replace(grpo_config(tmp_path / "run"), max_num_steps=0))
+    assert not (tmp_path / "run").exists(), "what the configuration alone refuses leaves nothing"
+
+    def broken(prompt, response):
+        raise RuntimeError("no reward today")
+
+    with pytest.raises(Exception, match="no reward today"):
+        start(grpo_config(tmp_path / "run"), reward=broken)
+    record = read_record(RunDirectory.open(tmp_path / "run"))
+    assert (
+        record.status == "failed" and "no reward today" in record.error and record.ended is not None
+    )
+
+
+def test_a_killed_process_leaves_an_interrupted_run(directory):
+    record = begin_record(directory, algorithm="sft")
+    assert status_of(record) == "running"
+    gone = max(psutil.pids()) + 1000
+    assert status_of(replace(record, pid=gone)) == "interrupted"
+    assert status_of(replace(record, pid=gone, status="failed")) == "failed"
+    assert status_of(replace(record, pid=gone, host="elsewhere")) == "running", (
+        "nobody here can know"
+    )
+    another = replace(record, pid=os.getpid(), sessions=(time.time() - 10**7,))
+    assert status_of(another) == "interrupted", "another process has the number now"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"algorithm": "sft"}', "\x00"])
+def test_a_damaged_record_is_none(directory, text):
+    directory.record.write_text(text)
+    assert read_record(directory) is None
+
+
+def test_fields_of_another_version_are_left_out(directory):
+    write_record(directory, RunRecord(run_id="3f9a01bc", algorithm="sft"))
+    directory.record.write_text(
+        json.dumps({**json.loads(directory.record.read_text()), "mood": "good"})
+    )
+    assert read_record(directory) == RunRecord(run_id="3f9a01bc", algorithm="sft")

@@ -1,0 +1,216 @@
+import json
+import math
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.runtime.run import directory as run_directory
+from nemorl.runtime.run.directory import (
+    RunDirectory,
+    free_directory,
+    git_commit,
+    hardware,
+    read_lines,
+    to_json,
+    write_atomically,
+)
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "runs" / "first", "max_num_steps: 7\n")
+
+
+def test_config_comes_with_its_environment(directory):
+    config = yaml.safe_load(directory.config.read_text())
+    assert config["max_num_steps"] == 7
+    assert (
+        config["environment"]["torch"] == torch.__version__.split("+")[0]
+        or config["environment"]["torch"] == torch.__version__
+    )
+    assert {"python", "system", "nemorl", "transformers", "cpus", "memory"} <= set(
+        config["environment"]
+    )
+
+
+def test_commit_is_named_and_changes_are_marked(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_commit() is None
+    (tmp_path / "file").write_text("one")
+    for command in (
+        ["init", "-q"],
+        ["add", "file"],
+        ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "first"],
+    ):
+        subprocess.run(["git", *command], check=True)
+    commit = git_commit()
+    assert commit is not None and len(commit) == 40
+    (tmp_path / "file").write_text("two")
+    assert git_commit() == f"{commit} with changes"
+
+
+def test_a_run_is_not_overwritten(directory):
+    RunDirectory.create(
+        directory.path, "max_num_steps: 8\n"
+    )  # a run that failed before it had any result may be started again
+    directory.append_metrics(1, {"loss": 1.0})
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"already holds one: go on with it \(--run.resume\) or name another folder"
+            r" \(--run.dir\)"
+        ),
+    ):
+        RunDirectory.create(directory.path, "")
+    assert yaml.safe_load(directory.config.read_text())["max_num_steps"] == 8
+    resumed = RunDirectory.create(directory.path, "max_num_steps: 9\n", resume=True)
+    assert (
+        yaml.safe_load(directory.config.read_text())["max_num_steps"] == 8
+    )  # until it is clear that the run can go on
+    resumed.write_config("max_num_steps: 9\n")
+    assert yaml.safe_load(directory.config.read_text())["max_num_steps"] == 9
+    assert len(directory.read_metrics()) == 1
+
+
+def test_folder_that_can_not_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run.dir must be a folder that can be written to"):
+        RunDirectory.create(tmp_path / "file" / "run", "")
+
+
+def test_open_wants_a_run(tmp_path, directory):
+    assert RunDirectory.open(directory.path) == directory
+    with pytest.raises(ValueError, match=r"run.dir must be the folder of a run"):
+        RunDirectory.open(tmp_path)
+
+
+def test_metrics_are_lines_of_strict_json(directory):
+    directory.append_metrics(1, {"loss": math.nan, "reward": 0.5, "steps": 3, "kl": math.inf})
+    directory.append_metrics(1, {"accuracy": 0.25}, phase="validation")
+    train, validation = [
+        json.loads(line, parse_constant=pytest.fail)
+        for line in directory.metrics.read_text().splitlines()
+    ]
+    assert train == {
+        "step": 1,
+        "time": train["time"],
+        "phase": "train",
+        "loss": None,
+        "reward": 0.5,
+        "steps": 3,
+        "kl": None,
+    }
+    assert validation["phase"] == "validation" and validation["accuracy"] == 0.25
+
+
+@given(st.lists(st.integers(0, 20), max_size=12), st.integers(-1, 20), st.text(max_size=30))
+def test_truncate_keeps_exactly_what_was_before(steps, step, torn):
+    with tempfile.TemporaryDirectory() as folder:
+        directory = RunDirectory(Path(folder))
+        for number in steps:
+            directory.append_metrics(number, {"loss": number / 7})
+        kept = "".join(
+            line
+            for line in (directory.metrics.read_text().splitlines(keepends=True) if steps else [])
+            if json.loads(line)["step"] <= step
+        )
+        with directory.metrics.open("a") as file:
+            file.write(
+                '{"step": ' + torn.replace("\n", " ").replace("\r", " ")
+            )  # killed while it wrote
+        directory.truncate(step)
+        assert directory.metrics.read_text() == kept, "bit for bit"
+
+
+def test_a_damaged_line_is_left_out_with_a_warning(directory):
+    directory.append_metrics(1, {"loss": 1.0})
+    with directory.metrics.open("a") as file:
+        file.write("\0\0\0\n[]\n")
+    directory.append_metrics(2, {"loss": 2.0})
+    with pytest.warns(UserWarning, match=r"metrics.jsonl, line [23] is no JSON object"):
+        assert [line["step"] for line in directory.read_metrics()] == [1, 2]
+
+
+def test_samples_take_tensors_and_go_with_the_steps_after(directory):
+    for step in (1, 2, 10):
+        directory.append_samples(
+            step,
+            [
+                {
+                    "prompt": "1+1=",
+                    "tokens": torch.tensor([1, 2]),
+                    "logprobs": np.array([-0.5]),
+                    "advantages": (1.0, math.nan),
+                }
+            ],
+        )
+    assert read_lines(directory.samples / "step_2.jsonl") == [
+        {"prompt": "1+1=", "tokens": [1, 2], "logprobs": [-0.5], "advantages": [1.0, None]}
+    ]
+    directory.truncate(2)
+    assert sorted(path.name for path in directory.samples.iterdir()) == [
+        "step_1.jsonl",
+        "step_2.jsonl",
+    ]
+    directory.truncate(-1)
+    assert list(directory.samples.iterdir()) == []
+
+
+def test_to_json_takes_anything():
+    assert to_json({"path": Path("a"), 3: {1}, "flag": True, "none": None, "scalar": torch.tensor(1.5)}) == {
+        "path": "a", "3": [1], "flag": True, "none": None, "scalar": 1.5,
+    }  # fmt: skip
+
+
+def test_write_atomically_leaves_the_old_contents_when_it_fails(tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    write_atomically(file, "old")
+
+    def broken(descriptor):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(run_directory.os, "fsync", broken)
+    with pytest.raises(OSError, match=r"disk full"):
+        write_atomically(file, "new")
+    assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+def test_gpus_are_named_where_torch_sees_them(monkeypatch):
+    assert ("gpus" in hardware()) == torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"Card {index}")
+    assert hardware()["gpus"] == "Card 0, Card 1"
+
+
+def test_two_runs_at_once_get_two_folders(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: free_directory("sft", tmp_path / "runs"), range(16)))
+    assert sorted(Path(path).name for path in found) == sorted(
+        ["sft", *(f"sft-{number}" for number in range(2, 17))]
+    )
+    assert all(Path(path).is_dir() for path in found)
+
+
+def test_a_parent_that_is_no_folder(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(ValueError, match=r"run\.dir must be a folder that can be written to"):
+        free_directory("sft", tmp_path / "runs")
+
+
+def test_data_can_be_read_back(directory):
+    assert directory.read_data() == {}
+    directory.write_data({"train": {"count": 3}})
+    assert directory.read_data() == {"train": {"count": 3}}
+    for damaged in ("", "[]", '{"train": 3}'):
+        directory.data.write_text(damaged)
+        assert directory.read_data() == {}

@@ -1,0 +1,678 @@
+"""When checkpoints are written, which are kept, and when a run ends early."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from safetensors.torch import load_file
+
+from nemorl.runtime.config.metric_rules import Condition, MetricWatch, Ranking, require_validation
+from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
+from tests.runtime.tiny import TinyTrainer, recorder, tiny_run
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", "")
+
+
+def steps_of(directory: RunDirectory) -> list[int]:
+    return list(checkpoint.present(directory.path))
+
+
+def walk(
+    callbacks: list[Callback],
+    values: dict[int, float | None],
+    *,
+    validation: dict[int, float | None] | None = None,
+    first: int = 0,
+) -> int:
+    """A run that does nothing but notify; returns the step after which it ended."""
+    notify(callbacks, "on_train_begin", tiny_run(step=first))
+    step, stopped = first, False
+    for step, value in values.items():
+        run = tiny_run(step=step)
+        notify(callbacks, "on_step_begin", tiny_run(step=step - 1), step)
+        try:
+            if step in (validation or {}):
+                notify(callbacks, "on_validation_end", run, step, {"accuracy": validation[step]})
+            notify(callbacks, "on_step_end", run, step, {"reward": value, "loss": -value})
+        except StopTraining:
+            stopped = True
+        if stopped:
+            break
+    notify(callbacks, "on_train_end", tiny_run(step=step), {})
+    return step
+
+
+@pytest.mark.parametrize(
+    ("period", "steps", "expected"),
+    [
+        (0, range(1, 6), [5]),
+        (2, range(1, 6), [2, 4, 5]),
+        (2, range(1, 5), [2, 4]),
+        (2, range(3, 4), [3]),
+        (2, range(3, 3), []),
+    ],
+)
+def test_checkpoints_come_by_period_and_at_the_end(directory, period, steps, expected):
+    walk(
+        [CheckpointCallback(directory, period=period, keep=9)],
+        dict.fromkeys(steps, 0.0),
+        first=steps.start - 1,
+    )
+    assert steps_of(directory) == expected
+
+
+def test_checkpoint_at_the_end_is_not_written_twice(directory, monkeypatch):
+    written = []
+    save = checkpoint.save
+    monkeypatch.setattr(
+        checkpoint,
+        "save",
+        lambda *arguments, **keywords: written.append(1) or save(*arguments, **keywords),
+    )
+    walk([CheckpointCallback(directory, period=2)], dict.fromkeys(range(1, 5), 0.0))
+    assert len(written) == 2
+
+
+RISES_AND_FALLS = {1: 0.1, 2: 0.9, 3: 0.5, 4: 0.7, 5: 0.2}
+
+
+@pytest.mark.parametrize(
+    ("ranking", "keep", "expected", "best"),
+    [
+        (None, 2, [4, 5], None),
+        (Ranking(metric="reward"), 1, [2, 5], 2),
+        (Ranking(metric="reward"), 2, [2, 4, 5], 2),
+        (Ranking(metric="reward", higher_is_better=False), 2, [1, 5], 1),
+        (Ranking(metric="loss"), 2, [2, 4, 5], 2),
+        (Ranking(metric="loss", higher_is_better=True), 1, [1, 5], 1),
+    ],
+)
+def test_the_best_and_the_newest_are_kept(directory, ranking, keep, expected, best):
+    walk([CheckpointCallback(directory, period=1, keep=keep, ranking=ranking)], RISES_AND_FALLS)
+    assert steps_of(directory) == expected
+    assert (directory.checkpoints / "best").exists() is (best is not None)
+    assert checkpoint.best(directory.path) == (
+        directory.checkpoints / f"step_{best}" if best else None
+    )
+    assert checkpoint.latest(directory.path).name == "step_5"
+
+
+def test_of_equals_the_later_one_is_better():
+    assert Ranking(metric="a").best({1: {"a": 1.0}, 2: {"a": 1.0}, 3: {"a": 0.0}}, 1) == [2]
+
+
+def test_what_was_not_measured_or_is_no_number_is_never_best(directory):
+    walk(
+        [CheckpointCallback(directory, period=1, keep=2, ranking=Ranking(metric="reward"))],
+        {1: 0.5, 2: float("nan"), 3: float("inf"), 4: 0.1},
+    )
+    assert steps_of(directory) == [1, 4]
+
+
+def test_validations_among_the_best_are_saved_besides_the_period(directory):
+    """Validations of 2, 4, 6 and 8 and a period of 5: 2 is the best so far, 4 the second, 6 is
+    neither, 8 the best.
+    """
+    callback = CheckpointCallback(
+        directory, period=5, keep=2, ranking=Ranking(metric="val_accuracy")
+    )
+    saved = []
+    callback.observers = (Watcher(saved),)
+    walk([callback], dict.fromkeys(range(1, 10), 0.0), validation={2: 0.5, 4: 0.4, 6: 0.3, 8: 0.9})
+    assert saved == [2, 4, 5, 8, 9]
+    assert steps_of(directory) == [2, 8, 9]
+    assert checkpoint.best(directory.path).name == "step_8"
+
+
+class Watcher(Callback):
+    def __init__(self, log: list[int]) -> None:
+        self.log = log
+
+    def on_checkpoint(self, trainer, step, path):
+        self.log.append(step)
+
+
+def test_the_ranking_goes_on_after_a_resume(directory):
+    walk(
+        [CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))],
+        {1: 0.3, 2: 0.9, 3: 0.5},
+    )
+    walk(
+        [CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))],
+        {4: 0.6, 5: 0.7},
+        first=3,
+    )
+    assert steps_of(directory) == [2, 5]
+    assert checkpoint.best(directory.path).name == "step_2"
+
+
+def test_a_best_checkpoint_of_an_abandoned_continuation_is_forgotten(directory):
+    walk(
+        [CheckpointCallback(directory, period=1, keep=9, ranking=Ranking(metric="reward"))],
+        {1: 0.3, 2: 0.4, 3: 0.9},
+    )
+    walk(
+        [CheckpointCallback(directory, period=1, keep=9, ranking=Ranking(metric="reward"))],
+        {2: 0.2},
+        first=1,
+    )
+    assert steps_of(directory) == [1, 2]
+    assert checkpoint.best(directory.path).name == "step_1"
+
+
+def test_without_a_ranking_nothing_is_called_best(directory):
+    walk(
+        [CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))],
+        {1: 0.3, 2: 0.1},
+    )
+    walk([CheckpointCallback(directory, period=1, keep=1)], {3: 0.1}, first=2)
+    assert steps_of(directory) == [3]
+    assert not (directory.checkpoints / "best").exists()
+
+
+def test_checkpoints_know_what_was_measured(directory):
+    walk([CheckpointCallback(directory, period=1, keep=9)], {1: 0.3, 2: 0.4}, validation={2: 0.8})
+    assert checkpoint.metrics_by_step(directory.path) == {
+        1: {"reward": 0.3, "loss": -0.3},
+        2: {"val_accuracy": 0.8, "reward": 0.4, "loss": -0.4},
+    }
+    (directory.checkpoints / "step_1" / "metrics.json").write_text("[")
+    assert checkpoint.metrics_by_step(directory.path)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("reward >= 0.9", 2),
+        ("reward > 0.9", 5),
+        ("loss < -0.6", 2),
+        ("loss<=-0.5", 2),
+        ("val_accuracy >= 0.7", 4),
+        ("val_accuracy > .7", 5),
+    ],
+)
+def test_a_run_ends_when_its_condition_holds(text, last):
+    assert (
+        walk([EarlyStop(Condition.parse(text))], RISES_AND_FALLS, validation={2: 0.6, 4: 0.7})
+        == last
+    )
+
+
+def test_a_run_that_ended_early_is_saved_and_stays_ended(directory):
+    callbacks = [
+        recorder(directory),
+        EarlyStop(Condition.parse("reward >= 0.9"), directory),
+        CheckpointCallback(directory, period=50),
+    ]
+    assert walk(callbacks, RISES_AND_FALLS) == 2
+    assert steps_of(directory) == [2]
+    with pytest.raises(StopTraining):
+        EarlyStop(Condition.parse("reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
+    EarlyStop(Condition.parse("reward >= 0.95"), directory).on_train_begin(tiny_run(step=2))
+    EarlyStop(Condition.parse("val_reward >= 0.9"), directory).on_train_begin(tiny_run(step=2))
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_why_a_run_ended_is_said(capsys, caplog, quiet):
+    with caplog.at_level("INFO"):
+        walk([EarlyStop(Condition.parse("reward >= 0.9"), quiet=quiet)], RISES_AND_FALLS)
+    reason = "the run ends after step 2: reward is 0.9, and run.stop_when is 'reward >= 0.9'"
+    assert [record.message for record in caplog.records] == [reason]
+    assert capsys.readouterr().out == ("" if quiet else reason + "\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "accuracy",
+        "accuracy >=",
+        ">= 3",
+        "accuracy = 1",
+        "accuracy == 1",
+        "a b >= 1",
+        "accuracy >= high",
+        "a >= nan",
+    ],
+)
+def test_what_is_no_condition_is_refused(text):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"run\.stop_when must be a metric, one of >= <= > <, and a number, but it is .*write it"
+            r" like"
+        ),
+    ):
+        Condition.parse(text)
+
+
+def test_an_unknown_metric_is_an_error_that_lists_those_there_are():
+    watch = MetricWatch("run.stop_when", "acuracy")
+    assert watch.look({"accuracy": 1.0}, validation=True) is None
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"run\.stop_when must name a metric.*'acuracy': did you mean accuracy\? there are"
+            r" accuracy, loss"
+        ),
+    ):
+        watch.look({"loss": 1.0, "accuracy": 0.5}, validation=False)
+    of_validation = MetricWatch("run.metric", "val_los")
+    assert of_validation.look({"loss": 1.0}, validation=False) is None
+    with pytest.raises(
+        ValueError, match=r"run\.metric .*did you mean val_loss\? there are val_loss"
+    ):
+        of_validation.look({"loss": 1.0}, validation=True)
+
+
+def test_a_metric_that_was_there_once_may_be_missing():
+    watch = MetricWatch("run.metric", "loss")
+    assert watch.look({"loss": 1.0}, validation=False) == 1
+    assert watch.look({"reward": 1.0}, validation=False) is None
+
+
+def test_rules_about_a_validation_need_one():
+    require_validation({"run.metric": "val_loss", "run.stop_when": None}, validates=True)
+    require_validation({"run.metric": "loss", "run.stop_when": None}, validates=False)
+    with pytest.raises(ValueError, match=r"run\.stop_when .*no validation.*give data\.validation"):
+        require_validation({"run.metric": None, "run.stop_when": "val_loss"}, validates=False)
+
+
+def fail_after(
+    directory: RunDirectory, run, step: int, *, saver: CheckpointCallback | None = None
+) -> tuple[CheckpointCallback, RuntimeError]:
+    """The saver has seen `step`, and then there was an error."""
+    saver = saver or CheckpointCallback(directory, period=50)
+    notify([saver], "on_train_begin", tiny_run())
+    notify([saver], "on_step_begin", tiny_run(step=step - 1), step)
+    notify([saver], "on_step_end", run, step, {"reward": 0.5})
+    notify([saver], "on_step_begin", run, step + 1)
+    return saver, RuntimeError("a mishap")
+
+
+def test_an_error_in_a_step_saves_the_one_before(directory):
+    run = tiny_run(step=3, value=3.0)
+    saver, error = fail_after(directory, run, 3)
+    run.trainer.tensors["weight"] += 0.0
+    notify([saver], "on_exception", run, error)
+    assert steps_of(directory) == [3]
+    assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5}
+    assert (
+        f"checkpoint of step 3: go on from there with --run.dir {directory.path} --run.resume"
+        in "".join(error.__notes__)
+    )
+
+
+def test_the_random_generators_are_those_of_the_end_of_the_step(directory):
+    import torch
+
+    run = tiny_run(step=3)
+    saver, error = fail_after(directory, run, 3)
+    expected = torch.get_rng_state()
+    torch.rand(5)  # what the failed step drew
+    notify([saver], "on_exception", run, error)
+    checkpoint.load(directory.checkpoints / "step_3", tiny_run())
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_half_an_update_is_not_saved(directory):
+    run = tiny_run(step=3)
+    saver, error = fail_after(directory, run, 3)
+    run.trainer.train_step()
+    notify([saver], "on_exception", run, error)
+    assert steps_of(directory) == []
+    assert error.__notes__ == [
+        "the update of step 4 had begun, so the weights of step 3 are gone; there is no checkpoint"
+        " to go on from."
+    ]
+
+
+def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
+    """A callback before it raised, or the validation."""
+    saver, error = fail_after(directory, tiny_run(step=3), 3)
+    run = tiny_run(step=4, value=4.0)
+    run.trainer.train_step()
+    notify([saver], "on_exception", run, error)
+    assert steps_of(directory) == [4]
+
+
+def test_what_is_saved_is_not_saved_again(directory, monkeypatch):
+    saver, error = fail_after(
+        directory, run := tiny_run(step=3), 3, saver=CheckpointCallback(directory, period=3)
+    )
+    monkeypatch.setattr(checkpoint, "save", None)
+    notify([saver], "on_exception", run, error)
+    assert "has a checkpoint of step 3" in error.__notes__[0]
+
+
+def test_an_error_before_the_first_step_leaves_nothing(directory):
+    saver, error = CheckpointCallback(directory), RuntimeError("a mishap")
+    notify([saver], "on_exception", tiny_run(), error)
+    notify([saver], "on_train_begin", tiny_run())
+    notify([saver], "on_exception", tiny_run(), error)
+    assert not directory.checkpoints.exists() and not hasattr(error, "__notes__")
+
+
+def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypatch):
+    saver, error = fail_after(directory, run := tiny_run(step=3), 3)
+    monkeypatch.setattr(
+        run.trainer, "save_checkpoint", lambda path: (_ for _ in ()).throw(OSError("no space"))
+    )
+    notify([saver], "on_exception", run, error)
+    assert (
+        "step 3 could not be saved (the checkpoint" in error.__notes__[0]
+        and "no space" in error.__notes__[0]
+    )
+
+
+def test_a_checkpoint_that_failed_is_not_tried_again(directory):
+    saver, _ = fail_after(directory, run := tiny_run(step=3), 3)
+    notify([saver], "on_exception", run, checkpoint.CheckpointError("disk full"))
+    assert steps_of(directory) == []
+
+
+def test_leftovers_of_the_pointer_to_the_best_are_swept(directory):
+    walk(
+        [CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))],
+        RISES_AND_FALLS,
+    )
+    (directory.checkpoints / ".best.12345678").write_text("step")
+    checkpoint.sweep(directory.path)
+    assert not list(directory.checkpoints.glob(".best*"))
+    checkpoint.verify(checkpoint.best(directory.path))
+
+
+def test_a_callback_that_fails_after_the_last_step_was_saved_is_no_failure_to_save_it(directory):
+    class Upload(Callback):
+        def on_checkpoint(self, trainer, step, path):
+            raise OSError("no route")
+
+    saver, error = fail_after(
+        directory,
+        run := tiny_run(step=3),
+        3,
+        saver=CheckpointCallback(directory, observers=(Upload(),)),
+    )
+    notify([saver], "on_exception", run, error)
+    assert error.__notes__[0].startswith(
+        "step 3 was saved, but a callback's on_checkpoint failed (no route); "
+    )
+    assert "has a checkpoint of step 3: go on from there" in error.__notes__[0]
+    checkpoint.verify(directory.checkpoints / "step_3")
+
+
+@pytest.mark.parametrize(
+    ("ranking", "best", "kept"),
+    [
+        (None, None, [4]),
+        (Ranking(metric="val_accuracy"), 4, [4]),
+        (Ranking(metric="val_accuracy", higher_is_better=False), 2, [2, 4]),
+    ],
+)
+def test_a_validation_after_the_checkpoint_of_its_step_is_added_to_it(
+    directory, ranking, best, kept
+):
+    """Of a run that ends early; step 2 had 0.5, and step 4 is saved before its validation gives
+    0.7.
+    """
+    saver = CheckpointCallback(directory, period=4, keep=1, ranking=ranking)
+    walk([saver], dict.fromkeys(range(1, 5), 0.3), validation={2: 0.5})
+    before = (directory.checkpoints / "step_4" / "trainer" / "model.safetensors").read_bytes()
+    notify([saver], "on_validation_end", tiny_run(step=4), 4, {"accuracy": 0.7})
+    checkpoint.verify(directory.checkpoints / "step_4")
+    assert checkpoint.metrics_by_step(directory.path)[4] == {
+        "reward": 0.3,
+        "loss": -0.3,
+        "val_accuracy": 0.7,
+    }
+    assert (
+        directory.checkpoints / "step_4" / "trainer" / "model.safetensors"
+    ).read_bytes() == before
+    assert checkpoint.best(directory.path) == (
+        directory.checkpoints / f"step_{best}" if best else None
+    )
+    assert steps_of(directory) == kept
+    assert not list(directory.checkpoints.glob(".*"))
+
+
+def test_a_validation_that_is_made_up_for_after_a_resume_is_ranked(directory):
+    rules = {"period": 1, "keep": 1, "ranking": Ranking(metric="val_accuracy")}
+    walk([CheckpointCallback(directory, **rules)], {1: 0.3, 2: 0.3})
+    saver = CheckpointCallback(directory, **rules)
+    notify([saver], "on_train_begin", tiny_run(step=2))
+    notify([saver], "on_validation_end", tiny_run(step=2), 2, {"accuracy": 0.9})
+    walk([saver], {3: 0.3, 4: 0.3}, validation={4: 0.2}, first=2)
+    assert checkpoint.best(directory.path).name == "step_2"
+    assert steps_of(directory) == [2, 4]
+
+
+def test_a_validation_of_the_untrained_model_has_no_checkpoint_to_be_added_to(directory):
+    saver = CheckpointCallback(directory, ranking=Ranking(metric="val_accuracy"))
+    notify([saver], "on_train_begin", tiny_run())
+    notify([saver], "on_validation_end", tiny_run(), 0, {"accuracy": 0.9})
+    assert steps_of(directory) == []
+
+
+@pytest.mark.parametrize("ends", ["on_train_end", "on_exception"])
+def test_the_validation_at_an_early_end_leaves_the_metrics_of_the_step(directory, ends):
+    saver, run = CheckpointCallback(directory), tiny_run(step=3)
+    notify([saver], "on_train_begin", tiny_run())
+    notify([saver], "on_step_begin", tiny_run(step=2), 3)
+    notify([saver], "on_step_end", run, 3, {"reward": 0.5})
+    notify([saver], "on_validation_end", run, 3, {"accuracy": 0.9})
+    notify([saver], ends, run, {} if ends == "on_train_end" else RuntimeError("a mishap"))
+    assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5, "val_accuracy": 0.9}
+
+
+@pytest.mark.parametrize("dies_at", ["_put_in_place", "_fingerprint"])
+def test_metrics_that_cannot_be_added_leave_the_checkpoint_as_it_was(
+    directory, monkeypatch, dies_at
+):
+    walk([CheckpointCallback(directory, period=1)], {1: 0.3})
+    monkeypatch.setattr(checkpoint, dies_at, lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(
+        checkpoint.CheckpointError,
+        match=r"the metrics of the checkpoint .*step_1 could not be written \(no space\)",
+    ):
+        checkpoint.add_metrics(directory.path, 1, {"val_accuracy": 0.5})
+    monkeypatch.undo()
+    checkpoint.verify(directory.checkpoints / "step_1")
+    assert checkpoint.metrics_by_step(directory.path)[1] == {"reward": 0.3, "loss": -0.3}
+    assert not list(directory.checkpoints.glob(".tmp*"))
+
+
+def test_metrics_are_added_without_links_between_files(directory, monkeypatch):
+    def refuses(*_):
+        raise PermissionError("this file system has no links")
+
+    monkeypatch.setattr("os.link", refuses)
+    walk([CheckpointCallback(directory, period=1)], {1: 0.3})
+    checkpoint.add_metrics(directory.path, 1, {"val_accuracy": 0.5})
+    checkpoint.verify(directory.checkpoints / "step_1")
+
+
+def test_an_interrupt_in_the_midst_of_a_record_loses_none(directory, monkeypatch):
+    record = recorder(directory)
+    notify([record], "on_train_begin", run := tiny_run())
+    append, times = RunDirectory.append_metrics, []
+
+    def interrupted(self, *args, **keywords):
+        times.append(1)
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        append(self, *args, **keywords)
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        notify([record], "on_step_end", run, 1, {"loss": 0.5})
+    notify_of_error([record], run, KeyboardInterrupt())
+    notify_of_error([record], run, KeyboardInterrupt())
+    assert [line["loss"] for line in directory.read_metrics()] == [0.5]
+
+
+class Runs:
+    """A run that saves in the background:
+
+    `to` takes it through steps whose weights are the step's number.
+    """
+
+    def __init__(self, directory: RunDirectory, **options) -> None:
+        self.told: list[int] = []
+        self.run, self.directory = tiny_run(), directory
+        self.saver = CheckpointCallback(
+            directory, period=1, keep=9, background=True, observers=(Watcher(self.told),), **options
+        )
+        notify([self.saver], "on_train_begin", self.run)
+
+    @property
+    def may_write(self):
+        return self.run.trainer.may_write
+
+    def to(self, step: int) -> None:
+        notify([self.saver], "on_step_begin", self.run, step)
+        self.run.trainer.tensors = {
+            name: tensor * 0 + step for name, tensor in self.run.trainer.tensors.items()
+        }
+        self.run = replace(self.run, state=replace(self.run.state, step=step))
+        self.run.trainer.step += 1
+        notify([self.saver], "on_step_end", self.run, step, {"reward": step / 10})
+
+    def fail(self, path, tensors) -> None:
+        self.may_write.wait()
+        raise OSError("no space")
+
+
+def weight_of(directory: RunDirectory, step: int) -> float:
+    path = directory.checkpoints / f"step_{step}"
+    checkpoint.verify(path)
+    return float(load_file(path / "trainer" / "model.safetensors")["weight"][0])
+
+
+def test_a_run_goes_on_while_its_checkpoint_is_written(directory):
+    runs = Runs(directory)
+    runs.saver.period = 2
+    runs.may_write.clear()
+    for step in (1, 2, 3):
+        runs.to(step)
+    assert steps_of(directory) == [] and runs.told == []
+    runs.may_write.set()
+    runs.saver.pending.path.result(10)
+    assert steps_of(directory) == [2] and runs.told == []
+    runs.saver.on_step_begin(runs.run, 4)
+    assert runs.told == [2]
+    notify([runs.saver], "on_train_end", runs.run, {})
+    assert steps_of(directory) == runs.told == [2, 3]
+    assert [weight_of(directory, step) for step in (2, 3)] == [2.0, 3.0]
+    runs.saver.close()
+
+
+def test_a_checkpoint_waits_for_the_one_before_and_the_end_for_the_last(directory):
+    runs = Runs(directory)
+    for step in range(1, 6):
+        runs.to(step)
+    notify([runs.saver], "on_train_end", runs.run, {})
+    assert steps_of(directory) == runs.told == [1, 2, 3, 4, 5]
+    assert [weight_of(directory, step) for step in runs.told] == runs.told
+    assert checkpoint.latest(directory.path).name == "step_5"
+
+
+def test_what_fails_in_the_background_ends_the_run_at_the_next_step(directory, monkeypatch):
+    runs = Runs(directory)
+    runs.to(1)
+    runs.saver.settle(runs.run, wait=True)
+    monkeypatch.setattr(runs.run.trainer, "_write", runs.fail)
+    runs.may_write.clear()
+    runs.to(2)
+    runs.may_write.set()
+    runs.saver.pending.path.exception(10)
+    with pytest.raises(
+        checkpoint.CheckpointError,
+        match=r"step_2 could not be written \(no space\).*The previous one, if any, is intact",
+    ) as caught:
+        runs.to(3)
+    assert steps_of(directory) == runs.told == [1]
+    assert not list(directory.checkpoints.glob(".tmp*"))
+    notify([runs.saver], "on_exception", runs.run, caught.value)
+    assert caught.value.__notes__ == [
+        f"{directory.path} has a checkpoint of step 1: go on from there with --run.dir"
+        f" {directory.path} --run.resume once the cause is mended."
+    ]
+
+
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(directory):
+    runs, error = Runs(directory), RuntimeError("a mishap")
+    runs.may_write.clear()
+    runs.to(1)
+    threading.Timer(0.1, runs.may_write.set).start()
+    notify([runs.saver], "on_exception", runs.run, error)
+    assert steps_of(directory) == runs.told == [1]
+    assert "has a checkpoint of step 1" in error.__notes__[0]
+
+
+def test_an_error_hides_nothing_of_a_checkpoint_that_failed(directory, monkeypatch):
+    runs, error = Runs(directory), RuntimeError("a mishap")
+    runs.to(1)
+    runs.saver.settle(runs.run, wait=True)
+    monkeypatch.setattr(runs.run.trainer, "_write", runs.fail)
+    runs.to(2)
+    runs.run.trainer.step += 1  # an update has begun
+    notify([runs.saver], "on_exception", runs.run, error)
+    (note,) = error.__notes__
+    assert note.startswith("step 2 could not be saved (the checkpoint") and "no space" in note
+    assert "the weights of step 2 are gone" in note and "has a checkpoint of step 1" in note
+
+
+def test_an_interrupt_while_waiting_is_waited_out_by_its_own_end(directory, monkeypatch):
+    runs = Runs(directory)
+    runs.may_write.clear()
+    runs.to(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(runs.saver.pending.path),
+            "result",
+            lambda self: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            runs.to(2)
+    runs.may_write.set()
+    notify([runs.saver], "on_exception", runs.run, KeyboardInterrupt())
+    assert steps_of(directory) == [1, 2]
+
+
+def test_a_validation_is_added_to_the_checkpoint_that_is_being_written(directory):
+    runs = Runs(directory)
+    runs.may_write.clear()
+    runs.to(1)
+    threading.Timer(0.1, runs.may_write.set).start()
+    notify([runs.saver], "on_validation_end", runs.run, 1, {"accuracy": 0.9})
+    assert checkpoint.metrics_by_step(directory.path)[1] == {"reward": 0.1, "val_accuracy": 0.9}
+
+
+def test_rivals_that_are_being_written_count(directory):
+    runs = Runs(directory, ranking=Ranking(metric="val_accuracy"))
+    runs.saver.keep, runs.saver.period = 1, 0
+    for step, accuracy in enumerate([0.3, 0.5, 0.4], start=1):
+        runs.saver.on_step_begin(runs.run, step)
+        runs.run = replace(runs.run, state=replace(runs.run.state, step=step))
+        notify([runs.saver], "on_validation_end", runs.run, step, {"accuracy": accuracy})
+        notify([runs.saver], "on_step_end", runs.run, step, {})
+    runs.saver.settle(runs.run, wait=True)
+    assert runs.told == [1, 2]
+    assert checkpoint.best(directory.path).name == "step_2"
+
+
+def test_a_backend_that_cannot_save_in_the_background_is_refused(directory, monkeypatch):
+    run = tiny_run()
+    monkeypatch.delattr(TinyTrainer, "wait_for_checkpoint")
+    with pytest.raises(
+        ValueError,
+        match=r"run.async_save needs a training backend with wait_for_checkpoint.*leave it out",
+    ):
+        notify([CheckpointCallback(directory, background=True)], "on_train_begin", run)
+    notify([CheckpointCallback(directory)], "on_train_begin", run)

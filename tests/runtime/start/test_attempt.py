@@ -1,0 +1,364 @@
+"""A run around a model that is on ranks: what generates, what is exported, and how it goes on when
+ranks die. The ranks are stand-ins here.
+"""
+
+import json
+import re
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+import nemorl
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.run.checkpoint import CheckpointError
+from nemorl.runtime.run.errors import WorkerTimeout
+from nemorl.runtime.start import attempt
+from nemorl.runtime.start.replica import replica_of
+from tests.runtime.ranks.fake_ranks import FakeRanks, killed
+from tests.runtime.runs import TIMES, addition_rows, digits, grpo_config, sft_config
+from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model with end tokens of its own, as instruction models have."""
+    model = tiny_model(scale=2.0)
+    model.generation_config = GenerationConfig(eos_token_id=[1, 5])
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Ranks are `FakeRanks`, all of whom are remembered; `deaths` are of all of them together."""
+    made: dict[str, Any] = {"deaths": {}, "all": []}
+
+    def make(config, backend, plan, runtime, log_dir):
+        made["all"].append(FakeRanks(made["deaths"]))
+        return made["all"][-1]
+
+    monkeypatch.setattr(attempt, "make_trainer", make)
+    return made
+
+
+def on_ranks(config: Any, folder: Path, **runtime: Any) -> Any:
+    data, model = replace(config.data, train=None), nemorl.ModelConfig(path=str(folder))
+    return replace(
+        config,
+        model=model,
+        data=data,
+        runtime=nemorl.RuntimeConfig(launcher="processes", **runtime),
+    )
+
+
+def alone(config: Any) -> Any:
+    return replace(
+        config,
+        runtime=nemorl.RuntimeConfig(),
+        run=replace(config.run, dir=f"{config.run.dir}-alone"),
+    )
+
+
+def go(config: Any, *, reward: Any = digits, **options: Any) -> nemorl.TrainResult:
+    reward = {} if isinstance(config, nemorl.SFTConfig) else {"reward": reward}
+    return nemorl.run(
+        config, train=addition_rows(), validation=addition_rows(8), **reward, **options
+    )
+
+
+def numbers(result: nemorl.TrainResult) -> list[dict[str, Any]]:
+    return [
+        {name: value for name, value in line.items() if name not in TIMES}
+        for line in result.history
+    ]
+
+
+@pytest.mark.parametrize("make", [grpo_config, sft_config])
+def test_the_same_numbers_as_in_one_process(make, folder, ranks, tmp_path: Path):
+    """The generator's own copy has the trainer's weights at every step, and what is exported is the
+    trained model.
+    """
+    config = on_ranks(
+        make(tmp_path / "run", steps=3, run={"export": True, "val_period": 2}), folder
+    )
+    spread, whole = go(config), go(alone(config))
+    assert numbers(spread) == numbers(whole)
+    assert spread.model is None and whole.model is not None
+    exported = AutoModelForCausalLM.from_pretrained(spread.paths.hf)
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(exported.state_dict()[name], weight), name
+    assert GenerationConfig.from_pretrained(spread.paths.hf).eos_token_id == [1, 5]
+    assert [one.ended for one in ranks["all"]] == [True]
+
+
+def test_ranks_have_gpus_where_the_machine_of_the_loop_has_none(
+    folder, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As where Ray places them: the engine then computes on what there is."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config = grpo_config(tmp_path / "run", steps=1, trainer=nemorl.TrainerConfig(device="cuda"))
+    config = replace(on_ranks(config, folder), runtime=nemorl.RuntimeConfig(launcher="ray"))
+    assert go(config).metrics["num_tokens"] > 0
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_kernels_where_the_engine_computes_too(
+    deterministic, folder, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Though the ranks are other processes, as those stand-ins are made to be."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(
+        "nemorl.parallel.dtensor.backend.use_deterministic_kernels", lambda: lambda: None
+    )
+    found = []
+    sample = TorchGenerationBackend.generate
+
+    def watched(self, *args):
+        found.append(torch.are_deterministic_algorithms_enabled())
+        return sample(self, *args)
+
+    monkeypatch.setattr(TorchGenerationBackend, "generate", watched)
+    config = on_ranks(grpo_config(tmp_path / "run", steps=1), folder)
+    go(replace(config, trainer=replace(config.trainer, deterministic=deterministic)))
+    assert found and set(found) == {deterministic}
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("lora", [{"export": "merged"}, {"export": "adapter"}])
+def test_adapters_on_ranks(lora, folder, ranks, tmp_path: Path):
+    """The copy that generates has them merged, which is another order of the same sums."""
+    config = on_ranks(
+        grpo_config(
+            tmp_path / "run", steps=2, run={"export": True}, lora=nemorl.LoRAConfig(rank=2, **lora)
+        ),
+        folder,
+    )
+    spread, whole = go(config), go(alone(config))
+    for line, other in zip(numbers(spread), numbers(whole), strict=True):
+        assert line == pytest.approx(other, abs=1e-5)
+    files = {path.name for path in spread.paths.hf.iterdir()}
+    assert files == {path.name for path in whole.paths.hf.iterdir()}
+    for path in spread.paths.hf.glob("*.safetensors"):
+        from safetensors.torch import load_file
+
+        tensors, others = load_file(path), load_file(whole.paths.hf / path.name)
+        assert tensors.keys() == others.keys()
+        for name in tensors:
+            torch.testing.assert_close(tensors[name], others[name], rtol=0, atol=1e-6)
+    if lora["export"] == "adapter":
+        assert json.loads((spread.paths.hf / "adapter_config.json").read_text())[
+            "base_model_name_or_path"
+        ] == str(folder)
+
+
+class Seen(Callback):
+    """The steps that a callback of the user's is told of, over all attempts."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.begun = 0
+
+    def on_train_begin(self, trainer) -> None:
+        self.begun += 1
+
+    def on_step_end(self, trainer, step, metrics) -> None:
+        self.steps.append(step)
+
+
+class Closed(Seen):
+    """It can't be told anything after its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = 0
+
+    def on_train_begin(self, trainer) -> None:
+        assert not self.closed
+        super().on_train_begin(trainer)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.mark.parametrize("fatal", [False, True])
+def test_the_callers_callbacks_are_closed_once_after_all_attempts(
+    fatal, folder, ranks, tmp_path: Path
+):
+    config = on_ranks(
+        sft_config(tmp_path / "run", steps=3, run={"save_period": 1}), folder, max_restarts=1
+    )
+    ranks["deaths"][("train_step", 2)] = killed
+    mine, deadly = Closed(), [Arm(ranks["deaths"], killed)] if fatal else []
+    with (
+        pytest.warns(UserWarning, match="restart 1 of 1"),
+        pytest.raises(ChildProcessError) if fatal else nullcontext(),
+    ):
+        go(config, callbacks=[mine, *deadly])
+    assert (mine.begun, mine.closed) == (2, 1)
+
+
+@pytest.mark.parametrize("make", [grpo_config, sft_config])
+def test_ranks_that_die_cost_no_number(make, folder, ranks, tmp_path: Path):
+    """Checkpoints come every second step.
+
+    The first death is in step 4, the second in the second step of the next go.
+    """
+    config = on_ranks(
+        make(tmp_path / "run", steps=6, run={"save_period": 2, "val_period": 3}),
+        folder,
+        max_restarts=2,
+    )
+    straight = go(alone(config))
+    ranks["deaths"][("train_step", 4)] = killed
+    seen, hang = Seen(), WorkerTimeout("no answer to train_step within 9 s from rank 0")
+    with pytest.warns(UserWarning) as caught:
+        result = go(config, callbacks=[seen, Arm(ranks["deaths"], lambda: hang)])
+    told = [str(w.message) for w in caught if "with new ranks" in str(w.message)]
+    assert len(told) == 2
+    assert re.fullmatch(
+        r"the run goes on from .*step_2 with new ranks \(restart 1 of 2\): rank 1 .* died in step"
+        r" 3: it was killed",
+        told[0],
+    )
+    assert re.fullmatch(
+        r"the run goes on from .*step_2 with new ranks \(restart 2 of 2\): no answer to train_step"
+        r" within 9 s from rank 0",
+        told[1],
+    )
+    assert numbers(result) == numbers(straight)
+    assert seen.steps == [1, 2, 3, 3, 3, 4, 5, 6] and seen.begun == 3
+    assert [one.ended for one in ranks["all"]] == [True] * 3
+    assert json.loads(result.paths.record.read_text())["status"] == "finished"
+    assert nemorl.load_config(type(config), result.paths.config).run.resume is False
+
+
+class Arm(Callback):
+    """Once the run has begun anew, its second step is deadly, too."""
+
+    def __init__(self, deaths: dict, death: Any) -> None:
+        self.deaths, self.death, self.begun = deaths, death, 0
+
+    def on_train_begin(self, trainer) -> None:
+        self.begun += 1
+        if self.begun == 2:
+            self.deaths[("train_step", 2)] = self.death
+
+
+def test_more_deaths_than_restarts_end_the_run(folder, ranks, tmp_path: Path):
+    config = on_ranks(
+        sft_config(tmp_path / "run", steps=4, run={"save_period": 1}), folder, max_restarts=1
+    )
+    ranks["deaths"] |= {("train_step", 3): killed}
+    with (
+        pytest.warns(UserWarning, match="restart 1 of 1"),
+        pytest.raises(ChildProcessError, match="rank 1") as caught,
+    ):
+        go(config, callbacks=[Arm(ranks["deaths"], killed)])
+    assert len(ranks["all"]) == 2
+    assert "has a checkpoint of step 3: go on from there" in "".join(caught.value.__notes__)
+
+
+def test_without_restarts_a_death_ends_the_run(folder, ranks, tmp_path: Path):
+    ranks["deaths"] |= {("train_step", 3): killed}
+    with pytest.raises(ChildProcessError, match="died in step 3"):
+        go(on_ranks(sft_config(tmp_path / "run", steps=4), folder))
+
+
+def test_an_error_that_is_none_of_the_ranks_is_no_reason_to_restart(folder, ranks, tmp_path: Path):
+    ranks["deaths"] |= {("train_step", 2): lambda: RuntimeError("a bug in the loss")}
+    with pytest.raises(RuntimeError, match="a bug in the loss"):
+        go(on_ranks(sft_config(tmp_path / "run", steps=4), folder, max_restarts=3))
+    assert len(ranks["all"]) == 1
+
+
+@pytest.mark.parametrize(
+    "when", [("setup", 1), ("train_step", 2), ("save_checkpoint", 1), ("get_logprobs", 1)]
+)
+def test_a_death_before_the_first_checkpoint(when, folder, ranks, tmp_path: Path):
+    """The run begins anew, also with the random numbers that its reward draws. (Python's own are
+    drawn by the checks of the tests, too.)
+    """
+    np.random.seed(5)
+    config = on_ranks(
+        grpo_config(tmp_path / "run", steps=3, run={"save_period": 3}), folder, max_restarts=1
+    )
+
+    def noisy(prompt: str, response: str) -> float:
+        return digits(prompt, response) + np.random.random() + float(torch.rand(()))
+
+    straight = go(alone(config), reward=noisy)
+    np.random.seed(5)
+    ranks["deaths"][when] = killed
+    with pytest.warns(
+        UserWarning,
+        match=(
+            r"the run begins anew, as there is no checkpoint yet, with new ranks \(restart 1 of 1\)"
+        ),
+    ):
+        result = go(config, reward=noisy)
+    assert numbers(result) == numbers(straight)
+
+
+def test_a_death_while_a_checkpoint_is_written_is_seen_through_its_error():
+    try:
+        try:
+            raise killed()
+        except ChildProcessError as error:
+            raise CheckpointError("step_2 could not be written") from error
+    except CheckpointError as error:
+        assert attempt.failed_ranks(error) is error.__cause__
+    assert attempt.failed_ranks(RuntimeError()) is None
+
+
+def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_path: Path):
+    """The plan is no other setting than before for the data; the warning tells of it, and of
+    nothing that no number depends on.
+    """
+    config = on_ranks(
+        sft_config(tmp_path / "run", steps=2, run={"val_period": 2}), folder, timeout_s=100
+    )
+    straight = go(replace(alone(config), max_num_steps=4))
+    go(config)
+    again = replace(
+        config,
+        max_num_steps=4,
+        run=replace(config.run, resume=True),
+        parallel=nemorl.ParallelPlan(dp_shard=2),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = go(
+            replace(again, runtime=nemorl.RuntimeConfig(launcher="processes", timeout_s=50))
+        )
+    told = [str(w.message) for w in caught if "other settings" in str(w.message)]
+    assert told == [
+        "the run goes on with other settings than before: parallel.dp_shard is 2, was None"
+    ]
+    assert numbers(result) == numbers(straight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replica_is_the_model(kind, tied):
+    model = tiny_model(kind, tied=tied)
+    with torch.device("meta"):
+        far = AutoModelForCausalLM.from_config(model.config)
+    before = torch.get_rng_state()
+    replica = replica_of(far, "cpu")
+    assert torch.equal(torch.get_rng_state(), before)
+    generator = nemorl.get_generation_backend("torch")(model=replica, tokenizer=tiny_tokenizer())
+    generator.setup(nemorl.GenerationConfig(max_new_tokens=4))
+    once = {id(tensor): (name, tensor.detach()) for name, tensor in model.named_parameters()}
+    generator.update_weights(iter(once.values()), 1)
+    ids = torch.arange(2, 12)[None]
+    assert torch.equal(replica(ids).logits, model(ids).logits)
+    assert not any(parameter.requires_grad for parameter in replica.parameters())

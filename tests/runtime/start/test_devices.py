@@ -1,0 +1,341 @@
+"""On which devices a run trains: what the plan becomes, and what is refused before anything starts."""
+
+import warnings
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nemorl
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.start.devices import Devices
+from nemorl.runtime.start.replica import shares_model
+from tests.tiny_models import tiny_model
+
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
+
+
+def config(
+    *, plan: dict[str, Any] | None = None, runtime: dict[str, Any] | None = None, **options: Any
+) -> nemorl.SFTConfig:
+    return nemorl.SFTConfig(
+        parallel=ParallelPlan(**(plan or {})),
+        runtime=nemorl.RuntimeConfig(**(runtime or {})),
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("plan", "runtime", "environ", "dp_shard", "ranked", "through_ray"),
+    [
+        ({}, {}, {}, 1, False, False),
+        ({}, {}, {"RAY_ADDRESS": "auto"}, 1, False, False),
+        ({"tp": 2}, {}, {}, 1, True, False),
+        ({"tp": 2, "dp_shard": 2}, {}, {}, 2, True, False),
+        ({"dp_shard": 2}, {}, {"RAY_ADDRESS": "auto"}, 2, True, True),
+        ({"dp_shard": 2}, {"launcher": "processes"}, {"RAY_ADDRESS": "auto"}, 2, True, False),
+        ({"dp_shard": 2}, {"launcher": "ray"}, {}, 2, True, True),
+        ({}, {"launcher": "ray"}, {}, 1, True, True),
+        ({}, {"launcher": "processes", "max_restarts": 2, "cpus_per_rank": 2}, {}, 1, True, False),
+        ({}, {}, TORCHRUN, 4, True, False),
+        ({"tp": 2}, {}, TORCHRUN, 2, True, False),
+        ({"tp": 2}, {}, {**TORCHRUN, "RAY_ADDRESS": "auto"}, 2, True, False),
+        ({}, {}, {**TORCHRUN, "WORLD_SIZE": "1"}, 1, True, False),
+    ],
+)
+def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, ranked, through_ray):
+    found = Devices.of(config(plan=plan, runtime=runtime), environ, num_gpus=0)
+    assert (found.plan.dp_shard, found.ranked, found.through_ray) == (dp_shard, ranked, through_ray)
+    assert found.torchrun is ("RANK" in environ)
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "gpus", "message"),
+    [
+        (
+            {"plan": {"tp": 3}},
+            TORCHRUN,
+            0,
+            (
+                r"parallel must divide the 4 devices that there are, but it is '3 = dp_replicate 1"
+                r" · tp 3 · cp 1'"
+            ),
+        ),
+        (
+            {"plan": {"dp_shard": 2}},
+            TORCHRUN,
+            0,
+            r"parallel must ask for the 4 devices that there are, but it is '2 = ",
+        ),
+        (
+            {"runtime": {"launcher": "ray"}},
+            TORCHRUN,
+            0,
+            r"runtime.launcher is not for runs under torchrun",
+        ),
+        (
+            {"runtime": {"max_restarts": 1}},
+            TORCHRUN,
+            0,
+            r"runtime.max_restarts is not for runs under torchrun.*--max-restarts",
+        ),
+        (
+            {"runtime": {"max_restarts": 1}},
+            {},
+            0,
+            (
+                r"runtime.max_restarts is for ranks in processes of their own, but it is 1: add a"
+                r" degree of parallel"
+            ),
+        ),
+        ({"runtime": {"timeout_s": 9}}, {}, 0, r"runtime.timeout_s is for ranks"),
+        ({"runtime": {"cpus_per_rank": 2}}, {}, 0, r"runtime.cpus_per_rank is for ranks"),
+        (
+            {"plan": {"sequence_parallel": False}},
+            {},
+            0,
+            r"parallel.sequence_parallel is for parallel.tp above 1",
+        ),
+        (
+            {"plan": {"cp_method": "allgather"}},
+            {},
+            0,
+            r"parallel.cp_method is for parallel.cp above 1",
+        ),
+        (
+            {"plan": {"reduce_dtype": "bfloat16"}},
+            {},
+            0,
+            r"parallel.reduce_dtype is for gradients that several devices sum",
+        ),
+        (
+            {"plan": {"tp": 2}, "lora": nemorl.LoRAConfig(rank=2)},
+            {},
+            0,
+            r"lora.rank must be 0 with parallel.tp above 1",
+        ),
+        (
+            {"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="cuda:1")},
+            {},
+            2,
+            r"trainer.device must be cpu or cuda .* 'cuda:1'",
+        ),
+        (
+            {"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="meta")},
+            {},
+            0,
+            r"trainer.device must be cpu or cuda .* 'meta': name no other",
+        ),
+        (
+            {"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="cuda")},
+            {},
+            0,
+            r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'",
+        ),
+        (
+            {"trainer": nemorl.TrainerConfig(device="cuda")},
+            TORCHRUN,
+            0,
+            r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'",
+        ),
+        (
+            {"trainer": nemorl.TrainerConfig(device="cuda")},
+            {},
+            0,
+            r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'",
+        ),
+        (
+            {"trainer": nemorl.TrainerConfig(device="cuda:2")},
+            {},
+            2,
+            r"trainer.device .* where it finds 2 GPUs, but it is 'cuda:2'",
+        ),
+        (
+            {"trainer": nemorl.TrainerConfig(device="gpu")},
+            {},
+            2,
+            r"trainer.device must be one that torch can use here, but it is 'gpu' ",
+        ),
+        (
+            {"plan": {"tp": 2}, "runtime": {"cpus_per_rank": 99_999}},
+            {},
+            0,
+            r"runtime.cpus_per_rank must be at most the \d+ CPU cores",
+        ),
+        (
+            {"plan": {"tp": 4}},
+            {},
+            2,
+            r"parallel must ask for at most the 2 GPUs that this machine has, but it is 4",
+        ),
+        (
+            {},
+            {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"},
+            0,
+            r"run.dir must be given where torchrun may start the run again",
+        ),
+        (
+            {"generation": nemorl.GenerationConfig(backend="vllm")},
+            TORCHRUN,
+            0,
+            r"generation.num_replicas must be at least 1 under torchrun",
+        ),
+    ],
+)
+def test_refused_before_anything_starts(options, environ, gpus, message):
+    with pytest.raises(ValueError, match=message):
+        Devices.of(config(**options), environ, num_gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"compile": True}, {"cpu_offload": True}, {"activation_checkpointing": "selective"}],
+    ids=str,
+)
+def test_what_a_plain_model_can_not_do_gets_a_rank(plan):
+    assert Devices.of(config(plan=plan), {}, num_gpus=0).ranked
+    assert not Devices.of(config(plan={"activation_checkpointing": "full"}), {}, num_gpus=0).ranked
+
+
+def test_devices_that_are_there_or_may_be_elsewhere():
+    for options, environ, gpus in (
+        ({"trainer": nemorl.TrainerConfig(device="cuda:1")}, {}, 2),
+        ({"trainer": nemorl.TrainerConfig(device="cuda")}, {}, 1),
+        ({"trainer": nemorl.TrainerConfig(device="cpu")}, {}, 0),
+        (
+            {
+                "trainer": nemorl.TrainerConfig(device="cuda"),
+                "plan": {"tp": 2},
+                "runtime": {"launcher": "ray", "cpus_per_rank": 999},
+            },
+            {},
+            0,
+        ),
+    ):
+        Devices.of(config(**options), environ, num_gpus=gpus)
+
+
+def test_ranks_that_share_cores_are_told(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    with pytest.warns(
+        UserWarning,
+        match=(
+            "parallel asks for 4 ranks, which share the 2 CPU cores of this machine: a lower degree"
+            " is faster"
+        ),
+    ):
+        Devices.of(config(plan={"tp": 4}), {}, num_gpus=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Devices.of(config(plan={"tp": 2}), {}, num_gpus=0)
+        Devices.of(config(plan={"tp": 4}), {}, num_gpus=4)
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "none"])
+def test_weights_are_looked_at_before_ranks_start(harm: str, tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    file = sorted(tmp_path.glob("*.safetensors"))[1]
+    if harm == "missing":
+        file.unlink()
+    elif harm == "cut":
+        file.write_bytes(file.read_bytes()[:-8])
+    ranked, alone = (
+        Devices.of(config(plan={"tp": 2}), {}, num_gpus=0),
+        Devices.of(config(), {}, num_gpus=0),
+    )
+    alone.check_weights(str(tmp_path))
+    ranked.check_weights("Qwen/on-the-hub")
+    ranked.check_weights(str(tmp_path), from_scratch=True)
+    with (
+        nullcontext()
+        if harm == "none"
+        else pytest.raises(
+            ValueError,
+            match=r"model.path must hold all weights of its model, but .* fetch the model",
+        )
+    ):
+        ranked.check_weights(str(tmp_path))
+
+
+def test_more_ranks_than_gpus_where_no_gpu_is_wanted_or_others_have_them():
+    for options, environ in (
+        ({"trainer": nemorl.TrainerConfig(device="cpu")}, {}),
+        ({}, {"RAY_ADDRESS": "elsewhere:6379"}),
+    ):
+        assert Devices.of(config(plan={"tp": 4}, **options), environ, num_gpus=2).ranked
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "gpus", "taken"),
+    [
+        ({}, {}, 0, 0),
+        ({}, {}, 8, 1),
+        ({"plan": {"dp_shard": 4}}, {}, 8, 4),
+        ({"plan": {"dp_shard": 4}, "runtime": {"launcher": "ray"}}, {}, 8, 0),
+        ({}, TORCHRUN, 8, 2),
+        ({"plan": {"dp_shard": 4}, "trainer": nemorl.TrainerConfig(device="cpu")}, {}, 8, 0),
+    ],
+)
+def test_gpus_that_engines_leave_alone(options, environ, gpus, taken, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert Devices.of(config(**options), environ, num_gpus=gpus).local_gpus == taken
+
+
+def test_the_plan_must_suit_the_model():
+    devices = Devices.of(config(plan={"tp": 4, "dp_shard": 2}), {}, num_gpus=0)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"parallel.tp 4 does not divide the model's num_key_value_heads 2.*parallel.tp may be"
+        ),
+    ):
+        devices.check_model(tiny_model().config)
+    devices.check_model(tiny_model(num_key_value_heads=4, vocab_size=64).config)
+    devices.check_model(None)  # loading it will say what is wrong
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"parallel.cp 3 · tp 1 does not .*: take parallel.cp_method allgather, or another cp$"
+        ),
+    ):
+        Devices.of(config(plan={"cp": 3}), {}, num_gpus=0).check_model(tiny_model().config)
+
+
+def test_a_model_in_memory_is_for_one_process():
+    model = tiny_model()
+    Devices.of(config(), {}).check_given(model)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"model must be a folder or a hub name, from which each of the 2 processes .*"
+            r" 'Qwen2ForCausalLM': save_pre"
+        ),
+    ):
+        Devices.of(config(plan={"tp": 2}), {}, num_gpus=0).check_given(model)
+    with pytest.raises(
+        ValueError, match=r"from which each of torchrun's processes loads its own part"
+    ):
+        Devices.of(config(), TORCHRUN, num_gpus=0).check_given(model)
+
+
+def test_a_restart_by_torchrun_is_seen():
+    given = replace(config(), run=nemorl.RunConfig(dir="runs/mine"))
+    environ = {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert not Devices.of(given, environ, num_gpus=0).restarted
+    assert Devices.of(given, {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, num_gpus=0).restarted
+
+
+def test_which_engines_need_a_model_of_their_own():
+    assert shares_model(nemorl.get_generation_backend("torch"))
+    assert shares_model(type("Mine", (), {}))
+    pytest.importorskip("vllm")
+    assert not shares_model(nemorl.get_generation_backend("vllm"))

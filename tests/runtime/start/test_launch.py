@@ -1,0 +1,564 @@
+"""What `nemorl.run` refuses before it starts, what it loads by name, and export."""
+
+import json
+import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import nemorl
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.result import final_metrics
+from nemorl.runtime.start.registry import TRAINING_BACKENDS
+from tests.runtime.runs import (
+    TIMES,
+    addition_rows,
+    digits,
+    dpo_config,
+    grpo_config,
+    sft_config,
+    start,
+)
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+def wants_level(prompt: str, response: str, level: int) -> float:
+    return 1.0
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[str, str]:
+    """A model folder and a file of rows."""
+    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows()))
+    return {"model": str(tmp_path / "model"), "rows": str(tmp_path / "rows.jsonl")}
+
+
+def by_name(config, saved: dict[str, str]):
+    data = replace(config.data, train=saved["rows"], validation=saved["rows"])
+    return replace(config, model=nemorl.ModelConfig(path=saved["model"]), data=data)
+
+
+@pytest.mark.parametrize("make", [grpo_config, sft_config])
+def test_by_name_equals_by_object(make, saved, tmp_path: Path):
+    config = replace(make(tmp_path / "a", steps=2), reward="contains_answer")
+    named = nemorl.run(by_name(config, saved))
+    given = start(
+        replace(config, run=replace(config.run, dir=str(tmp_path / "b"))),
+        validation=addition_rows(),
+        reward="contains_answer",
+    )
+    assert [{k: v for k, v in line.items() if k not in TIMES} for line in named.history] == [
+        {k: v for k, v in line.items() if k not in TIMES} for line in given.history
+    ]
+
+
+def test_export_of_a_checkpoint(saved, tmp_path: Path):
+    from transformers import AutoModelForCausalLM
+
+    result = nemorl.run(
+        by_name(
+            grpo_config(
+                tmp_path / "run", steps=2, run={"save_period": 1}, reward="contains_answer"
+            ),
+            saved,
+        )
+    )
+    for step in (1, None):
+        folder = nemorl.export(
+            nemorl.ExportConfig(
+                run=str(tmp_path / "run"), output=str(tmp_path / f"out{step}"), step=step
+            )
+        )
+        exported = AutoModelForCausalLM.from_pretrained(folder)
+        same = all(
+            torch.equal(a, b)
+            for a, b in zip(exported.parameters(), result.model.parameters(), strict=True)
+        )
+        assert same is (step is None)
+        assert (
+            nemorl.generate(
+                nemorl.GenerateConfig(
+                    model=str(folder), prompt=("1+1=",), n=2, seed=0, device="cpu"
+                )
+            )[1]["prompt"]
+            == "1+1="
+        )
+    with pytest.raises(ValueError, match=r"there is none for 7: there are step_1, step_2"):
+        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output="x", step=7))
+    with pytest.raises(ValueError, match="has no hf/ yet: nemorl export --run"):
+        nemorl.generate(nemorl.GenerateConfig(model=str(tmp_path / "run"), prompt=("1",)))
+
+
+def test_export_replaces_nothing_but_an_export(saved, tmp_path: Path):
+    nemorl.run(by_name(grpo_config(tmp_path / "run", steps=1), saved))
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years of work")
+    for output in (mine, tmp_path / "run", mine / "thesis.txt"):
+        with pytest.raises(ValueError, match="output must be a new folder or an earlier export"):
+            nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(output)))
+    assert (mine / "thesis.txt").read_text() == "years of work"
+    assert (tmp_path / "run" / "checkpoints" / "step_1").exists()
+    for _ in range(2):  # an earlier export may be replaced
+        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "out")))
+    assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+def test_an_export_keeps_what_the_model_knew(tmp_path: Path):
+    """Its generation settings, and the chat template that it was trained with."""
+    from transformers import AutoTokenizer, GenerationConfig
+
+    template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{%"
+        " endif %}{% endfor %}"
+    )
+    model = tiny_model()
+    model.generation_config = GenerationConfig(eos_token_id=[1, 5], temperature=0.6, do_sample=True)
+    rows = [
+        {"prompt": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]}
+        for row in addition_rows()
+    ]
+    config = grpo_config(
+        tmp_path / "run",
+        steps=1,
+        run={"export": True},
+        model=nemorl.ModelConfig(chat_template=template),
+        reward="contains_answer",
+    )
+    nemorl.run(config, model=model, tokenizer=tiny_tokenizer(), train=rows)
+    found = GenerationConfig.from_pretrained(tmp_path / "run" / "hf")
+    assert (found.eos_token_id, found.temperature) == ([1, 5], 0.6)
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "hf").chat_template == template
+
+
+def test_a_run_directory_is_a_model_too(saved, tmp_path: Path):
+    nemorl.run(by_name(sft_config(tmp_path / "first", steps=1, run={"export": True}), saved))
+    again = by_name(
+        grpo_config(tmp_path / "second", steps=1), {**saved, "model": str(tmp_path / "first")}
+    )
+    assert nemorl.run(again).metrics["num_tokens"] > 0
+
+
+def test_the_given_model_is_handed_back(tmp_path: Path):
+    result = start(grpo_config(tmp_path, steps=1))
+    ids = torch.tensor([[3, 4, 5]])
+    fresh = tiny_model()
+    fresh.load_state_dict(result.model.state_dict())
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 6}
+    assert torch.equal(result.model.generate(ids, **options), fresh.generate(ids, **options))
+
+
+def test_a_resume_that_cannot_be_right_changes_nothing(saved, tmp_path: Path):
+    config = by_name(sft_config(tmp_path / "run", steps=1), saved)
+    nemorl.run(config)
+
+    def everything() -> dict[Path, bytes]:
+        """But for the log, which has the refusal."""
+        return {
+            path: path.read_bytes()
+            for path in (tmp_path / "run").rglob("*")
+            if path.is_file() and path.name != "log.jsonl"
+        }
+
+    before = everything()
+    resumed = replace(config, run=replace(config.run, resume=True), max_num_steps=2)
+    small = tmp_path / "small"
+    tiny_model(hidden_size=16).save_pretrained(small)
+    tiny_tokenizer().save_pretrained(small)
+    for wrong, message in (
+        (
+            replace(resumed, run=replace(resumed.run, seed=5)),
+            r"run\.seed must stay as it was when a run is resumed \(0\), but it is 5",
+        ),
+        (
+            replace(by_name(grpo_config(tmp_path / "run"), saved), run=resumed.run),
+            "must be resumed by its own algorithm, but .* is of sft, not grpo",
+        ),
+        (
+            replace(resumed, model=nemorl.ModelConfig(path=str(small))),
+            "must be of the model in use",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nemorl.run(wrong)
+        assert everything() == before
+    nemorl.run(resumed)
+    assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "run" / "config.yaml") == replace(
+        config, max_num_steps=2
+    )
+
+
+def test_settings_that_changed_over_a_resume_are_said(saved, tmp_path: Path):
+    config = by_name(grpo_config(tmp_path / "run", steps=1), saved)
+    nemorl.run(config)
+    changed = replace(
+        config,
+        run=replace(config.run, resume=True),
+        max_num_steps=2,
+        reward="contains_answer",
+        kl=nemorl.KLConfig(coef=0.5),
+    )
+    with pytest.warns(UserWarning) as caught:
+        nemorl.run(changed)
+    told = [str(w.message) for w in caught if "other settings than before" in str(w.message)]
+    assert sorted(text.split(": ")[1] for text in told) == [
+        "kl.coef is 0.5, was 0.0",
+        "reward is 'contains_answer', was 'exact_match'",
+    ]
+    with pytest.warns(
+        UserWarning,
+        match=(
+            "the run has 2 steps already, so there is nothing to do up to step 1: raise"
+            " max_num_steps"
+        ),
+    ):
+        nemorl.run(replace(changed, max_num_steps=1))
+
+
+def test_a_run_that_cannot_learn_says_so(tmp_path: Path):
+    with pytest.warns(
+        UserWarning, match="step 10: for 10 steps all responses to each prompt had the same reward"
+    ):
+        start(grpo_config(tmp_path, steps=11), reward=lambda prompt, response: 0.0)
+
+
+def test_a_result_is_shown_in_short(tmp_path: Path):
+    assert len(repr(start(grpo_config(tmp_path, steps=1)))) < 1500
+
+
+def test_nothing_to_resume_is_said(tmp_path: Path):
+    with pytest.warns(UserWarning, match="no checkpoint in .* so the run starts anew"):
+        start(grpo_config(tmp_path, steps=1, run={"resume": True}))
+
+
+def test_questions_that_leave_no_room_for_an_answer(tmp_path: Path):
+    config = replace(sft_config(tmp_path), generation=nemorl.GenerationConfig(max_new_tokens=256))
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"generation\.max_new_tokens must be below data\.max_total_sequence_length, but it"
+            r" is 256"
+        ),
+    ):
+        start(config, validation=addition_rows(3))
+    assert (
+        start(
+            replace(config, max_num_steps=1), validation=[{"prompt": "1", "response": "2"}]
+        ).metrics["val_loss"]
+        > 0
+    )
+
+
+def told_of_lengths(run) -> tuple[list[str], str]:
+    """What a run warns of that begins with a setting of lengths, and its config.yaml."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run()
+    told = [
+        str(w.message)
+        for w in caught
+        if str(w.message).startswith(
+            ("generation.max_new_tokens", "data.max_total_sequence_length")
+        )
+    ]
+    return told, (result.paths.path / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(32, 2048), (256, 32)])
+def test_answers_of_a_length_that_was_not_given_leave_room_for_the_prompt(
+    positions: int, longest: int, tmp_path: Path
+):
+    """In a model with few positions, and in sequences that were asked to be short: half of them."""
+    config = grpo_config(
+        tmp_path,
+        steps=1,
+        generation=nemorl.GenerationConfig(),
+        data=nemorl.DataConfig(max_total_sequence_length=longest),
+    )
+    told, text = told_of_lengths(lambda: start(config, max_position_embeddings=positions))
+    assert (
+        told[-1]
+        == "generation.max_new_tokens is 16 instead of 256: half of data.max_total_sequence_length"
+        " (32), as it was not given"
+    )
+    assert len(told) == 1 + (positions < longest)
+    assert "max_new_tokens: 16\n" in text and "max_total_sequence_length: 32\n" in text
+    assert max(line["response_length"] for line in RunDirectory(tmp_path).read_metrics()) <= 16
+    again = replace(config, max_num_steps=2, run=replace(config.run, resume=True))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*other settings than before")
+        start(again, max_position_embeddings=positions)
+
+
+def test_where_nothing_is_sampled_nothing_is_said_of_answers(tmp_path: Path):
+    for name, make in (("sft", sft_config), ("dpo", dpo_config)):
+        config = make(
+            tmp_path / name,
+            steps=1,
+            **({"generation": nemorl.GenerationConfig()} if name == "sft" else {}),
+        )
+        assert told_of_lengths(lambda config=config: start(config))[0] == []
+
+
+def test_a_length_that_was_given_stays_or_is_refused(tmp_path: Path):
+    config = grpo_config(
+        tmp_path / "a", steps=1, generation=nemorl.GenerationConfig(max_new_tokens=20)
+    )
+    told, text = told_of_lengths(lambda: start(config))
+    assert told == [] and "max_new_tokens: 20\n" in text
+    config = grpo_config(
+        tmp_path / "b",
+        generation=nemorl.GenerationConfig(max_new_tokens=20),
+        data=nemorl.DataConfig(),
+    )
+    with (
+        pytest.warns(UserWarning, match="is lowered from 2048 to 16"),
+        pytest.raises(ValueError, match=r"generation\.max_new_tokens must be below"),
+    ):
+        start(config, max_position_embeddings=16)
+
+
+def test_a_split_of_a_file_is_refused(saved, tmp_path: Path):
+    config = by_name(grpo_config(tmp_path / "run"), saved)
+    with pytest.raises(ValueError, match="split"):
+        nemorl.run(replace(config, data=replace(config.data, validation_split="test")))
+    with pytest.raises(ValueError, match="split"):
+        nemorl.evaluate(
+            nemorl.EvalConfig(model=saved["model"], data=saved["rows"], split="nonsense")
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda c: replace(c, trainer=replace(c.trainer, backend="dtenser")),
+            "unknown training backend 'dtenser'.*did you mean dtensor",
+        ),
+        (
+            lambda c: replace(c, generation=replace(c.generation, backend="vllmm")),
+            "unknown generation backend 'vllmm'",
+        ),
+        (lambda c: replace(c, reward="exact"), "reward must be one of"),
+        (
+            lambda c: replace(c, data=replace(c.data, train="no/rows.jsonl")),
+            "no file 'no/rows.jsonl'",
+        ),
+        (
+            lambda c: replace(c, data=replace(c.data, train=None)),
+            "data.train must name rows to train on",
+        ),
+        (
+            lambda c: replace(c, data=replace(c.data, prompt_column="question")),
+            "prompt_column .* is 'question', but .*line 1 has",
+        ),
+        (
+            lambda c: replace(c, data=replace(c.data, max_total_sequence_length=7)),
+            "max_length is 3",
+        ),
+        (
+            lambda c: replace(c, model=nemorl.ModelConfig(path="no/model")),
+            "none could be loaded from 'no/model'",
+        ),
+        (
+            lambda c: replace(c, model=nemorl.ModelConfig(path="runs/no/model")),
+            "there is no folder runs/no/model: check the path",
+        ),
+        (
+            lambda c: replace(c, data=replace(c.data, answer_column="prompt_")),
+            "answer_column .* is 'prompt_'",
+        ),
+        (
+            lambda c: replace(c, reward="tests.runtime.start.test_launch:wants_level"),
+            "wants the column 'level', but .*line 1 has only",
+        ),
+        (lambda c: replace(c, model=nemorl.ModelConfig()), "model.path must name a model folder"),
+        (
+            lambda c: replace(c, model=replace(c.model, chat_template="no/template.jinja")),
+            "model.chat_template must be a Jinja template, a file",
+        ),
+    ],
+)
+def test_refused_before_anything_is_trained(change, message, saved, tmp_path: Path):
+    with pytest.raises(ValueError, match=message):
+        nemorl.run(change(by_name(grpo_config(tmp_path / "run"), saved)))
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_folder_with_a_run_is_not_overwritten(saved, tmp_path: Path):
+    config = by_name(sft_config(tmp_path / "run", steps=1), saved)
+    nemorl.run(config)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match="already holds one"):
+        nemorl.run(config)
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+
+
+def test_a_finished_run_can_be_resumed_and_lengthened(saved, tmp_path: Path):
+    config = by_name(sft_config(tmp_path / "run", steps=2), saved)
+    nemorl.run(config)
+    again = nemorl.run(replace(config, run=replace(config.run, resume=True)))
+    assert [line["step"] for line in again.history if line["phase"] == "train"] == [1, 2]
+    longer = nemorl.run(replace(config, run=replace(config.run, resume=True), max_num_steps=3))
+    assert [line["step"] for line in longer.history if line["phase"] == "train"] == [1, 2, 3]
+
+
+def test_the_resolved_config_starts_the_same_run(saved, tmp_path: Path):
+    config = by_name(grpo_config(tmp_path / "run", steps=1), saved)
+    nemorl.run(config)
+    assert nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml") == config
+
+
+@pytest.mark.parametrize("name", ["step", "model"])
+def test_a_backend_of_ones_own_that_lacks_an_attribute(name, tmp_path: Path, monkeypatch):
+    class Mine(DTensorBackend):
+        def setup(self, config) -> None:
+            super().setup(config)
+            if name == "step":
+                del self.step
+            else:
+                self.hidden = True
+
+        def __getattribute__(self, key):
+            if key == "model" and "hidden" in vars(self):
+                raise AttributeError(key)
+            return super().__getattribute__(key)
+
+    monkeypatch.setitem(TRAINING_BACKENDS, "mine", Mine)
+    config = sft_config(tmp_path, trainer=nemorl.TrainerConfig(device="cpu", backend="mine"))
+    with pytest.raises(
+        ValueError,
+        match=(
+            "trainer.backend must be one with the attributes model and step .* it is 'mine': Mine"
+            f" has no {name};"
+        ),
+    ):
+        start(config)
+
+
+def test_data_that_changed_over_a_resume_are_said(tmp_path: Path):
+    """More rows, rows of other lengths in as great a number, and a validation set that wasn't
+    there; the same data say nothing.
+    """
+    rows = addition_rows(40)
+    said = []
+    for steps, train, validation in (
+        (1, rows, None),
+        (2, rows, None),
+        (3, addition_rows(77), None),
+        (4, [{**rows[0], "response": "12"}] * 77, rows),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            start(
+                sft_config(tmp_path, steps=steps, run={"resume": steps > 1}),
+                rows=train,
+                validation=validation,
+            )
+        said.append(
+            [
+                str(w.message).partition("before: ")[2]
+                for w in caught
+                if "other data than before" in str(w.message)
+            ]
+        )
+    assert said[:2] == [[], []]
+    assert [re.sub(r" \(hash \w+\)", "", text) for text in said[2]] == [
+        "train is 77 sequences of 464 tokens in all, was 40 sequences of 241 tokens in all"
+    ]
+    assert [text.partition(" ")[0] for text in said[3]] == ["train", "validation"] and said[3][
+        1
+    ].endswith("was none")
+
+
+def test_final_metrics_are_of_the_last_step_alone():
+    """Not every step has every metric."""
+    lines = [
+        {"step": 1, "phase": "train", "time": 1.0, "loss": 2.0, "rare": 9.0},
+        {"step": 1, "phase": "validation", "loss": 4.0, "rare": 8.0},
+        {"step": 2, "phase": "validation", "loss": 3.0},
+        {"step": 3, "phase": "train", "loss": 1.0},
+    ]
+    assert final_metrics(lines) == {"loss": 1.0, "val_loss": 3.0}
+    assert final_metrics([]) == {}
+
+
+def test_a_folder_that_was_claimed_for_nothing_is_given_back(
+    saved, tmp_path: Path, monkeypatch, capsys
+):
+    """On the command line the folder is claimed first, so that every message can name it."""
+    monkeypatch.chdir(tmp_path)
+    assert (
+        nemorl.main(["sft", "--model.path", saved["model"], "--data.train", "no/rows.jsonl"]) == 2
+    )
+    assert "no/rows.jsonl" in capsys.readouterr().err
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_an_export_never_replaces_a_model_of_the_users(saved, tmp_path: Path):
+    nemorl.run(by_name(sft_config(tmp_path / "run", steps=1), saved))
+    with pytest.raises(ValueError, match="output must be a new folder or an earlier export"):
+        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=saved["model"]))
+    output = nemorl.export(
+        nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "out"))
+    )
+    (output / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"holds other things \(notes\.txt\)"):
+        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(output)))
+    assert (output / "notes.txt").exists()
+
+
+def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
+    """Paths are noted as settings; a reward without a name is noted too, so that a resume from a
+    shell doesn't take another one.
+    """
+    config = grpo_config(tmp_path / "run", steps=1, model=nemorl.ModelConfig(path=saved["model"]))
+    nemorl.run(config, train=Path(saved["rows"]), reward=[digits, "contains_answer"])
+    kept = nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml")
+    assert (kept.data.train, kept.reward) == (
+        saved["rows"],
+        "given in Python (digits, contains_answer)",
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"reward must be one of .* but it is 'given in Python \(digits, contains_answer\)'",
+    ):
+        nemorl.run(replace(kept, run=replace(kept.run, resume=True), max_num_steps=2))
+    nemorl.run(
+        replace(config, run=replace(config.run, resume=True), max_num_steps=2),
+        train=saved["rows"],
+        reward=[digits, "contains_answer"],
+    )
+    named = nemorl.run(
+        replace(config, run=replace(config.run, dir=str(tmp_path / "named"))),
+        train=[saved["rows"]],
+        reward="contains_answer",
+    )
+    kept = nemorl.load_config(nemorl.GRPOConfig, named.paths.config)
+    assert (kept.data.train, kept.reward) == ((saved["rows"],), "contains_answer")
+
+
+def test_rows_longer_than_the_model_has_positions(saved, tmp_path: Path):
+    """They are refused by file and line before the model is loaded, not in the midst of the run."""
+    rows = [*addition_rows(5), {"prompt": "1+" * 150 + "1=", "answer": "1", "response": "1"}]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    model = nemorl.ModelConfig(path=saved["model"])
+    for make in (grpo_config, sft_config):
+        config = make(
+            tmp_path / make.__name__,
+            steps=1,
+            model=model,
+            data=nemorl.DataConfig(train=str(tmp_path / "long.jsonl")),
+        )
+        with (
+            pytest.raises(ValueError, match=r"long\.jsonl, line 6"),
+            pytest.warns(match="lowered from 2048 to 256"),
+        ):
+            nemorl.run(replace(config, reward="contains_answer"))

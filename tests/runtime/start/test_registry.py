@@ -1,0 +1,154 @@
+"""Algorithms and backends by name, and those that others add."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+import nemorl
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.start import registry
+from nemorl.runtime.start.registry import (
+    GENERATION_BACKENDS,
+    TRAINING_BACKENDS,
+    get_generation_backend,
+    get_training_backend,
+)
+
+OURS = [
+    target
+    for target in (*TRAINING_BACKENDS.values(), *GENERATION_BACKENDS.values())
+    if isinstance(target, str)
+]
+"""Other tests may have registered classes of theirs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MyConfig(nemorl.BaseConfig):
+    """An algorithm of one's own."""
+
+
+def prepare(config: MyConfig, inputs: nemorl.Inputs) -> nemorl.Job:
+    raise NotImplementedError
+
+
+@pytest.fixture(autouse=True)
+def only_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a test registers is gone after it."""
+    for name in ("ALGORITHMS", "TRAINING_BACKENDS", "GENERATION_BACKENDS"):
+        monkeypatch.setattr(registry, name, dict(getattr(registry, name)))
+    yield
+
+
+def test_unknown_names_list_the_valid_ones() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"unknown training backend 'dtenosr'; did you mean dtensor\? Valid names: dtensor",
+    ):
+        get_training_backend("dtenosr")
+    with pytest.raises(ValueError, match=r"unknown generation backend 'warp'\. Valid names: torch"):
+        get_generation_backend("warp")
+
+
+@pytest.mark.parametrize("target", OURS)
+def test_each_name_leads_to_a_module(target: str) -> None:
+    module, _, attribute = target.partition(":")
+    assert importlib.util.find_spec(module) is not None and attribute.endswith("Backend")
+
+
+def test_classes_are_returned() -> None:
+    assert get_training_backend("dtensor").__name__ == "DTensorBackend"
+    assert get_generation_backend("torch").__name__ == "TorchGenerationBackend"
+    assert "nemorl.rollout.torch_backend" in sys.modules
+
+
+def test_what_is_registered_is_found() -> None:
+    class Training(DTensorBackend):
+        pass
+
+    class Generation(TorchGenerationBackend):
+        pass
+
+    assert (
+        nemorl.register_training_backend("mine")(Training)
+        is Training
+        is get_training_backend("mine")
+    )
+    assert (
+        nemorl.register_generation_backend("mine")(Generation)
+        is Generation
+        is get_generation_backend("mine")
+    )
+    assert nemorl.register_algorithm("mine", config=MyConfig)(prepare) is prepare
+    assert nemorl.get_algorithm("mine").prepare is prepare
+    assert registry.algorithm_of(MyConfig()) == "mine"
+
+
+def test_a_backend_without_a_method_is_refused_when_it_registers() -> None:
+    class Half:
+        def setup(self, config): ...
+
+        def generate(self, prompts, sampling_params): ...
+
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"must have the methods setup, .*, but 'half' has no update_weights, sleep, wake,"
+            r" metrics, shutdown: add"
+        ),
+    ):
+        nemorl.register_generation_backend("half")(Half)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"a training backend must have the methods setup, train_step, .* but 'half' has no"
+            r" train_step"
+        ),
+    ):
+        nemorl.register_training_backend("half")(Half)
+    assert "half" not in {**registry.GENERATION_BACKENDS, **registry.TRAINING_BACKENDS}
+
+
+def test_names_are_taken_once() -> None:
+    class Other(TorchGenerationBackend):
+        pass
+
+    with pytest.raises(
+        ValueError, match="the generation backend 'torch' is there already: choose another name"
+    ):
+        nemorl.register_generation_backend("torch")(Other)
+    nemorl.register_generation_backend("other")(Other)
+    nemorl.register_generation_backend("other")(Other)  # a module that is loaded again
+    with pytest.raises(ValueError, match="the algorithm 'grpo' is there already"):
+        nemorl.register_algorithm("grpo", config=MyConfig)(prepare)
+    with pytest.raises(
+        ValueError,
+        match="config must belong to one algorithm, but GRPOConfig is that of 'grpo' already",
+    ):
+        nemorl.register_algorithm("mine", config=nemorl.GRPOConfig)
+    with pytest.raises(
+        ValueError, match="the name of a training backend must be a word, but it is 'my backend'"
+    ):
+        nemorl.register_training_backend("my backend")
+
+
+def test_a_config_must_be_one_of_ours() -> None:
+    class NoDataclass(nemorl.BaseConfig):
+        pass
+
+    with pytest.raises(
+        ValueError,
+        match=r"config must be a dataclass derived from nemorl.BaseConfig, but it is .*NoDataclass",
+    ):
+        nemorl.register_algorithm("mine", config=NoDataclass)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"config must be of a known algorithm \(.*GRPOConfig.*\), but it is a MyConfig:"
+            r" .*register_algorithm"
+        ),
+    ):
+        registry.algorithm_of(MyConfig())

@@ -1,0 +1,594 @@
+"""What a run keeps when something goes wrong in its midst, and that it goes on from there with the
+numbers that it would have had.
+"""
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import nemorl
+from nemorl.runtime.algorithms import sft
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.run.directory import RunDirectory
+from tests.runtime.runs import TIMES, addition_rows, digits, grpo_config, sft_config, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+class FailsOnce:
+    """A reward that raises when it has been asked `after` times; then it works."""
+
+    def __init__(self, after: int, error: BaseException | None = None) -> None:
+        self.left, self.error = after, error or RuntimeError("the judge is out")
+
+    def __call__(self, prompt: str, response: str) -> float:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return digits(prompt, response)
+
+
+class At(Callback):
+    """Does something in a hook of a step."""
+
+    def __init__(self, hook: str, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+        setattr(self, hook, self.act)
+
+    def act(self, trainer, step, *_):
+        if step == self.step:
+            self.action()
+
+
+def fails(error: BaseException | None = None) -> Any:
+    def action():
+        raise error or RuntimeError("a mishap")
+
+    return action
+
+
+def outcome(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Metrics but for times and their order, and the newest checkpoint's tensors."""
+    lines = RunDirectory(folder).read_metrics()
+    metrics = {
+        (line["step"], line["phase"]): {
+            name: value for name, value in line.items() if name not in TIMES
+        }
+        for line in lines
+    }
+    assert len(metrics) == len(lines)
+    return metrics, load_file(checkpoint.latest(folder) / "trainer" / "model.safetensors")
+
+
+def assert_same(a: Path, b: Path) -> None:
+    (metrics, tensors), (other_metrics, other_tensors) = outcome(a), outcome(b)
+    assert metrics == other_metrics
+    assert all(
+        torch.equal(tensors[name], other_tensors[name])
+        for name in tensors.keys() | other_tensors.keys()
+    )
+
+
+def resumed(config: Any) -> Any:
+    return replace(config, run=replace(config.run, resume=True))
+
+
+def steps_of(folder: Path) -> list[int]:
+    return list(checkpoint.present(folder))
+
+
+PER_STEP = 24
+OPTIONS: dict[str, Any] = {"save_period": 0, "val_period": 2}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (RuntimeError("the judge is out"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (None, RuntimeError),
+    ],
+)
+def test_a_reward_that_raises_costs_no_step(tmp_path: Path, error, kind):
+    """In the rollout of step 3; in step 4 the run is as if nothing had happened."""
+    start(grpo_config(tmp_path / "straight", run=OPTIONS), validation=addition_rows(8))
+    config = grpo_config(tmp_path / "run", run=OPTIONS)
+    with pytest.raises(kind) as caught:
+        start(config, validation=addition_rows(8), reward=FailsOnce(2 * PER_STEP + 8 + 5, error))
+    assert steps_of(tmp_path / "run") == [2]
+    assert (
+        f"has a checkpoint of step 2: go on from there with --run.dir {tmp_path / 'run'}"
+        " --run.resume" in "".join(caught.value.__notes__)
+    )
+    start(resumed(config), validation=addition_rows(8))
+    assert_same(tmp_path / "straight", tmp_path / "run")
+
+
+def test_dropout_of_a_failed_step_is_drawn_again(tmp_path: Path):
+    """The random state in the checkpoint is that of the end of the last whole step, though the
+    failed one had drawn from it.
+    """
+    options = {"attention_dropout": 0.3, "rows": addition_rows()}
+    start(sft_config(tmp_path / "straight", run=OPTIONS), **options)
+    config = sft_config(tmp_path / "run", run=OPTIONS)
+    with pytest.raises(RuntimeError, match="a mishap"):
+        start(
+            config,
+            callbacks=[At("on_step_begin", 3, lambda: (torch.rand(7), fails()()))],
+            **options,
+        )
+    start(resumed(config), **options)
+    assert_same(tmp_path / "straight", tmp_path / "run")
+
+
+def test_a_validation_that_raises_costs_no_step_and_is_done_again(tmp_path: Path):
+    start(grpo_config(tmp_path / "straight", run=OPTIONS), validation=addition_rows(8))
+    config = grpo_config(tmp_path / "run", run=OPTIONS)
+    with pytest.raises(RuntimeError, match="the judge is out"):
+        start(config, validation=addition_rows(8), reward=FailsOnce(2 * PER_STEP + 5))
+    assert steps_of(tmp_path / "run") == [2]
+    assert [line["step"] for line in RunDirectory(tmp_path / "run").read_metrics()] == [1, 2]
+    start(resumed(config), validation=addition_rows(8))
+    assert_same(tmp_path / "straight", tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("hook", "saved"),
+    [("on_step_end", 3), ("on_step_begin", 2), ("on_validation_end", 4), ("on_epoch_end", 3)],
+)
+def test_a_callback_that_raises_costs_no_step(tmp_path: Path, hook, saved):
+    with pytest.raises(RuntimeError, match="a mishap"):
+        start(
+            sft_config(tmp_path, run=OPTIONS, train_global_batch_size=20),
+            validation=addition_rows(8),
+            callbacks=[At(hook, {"on_validation_end": 4, "on_epoch_end": 1}.get(hook, 3), fails())],
+        )
+    found = steps_of(tmp_path)
+    assert found == ([4] if hook == "on_epoch_end" else [saved])
+
+
+def test_a_loss_that_is_not_a_number_leaves_the_weights(tmp_path: Path, monkeypatch):
+    def broken(output, batch):
+        result = plain(output, batch)
+        calls.append(1)
+        return replace(result, loss=result.loss * (float("nan") if len(calls) == 3 else 1.0))
+
+    calls: list[int] = []
+    plain = sft.loss_fn
+    monkeypatch.setattr(sft, "loss_fn", broken)
+    config = sft_config(tmp_path / "run", run={"save_period": 0})
+    with pytest.raises(
+        FloatingPointError,
+        match=(
+            r"the loss of optimizer step 3 must be finite, but it is nan: the weights were left as"
+            r" they are"
+        ),
+    ):
+        start(config)
+    assert steps_of(tmp_path / "run") == [2]
+    start(sft_config(tmp_path / "straight", run={"save_period": 0}))
+    start(resumed(config))
+    assert_same(tmp_path / "straight", tmp_path / "run")
+
+
+def test_an_error_after_half_of_the_updates_of_a_step_goes_back_to_the_last_checkpoint(
+    tmp_path: Path, monkeypatch
+):
+    """Two updates a step: the weights after the first one belong to no step."""
+    from nemorl.parallel.dtensor import backend
+
+    calls: list[int] = []
+    check = backend.require_finite
+
+    def broken(loss, grad_norm, *, step):
+        calls.append(1)
+        check(loss * (float("inf") if len(calls) == 6 else 1.0), grad_norm, step=step)
+
+    monkeypatch.setattr(backend, "require_finite", broken)
+    config = grpo_config(tmp_path, run={"save_period": 1}, train_global_batch_size=12)
+    with pytest.raises(FloatingPointError) as caught:
+        start(config)
+    assert steps_of(tmp_path) == [1, 2]
+    expected = (
+        f"the update of step 3 had begun, so the weights of step 2 are gone; {tmp_path} has a"
+        " checkpoint of step 2: go on"
+    )
+    assert expected in caught.value.__notes__[0]
+
+
+def test_an_error_inside_the_optimizer_is_no_whole_step(tmp_path: Path, monkeypatch):
+    step, calls = torch.optim.AdamW.step, []
+
+    def broken(self, *args, **kwargs):
+        calls.append(1)
+        step(self, *args, **kwargs)
+        if len(calls) == 2:
+            raise MemoryError("in the midst of it")
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", broken)
+    with pytest.raises(MemoryError) as caught:
+        start(sft_config(tmp_path, run={"save_period": 0}))
+    assert steps_of(tmp_path) == []
+    assert (
+        "the update of step 2 had begun, so the weights of step 1 are gone; there is no checkpoint"
+        in caught.value.__notes__[0]
+    )
+
+
+def test_metrics_that_cannot_be_written_are_a_warning(tmp_path: Path, monkeypatch):
+    def full(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        start(sft_config(tmp_path))
+    assert steps_of(tmp_path) == [4]
+
+
+def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Path, monkeypatch):
+    from nemorl.parallel.dtensor.backend import DTensorBackend
+
+    save = DTensorBackend.save_checkpoint
+
+    def full(self, path):
+        if self.step == 2:
+            raise OSError(28, "No space left on device")
+        save(self, path)
+
+    monkeypatch.setattr(DTensorBackend, "save_checkpoint", full)
+    with pytest.raises(
+        checkpoint.CheckpointError,
+        match=r"step_2 could not be written .*No space left on device.*GB are free there",
+    ) as caught:
+        start(sft_config(tmp_path, run={"save_period": 1}))
+    assert steps_of(tmp_path) == [1]
+    assert "has a checkpoint of step 1: go on from there" in caught.value.__notes__[0]
+
+
+def test_interrupting_the_command_line(tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(
+        cli,
+        "_train",
+        lambda config: start(
+            grpo_config(tmp_path / "run"), reward=FailsOnce(60, KeyboardInterrupt())
+        ),
+    )
+    assert (
+        cli.main(
+            ["grpo", "--model.path", "m", "--data.train", "d", "--run.dir", str(tmp_path / "run")]
+        )
+        == 130
+    )
+    assert (
+        "interrupted; go on from the last checkpoint with: nemorl grpo --run.dir"
+        f" {tmp_path / 'run'} --run.resume" in capsys.readouterr().err
+    )
+    assert steps_of(tmp_path / "run") == [2]
+
+
+SIGTERM_SCRIPT = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.run.callbacks import Callback
+from tests.runtime.runs import sft_config, start
+
+def stop():
+    os.kill(os.getpid(), signal.Signals[sys.argv[3]])
+
+class Stop(Callback):
+    def on_step_begin(self, trainer, step):
+        if step == 3 and sys.argv[2] == "begin":
+            stop()
+
+    def on_step_end(self, trainer, step, metrics):
+        if step == 3 and sys.argv[2] == "end":
+            stop()
+
+plain, calls = torch.optim.AdamW.step, []
+
+def update(self, *args, **kwargs):
+    calls.append(1)
+    if len(calls) == 3 and sys.argv[2] == "update":
+        stop()
+    return plain(self, *args, **kwargs)
+
+torch.optim.AdamW.step = update
+cli._train = lambda config: start(sft_config(Path(config.run.dir), run={"save_period": 0}), callbacks=[Stop()])
+sys.exit(cli.main(["sft", "--model.path", "m", "--data.train", "d", "--run.dir", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "saved"),
+    [
+        ("begin", "SIGTERM", 2),
+        ("update", "SIGTERM", 3),
+        ("end", "SIGTERM", 3),
+        ("update", "SIGINT", 3),
+    ],
+)
+def test_a_signal_saves_the_last_step(forked: Path, tmp_path: Path, place, name, saved):
+    """As a scheduler sends it before it takes the machine away; wherever it comes, no step is lost,
+    and every step that is saved is on record.
+    """
+    folder = tmp_path / "run"
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[3]),
+    }
+    (tmp_path / "script.py").write_text(SIGTERM_SCRIPT)
+    command = [forked / "python", str(tmp_path / "script.py"), str(folder), place, name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 128 + signal.Signals[name], done.stderr
+    word = {"SIGTERM": "terminated", "SIGINT": "interrupted"}[name]
+    assert (
+        f"{word}; go on from the last checkpoint with: nemorl sft --run.dir {folder} --run.resume"
+        in done.stderr
+    )
+    assert steps_of(folder) == [saved]
+    assert [line["step"] for line in RunDirectory(folder).read_metrics()] == list(
+        range(1, saved + 1)
+    )
+    assert not (folder / ".lock").exists()
+
+
+class Epochs(Callback):
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_epoch_begin(self, trainer, epoch):
+        self.told.append(f"begin {epoch}")
+
+    def on_epoch_end(self, trainer, epoch, metrics):
+        self.told.append(f"end {epoch}")
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "expected"),
+    [
+        (5, 1, "begin 0"),
+        (5, 2, "begin 0, end 0"),
+        (5, 3, "begin 0, end 0, begin 1"),
+        (25, 2, "begin 0, end 0, begin 1, end 1, begin 2, end 2, begin 3, end 3, begin 4, end 4"),
+        (15, 2, "begin 0, end 0, begin 1, end 1, begin 2, end 2"),
+    ],
+)
+def test_every_epoch_is_told_in_its_turn(tmp_path: Path, batch, steps, expected):
+    epochs = Epochs()
+    start(
+        sft_config(tmp_path, steps=steps, train_global_batch_size=batch),
+        rows=addition_rows(10),
+        callbacks=[epochs],
+    )
+    assert ", ".join(epochs.told) == expected
+
+
+def test_a_run_that_is_over_begins_no_epoch(tmp_path: Path):
+    config, epochs = sft_config(tmp_path, steps=2, train_global_batch_size=5), Epochs()
+    start(config, rows=addition_rows(10))
+    with pytest.warns(UserWarning, match="nothing to do"):
+        start(resumed(config), rows=addition_rows(10), callbacks=[epochs])
+    assert epochs.told == []
+
+
+BEST: dict[str, Any] = {
+    "save_period": 2,
+    "val_period": 3,
+    "metric": "val_loss",
+    "keep_checkpoints": 1,
+}
+
+
+def test_the_validation_at_an_early_end_is_ranked_and_kept(tmp_path: Path):
+    """Step 4 is saved before the run's last validation, which no period had foreseen."""
+
+    def stop():
+        raise nemorl.StopTraining
+
+    config = sft_config(tmp_path, steps=8, run=BEST)
+    result = start(config, validation=addition_rows(8), callbacks=[At("on_step_end", 4, stop)])
+    losses = {
+        line["step"]: line["loss"] for line in result.history if line["phase"] == "validation"
+    }
+    assert sorted(losses) == [3, 4] and losses[4] < losses[3]
+    assert checkpoint.best(tmp_path).name == "step_4"
+    metrics = json.loads((tmp_path / "checkpoints" / "step_4" / "metrics.json").read_text())
+    assert metrics["val_loss"] == losses[4] and "loss" in metrics
+    checkpoint.verify(checkpoint.best(tmp_path))
+
+
+def test_a_validation_that_failed_and_is_made_up_for_is_ranked(tmp_path: Path, monkeypatch):
+    validation_loss, calls = sft.validation_loss, []
+
+    def flaky(*args, **keywords):
+        calls.append(1)
+        if len(calls) == 1:
+            raise RuntimeError("the judge is out")
+        return validation_loss(*args, **keywords)
+
+    monkeypatch.setattr(sft, "validation_loss", flaky)
+    rules = {
+        **BEST,
+        "save_period": 0,
+        "val_period": 2,
+        "higher_is_better": True,
+    }  # the loss falls, so the first is the best
+    config, rows = (
+        sft_config(tmp_path, steps=6, run=rules),
+        [{"prompt": row["prompt"], "response": row["response"]} for row in addition_rows(8)],
+    )
+    with pytest.raises(RuntimeError, match="the judge is out"):
+        start(config, validation=rows)
+    start(resumed(config), validation=rows)
+    assert checkpoint.best(tmp_path).name == "step_2"
+    assert steps_of(tmp_path) == [2, 6]
+
+
+def test_a_step_at_whose_end_a_callback_failed_is_ranked_by_its_metrics(tmp_path: Path):
+    rules = {"save_period": 1, "metric": "loss", "higher_is_better": True, "keep_checkpoints": 4}
+    with pytest.raises(RuntimeError, match="a mishap"):
+        start(sft_config(tmp_path, run=rules), callbacks=[At("on_step_end", 1, fails())])
+    assert "loss" in checkpoint.metrics_by_step(tmp_path)[1]
+
+
+def test_metrics_of_a_step_are_on_record_though_an_earlier_callback_fails(
+    tmp_path: Path, monkeypatch
+):
+    from nemorl.runtime.watch.log import RunLog
+
+    monkeypatch.setattr(RunLog, "on_step_end", At("on_step_end", 3, fails()).act)
+    with pytest.raises(RuntimeError, match="a mishap"):
+        start(sft_config(tmp_path, run={"save_period": 0}))
+    assert steps_of(tmp_path) == [3]
+    assert [line["step"] for line in RunDirectory(tmp_path).read_metrics()] == [1, 2, 3]
+
+
+def test_a_run_that_has_learned_enough_ends_and_stays_ended(tmp_path: Path):
+    config = sft_config(tmp_path, steps=50, run={"stop_when": "loss < 3.0", "val_period": 40})
+    result = start(config, validation=addition_rows(8))
+    last = max(line["step"] for line in result.history)
+    losses = [line["loss"] for line in result.history if line["phase"] == "train"]
+    assert last < 50 and losses[-1] < 3.0 <= min(losses[:-1])
+    assert [line["step"] for line in result.history if line["phase"] == "validation"] == [last], (
+        "validated at its end like any other"
+    )
+    assert steps_of(tmp_path) == [last]
+    again = start(resumed(config), validation=addition_rows(8))
+    assert again.history == result.history
+
+
+def test_a_run_ends_on_a_metric_of_the_validation(tmp_path: Path):
+    result = start(
+        sft_config(tmp_path, steps=30, run={"stop_when": "val_loss < 2.2", "val_period": 2}),
+        validation=addition_rows(8),
+    )
+    losses = {
+        line["step"]: line["loss"] for line in result.history if line["phase"] == "validation"
+    }
+    last = max(line["step"] for line in result.history)
+    assert last == max(losses) < 30 and losses[last] < 2.2 <= min(
+        value for step, value in losses.items() if step != last
+    )
+
+
+def test_the_best_checkpoint_is_kept_and_exported(tmp_path: Path):
+    """The one with the lowest reward, which is early in a run that learns, and not at a step of the
+    period.
+    """
+    from transformers import AutoModelForCausalLM
+
+    rules = {"metric": "val_reward", "higher_is_better": False, "keep_checkpoints": 1}
+    result = start(
+        grpo_config(tmp_path / "run", run={"save_period": 2, "val_period": 1, **rules}),
+        validation=addition_rows(8),
+    )
+    rewards = {
+        line["step"]: line["reward"] for line in result.history if line["phase"] == "validation"
+    }
+    best = min(rewards, key=lambda step: rewards[step])
+    assert best == 1 and steps_of(tmp_path / "run") == [1, 4]
+    assert checkpoint.best(tmp_path / "run").name == f"step_{best}"
+    folder = nemorl.export(
+        nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "out"), step="best")
+    )
+    exported = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    saved = load_file(
+        tmp_path / "run" / "checkpoints" / f"step_{best}" / "trainer" / "model.safetensors"
+    )
+    assert all(
+        torch.equal(exported[name], tensor) for name, tensor in saved.items() if name in exported
+    )
+
+
+def test_settings_that_cannot_be_read_are_no_reason_not_to_go_on(tmp_path: Path):
+    config = sft_config(tmp_path, steps=1)
+    start(config)
+    (tmp_path / "config.yaml").write_text("no: setting of ours\n")
+    with pytest.warns(
+        UserWarning,
+        match=r"can't be compared with the present ones: .*config\.yaml, line 1: unknown key no",
+    ):
+        start(replace(resumed(config), max_num_steps=2))
+    assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "config.yaml") == replace(
+        config, max_num_steps=2
+    )
+
+
+def test_a_resume_without_a_whole_checkpoint_destroys_nothing(tmp_path: Path):
+    config = sft_config(tmp_path, steps=1)
+    start(config)
+    (tmp_path / "checkpoints" / "step_1" / "state.json").write_text("?")
+    before = {
+        path: path.read_bytes()
+        for path in tmp_path.rglob("*")
+        if path.is_file() and path.name not in ("log.jsonl", "run.json")
+    }
+    with (
+        pytest.raises(checkpoint.CheckpointError, match="put one back"),
+        pytest.warns(UserWarning, match="step_1 is not used"),
+    ):
+        start(resumed(config))
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_the_tokenizer_of_a_run_is_not_changed_by_a_resume_that_is_refused(tmp_path: Path):
+    config = sft_config(tmp_path, steps=1)
+    start(config)
+    before = (tmp_path / "tokenizer" / "tokenizer_config.json").read_text()
+    other = replace(
+        resumed(config),
+        model=nemorl.ModelConfig(chat_template="{{ messages }}"),
+        run=replace(resumed(config).run, seed=3),
+    )
+    with pytest.raises(ValueError, match=r"run\.seed must stay"):
+        start(other)
+    assert (tmp_path / "tokenizer" / "tokenizer_config.json").read_text() == before
+    assert not list((tmp_path / "tokenizer").glob("*.jinja"))
+
+
+def test_checkpoints_hold_the_metrics_of_their_step(tmp_path: Path):
+    start(
+        sft_config(tmp_path, steps=2, run={"save_period": 1, "val_period": 2}),
+        validation=addition_rows(4),
+    )
+    found = [
+        json.loads((tmp_path / "checkpoints" / f"step_{step}" / "metrics.json").read_text())
+        for step in (1, 2)
+    ]
+    assert ["val_loss" in metrics for metrics in found] == [False, True]
+    assert found[1]["loss"] == RunDirectory(tmp_path).read_metrics()[-1]["loss"]
+
+
+@pytest.mark.parametrize("make", [grpo_config, sft_config])
+def test_a_tokenizer_needs_no_token_to_pad_with(tmp_path: Path, make):
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = None
+    reward = digits if make is grpo_config else None
+    config = make(tmp_path / "run", steps=2, run={"save_period": 0})
+    found = nemorl.run(
+        config,
+        model=tiny_model(scale=2.0),
+        tokenizer=tokenizer,
+        train=addition_rows(),
+        validation=addition_rows(8),
+        reward=reward,
+    )
+    expected = start(
+        make(tmp_path / "padded", steps=2, run={"save_period": 0}), validation=addition_rows(8)
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(found.model.parameters(), expected.model.parameters(), strict=True)
+    )

@@ -1,0 +1,192 @@
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+
+import nemorl
+from nemorl.runtime.run.callbacks import closing, notify
+from nemorl.runtime.run.directory import RunDirectory, read_lines
+from nemorl.runtime.start import registry
+from nemorl.runtime.watch.loggers import base
+from nemorl.runtime.watch.loggers.base import chosen_loggers
+from nemorl.runtime.watch.loggers.jsonl import JsonlLogger
+from tests.runtime.runs import grpo_config, start
+from tests.runtime.tiny import recorder, tiny_run
+
+
+class Memory:
+    """A logger that keeps what it is told, and fails where it is told to."""
+
+    def __init__(self, run, fail_from: int | None = None):
+        self.run, self.fail_from = run, fail_from
+        self.heard: list[tuple] = []
+
+    def log(self, phase, step, metrics):
+        if self.fail_from is not None and step >= self.fail_from:
+            raise OSError("no space left")
+        self.heard.append((phase, step, dict(metrics)))
+
+    def log_samples(self, step, samples):
+        self.heard.append(("samples", step, len(samples)))
+
+    def close(self, *, finished):
+        self.heard.append(("close", finished))
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", "")
+
+
+def walk(callback, steps, *, end: bool = True) -> None:
+    """A run that does nothing but notify."""
+    notify([callback], "on_train_begin", tiny_run(step=steps.start - 1))
+    for step in steps:
+        notify(
+            [callback],
+            "on_samples",
+            tiny_run(step=step),
+            step,
+            [{"prompt": str(index)} for index in range(12)],
+        )
+        notify([callback], "on_step_end", tiny_run(step=step), step, {"loss": 1 / step})
+        notify([callback], "on_validation_end", tiny_run(step=step), step, {"loss": 2 / step})
+    if end:
+        notify([callback], "on_train_end", tiny_run(step=steps.stop - 1), {})
+
+
+def test_every_logger_hears_everything_and_how_it_ended(directory):
+    made: list[Memory] = []
+    callback = recorder(directory, memory=lambda run: made.append(Memory(run)) or made[-1])
+    for first, end in ((1, True), (4, False)):
+        with closing([callback]):
+            walk(callback, range(first, first + 2), end=end)
+    whole, broken = made
+    assert whole.heard == [
+        ("samples", 1, 8), ("train", 1, {"loss": 1.0}), ("validation", 1, {"loss": 2.0}),
+        ("samples", 2, 8), ("train", 2, {"loss": 0.5}), ("validation", 2, {"loss": 1.0}),
+        ("close", True),
+    ]  # fmt: skip
+    assert broken.heard[-1] == ("close", False), "a run that did not come to its end"
+    assert (whole.run.first_step, broken.run.first_step) == (
+        0,
+        3,
+    ), "a logger knows where a resumed run begins"
+
+
+def test_metrics_and_samples_are_written(directory):
+    walk(recorder(directory), range(1, 3))
+    assert [(line["step"], line["phase"]) for line in directory.read_metrics()] == [
+        (step, phase) for step in (1, 2) for phase in ("train", "validation")
+    ]
+    assert read_lines(directory.samples / "step_2.jsonl") == [
+        {"prompt": str(index)} for index in range(8)
+    ]
+
+
+def test_no_samples_no_file(directory):
+    callback = recorder(directory)
+    notify([callback], "on_train_begin", tiny_run())
+    notify([callback], "on_samples", tiny_run(step=1), 1, [])
+    assert not directory.samples.exists()
+
+
+def test_a_logger_that_fails_loses_its_own_records_only(directory):
+    made: list[Memory] = []
+    callback = recorder(
+        directory, memory=lambda run: made.append(Memory(run, fail_from=2)) or made[-1]
+    )
+    with pytest.warns(UserWarning) as caught, closing([callback]):
+        walk(callback, range(1, 5))
+    messages = [str(warning.message) for warning in caught]
+    assert (
+        len(messages) == 2
+        and "memory failed, and the run goes on" in messages[0]
+        and "no space left" in messages[0]
+    )
+    assert "memory has missed 6 records" in messages[1]
+    assert len(directory.read_metrics()) == 8
+    assert made[0].heard[-1] == ("close", True)
+
+
+def test_a_logger_that_can_not_begin_ends_the_run_before_its_first_step(directory):
+    made: list[Memory] = []
+
+    def broken(run):
+        raise ValueError("log in first")
+
+    callback = recorder(
+        directory, memory=lambda run: made.append(Memory(run)) or made[-1], broken=broken
+    )
+    with pytest.raises(ValueError, match="log in first"), closing([callback]):
+        walk(callback, range(1, 3))
+    assert made[0].heard == [("close", False)], "what was opened is closed"
+
+
+def test_chosen_loggers(monkeypatch):
+    assert list(chosen_loggers(None)) == ["jsonl", "tensorboard"]
+    assert list(chosen_loggers(())) == ["jsonl"]
+    assert chosen_loggers(("mlflow", "wandb"))["jsonl"] is JsonlLogger
+    monkeypatch.setattr(base, "installed", lambda package: False)
+    assert list(chosen_loggers(None)) == ["jsonl"]
+    for name in ("tensorboard", "wandb", "mlflow"):
+        with pytest.raises(
+            ValueError,
+            match=rf"run\.loggers can't name {name}, because.*pip install 'nemorl\[loggers\]'",
+        ):
+            chosen_loggers((name,))
+
+
+def test_names_that_can_not_be():
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"unknown logger 'tensorbord'; did you mean tensorboard\? Valid names: tensorboard,"
+            r" wandb, mlflow"
+        ),
+    ):
+        chosen_loggers(("tensorbord",))
+    with pytest.raises(ValueError, match=r"run\.loggers must name each logger once"):
+        chosen_loggers(("wandb", "wandb"))
+
+
+def test_a_folder_is_no_package(monkeypatch):
+    """W&B leaves a folder `wandb` where it runs, and Python takes a folder for a package."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=None))
+    assert not base.installed("wandb")
+
+
+def test_a_logger_of_ones_own(tmp_path, monkeypatch):
+    made: list[Memory] = []
+    monkeypatch.setattr(registry, "LOGGERS", dict(registry.LOGGERS))
+
+    @nemorl.register_logger("memory")
+    def make(run):
+        made.append(Memory(run))
+        return made[-1]
+
+    config = grpo_config(
+        tmp_path / "run",
+        steps=2,
+        run={"loggers": ("memory",), "project": "sums", "samples_per_step": 3},
+    )
+    start(config)
+    assert [entry[:2] for entry in made[0].heard] == [
+        ("samples", 1),
+        ("train", 1),
+        ("samples", 2),
+        ("train", 2),
+        ("close", True),
+    ]
+    assert made[0].heard[0] == ("samples", 1, 3)
+    assert (
+        made[0].run.project == "sums"
+        and made[0].run.config["max_num_steps"] == 2
+        and len(made[0].run.run_id) == 8
+    )
+
+
+def test_an_unknown_logger_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ValueError, match="unknown logger 'tensorbord'"):
+        start(grpo_config(tmp_path / "run", run={"loggers": ("tensorbord",)}))
+    assert not (tmp_path / "run").exists()

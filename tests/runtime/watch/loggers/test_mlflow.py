@@ -1,0 +1,92 @@
+"""MLflow without a server: the real client on its local database."""
+
+import json
+
+import pytest
+from mlflow import MlflowClient
+
+from nemorl.runtime.run.callbacks import closing
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.watch.loggers.base import LoggedRun
+from nemorl.runtime.watch.loggers.mlflow import MlflowLogger
+from tests.runtime.runs import grpo_config, start
+from tests.runtime.tiny import recorder
+from tests.runtime.watch.loggers.test_base import walk
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory) -> str:
+    """One for all tests: MLflow takes seconds to make one."""
+    return f"sqlite:///{tmp_path_factory.mktemp('mlflow')}/mlflow.db"
+
+
+@pytest.fixture(autouse=True)
+def local(database, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where MLflow keeps artifacts
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", database)
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+
+
+def runs_of(project: str) -> list:
+    client = MlflowClient()
+    return client.search_runs([client.get_experiment_by_name(project).experiment_id])
+
+
+def test_a_run_in_a_local_file(tmp_path):
+    start(
+        grpo_config(
+            tmp_path / "sums", steps=2, run={"loggers": ("mlflow",), "project": "arithmetic"}
+        )
+    )
+    (run,) = runs_of("arithmetic")
+    assert (run.info.run_name, run.info.status) == ("sums", "FINISHED")
+    assert run.data.params["optimizer.lr"] == "0.01" and run.data.params["max_num_steps"] == "2"
+    assert (
+        run.data.tags["nemorl.run_id"]
+        == json.loads((tmp_path / "sums" / "run.json").read_text())["run_id"]
+    )
+    client = MlflowClient()
+    assert [
+        metric.step for metric in client.get_metric_history(run.info.run_id, "train/reward")
+    ] == [1, 2]
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["config.yaml"]
+
+
+def test_a_resumed_run_goes_on(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    for steps, end, status in ((range(1, 4), False, "FAILED"), (range(2, 5), True, "FINISHED")):
+        callback = recorder(directory, mlflow=MlflowLogger)
+        with closing([callback]):
+            walk(callback, steps, end=end)
+        (run,) = runs_of("nemorl")
+        assert run.info.status == status
+    assert run.data.metrics["train/loss"] == 0.25
+    assert {
+        metric.step for metric in MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    } == {1, 2, 3, 4}
+
+
+def test_names_and_values_that_mlflow_would_refuse(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "from-outside")
+    config = {"section": {f"key{index}": "x" * 9000 for index in range(150)}}
+    logger = MlflowLogger(
+        LoggedRun(
+            directory=RunDirectory.create(tmp_path / "run", ""), run_id="3f9a01bd", config=config
+        )
+    )
+    logger.log(
+        "train", 1, {"reward/<lambda>": 1.0, "loss": float("nan"), "grad_norm": float("inf")}
+    )
+    logger.close(finished=True)
+    (run,) = runs_of("from-outside")
+    assert run.data.metrics["train/reward/_lambda_"] == 1.0 and len(run.data.params) == 150
+
+
+def test_a_server_that_refuses_is_explained(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(ValueError, match=r"run\.loggers names mlflow, but.*MLFLOW_TRACKING_URI"):
+        MlflowLogger(
+            LoggedRun(directory=RunDirectory.create(tmp_path / "run", ""), run_id="3f9a01bd")
+        )

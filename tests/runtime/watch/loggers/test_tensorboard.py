@@ -1,0 +1,20 @@
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nemorl.runtime.run.callbacks import closing
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.watch.loggers.tensorboard import TensorBoardLogger
+from tests.runtime.tiny import recorder
+from tests.runtime.watch.loggers.test_base import walk
+
+
+def test_events_of_repeated_steps_are_hidden(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    for steps in (range(1, 6), range(4, 7)):  # killed after 5, resumed after 3
+        callback = recorder(directory, tensorboard=TensorBoardLogger)
+        with closing([callback]):
+            walk(callback, steps)
+        callback.close()  # once more does no harm
+    events = EventAccumulator(str(directory.tensorboard))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.value for event in events.Scalars("validation/loss")][:2] == [2.0, 1.0]

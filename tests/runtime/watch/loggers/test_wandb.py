@@ -1,0 +1,137 @@
+"""Weights & Biases without a network: the real client in its offline mode, and what its files hold."""
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import wandb
+from wandb.proto import wandb_internal_pb2
+
+from nemorl.runtime.run.callbacks import closing
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.watch.loggers.base import LoggedRun
+from nemorl.runtime.watch.loggers.wandb import WandbLogger
+from tests.runtime.runs import grpo_config, start
+from tests.runtime.tiny import recorder
+from tests.runtime.watch.loggers.test_base import walk
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for name in ("WANDB_PROJECT", "WANDB_API_KEY", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def written(file: Path) -> list[wandb_internal_pb2.Record]:
+    """The records of a run that has ended.
+
+    W&B's own process writes them, so that the last may take a moment.
+    """
+    for _ in range(100):
+        records = [
+            wandb_internal_pb2.Record.FromString(record) for record in records_of(file.read_bytes())
+        ]
+        if any(record.HasField("exit") for record in records):
+            return records
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no end")
+
+
+def records_of(data: bytes) -> Iterator[bytes]:
+    """W&B's files are LevelDB logs after a header of 7 bytes: parts of records with checksum,
+    length and kind, none across a block's end.
+    """
+    place, record = 7, b""
+    while place + 7 <= len(data):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        record += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, last
+            yield record
+            record = b""
+
+
+def history(records) -> list[dict]:
+    def name(item) -> str:
+        return item.key or "/".join(item.nested_key)
+
+    return [
+        {name(item): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+
+
+def test_a_run_offline(tmp_path):
+    start(
+        grpo_config(
+            tmp_path / "sums", steps=2, run={"loggers": ("wandb",), "project": "arithmetic"}
+        )
+    )
+    (file,) = tmp_path.glob("sums/wandb/offline-run-*/run-*.wandb")
+    records = written(file)
+    (run,) = [record.run for record in records if record.HasField("run")]
+    assert (run.project, run.display_name) == ("arithmetic", "sums")
+    assert run.run_id == json.loads((tmp_path / "sums" / "run.json").read_text())["run_id"]
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    assert config["max_num_steps"] == 2 and config["optimizer"]["lr"] == 1e-2
+    lines = history(records)
+    assert [line["step"] for line in lines if "train/reward" in line] == [1, 2]
+    assert [line["step"] for line in lines if any(name.startswith("samples") for name in line)] == [
+        1
+    ], "one table a minute"
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [0]
+
+
+def test_a_resumed_run_keeps_its_id_and_an_error_is_told(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    for steps, end in ((range(1, 4), False), (range(2, 5), True)):
+        time.sleep(1.1)  # offline W&B names its folders by the second
+        callback = recorder(directory, wandb=WandbLogger)
+        with closing([callback]):
+            walk(callback, steps, end=end)
+    runs = {}
+    for file in directory.path.glob("wandb/offline-run-*/run-*.wandb"):
+        records = written(file)
+        (run,) = [record.run for record in records if record.HasField("run")]
+        (code,) = [record.exit.exit_code for record in records if record.HasField("exit")]
+        runs[code] = (
+            run.run_id,
+            run.project,
+            [line["step"] for line in history(records) if "train/loss" in line],
+        )
+    assert runs == {1: ("3f9a01bc", "nemorl", [1, 2, 3]), 0: ("3f9a01bc", "nemorl", [2, 3, 4])}
+
+
+def test_the_project_may_come_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "from-outside")
+    logger = WandbLogger(
+        LoggedRun(directory=RunDirectory.create(tmp_path / "run", ""), run_id="3f9a01bd")
+    )
+    assert logger.run.project == "from-outside"
+    logger.close(finished=True)
+
+
+def test_a_service_that_refuses_is_explained(tmp_path, monkeypatch):
+    def refuse(**options):
+        raise wandb.errors.UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"run\.loggers names wandb, but.*No API key configured.*wandb login.*WANDB_MODE=offline"
+        ),
+    ):
+        WandbLogger(
+            LoggedRun(directory=RunDirectory.create(tmp_path / "run", ""), run_id="3f9a01bd")
+        )

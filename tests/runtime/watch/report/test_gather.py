@@ -1,0 +1,172 @@
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.record import RunRecord, begin_record, read_record, write_record
+from nemorl.runtime.watch.report import gather as module
+from nemorl.runtime.watch.report.gather import (
+    changed_settings,
+    gather,
+    pieces,
+    spread,
+    working_seconds,
+)
+from tests.runtime.runs import grpo_config, start
+from tests.tiny_models import tiny_tokenizer
+
+
+@given(st.text(max_size=30))
+def test_pieces_of_bytes_make_the_text(text):
+    """The worst case: a token per byte, so that most characters are spread over several."""
+    ids = list(text.encode("utf-8", "replace"))
+    found = pieces(lambda part: bytes(part).decode(errors="replace"), ids)
+    assert len(found) == len(ids) and "".join(found) == bytes(ids).decode()
+
+
+@given(st.lists(st.integers(0, 255), max_size=40))
+def test_pieces_of_any_bytes(ids):
+    assert len(pieces(lambda part: bytes(part).decode(errors="replace"), ids)) == len(ids)
+
+
+def test_spaces_that_a_decoder_adds_belong_to_the_token_before_them():
+    words = ["a", "whole", "sentence"]
+    assert pieces(lambda ids: " ".join(words[index] for index in ids), [0, 1, 2]) == [
+        "a",
+        " whole",
+        " sentence",
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "sums"
+    start(grpo_config(folder, steps=4))
+    return RunDirectory.open(folder)
+
+
+def test_everything_of_a_run(run):
+    found = gather(run.path)
+    assert (found.name, found.status, found.step, found.total_steps) == ("sums", "finished", 4, 4)
+    assert (
+        found.config["max_num_steps"] == 4
+        and "environment" not in found.config
+        and "torch" in found.environment
+    )
+    assert list(found.samples) == [1, 2, 3, 4] and found.sample_steps == 4
+    assert 0 < found.seconds < 60
+    assert any(line["event"] == "train_begin" for line in found.log)
+    assert (
+        found.changed["max_num_steps"] == 100
+        and "num_generations_per_prompt" in found.changed
+        and "seed" not in found.changed
+    )
+
+
+def test_tokens_of_the_samples_have_their_text(run):
+    tokenizer = tiny_tokenizer()
+    for sample in gather(run.path).samples[4]:
+        assert "".join(sample["pieces"]) == tokenizer.decode(
+            sample["token_ids"], skip_special_tokens=False
+        )
+        assert (
+            len(sample["pieces"])
+            == len(sample["token_ids"])
+            == len(sample["logprobs"])
+            == len(sample["advantages"])
+        )
+
+
+@pytest.mark.parametrize(
+    "missing",
+    ["metrics.jsonl", "run.json", "log.jsonl", "config.yaml", "tokenizer", "samples", "data.json"],
+)
+def test_a_part_that_is_missing_or_damaged_is_left_out(run, tmp_path, missing):
+    import shutil
+
+    for name in ("missing", "damaged"):
+        folder = tmp_path / name
+        shutil.copytree(run.path, folder)
+        path = folder / missing
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        if name == "damaged" and missing not in ("samples",):
+            path.write_text("{ no: [valid\n")
+        with_warning = name == "damaged" and missing.endswith(".jsonl")
+        if with_warning:
+            with pytest.warns(UserWarning, match="is no JSON object"):
+                found = gather(folder)
+        else:
+            found = gather(folder)
+        assert found.name == name
+        if missing == "run.json":
+            assert found.status == "unknown" and found.changed == {}
+
+
+def test_only_the_log_of_this_run(run, tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    record = begin_record(directory, algorithm="sft")
+    lines = [{"run_id": name, "message": name} for name in ("another", record.run_id)]
+    directory.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [line["message"] for line in gather(directory.path).log] == [record.run_id]
+
+
+def test_a_long_run_shows_evenly_spaced_steps(tmp_path, monkeypatch):
+    files = []
+    for step in range(1, 101):
+        files.append(tmp_path / f"step_{step}.jsonl")
+        files[-1].write_text("x" * 100)
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 1000)
+    assert [file.name for file in spread(files)][::3] == [
+        "step_1.jsonl",
+        "step_34.jsonl",
+        "step_67.jsonl",
+        "step_100.jsonl",
+    ]
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 10)
+    assert spread(files) == [files[0], files[-1]]
+    assert spread(files[:1]) == files[:1] and spread([]) == []
+    monkeypatch.setattr(module, "SAMPLE_BYTES", 10**9)
+    monkeypatch.setattr(module, "SAMPLE_STEPS", 7)
+    assert len(spread(files)) == 7
+
+
+def test_time_is_that_of_the_processes():
+    record = RunRecord(
+        run_id="3f9a01bc", algorithm="sft", status="finished", sessions=(100.0, 500.0), ended=560.0
+    )
+    metrics = [{"time": moment} for moment in (110.0, 130.0, 510.0, 550.0)]
+    assert working_seconds(record, metrics, now=9999.0) == 30 + 60
+    assert (
+        working_seconds(replace(record, status="interrupted", ended=None), metrics, now=9999.0)
+        == 30 + 50
+    )
+    assert working_seconds(None, metrics, now=9999.0) == 440
+    assert working_seconds(record, [], now=9999.0) == 60 and working_seconds(None, [], now=0.0) == 0
+
+
+def test_a_run_in_progress_counts_until_now(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    record = begin_record(directory, algorithm="sft")
+    found = gather(directory.path, now=record.sessions[0] + 90)
+    assert found.status == "running" and found.seconds == pytest.approx(90)
+    write_record(directory, replace(record, status="failed", ended=time.time() + 5))
+    assert gather(directory.path, now=record.sessions[0] + 90).seconds < 20
+    assert read_record(directory).status == "failed"
+
+
+def test_settings_that_differ():
+    assert changed_settings(
+        "sft", {"max_num_steps": 5, "optimizer": {"lr": 1e-5, "beta1": 0.5}, "mine": 1}
+    ) == {
+        "max_num_steps": None,
+        "optimizer.beta1": 0.9,
+        "mine": None,
+    }
+    assert changed_settings("an algorithm of somebody else", {"max_num_steps": 5}) == {}

@@ -1,0 +1,370 @@
+import base64
+import hashlib
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+import nemorl
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.record import begin_record, write_record
+from nemorl.runtime.watch.report.gather import gather
+from nemorl.runtime.watch.report.page import render, write_report
+from nemorl.runtime.watch.report.samples import sample_data, text
+from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
+
+EVIL = (
+    '</script><script>alert("x")</script><img src=x onerror="alert(1)"> \u202e \x00\x1b[31m & " \''
+    " `${1}` <!-- ]]>"
+)
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, all text, all ids; markup that is out of
+    order is an error.
+    """
+
+    VOID = ("meta", "input", "wbr")
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(page)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def all(self, tag: str) -> list[dict]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    @property
+    def text(self) -> str:
+        return "".join(data for where, data in self.texts if where not in ("script", "style"))
+
+    @property
+    def data(self) -> dict:
+        (found,) = [
+            data for where, data in self.texts if where == "script" and data.startswith("{")
+        ]
+        return json.loads(found)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> RunDirectory:
+    folder = tmp_path_factory.mktemp("runs") / "sums"
+    start(
+        grpo_config(folder, steps=4, run={"val_period": 2, "save_period": 2}),
+        validation=addition_rows(8),
+    )
+    return RunDirectory.open(folder)
+
+
+def page_of(run) -> Page:
+    return Page(render(gather(run.path)))
+
+
+def test_a_run_on_a_page(run):
+    page = page_of(run)
+    for words in (
+        "sums",
+        "finished",
+        "4 of 4",
+        "Reward",
+        "num_generations_per_prompt",
+        "default 8",
+        "checkpoint of step 4 written",
+        "torch",
+    ):
+        assert words in page.text, words
+    assert {link["href"] for link in page.all("a")} == {
+        "#curves",
+        "#samples",
+        "#data",
+        "#settings",
+        "#log",
+        "#environment",
+    }
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids)) and {link["href"][1:] for link in page.all("a")} <= set(ids)
+    assert "only what differs" in page.text
+
+
+def test_the_page_needs_nothing_but_itself(run):
+    text = render(gather(run.path))
+    page = Page(text)
+    assert not {"link", "img", "iframe", "object", "base"} & {name for name, _ in page.elements}
+    assert not [
+        attributes
+        for _, attributes in page.elements
+        if "src" in attributes or any(name.startswith("on") for name in attributes)
+    ]
+    assert "http" not in re.sub(
+        r'"http-equiv"|http-equiv=',
+        "",
+        text.split('<script type="application/json"')[0].replace("http://www.w3.org", ""),
+    )
+    assert "url(" not in text and "@import" not in text
+
+
+def test_no_script_but_ours_may_run(run):
+    page = page_of(run)
+    (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv")]
+    script = page.texts[
+        [place for place, (where, _) in enumerate(page.texts) if where == "script"][-1]
+    ][1]
+    assert (
+        f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+        in policy
+    )
+    assert "default-src 'none'" in policy
+    assert (
+        "innerHTML" not in script and "insertAdjacentHTML" not in script and "eval(" not in script
+    )
+
+
+def test_every_id_that_the_script_looks_for_is_there(run):
+    text = render(gather(run.path))
+    page = Page(text)
+    script = (
+        page.texts[-2][1]
+        if "use strict" in page.texts[-2][1]
+        else next(data for where, data in page.texts if "use strict" in data)
+    )
+    ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
+    assert set(re.findall(r'\bid\("([\w-]+)"\)', script)) <= ids
+
+
+def test_samples_token_by_token(run):
+    samples = page_of(run).data["samples"]
+    assert list(samples["steps"]) == ["1", "2", "3", "4"] and samples["most"] > 0
+    for sample in samples["steps"]["4"]:
+        assert len(sample["t"]) == len(sample["l"]) == sample["n"] and isinstance(
+            sample["a"], float
+        )
+        assert (
+            len(sample["g"]) == sample["n"]
+            and max(map(abs, sample["g"])) < 1e-4
+            and "widest gap" not in sample["o"]
+        )
+        assert (
+            {"p", "r", "w", "o"} <= set(sample)
+            and sample["o"]["answer"].isdigit()
+            and "response" not in sample["o"]
+        )
+
+
+def test_hostile_text_stays_text(run, tmp_path):
+    """Everywhere that text of a run comes to the page: samples, metrics, settings, log, record, the
+    folder's name.
+    """
+    directory = RunDirectory.create(tmp_path / EVIL.replace("/", "⁄").replace("\x00", "")[:80], "")
+    record = begin_record(directory, algorithm="grpo")
+    write_record(
+        directory,
+        type(record)(
+            **{
+                **record.to_dict(),
+                "algorithm": EVIL,
+                "status": "failed",
+                "error": EVIL,
+                "run_id": EVIL,
+            }
+        ),
+    )
+    directory.append_metrics(1, {EVIL: 1.0, "reward/" + EVIL: 2.0, "loss": 1.0})
+    directory.append_metrics(2, {EVIL: 1.0, "loss": 2.0})
+    sample = {
+        "prompt": EVIL,
+        "response": EVIL + "\ud800",
+        "reward": 1.0,
+        "rewards": {EVIL: 1.0},
+        "columns": {EVIL: EVIL},
+        EVIL: EVIL,
+        "chosen": [{"role": EVIL}],
+    }
+    directory.append_samples(1, [])
+    (directory.samples / "step_1.jsonl").write_text(json.dumps(sample) + "\n")
+    directory.log.write_text(
+        json.dumps(
+            {
+                "run_id": EVIL,
+                "level": EVIL,
+                "time": EVIL,
+                "step": EVIL,
+                "message": EVIL,
+                "traceback": EVIL,
+            }
+        )
+        + "\n"
+    )
+    directory.config.write_text(
+        json.dumps({"environment": {EVIL: EVIL}, "model": {"path": EVIL}, EVIL: {EVIL: EVIL}})
+    )
+    directory.data.write_text(
+        json.dumps({EVIL: {EVIL: EVIL, "count": 3, "histogram": [[1, 2], EVIL, ["<b>", 3]]}})
+    )
+    path = write_report(directory.path)
+    page = Page(path.read_text(encoding="utf-8"))
+    assert len(page.all("script")) == 2 and not page.all("img")
+    assert not [
+        attributes
+        for _, attributes in page.elements
+        if any(name.startswith("on") for name in attributes)
+    ]
+    assert page.text.count('<script>alert("x")</script>') >= 10
+    assert page.data["samples"]["steps"]["1"][0]["p"] == EVIL
+
+
+def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    record = begin_record(directory, algorithm="sft")
+    page = page_of(directory)
+    assert (
+        "A snapshot of a run in progress" in page.text
+        and "No step has been finished yet." in page.text
+        and "#samples" not in str(page.all("a"))
+    )
+    directory.append_metrics(7, {"loss": float("nan")})
+    write_record(
+        directory,
+        type(record)(
+            **{
+                **record.to_dict(),
+                "status": "failed",
+                "error": "ValueError: no <more>",
+                "total_steps": 70,
+            }
+        ),
+    )
+    page = page_of(directory)
+    assert "The run failed at step 7. ValueError: no <more>" in page.text and "7 of 70" in page.text
+    write_record(directory, type(record)(**{**record.to_dict(), "status": "interrupted"}))
+    assert "--run.resume" in page_of(directory).text
+
+
+def test_a_run_before_it_had_a_record(run, tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "max_num_steps: 3")
+    directory.append_metrics(1, {"loss": 1.0})
+    page = page_of(directory)
+    assert "no record of its end" in page.text and "only what differs" not in page.text
+
+
+def test_sft_and_its_statistics(tmp_path):
+    start(sft_config(tmp_path / "run", steps=2), validation=addition_rows(4))
+    (tmp_path / "run" / "data.json").write_text(
+        json.dumps(
+            {"train": {"count": 1234, "padded_fill": 0.5, "histogram": [[8, 1000], [16, 234]]}}
+        )
+    )
+    page = page_of(RunDirectory.open(tmp_path / "run"))
+    assert "1,234" in page.text and "50%" in page.text
+    assert any(
+        attributes.get("title") == "234 of up to 16 tokens" for _, attributes in page.elements
+    )
+
+
+def test_preferences_side_by_side(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    directory.append_samples(
+        1,
+        [
+            {
+                "prompt": [{"role": "user", "content": "1+1="}],
+                "chosen": "2",
+                "rejected": "3",
+                "margin": 0.123456,
+                "extra": None,
+            }
+        ],
+    )
+    (sample,) = sample_data(gather(directory.path))["steps"][1]
+    assert sample == {"p": "user: 1+1=", "r": "", "c": "2", "j": "3", "o": {"margin": "0.1235"}}
+
+
+def test_advantages_that_differ_within_a_response_are_kept(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    shared = {"prompt": "p", "response": "r", "token_ids": [1, 2]}
+    directory.append_samples(
+        1,
+        [
+            {**shared, "advantages": [0.5, -0.25]},
+            {**shared, "advantages": [0.5, 0.5]},
+            {**shared, "advantages": [None, 1.0]},
+        ],
+    )
+    assert [sample["a"] for sample in sample_data(gather(directory.path))["steps"][1]] == [
+        [0.5, -0.25],
+        0.5,
+        [None, 1.0],
+    ]
+
+
+def test_a_long_response_is_cut_and_says_so(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    directory.append_samples(
+        1, [{"prompt": "p", "response": "r", "token_ids": [1] * 5000, "logprobs": [-1.0] * 5000}]
+    )
+    (sample,) = sample_data(gather(directory.path))["steps"][1]
+    assert (sample["n"], sample["cut"], len(sample["l"])) == (5000, 1000, 4000)
+
+
+def test_a_message_without_text():
+    assert (
+        text([{"role": "assistant", "content": None}]) == "assistant: "
+        and text(None) == ""
+        and text(3) == "3"
+    )
+
+
+def test_the_same_warning_is_shown_once(tmp_path):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    record = begin_record(directory, algorithm="sft")
+    line = {
+        "run_id": record.run_id,
+        "level": "WARNING",
+        "message": "thin ice",
+        "time": "2026-11-20T12:00:00.000Z",
+        "step": 3,
+        "place": "a.py:1",
+    }
+    directory.log.write_text((json.dumps(line) + "\n") * 5)
+    page = page_of(directory)
+    assert (
+        page.text.count("thin ice") == 1
+        and "×5" in page.text
+        and "1 warning or error, 0 events" in page.text
+    )
+
+
+def test_the_command(run, tmp_path, capsys):
+    assert cli.main(["report", str(run.path)]) == 0
+    assert "report.html" in capsys.readouterr().out and (run.path / "report.html").exists()
+    assert (
+        cli.main(["report", str(run.path), "--output", str(tmp_path / "deep" / "page.html")]) == 0
+    )
+    assert (tmp_path / "deep" / "page.html").read_text().startswith("<!doctype html>")
+    (run.path / "report.html").unlink()
+
+
+def test_what_can_not_be_reported(run, tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert "must be the folder of a run" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        ValueError, match=r"output must be a file that can be written, but .*--output"
+    ):
+        nemorl.write_report(run.path, tmp_path / "file" / "page.html")

@@ -1,0 +1,395 @@
+import errno
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from nemorl.runtime.run.callbacks import Callback, closing
+from nemorl.runtime.watch import display
+from nemorl.runtime.watch.display import (
+    LABELS,
+    Clock,
+    LiveDisplay,
+    PlainDisplay,
+    Trend,
+    duration,
+    make_display,
+    number,
+    shorten,
+    sparkline,
+)
+from tests.runtime.tiny import tiny_run
+
+REPOSITORY = Path(__file__).parents[3]
+METRICS = {
+    "reward": 0.8125,
+    "accuracy": 0.75,
+    "loss": -0.0123456,
+    "kl": 0.004,
+    "entropy": 1.2,
+    "response_length": 4.5,
+    "token_mult_prob_error": 1.02,
+    "lr": 3e-4,
+    "tokens_per_second": 12345.0,
+    "trainer/mfu": 0.431,
+    "trainer/memory_gb": 61.5,
+    "grad_norm": 1.0,
+}
+SAMPLES = [
+    {"prompt": "12+34=", "response": "46", "reward": 1.0},
+    {"prompt": "9+9=\n", "response": "a\nlong [red]answer[/] " * 20},
+]
+
+
+class FakeTime:
+    """A clock that the test winds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> FakeTime:
+    fake = FakeTime()
+    monkeypatch.setattr(display, "time", fake)
+    return fake
+
+
+def plain_run(clock: FakeTime, *, steps: int, seconds_per_step: float, first: int = 0) -> list[str]:
+    file = io.StringIO()
+    shown = PlainDisplay(steps, Console(file=file, width=60))
+    shown.on_train_begin(tiny_run(step=first))
+    for step in range(first + 1, steps + 1):
+        clock.now += seconds_per_step
+        shown.on_step_end(tiny_run(step=step), step, METRICS)
+    return file.getvalue().splitlines()
+
+
+def fed(console: Console) -> LiveDisplay:
+    """A live display that has seen some steps, without a terminal of its own."""
+    shown = LiveDisplay(140, console)
+    shown.on_validation_end(tiny_run(), 0, {"accuracy": 0.42})
+    for step in range(1, 51):
+        shown.on_step_end(tiny_run(step=step), step, METRICS | {"reward": step / 50})
+    shown.on_validation_end(tiny_run(), 50, {"accuracy": 0.934})
+    shown.on_samples(tiny_run(), 50, SAMPLES)
+    return shown
+
+
+@given(
+    st.floats(allow_nan=False, allow_infinity=False, min_value=-1e14, max_value=1e14).filter(
+        lambda value: abs(value) > 1e-30
+    )
+)
+def test_numbers_have_three_significant_digits(value):
+    text = number(value)
+    assert len(text) <= 9
+    units = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+    read = float(text[:-1]) * units[text[-1]] if text[-1] in units else float(text)
+    assert read == pytest.approx(value, rel=0.00501)
+
+
+@given(st.integers(0, 10**6))
+def test_durations_can_be_read_back(seconds):
+    text = duration(seconds)
+    days, _, rest = text.rpartition("d ")
+    parts = [int(part) for part in rest.split(":")]
+    assert (
+        sum(part * 60**power for power, part in enumerate(reversed(parts))) + 86400 * int(days or 0)
+        == seconds
+    )
+
+
+@given(st.text(), st.integers(0, 40))
+def test_shortened_text_fits_on_one_line(text, width):
+    assert len(shorten(text, width)) <= width
+    assert "\n" not in shorten(text, width)
+
+
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=50), st.integers(0, 20))
+def test_sparklines_fit(values, width):
+    values = [value if abs(value) < 1e300 else float("nan") for value in values]
+    assert len(sparkline(values, width)) <= width
+
+
+def test_trends_stay_small_and_true():
+    trend = Trend()
+    for step in range(10_000):
+        trend.add(step)
+    assert len(trend.points) < 256
+    assert trend.points == sorted(trend.points) and trend.points[-1] > 9800
+
+
+def test_plain_line_says_it_all(clock):
+    line = plain_run(clock, steps=140, seconds_per_step=2.0)[9]
+    assert (
+        re.sub(" +", " ", line)
+        == "step 10/140 reward 0.812 accuracy 0.750 loss -0.0123 KL 0.00400 entropy 1.20 length"
+        " 4.50 gap 1.02 lr 3e-4 12.3k tok/s 0.431 MFU 4:20 left"
+    )
+
+
+def test_plain_lines_are_aligned(clock):
+    lines = plain_run(clock, steps=140, seconds_per_step=2.0)
+    assert {line.index("accuracy") for line in lines} == {lines[0].index("accuracy")}
+
+
+@pytest.mark.parametrize(
+    ("steps", "seconds", "most", "least"),
+    [
+        (140, 2.0, 140, 140),
+        (140, 0.1, 16, 13),
+        (20_000, 0.05, 1002, 500),
+        (2_000, 40.0, 2000, 2000),
+        (3, 0.0, 2, 2),
+    ],
+)
+def test_plain_output_stays_readable_however_long_the_run(clock, steps, seconds, most, least):
+    lines = plain_run(clock, steps=steps, seconds_per_step=seconds)
+    assert least <= len(lines) <= most
+    assert lines[-1].startswith(f"step {steps}/{steps}"), "the last step is always there"
+
+
+def test_plain_output_of_a_resumed_run(clock):
+    lines = plain_run(clock, steps=4, seconds_per_step=1.0, first=2)
+    assert lines[0] == "going on after step 2"
+    assert lines[1].endswith("0:01 left"), "time left goes by the steps of this process"
+
+
+def test_plain_validation_shows_samples_as_they_are(clock):
+    file = io.StringIO()
+    shown = PlainDisplay(140, Console(file=file))
+    shown.on_samples(tiny_run(), 5, SAMPLES)
+    shown.on_validation_end(tiny_run(), 5, {"accuracy": 0.9})
+    shown.on_train_end(tiny_run(step=140), {"accuracy": 0.97})
+    lines = file.getvalue().splitlines()
+    assert lines[0] == "step   5/140  validation  accuracy 0.900"
+    assert lines[1] == "    12+34=  ->  46  (reward 1.00)"
+    assert lines[2].startswith("    9+9=  ->  a long [red]answer[/] a long")
+    assert lines[3] == "step 140/140  done in 0:00  accuracy 0.970"
+    assert (
+        len(lines) == 4 and file.getvalue().isascii() is False
+    )  # the ellipsis of a shortened answer
+
+
+def test_time_left_counts_down_between_steps(clock):
+    watch = Clock(10)
+    watch.at(0)
+    assert watch.left is None
+    clock.now += 6
+    watch.at(2)
+    assert watch.left == 24
+    clock.now += 5
+    assert watch.left == 19
+    assert Clock(None).label() == "step 0"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_live_panel_fits_its_terminal(width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(fed(console).render())
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for name, label in LABELS.items():
+        assert label in text or name not in METRICS
+    assert "50/140" in text and "grad_norm" not in text
+    if width >= 80:
+        assert "0.420 → 0.934" in text and "12.3k" in text and "12+34=" in text and "[red]" in text
+
+
+def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():
+    pairs = [{"prompt": "12+34=", "chosen": "46", "rejected": "47", "margin": -0.25}]
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    for shown in (PlainDisplay(10, console), LiveDisplay(10, console)):
+        shown.on_samples(tiny_run(), 1, pairs)
+        shown.on_step_end(tiny_run(step=1), 1, {"loss": 0.5, "margin": 0.125})
+        if isinstance(shown, PlainDisplay):
+            shown.on_validation_end(tiny_run(), 1, {"accuracy": 0.9})
+        else:
+            console.print(shown.render())
+        text = console.file.getvalue()
+        assert "46 rather than 47" in text and "-0.250" in text and "0.125" in text
+
+
+def test_live_panel_of_other_runs():
+    """SFT has no reward, and a run may not know its end."""
+    console = Console(file=io.StringIO(), width=90, force_terminal=True, color_system=None)
+    shown = LiveDisplay(None, console)
+    console.print(shown.render())
+    shown.on_step_end(tiny_run(step=1), 1, {"loss": float("nan"), "lr": 1e-5})
+    console.print(shown.render())
+    text = console.file.getvalue()
+    assert "step 1 " in text and "nan" in text and "reward" not in text
+
+
+@pytest.mark.parametrize(
+    ("mode", "terminal", "term", "expected"),
+    [
+        ("auto", True, "xterm", LiveDisplay),
+        ("auto", False, "xterm", PlainDisplay),
+        ("auto", True, "dumb", PlainDisplay),
+        ("plain", True, "xterm", PlainDisplay),
+        ("live", True, "xterm", LiveDisplay),
+        ("none", True, "xterm", Callback),
+    ],
+)
+def test_display_that_is_chosen(mode, terminal, term, expected):
+    console = Console(
+        file=io.TextIOWrapper(io.BytesIO(), encoding="utf-8"),
+        force_terminal=terminal,
+        _environ={"TERM": term},
+    )
+    assert type(make_display(mode, total_steps=3, console=console)) is expected
+
+
+def test_drawing_is_rare_and_in_a_thread_of_its_own(monkeypatch):
+    """At most 4 times a second, less often where drawing is slow."""
+    drawn = []
+
+    def render(self):
+        drawn.append(threading.current_thread().name)
+        time.sleep(0.005)
+        return "panel"
+
+    monkeypatch.setattr(LiveDisplay, "render", render)
+    shown = LiveDisplay(10**6, Console(file=io.StringIO(), force_terminal=True))
+    with closing([shown]):
+        shown.on_train_begin(tiny_run())
+        drawn.clear()
+        start, step = time.monotonic(), 0
+        while time.monotonic() - start < 1.6:
+            step += 1
+            shown.on_step_end(tiny_run(), step, METRICS)
+            time.sleep(0.001)
+        assert set(drawn) == {"nemorl-display"} and len(drawn) <= 4
+    assert shown.thread is not None and not shown.thread.is_alive()
+    shown.close()
+
+
+SCRIPT = """
+import os, signal, sys, time
+from nemorl.runtime.run.callbacks import closing
+from nemorl.runtime.watch.display import make_display
+from tests.runtime.watch.test_display import METRICS, SAMPLES
+from tests.runtime.tiny import tiny_run
+shown = make_display("auto", total_steps=40)
+def train():
+    shown.on_train_begin(tiny_run())
+    for step in range(1, 41):
+        shown.on_samples(tiny_run(), step, SAMPLES)
+        shown.on_step_end(tiny_run(step=step), step, METRICS)
+        time.sleep(0.02)
+        if step == 35:
+            print("a word from the loop")
+            {ending}
+{call}
+"""
+ENDINGS = {
+    "to the end": (
+        "pass",
+        "with closing([shown]): train(); shown.on_train_end(tiny_run(step=40), {})",
+    ),
+    "raises": ("raise RuntimeError('out of luck')", "with closing([shown]): train()"),
+    "raises, and nobody closes": ("raise RuntimeError('out of luck')", "train()"),
+    "interrupted": (
+        "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)",
+        "with closing([shown]): train()",
+    ),
+    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "train()"),
+}
+
+
+def in_a_terminal(script: str) -> tuple[str, bool]:
+    """What a script writes to a pseudo-terminal, and whether that has the settings that it had
+    before.
+    """
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (40, 110))
+    before = termios.tcgetattr(theirs)
+    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
+    for name in ("NO_COLOR", "COLUMNS", "LINES", "CI"):
+        environment.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=REPOSITORY,
+        env=environment,
+        start_new_session=True,
+    )
+    output, deadline = b"", time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    output += os.read(ours, 65536)
+                except OSError as error:
+                    if error.errno != errno.EIO:
+                        raise
+                    break
+            elif process.poll() is not None:
+                break
+        return output.decode(), termios.tcgetattr(theirs) == before
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_terminal_is_as_it_was(ending):
+    ending_code, call = ENDINGS[ending]
+    output, settings_kept = in_a_terminal(
+        SCRIPT.replace("{ending}", ending_code).replace("{call}", call)
+    )
+    assert settings_kept
+    assert "0.812" in output and "12.3k" in output and "╭─" in output and "\x1b[1A" in output, (
+        "a live panel was drawn"
+    )
+    assert re.findall(r"\x1b\[\?25[hl]", output)[-1] == "\x1b[?25h", "the cursor is there"
+    assert "\x1b[?1049" not in output, "no other screen, which would take the history along"
+    assert "a word from the loop" in output or ending == "killed"
+    if ending.startswith("raises"):
+        assert "out of luck" in output
+        if ending == "raises":
+            assert output.rindex("╰─") < output.rindex("Traceback"), (
+                "the panel is finished before the error is told"
+            )
+    if ending == "interrupted":
+        assert "KeyboardInterrupt" in output
+    if ending == "to the end":
+        assert "40/40" in output[output.rindex("╭─") :], "the last panel shows the last step"
+
+
+def test_plain_in_a_pipe():
+    script = SCRIPT.replace("{ending}", "pass").replace("{call}", "with closing([shown]): train()")
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    assert lines[0].startswith("step  1/40  reward 0.812") and lines[-1].startswith("step 40/40")
+    assert "\x1b" not in result.stdout

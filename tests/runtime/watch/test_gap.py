@@ -1,0 +1,377 @@
+"""The gap between sampler and trainer in whole runs: measured in every step, told of, a reason to
+stop, and token by token in the sample log.
+"""
+
+import json
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import nemorl
+from nemorl.data.batch import take
+from nemorl.rollout.collect import to_token_batch
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.algorithms import grpo
+from nemorl.runtime.algorithms.common import worst_tokens
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.start.registry import GENERATION_BACKENDS
+from nemorl.runtime.watch.report.gather import gather
+from nemorl.runtime.watch.report.samples import sample_data
+from tests.runtime.runs import grpo_config, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+
+class Skewed(TorchGenerationBackend):
+    """The embedded engine, but it reports wrong logprobs: of the weights of version v, off by log
+    `factors[v]`, and `nats` more in some places.
+
+    Greedy answers are left as they are, so that the probe before the first step finds nothing.
+    """
+
+    factors: ClassVar[dict[int, float]] = {}
+    nats: ClassVar[dict[tuple[int, int], float]] = {}
+    """(response of the batch, token) -> how much too high."""
+
+    def generate(self, prompts: Any, sampling_params: Any) -> Any:
+        completions = super().generate(prompts, sampling_params)
+        if not isinstance(sampling_params, list) or sampling_params[0].temperature == 0:
+            return completions
+        shift = math.log(self.factors.get(self.policy_version, 1.0))
+        return [
+            replace(
+                c,
+                logprobs=tuple(
+                    logprob + shift + self.nats.get((i, j), 0.0)
+                    for j, logprob in enumerate(c.logprobs)
+                ),
+            )
+            for i, c in enumerate(completions)
+        ]
+
+
+@pytest.fixture
+def skewed(monkeypatch: pytest.MonkeyPatch) -> type[Skewed]:
+    monkeypatch.setitem(GENERATION_BACKENDS, "skewed", Skewed)
+    monkeypatch.setattr(Skewed, "factors", {})
+    monkeypatch.setattr(Skewed, "nats", {})
+    return Skewed
+
+
+SKEWED = nemorl.GenerationConfig(backend="skewed", max_new_tokens=4)
+
+
+def train_lines(result: nemorl.TrainResult) -> list[dict[str, Any]]:
+    return [line for line in result.history if line["phase"] == "train"]
+
+
+def samples_at(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [
+        json.loads(line)
+        for line in (folder / "samples" / f"step_{step}.jsonl").read_text().splitlines()
+    ]
+
+
+SAMPLING = {
+    "plain": {},
+    "filtered": {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
+    "vllm": {
+        "backend": "vllm",
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "engine": {"kv_cache_memory_bytes": 2**24},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "filtered", pytest.param("vllm", marks=pytest.mark.xdist_group("vllm"))]
+)
+def test_in_float32_on_a_cpu_they_agree_to_4_digits(name: str, tmp_path: Path) -> None:
+    """Also packed and in microbatches; and the sample log has what both say of each token."""
+    sizes: dict[str, Any] = {}
+    if name == "vllm":
+        sizes = {"hidden_size": 128, "head_dim": 32}
+    trainer = nemorl.TrainerConfig(device="cpu", sequence_packing=True, micro_batch_tokens=40)
+    config = grpo_config(
+        tmp_path,
+        steps=3,
+        trainer=trainer,
+        generation=nemorl.GenerationConfig(max_new_tokens=6, **SAMPLING[name]),
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*sampler and trainer disagree")
+        result = start(config, **sizes)
+    for line in train_lines(result):
+        assert 1 <= line["token_mult_prob_error"] <= line["token_mult_prob_error_max"] < 1 + 1e-4
+        assert (
+            line["gen_kl_error"] + 1e-9 >= 0
+            and line["gen_kl_error_max"] < 1e-4
+            and line["generation_nonfinite_fraction"] == 0
+        )
+    samples = samples_at(tmp_path, 3)
+    for sample in samples:
+        assert (
+            len(sample["trainer_logprobs"]) == len(sample["logprobs"]) == len(sample["token_ids"])
+        )
+        assert sample["trainer_logprobs"] == pytest.approx(sample["logprobs"], abs=1e-4)
+    assert any(
+        sample["trainer_logprobs"] != sample["logprobs"] for sample in samples
+    )  # two computations, not one told twice
+
+
+def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
+    skewed: type[Skewed], tmp_path: Path
+) -> None:
+    skewed.nats = {
+        (3, 1): 0.7,
+        (3, 2): -1.5,
+        (6, 0): 0.2,
+    }  # the samples are responses 0, 3, 6, … of 24
+    packed = nemorl.TrainerConfig(
+        device="cpu", sequence_packing=True, micro_batch_tokens=60
+    )  # several responses in a row
+    result = start(grpo_config(tmp_path, steps=1, generation=SKEWED, trainer=packed))
+    (line,) = train_lines(result)
+    samples = samples_at(tmp_path, 1)
+    lengths = [len(sample["token_ids"]) for sample in samples]
+    assert line["token_mult_prob_error_max"] == pytest.approx(
+        (math.exp(0.7) + math.exp(1.5) + lengths[1] - 2) / lengths[1], rel=1e-4
+    )
+    found = samples[1]["worst_tokens"]
+    assert [token["position"] for token in found[:2]] == [2, 1] and len(found) == 3
+    assert found[0]["trainer_logprob"] - found[0]["logprob"] == pytest.approx(1.5, abs=1e-4)
+    assert found[0]["token"] == samples[1]["response"][2]
+    shown = sample_data(gather(tmp_path))["steps"][1]
+    assert shown[1]["g"][1:3] == pytest.approx([-0.7, 1.5], abs=1e-3) and shown[1]["o"][
+        "widest gap"
+    ].startswith("×4.48 in ")
+    assert "widest gap" not in shown[0]["o"]  # they agree
+
+
+def test_with_logprobs_of_the_whole_batch_the_worst_response_is_among_the_samples(
+    skewed: type[Skewed], tmp_path: Path
+) -> None:
+    """Two updates a batch need them anyway; no second forward pass is made."""
+    skewed.nats = {(20, 2): 1.0}
+    asked: list[int] = []
+
+    class Count(Callback):
+        def on_train_begin(self, trainer: nemorl.Run) -> None:
+            compute = trainer.trainer.get_logprobs
+            trainer.trainer.get_logprobs = lambda batch: (asked.append(len(batch)), compute(batch))[
+                1
+            ]  # type: ignore[method-assign]
+
+    config = grpo_config(
+        tmp_path,
+        steps=1,
+        generation=SKEWED,
+        train_global_batch_size=12,
+        run={"samples_per_step": 3},
+    )
+    start(config, callbacks=[Count()])
+    gaps = [
+        max(abs(t["logprob"] - t["trainer_logprob"]) for t in sample["worst_tokens"])
+        for sample in samples_at(tmp_path, 1)
+    ]
+    assert [round(gap, 3) for gap in gaps] == [0, 0, 1] and asked == [24]
+
+
+def test_a_token_without_a_logprob_is_the_worst() -> None:
+    sample = {
+        "token_ids": [4, 5, 6, 7],
+        "logprobs": [-1.0, math.nan, -2.0, -3.0],
+        "trainer_logprobs": [-1.5, -1.0, -2.1, -3.0],
+    }
+    assert [token["position"] for token in worst_tokens(sample, tiny_tokenizer())] == [1, 0, 2]
+    assert (
+        worst_tokens({"token_ids": [], "logprobs": [], "trainer_logprobs": []}, tiny_tokenizer())
+        == []
+    )
+
+
+def test_what_is_not_trained_on_is_not_the_worst() -> None:
+    from tests.runtime.algorithms.test_grpo import rollouts
+
+    batch = to_token_batch(rollouts([1.0, 0.0, 0.0]))
+    assert batch.generation_logprobs is not None
+    prev = batch.generation_logprobs.clone()
+    prev[0, 3], prev[1, 4], prev[2, 4] = prev[0, 3] + 3, prev[1, 4] + 1, prev[2, 4] - 2
+    mask = batch.loss_mask.clone()
+    mask[0] = False
+    batch = replace(batch, prev_logprobs=prev, loss_mask=mask)
+    assert grpo.worst_row(batch) == 2
+    assert grpo.worst_row(take(batch, [1, 0])) == 0
+
+
+def test_looking_at_samples_changes_nothing(tmp_path: Path) -> None:
+    """The forward pass for the sample log leaves no trace: the run has the same bits without it,
+    with dropout in its adapters, too.
+    """
+
+    def numbers(count: int) -> list[tuple[float, float]]:
+        lora, gap = (
+            nemorl.LoRAConfig(rank=2, dropout=0.3),
+            nemorl.GapConfig(warn=None),
+        )  # dropout is a gap
+        result = start(
+            grpo_config(
+                tmp_path / str(count), steps=3, lora=lora, gap=gap, run={"samples_per_step": count}
+            )
+        )
+        return [(line["loss"], line["grad_norm"]) for line in train_lines(result)]
+
+    assert numbers(0) == numbers(8)
+    assert not (tmp_path / "0" / "samples").exists()
+
+
+def test_a_warning_at_first_and_when_it_has_doubled(skewed: type[Skewed], tmp_path: Path) -> None:
+    skewed.factors = {1: 1.06, 2: 1.11, 3: 1.13, 4: 1.0, 5: 1.2}
+    with pytest.warns(UserWarning, match="sampler and trainer disagree") as caught:
+        start(grpo_config(tmp_path, steps=6, generation=SKEWED))
+    told = [
+        str(warning.message) for warning in caught if "sampler and trainer" in str(warning.message)
+    ]
+    assert [message.split(":")[0] for message in told] == ["step 2", "step 4"]
+    for words in (
+        "a factor of 1.06 on average and 1.06 in one response",
+        "gap.warn is 1.05",
+        str(tmp_path / "samples" / "step_2.jsonl"),
+        "bfloat16",
+    ):
+        assert words in told[0]
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [
+        line["step"]
+        for line in log
+        if line["level"] == "WARNING" and "sampler and trainer" in line["message"]
+    ] == [2, 4]
+
+
+@pytest.mark.parametrize("warn", [None, 1.3])
+def test_no_warning_below_the_threshold(
+    warn: float | None, skewed: type[Skewed], tmp_path: Path
+) -> None:
+    skewed.factors = {0: 1.2}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*sampler and trainer disagree")
+        start(grpo_config(tmp_path, steps=1, generation=SKEWED, gap=nemorl.GapConfig(warn=warn)))
+
+
+def test_a_sampler_without_logprobs_is_told_of(skewed: type[Skewed], tmp_path: Path) -> None:
+    """Nothing is measured then, which must not pass for agreement."""
+    skewed.factors = {0: math.nan, 1: math.nan}
+    with pytest.warns(UserWarning, match="step 1: the sampler has no finite logprob") as caught:
+        start(grpo_config(tmp_path / "warned", steps=2, generation=SKEWED))
+    assert len([warning for warning in caught if "finite logprob" in str(warning.message)]) == 1
+    with pytest.raises(FloatingPointError, match="the sampler has no finite logprob"):
+        start(
+            grpo_config(
+                tmp_path / "stopped", steps=2, generation=SKEWED, gap=nemorl.GapConfig(stop=2.0)
+            )
+        )
+
+
+def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Path) -> None:
+    """The step is on record and saved like after any error; told is the checkpoint from before,
+    which a resume can be made to go on from.
+    """
+    skewed.factors = {4: 1.5}
+    config = grpo_config(
+        tmp_path, steps=8, generation=SKEWED, gap=nemorl.GapConfig(stop=1.3), run={"save_period": 2}
+    )
+    with pytest.raises(
+        FloatingPointError,
+        match=(
+            r"step 5: .* by a factor of 1\.5 on average and 1\.5 in one response .*gap\.stop is"
+            r" 1\.3"
+        ),
+    ) as caught:
+        start(config)
+    notes = " ".join(caught.value.__notes__)
+    assert (
+        f"{tmp_path} has a checkpoint of step 5" in notes
+        and "The newest checkpoint from before the gap is step_4: to go on from there" in notes
+    )
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert (
+        record["status"] == "failed"
+        and "gap.stop is 1.3" in record["error"]
+        and "step_4" in record["error"]
+    )
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and (
+        tmp_path / "samples" / "step_5.jsonl"
+    ).exists()
+    skewed.factors = {}
+    resumed = start(replace(config, run=replace(config.run, resume=True)))
+    assert [line["step"] for line in train_lines(resumed)] == list(range(1, 9))
+
+
+def test_no_good_checkpoint_is_promised_where_none_is_left(
+    skewed: type[Skewed], tmp_path: Path
+) -> None:
+    skewed.factors = {4: 1.5}
+    config = grpo_config(
+        tmp_path,
+        steps=8,
+        generation=SKEWED,
+        gap=nemorl.GapConfig(stop=1.3),
+        run={"save_period": 2, "keep_checkpoints": 1},
+    )
+    with pytest.raises(FloatingPointError) as caught:
+        start(config)
+    assert any(
+        "No checkpoint from before the gap is left" in note for note in caught.value.__notes__
+    )
+
+
+def test_another_error_is_not_taken_for_a_gap(tmp_path: Path) -> None:
+    def broken(prompt: str, response: str) -> float:
+        raise KeyError("answer")
+
+    with pytest.raises(KeyError) as caught:
+        start(grpo_config(tmp_path, gap=nemorl.GapConfig(stop=1.3)), reward=broken)
+    assert not any("the gap" in note for note in caught.value.__notes__)
+
+
+def test_the_command_fails(
+    skewed: type[Skewed], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skewed.factors = {0: 1.5}
+    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    settings = {
+        "model.path": tmp_path / "model", "data.train": tmp_path / "rows.jsonl", "run.dir": tmp_path / "run", "trainer.device": "cpu",
+        "generation.backend": "skewed", "generation.max-new-tokens": 4, "num-prompts-per-step": 2, "num-generations-per-prompt": 2,
+        "max-num-steps": 2, "gap.stop": 1.2, "run.display": "none", "reward": "exact_match",
+    }  # fmt: skip
+    assert (
+        cli.main(
+            [
+                "grpo",
+                *(str(part) for name, value in settings.items() for part in (f"--{name}", value)),
+            ]
+        )
+        == 1
+    )
+    said = capsys.readouterr().err
+    assert (
+        "nemorl grpo: error: step 1: sampler and trainer disagree" in said
+        and "has a checkpoint of step 1" in said
+    )
+
+
+def test_thresholds_are_checked() -> None:
+    for name in ("warn", "stop"):
+        for wrong in (1.0, 0.05, math.nan):
+            with pytest.raises(
+                ValueError, match=rf"gap\.{name} must be above 1 or None, but it is"
+            ):
+                nemorl.GapConfig(**{name: wrong})

@@ -1,0 +1,122 @@
+"""What a run says of its own cost, traces of its steps, and the determinism switch, end to end."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import nemorl
+from tests.runtime.runs import TIMES, addition_rows, grpo_config, sft_config, start
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+COSTS = {"trainer/seconds", "trainer/memory_gb", "trainer/tflops_per_device"}
+
+
+@pytest.mark.parametrize("make", [grpo_config, sft_config])
+def test_every_step_tells_what_it_cost(make, tmp_path: Path):
+    lines = start(make(tmp_path / "run", steps=2)).history
+    assert len(lines) == 2
+    for line in lines:
+        assert (
+            line.keys() >= COSTS
+            and all(line[name] > 0 for name in COSTS)
+            and ("trainer/mfu" in line) == torch.cuda.is_available()
+        )
+        assert line["trainer/seconds"] < line["seconds"] and 0.05 < line["trainer/memory_gb"] < 100
+
+
+def test_several_updates_a_batch_are_told_as_their_mean(tmp_path: Path):
+    line = start(grpo_config(tmp_path / "run", steps=1, train_global_batch_size=6)).history[0]
+    assert 4 * line["trainer/seconds"] < line["seconds_train"] < 20 * line["trainer/seconds"]
+
+
+def test_a_trace_in_the_run_s_folder(tmp_path: Path):
+    result = start(sft_config(tmp_path / "run", steps=3, profile=nemorl.ProfileConfig(steps="2:3")))
+    (trace,) = (result.paths.path / "profile").iterdir()
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert (
+        trace.name == "rank0_steps2-3.json"
+        and {"optimizer step 2", "optimizer step 3"} <= names
+        and "optimizer step 1" not in names
+    )
+
+
+def test_a_folder_that_can_not_be_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(
+        "nemorl.runtime.start.attempt.set_up", lambda *given: pytest.fail("the model is loaded")
+    )
+    (tmp_path / "file").touch()
+    profile = nemorl.ProfileConfig(steps="3", dir=str(tmp_path / "file" / "traces"))
+    with pytest.raises(ValueError, match=r"profile\.dir must be a folder that can be written to"):
+        start(sft_config(tmp_path / "run", steps=3, profile=profile))
+
+
+def test_a_run_that_fails_leaves_the_trace_so_far(tmp_path: Path):
+    asked = 0
+
+    def reward(response: str) -> float:
+        nonlocal asked
+        asked += 1
+        if asked > 2 * 24 + 3:
+            raise KeyboardInterrupt
+        return float(len(response))
+
+    config = grpo_config(
+        tmp_path / "run",
+        steps=9,
+        profile=nemorl.ProfileConfig(steps="2:9", dir=str(tmp_path / "traces")),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        start(config, reward=reward)
+    assert [path.name for path in (tmp_path / "traces").iterdir()] == ["rank0_steps2-2.json"]
+    start(sft_config(tmp_path / "next", steps=1))  # the profiler is free again
+
+
+def test_deterministic_kernels_change_no_number_here_and_last_as_long_as_the_run(tmp_path: Path):
+    seen = []
+
+    def reward(response: str) -> float:
+        seen.append(torch.are_deterministic_algorithms_enabled())
+        return sum(c.isdigit() for c in response) / 4
+
+    config = grpo_config(
+        tmp_path / "fixed",
+        steps=2,
+        loss=nemorl.GSPOLoss(),
+        trainer=nemorl.TrainerConfig(device="cpu", sequence_packing=True),
+    )
+    fixed = start(
+        replace(config, trainer=replace(config.trainer, deterministic=True)), reward=reward
+    )
+    assert all(seen) and not torch.are_deterministic_algorithms_enabled()
+    free = start(
+        replace(config, run=replace(config.run, dir=str(tmp_path / "free"))), reward=reward
+    )
+    assert {k: v for k, v in fixed.metrics.items() if k not in TIMES} == {
+        k: v for k, v in free.metrics.items() if k not in TIMES
+    }
+
+
+def test_ranks_have_traces_of_their_own(tmp_path: Path):
+    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    config = sft_config(
+        tmp_path / "run",
+        steps=2,
+        parallel=nemorl.ParallelPlan(dp_shard=2),
+        profile=nemorl.ProfileConfig(steps="2"),
+    )
+    result = nemorl.run(
+        replace(config, model=nemorl.ModelConfig(path=str(tmp_path / "model"))),
+        train=addition_rows(),
+    )
+    assert sorted(path.name for path in (tmp_path / "run" / "profile").iterdir()) == [
+        "rank0_steps2-2.json",
+        "rank1_steps2-2.json",
+    ]
+    for line in result.history:
+        assert line.keys() >= COSTS and line["trainer/memory_gb"] < 10

@@ -1,0 +1,85 @@
+import time
+
+import pytest
+import torch
+
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.watch.resources import ResourceMeter
+from tests.runtime.runs import grpo_config, sft_config, start
+
+
+def work(seconds: float) -> None:
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_a_busy_process_is_told_from_an_idle_one():
+    meter = ResourceMeter()
+    time.sleep(0.3)
+    idle = meter.read()["cpu_percent"]
+    began, used = time.perf_counter(), time.process_time()
+    work(0.3)
+    share = (
+        100 * (time.process_time() - used) / (time.perf_counter() - began)
+    )  # of a core: others may be busy, too
+    busy = meter.read()["cpu_percent"]
+    assert busy > idle + 10 and busy == pytest.approx(share, rel=0.3)
+
+
+def test_memory_that_is_taken_is_seen():
+    meter = ResourceMeter()
+    before = meter.read()["memory_gb"]
+    taken = torch.ones(50_000_000)
+    assert meter.read()["memory_gb"] - before == pytest.approx(0.2, abs=0.05)
+    del taken
+
+
+def test_a_reading_costs_next_to_nothing():
+    meter = ResourceMeter()
+    meter.read()
+    used = time.process_time()
+    for _ in range(100):
+        meter.read()
+    assert (time.process_time() - used) / 100 < 1e-3
+
+
+@pytest.mark.parametrize("make", [grpo_config, sft_config])
+def test_every_step_has_them(make, tmp_path):
+    start(make(tmp_path / "run", steps=2))
+    lines = RunDirectory.open(tmp_path / "run").read_metrics()
+    assert all(
+        line["cpu_percent"] >= 0 and 0.01 < line["memory_gb"] < 100
+        for line in lines
+        if line["phase"] == "train"
+    )
+    assert all("gpu_memory_gb" not in line for line in lines) or torch.cuda.is_available()
+
+
+def test_a_gpu_is_asked_and_may_refuse(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 10**9)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "utilization", lambda: 71)
+    found = ResourceMeter().read()
+    assert (found["gpu_memory_gb"], found["gpu_percent"], calls) == (3.0, 71.0, ["reset"])
+
+    def missing():
+        calls.append("asked")
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "utilization", missing)
+    meter = ResourceMeter()
+    assert "gpu_percent" not in meter.read() | meter.read()
+    assert calls.count("asked") == 1, "one refusal is enough"
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu():
+    meter = ResourceMeter()
+    taken = torch.ones(50_000_000, device="cuda")
+    assert meter.read()["gpu_memory_gb"] >= 0.2
+    del taken
+    assert ResourceMeter().read()["gpu_memory_gb"] >= 0.0

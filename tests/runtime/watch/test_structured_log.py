@@ -1,0 +1,151 @@
+import json
+import logging
+import warnings
+from datetime import datetime
+
+import pytest
+
+from nemorl.runtime.run.callbacks import notify
+from nemorl.runtime.run.directory import RunDirectory, read_lines
+from nemorl.runtime.watch.log import event, recorded
+from tests.runtime.runs import addition_rows, grpo_config, start
+from tests.runtime.tiny import tiny_run
+
+
+@pytest.fixture
+def directory(tmp_path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", "")
+
+
+def log_of(directory: RunDirectory) -> list[dict]:
+    return [json.loads(line) for line in directory.log.read_text().splitlines()]
+
+
+def test_every_line_says_when_where_and_what(directory):
+    with recorded(directory, algorithm="grpo", rank=3) as log:
+        notify([log], "on_train_begin", tiny_run())
+        notify([log], "on_step_begin", tiny_run(), 1)
+        event("hello", "a step is on its way", number=1.5, path=directory.path)
+        logging.getLogger("another.library").warning("careful: %s", "thin ice")
+        logging.getLogger("another.library").info("not worth a line")
+    lines = log_of(directory)
+    assert all(line["run_id"] == log.run_id and line["rank"] == 3 for line in lines)
+    assert all(datetime.fromisoformat(line["time"]).utcoffset() is not None for line in lines)
+    assert [(line["event"], line["level"], line["step"]) for line in lines] == [
+        ("run_begin", "INFO", 0),
+        ("train_begin", "INFO", 0),
+        ("hello", "INFO", 1),
+        ("message", "WARNING", 1),
+        ("run_finished", "INFO", 1),
+    ]
+    assert (lines[2]["number"], lines[2]["path"]) == (1.5, str(directory.path))
+    assert (lines[3]["logger"], lines[3]["message"]) == ("another.library", "careful: thin ice")
+
+
+def test_the_rank_is_that_of_the_process(directory, monkeypatch):
+    monkeypatch.setenv("RANK", "5")
+    with recorded(directory, algorithm="sft"):
+        pass
+    assert {line["rank"] for line in log_of(directory)} == {5}
+
+
+def test_warnings_are_kept_and_still_seen(directory):
+    with (
+        pytest.warns(UserWarning, match="the reward is flat"),
+        recorded(directory, algorithm="sft"),
+    ):
+        warnings.warn("the reward is flat", stacklevel=1)
+    (line,) = [line for line in log_of(directory) if line["level"] == "WARNING"]
+    assert (line["event"], line["category"], line["message"]) == (
+        "warning",
+        "UserWarning",
+        "the reward is flat",
+    )
+    assert "test_structured_log.py" in line["place"]
+
+
+def test_nothing_is_left_behind(directory):
+    before = (
+        logging.getLogger().handlers[:],
+        logging.getLogger("nemorl").level,
+        warnings.showwarning,
+    )
+    with pytest.raises(RuntimeError), recorded(directory, algorithm="sft"):
+        raise RuntimeError("over")
+    assert (
+        logging.getLogger().handlers,
+        logging.getLogger("nemorl").level,
+        warnings.showwarning,
+    ) == before
+
+
+def test_messages_of_libraries_are_still_printed(directory, monkeypatch, capsys):
+    """Without any handler Python prints warnings by itself; one of ours must not silence them."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with recorded(directory, algorithm="sft"):
+        logging.getLogger("another.library").warning("thin ice")
+    assert "thin ice" in capsys.readouterr().err
+    assert logging.getLogger().handlers == []
+
+
+def test_a_library_that_keeps_to_itself_is_heard(directory, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", False)
+    with recorded(directory, algorithm="sft"):
+        logging.getLogger("transformers.models").warning("an old config")
+    assert [line["message"] for line in log_of(directory) if line["level"] == "WARNING"] == [
+        "an old config"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "level", "status"),
+    [(RuntimeError("no more"), "ERROR", "failed"), (KeyboardInterrupt(), "WARNING", "interrupted")],
+)
+def test_how_it_ended(directory, error, level, status):
+    with pytest.raises(type(error)), recorded(directory, algorithm="sft"):
+        raise error
+    line = log_of(directory)[-1]
+    assert (line["level"], line["event"]) == (level, f"run_{status}")
+    assert "Traceback" in line["traceback"]
+    assert json.loads(directory.record.read_text())["status"] == status
+
+
+def test_a_log_that_can_not_be_written_ends_no_run(directory):
+    directory.log.mkdir()
+    with recorded(directory, algorithm="sft"):
+        event("hello", "nobody will read this")
+    assert json.loads(directory.record.read_text())["status"] == "finished"
+
+
+def test_the_log_of_a_whole_run(tmp_path):
+    start(
+        grpo_config(tmp_path / "run", steps=3, run={"save_period": 2, "val_period": 3}),
+        validation=addition_rows(4),
+    )
+    lines = read_lines(tmp_path / "run" / "log.jsonl")
+    assert [(line["event"], line["step"]) for line in lines if line["level"] == "INFO"] == [
+        ("run_begin", 0),
+        ("train_begin", 0),
+        ("checkpoint", 2),
+        ("validation", 3),
+        ("train_end", 3),
+        ("checkpoint", 3),
+        ("run_finished", 3),
+    ]
+    assert "accuracy" in next(line for line in lines if line["event"] == "validation")["metrics"]
+
+
+def test_a_reward_that_raises_is_in_the_log(tmp_path):
+    def broken(prompt, response):
+        raise RuntimeError("no reward today")
+
+    with pytest.raises(Exception, match="no reward today"):
+        start(grpo_config(tmp_path / "run"), reward=broken)
+    line = [
+        line for line in read_lines(tmp_path / "run" / "log.jsonl") if line["level"] == "ERROR"
+    ][-1]
+    assert (
+        line["step"] == 1
+        and "no reward today" in line["message"]
+        and "in broken" in line["traceback"]
+    )

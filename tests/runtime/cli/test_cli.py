@@ -8,6 +8,7 @@ import sys
 import time
 import types
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -443,14 +444,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
             raise seen.result
         return seen.result
 
-    for name, functions in {
-        "launch": ["run"],
-        "inference": ["evaluate", "generate", "export"],
-    }.items():
-        module: Any = types.ModuleType(f"nemorl.runtime.{name}")
+    for room, name, functions in (
+        ("nemorl.runtime.start", "launch", ["run"]),
+        ("nemorl.runtime.cli", "inference", ["evaluate", "generate", "export"]),
+    ):
+        module: Any = types.ModuleType(f"{room}.{name}")
         vars(module).update(dict.fromkeys(functions, answer))
-        monkeypatch.setitem(sys.modules, f"nemorl.runtime.{name}", module)
-        monkeypatch.setattr(sys.modules["nemorl.runtime"], name, module, raising=False)
+        monkeypatch.setitem(sys.modules, f"{room}.{name}", module)
+        monkeypatch.setattr(import_module(room), name, module, raising=False)
     return seen
 
 

@@ -78,7 +78,7 @@ class Problem:
 
 
 def _trained(kind: str, lengths: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Which tokens are trained on; never the first of a sequence (SPEC §1), and at least one where
+    """Which tokens are trained on; never the first of a sequence, and at least one where
     any can be.
     """
     rows = []

@@ -21,7 +21,7 @@ It is never attended to nor trained on, so any valid id does.
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
-    """Sequences and their per-token arrays, all `[batch, seq]` like `input_ids` (SPEC §1).
+    """Sequences and their per-token arrays, all `[batch, seq]` like `input_ids`.
 
     A row holds one sequence (as `collate` builds it) or several (after `pack`); `segment_ids` tells
     them apart, so that nothing which reads a batch asks whether it is packed. Index t describes
@@ -39,7 +39,7 @@ class TokenBatch:
     response_mask: Bool[Tensor, "batch seq"]
     """True = not the prompt; includes tool output and observations."""
     loss_weights: Float[Tensor, "batch seq"] | None = None
-    """Built once for the whole optimizer step (SPEC §2); 0 off the loss mask."""
+    """Built once for the whole optimizer step (docs/numerics.md, Weighted sums); 0 off the loss mask."""
     advantages: Float[Tensor, "batch seq"] | None = None
     prev_logprobs: Float[Tensor, "batch seq"] | None = None
     generation_logprobs: Float[Tensor, "batch seq"] | None = None

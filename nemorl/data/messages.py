@@ -1,5 +1,5 @@
 """Conversations and plain text as token ids with exact masks: which tokens are the response, and
-which the model is trained to say (SPEC §1).
+which the model is trained to say (docs/numerics.md, Conventions).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Several sequences in one row, and back (SPEC §11).
+"""Several sequences in one row, and back.
 
 A plan says which; `pack` and `unpack` move every per-token array by one gather.
 """

@@ -1,4 +1,4 @@
-"""Ragged sequences as one padded tensor, and back (SPEC §11)."""
+"""Ragged sequences as one padded tensor, and back."""
 
 from collections.abc import Sequence
 from itertools import chain

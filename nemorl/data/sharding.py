@@ -1,4 +1,4 @@
-"""Rows over ranks and microbatches (SPEC §11): plans are tuples of row indices, made by pure
+"""Rows over ranks and microbatches: plans are tuples of row indices, made by pure
 functions; `merge` undoes every one of them.
 """
 

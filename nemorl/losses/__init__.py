@@ -1,4 +1,4 @@
-"""The mathematics of SPEC.md as pure functions of tensors: `from nemorl.losses import clipped,
+"""The mathematics of docs/numerics.md as pure functions of tensors: `from nemorl.losses import clipped,
 rloo`.
 
 `advantages`, `kl` and `distillation` name a module here, which holds the function of the same name:

@@ -1,4 +1,4 @@
-"""Distillation of a teacher's distributions into a student (SPEC §9): from whole logits, or from
+"""Distillation of a teacher's distributions into a student: from whole logits, or from
 the teacher's top-k.
 
 Divergences between the teacher's p and the student's q, per token, in nats: `forward` = KL(p‖q) = Σ
@@ -9,7 +9,7 @@ forward divergence is infinite, as it should be. The teacher is a constant. Dist
 at `temperature` T, and the loss is multiplied with T², which keeps the gradient's size. Logits come
 as the model gives them (position t predicts token t + 1); the loss at token t is that of the logits
 at t − 1, so `loss_weights[:, 0]` is not used, and the first token of each packed segment must have
-weight 0, as SPEC §1 has it.
+weight 0 (docs/numerics.md, Conventions).
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Off-policy correction w = π_prev/π_gen (SPEC §7), and how far the sampler is from the trainer."""
+"""Off-policy correction w = π_prev/π_gen, and how far the sampler is from the trainer."""
 
 import torch
 from jaxtyping import Bool, Float, Int

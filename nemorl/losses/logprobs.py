@@ -1,7 +1,7 @@
 """Log-probabilities and entropies of tokens: from logits, and straight from hidden states without
 ever holding `[batch, seq, vocab]`.
 
-The shift by one happens here and nowhere else (SPEC §1): index t of every result describes token t,
+The shift by one happens here and nowhere else (docs/numerics.md, Conventions): index t of every result describes token t,
 drawn from the distribution that position t − 1 predicts.
 """
 

@@ -27,7 +27,7 @@ def masked(
 def weighted_sum(
     loss_weights: Float[Tensor, "*shape"], losses: Float[Tensor, "*shape"]
 ) -> Float[Tensor, ""]:
-    """Σ w·ℓ over the slots with w ≠ 0 (SPEC §2).
+    """Σ w·ℓ over the slots with w ≠ 0.
 
     >>> weighted_sum(torch.tensor([0.5, 0.0]), torch.tensor([2.0, float("inf")]))
     tensor(1.)

@@ -1,5 +1,5 @@
 """`loss_weights`: how a loss is reduced, decided once for the whole optimizer step, before the
-batch is cut into anything (SPEC §2).
+batch is cut into anything (docs/numerics.md, Weighted sums).
 
 Every builder takes the mask of the *whole step* and returns weights that are 0 off the mask. A loss
 is then `Σ_t w_t ℓ_t`, and parts of the step add up.

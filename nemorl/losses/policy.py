@@ -1,4 +1,4 @@
-"""Policy-gradient losses (SPEC §6). Each is Σ_t w_t · v_t · ℓ_t over the tokens it is given; w are
+"""Policy-gradient losses (docs/numerics.md, Policy losses). Each is Σ_t w_t · v_t · ℓ_t over the tokens it is given; w are
 `loss_weights`, v the optional `importance_weights`.
 
 Notation: A = advantage, ℓr = log π − log π_prev, r = exp ℓr, sg = stop-gradient. π_prev, A and v

@@ -1,4 +1,4 @@
-"""Preference losses and the reward model's (SPEC §8), on one number per sequence.
+"""Preference losses and the reward model's, on one number per sequence.
 
 Pairs are two arrays of equal length, chosen and rejected; `pair_weights` are to pairs what
 `loss_weights` are to tokens: built once for the whole optimizer step (1 / number of pairs for the

@@ -1,5 +1,5 @@
 """What happens to rewards before they become advantages: scaling, shaping by length, and the choice
-of groups that carry information (SPEC §10).
+of groups that carry information.
 """
 
 import torch

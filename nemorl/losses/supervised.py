@@ -1,4 +1,4 @@
-"""Negative log-likelihood (SPEC §9)."""
+"""Negative log-likelihood."""
 
 import torch
 from jaxtyping import Float

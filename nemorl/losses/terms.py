@@ -1,4 +1,4 @@
-"""Optional terms of a policy loss (SPEC §6).
+"""Optional terms of a policy loss (docs/numerics.md, Policy losses).
 
 Each is a `LossOutput` of its own; the caller adds those it wants: `clipped(...) + kl_loss(...)`.
 """

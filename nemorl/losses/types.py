@@ -92,7 +92,7 @@ Metrics = Mapping[str, Metric]
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss, already weighted (`Σ_t w_t ℓ_t`, SPEC §2), and its metrics. Two outputs of two shards
+    """A loss, already weighted (`Σ_t w_t ℓ_t`), and its metrics. Two outputs of two shards
     add to the whole's.
 
     >>> one = LossOutput(torch.tensor(1.0), {"n": Sum(torch.tensor(1.0))})

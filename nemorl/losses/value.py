@@ -1,4 +1,4 @@
-"""The critic's loss (SPEC §9)."""
+"""The critic's loss."""
 
 from collections.abc import Mapping
 

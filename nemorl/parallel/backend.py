@@ -26,7 +26,7 @@ class ForwardOutput:
 LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]
 """A loss as a trainer sees it: pick the arrays that a pure loss function wants and call it.
 
-Called once per microbatch; the outputs add (SPEC §2).
+Called once per microbatch; the outputs add (docs/numerics.md, Weighted sums).
 """
 
 

@@ -70,7 +70,8 @@ def cut(
     preference pair) stay together.
 
     Rows are dealt to the ranks by what they cost, then cut into microbatches whose width is a
-    multiple of `multiple_of`. No number of a training step depends on how it is cut (SPEC §2).
+    multiple of `multiple_of`. No number of a training step depends on how it is cut
+    (docs/numerics.md, Weighted sums).
     Raises ValueError that names a row longer than `packed_row_tokens` or `micro_batch_tokens`.
     """
     lengths = tuple(batch.lengths.tolist())

@@ -1,4 +1,4 @@
-"""The laws of SPEC §12 that make sense for any loss: each is a function that raises when `case`
+"""The laws of docs/numerics.md that make sense for any loss: each is a function that raises when `case`
 breaks the law on `problem`.
 
 `test_laws.py` runs every law on every case, `test_negative_controls.py` shows that wrong losses are

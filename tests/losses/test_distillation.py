@@ -1,6 +1,4 @@
-"""Distillation: worked examples of every direction and option, and the laws that are its own (SPEC
-§12, 14).
-"""
+"""Distillation: worked examples of every direction and option, and the laws that are its own."""
 
 import math
 

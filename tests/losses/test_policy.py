@@ -1,6 +1,4 @@
-"""Policy losses and their optional terms: worked examples, and the laws that are theirs alone (SPEC
-§12, 11).
-"""
+"""Policy losses and their optional terms: worked examples, and the laws that are theirs alone."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Preference losses: worked examples, and the laws that are theirs alone (SPEC §12, 14)."""
+"""Preference losses: worked examples, and the laws that are theirs alone."""
 
 import math
 

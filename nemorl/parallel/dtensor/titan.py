@@ -77,7 +77,7 @@ def make_dims(plan: ParallelPlan, device_type: str) -> ParallelDims:
 
 def sum_gradients(model: nn.Module) -> None:
     """Have FSDP2 sum gradients instead of averaging them: the loss's weights know the whole step
-    (SPEC §2). A plain sum, as gloo has no other.
+    (docs/numerics.md, Weighted sums). A plain sum, as gloo has no other.
     """
     disable_fsdp_gradient_division(model)
     for module in model.modules():

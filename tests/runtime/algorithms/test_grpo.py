@@ -100,8 +100,8 @@ def test_every_preset_trains(name: str, tmp_path: Path):
 
 
 def test_it_learns_and_finishes_a_run_directory(tmp_path: Path):
-    """The share of digits in an answer rises; everything that DESIGN §5 lists is there, and the
-    export answers in transformers as it does here.
+    """The share of digits in an answer rises, the run directory is complete, and the export answers
+    in transformers as it does here.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

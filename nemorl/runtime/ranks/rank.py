@@ -130,6 +130,20 @@ class TrainingRank:
     def _export_next(self, export: int) -> Payload | bool | None:
         return self._exports[export].next()
 
+    def _send_weights(self, send: Callable[[Any], Any], options: Mapping[str, Any]) -> Any:
+        """`send`'s result, or its error in words: all ranks go through all weights, so that they
+        stay usable.
+        """
+        weights, found = self._ready().export_weights(**options), (None, None)
+        if self.rank == 0:
+            try:
+                found = send(weights), None
+            except Exception as error:
+                found = None, self.refuse(error)
+        for _ in weights:
+            pass
+        return found
+
     def _shutdown(self) -> None:
         self._exports.clear()
         self._packers.clear()

@@ -25,6 +25,7 @@ from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.ranks.group import STATUS_S, Ongoing, RankGroup, Status, gather, worst
 from nemorl.runtime.ranks.rank import BESIDE
 from nemorl.runtime.ranks.wire import dumps
+from nemorl.runtime.run.errors import raised
 
 SHUTDOWN_S = 20.0
 """For ranks to end in order."""
@@ -137,6 +138,24 @@ class RankedTrainer:
             self._closed.append(
                 export
             )  # told with the next export: this may run at any time and on any thread, when the iterator is dropped
+
+    def send_weights(
+        self,
+        send: Callable[[Iterator[tuple[str, Tensor]]], Any],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Call `send` with the weights on rank 0, and return its result; the other ranks gather
+        along.
+
+        `send` must be picklable, and gets what `export_weights(dtype=dtype)` of rank 0's backend
+        yields. What it raises is raised here; the ranks stay usable.
+        """
+        options = {} if dtype is None else {"dtype": dtype}
+        result, failure = self._call("send_weights", send, options)
+        if failure is not None:
+            raise failure.error or raised(failure.value, 0)
+        return result
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """With `background` it is written after this has returned; `wait_for_checkpoint` tells

@@ -119,6 +119,19 @@ def test_weights_come_whole_and_may_be_left_at_any_point(trainer):
     assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
 
 
+def test_rank_zero_sends_its_weights_itself(trainer):
+    def sums(weights):
+        return os.getpid(), {name: (float(x.float().mean()), x.dtype) for name, x in weights}
+
+    pid, found = trainer.send_weights(sums, dtype=torch.bfloat16)
+    assert pid == pids(trainer)[0]
+    assert [found[f"large.{i}"] for i in range(8)] == [(2.0 * i, torch.bfloat16) for i in range(8)]
+    assert trainer.send_weights(next)[0] == "large.0"
+    with pytest.raises(ZeroDivisionError):
+        trainer.send_weights(lambda weights: 1 / 0)
+    assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
+
+
 def test_weights_of_before_a_step_are_not_given_after_it(trainer):
     weights = trainer.export_weights()
     next(weights)

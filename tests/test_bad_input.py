@@ -27,6 +27,7 @@ from nemorl.runtime.run.signals import locked
 from tests.runtime.runs import addition_rows, dpo_config, grpo_config, sft_config
 from tests.runtime.start.test_robustness import FailsOnce
 from tests.tiny_models import tiny_model, tiny_tokenizer
+from tools.from_nemo_rl import translate
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt"
@@ -579,8 +580,8 @@ FLAGS = {
         "--gpu-memory",
         "0.0001",
     ),
-    "import of no file": flags(
-        r"can't read the config file no\.yaml: No such file", "import-config", "no.yaml"
+    "translation of no file": Case(
+        lambda place: translate("no.yaml"), r"can't read the config file no\.yaml: No such file"
     ),
     "inspection of nothing": flags(
         r"data\.train must be given, but it is None: add --data\.train FILE", "data", "inspect"

@@ -167,18 +167,6 @@ class ExportConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportConfig:
-    """Translate a NeMo RL configuration (GRPO, SFT, DPO) into ours, and list what could not be
-    honoured and why.
-    """
-
-    file: str = field(metadata={"positional": True})
-    """The YAML file; `defaults` and ${interpolations} in it are followed."""
-    output: str | None = None
-    """Write the YAML to this file instead of printing it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ReportConfig:
     """Show a run on a web page: curves, samples token by token, settings, warnings. One file that
     needs no network.

@@ -22,7 +22,6 @@ from nemorl.runtime.cli.commands import (
     EvalConfig,
     ExportConfig,
     GenerateConfig,
-    ImportConfig,
     InspectConfig,
     ReportConfig,
     print_evaluation,
@@ -32,7 +31,7 @@ from nemorl.runtime.cli.commands import (
 from nemorl.runtime.config.base import BaseConfig, GRPOConfig
 from nemorl.runtime.config.tree import closest, construct, dump_yaml, layer, yaml_layer
 from nemorl.runtime.ranks.following import FollowedRunFailed, follows, wait_for_rank_zero
-from nemorl.runtime.run.directory import RunDirectory, free_directory, write_atomically
+from nemorl.runtime.run.directory import RunDirectory, free_directory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS
 
@@ -305,22 +304,6 @@ def _export(config: ExportConfig) -> None:
     print(f'exported to {path}; try it: nemorl generate --model {path} --prompt "…"')
 
 
-def _import_config(config: ImportConfig) -> None:
-    from nemorl.runtime.cli.import_config import import_config
-
-    imported = import_config(config.file)
-    text = imported.to_yaml(config.file)
-    if config.output is None:
-        print(text, end="")
-        return
-    write_atomically(Path(config.output), text)
-    print(
-        f"written to {config.output}; {len(imported.notes)} keys could not be carried over (listed"
-        " at its end)"
-    )
-    print(f"use it: nemorl {imported.algorithm} --config {config.output}")
-
-
 def _inspect(config: InspectConfig) -> None:
     from nemorl.runtime.cli.inspect import inspect_data, print_inspection
 
@@ -353,7 +336,6 @@ COMMANDS = {
     "report": Command(ReportConfig, _report),
     "data inspect": Command(InspectConfig, _inspect),
     "plan": Command(PlanConfig, _plan),
-    "import-config": Command(ImportConfig, _import_config),
 }
 
 

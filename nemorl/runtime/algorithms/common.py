@@ -20,7 +20,7 @@ from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.signals import deferred, interruptible
+from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.state import Run
 from nemorl.runtime.run.weight_sync import sync_weights
 from nemorl.runtime.watch.resources import ResourceMeter
@@ -55,8 +55,8 @@ def loop(
     from one ends it after the present step.
 
     An error anywhere in it is told to the callbacks' `on_exception`, with the run as it stands
-    after its last whole step, and goes on its way. A signal (see `locking.deferred`) that comes
-    while a step changes the weights raises when the step is over and on record.
+    after its last whole step, and goes on its way. A signal that comes while
+    a step changes the weights raises after the step.
     """
     metrics: dict[str, float] = {}
     meter = ResourceMeter()
@@ -77,11 +77,17 @@ def loop(
         except StopTraining:
             stop = True
 
+    def record(samples: Samples) -> None:
+        try:
+            if samples:
+                tell("on_samples", run, run.state.step, samples)
+        finally:  # last, so that a checkpoint covers everything that was written before it
+            tell("on_step_end", run, run.state.step, metrics)
+
     def report_validation() -> Samples:
         nonlocal validated
         assert validate is not None
-        with interruptible():
-            found, answers = validate(run)
+        found, answers = validate(run)
         validated = run.state.step
         tell("on_validation_end", run, run.state.step, found)
         return answers
@@ -101,23 +107,23 @@ def loop(
                 tell("on_epoch_begin", run, epoch)
                 begun = epoch
             tell("on_step_begin", run, run.state.step + 1)
-            with deferred(partial(has_left, place())):
-                run, measured, samples = step(run)
-                metrics = measured | meter.read()
-                try:
-                    if validate and due(run.state.step, run.config.run.val_period, last_step):
-                        answers = report_validation()
-                        samples = samples or answers
-                    if samples:
-                        tell("on_samples", run, run.state.step, samples)
-                finally:  # the step is whole, even where the validation fails: its metrics are not lost
-                    tell(
-                        "on_step_end", run, run.state.step, metrics
-                    )  # last, so that a checkpoint vouches for all that was written before
-                for passed in range(epoch, run.state.epoch(num_rows)):
-                    if passed != epoch:
-                        tell("on_epoch_begin", run, passed)
-                    tell("on_epoch_end", run, passed, metrics)
+            before = run
+            samples: Samples = []
+            try:
+                with update_in_progress(partial(has_left, place())):
+                    run, measured, samples = step(run)
+                    metrics = measured | meter.read()
+                if validate and due(run.state.step, run.config.run.val_period, last_step):
+                    answers = report_validation()
+                    samples = samples or answers
+            finally:  # a whole step is recorded, though a signal or the validation ends the run
+                if run is not before:
+                    with update_in_progress():
+                        record(samples)
+            for passed in range(epoch, run.state.epoch(num_rows)):
+                if passed != epoch:
+                    tell("on_epoch_begin", run, passed)
+                tell("on_epoch_end", run, passed, metrics)
         if validate and stop and run.state.step != validated:
             report_validation()  # a run that ends early is validated at its end like any other
         tell("on_train_end", run, metrics)

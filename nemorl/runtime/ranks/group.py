@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from nemorl.runtime.ranks.old_signals import signal_came
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout, last_lines, raised
-from nemorl.runtime.run.signals import signal_came
 
 TICK_S = 0.25
 """How often those who wait look whether all ranks are there."""

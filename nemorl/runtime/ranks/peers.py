@@ -21,10 +21,10 @@ import torch.distributed as dist
 from nemorl.parallel.dtensor.mesh import start_process_group
 from nemorl.runtime.ranks.following import tell_torchrun
 from nemorl.runtime.ranks.group import Answer, Place, Standstill, Status, died, hung
+from nemorl.runtime.ranks.old_signals import SignalEar
 from nemorl.runtime.ranks.rank import IDLE, TrainingRank
 from nemorl.runtime.ranks.wire import dumps, loads
 from nemorl.runtime.run.errors import WorkerDied
-from nemorl.runtime.run.signals import SignalEar
 from nemorl.runtime.start.registry import get_training_backend
 
 PATIENCE = timedelta(days=7)

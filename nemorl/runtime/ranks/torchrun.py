@@ -19,7 +19,6 @@ from nemorl.runtime.ranks.group import ALONE_S, Answer, Place, Status, is_conseq
 from nemorl.runtime.ranks.peers import Peers
 from nemorl.runtime.ranks.rank import BESIDE
 from nemorl.runtime.ranks.wire import dumps, loads
-from nemorl.runtime.run.signals import explain_sigterm
 
 
 class TorchrunGroup:
@@ -35,7 +34,6 @@ class TorchrunGroup:
                 "change a degree, or --nproc-per-node")  # fmt: skip
         self.size, self._runtime = size, runtime
         self._lock, self._tickets, self._ended = threading.Lock(), itertools.count(), False
-        explain_sigterm(self._peers.death)
 
     def start(self, method: str, /, *args: Any, **kwargs: Any) -> LeaderCall:
         limit_s = self._runtime.start_timeout_s if method == "setup" else self._runtime.timeout_s
@@ -83,7 +81,6 @@ class TorchrunGroup:
             )  # which hangs where a follower does
             told.start()
             told.join(timeout_s)
-        explain_sigterm(None)
         self._peers.leave()
         self._peers.host.perform("shutdown", (), {})
         self._peers.close(in_order=heard.is_set())

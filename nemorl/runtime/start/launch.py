@@ -23,8 +23,9 @@ from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory, free_directory
 from nemorl.runtime.run.job import Inputs, Job, Reward, Rows, read_data
+from nemorl.runtime.run.lock import locked
 from nemorl.runtime.run.result import TrainResult
-from nemorl.runtime.run.signals import locked, signals_in_order
+from nemorl.runtime.run.signals import signals_raise
 from nemorl.runtime.start.attempt import Prepared, with_restarts
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.registry import (
@@ -103,7 +104,7 @@ def run(
     require_validation(config.run.metrics_of_rules(), validates=bool(held_out))
     config = replace(config, run=replace(config.run, dir=config.run.dir or free_directory(name)))
     directory = RunDirectory(Path(str(config.run.dir)))
-    with locked(directory.path), signals_in_order(), started(config, algorithm=name) as log:
+    with locked(directory.path), signals_raise(), started(config, algorithm=name) as log:
         checkpoint.sweep(directory.path)
         folder = model_folder(config.model.path)
         of_model = model_config_of(folder if model is None else model)

@@ -18,7 +18,7 @@ from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks import group, torchrun
 from nemorl.runtime.ranks.following import FollowedRunFailed
 from nemorl.runtime.ranks.make import is_follower, make_trainer, serve_as_follower
-from nemorl.runtime.run.signals import signals_in_order
+from nemorl.runtime.run.signals import signals_raise
 from tests.parallel.batches import random_batch
 from tests.runtime.ranks import backends
 
@@ -95,7 +95,7 @@ def main(what: str, folder: str, again: int = 2) -> None:
                 print("no farewell", flush=True)
                 raise
         else:
-            with signals_in_order():
+            with signals_raise():
                 lead(run, what, folder, timeout_s)
         print("groups", len(dist.distributed_c10d._world.pg_map), flush=True)
 

@@ -1,0 +1,142 @@
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.run.signals import Terminated, signals_raise, update_in_progress
+
+BOTH = pytest.mark.parametrize(
+    ("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)]
+)
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_sigterm_raises_once_and_the_old_handler_comes_back():
+    with pytest.raises(Terminated) as caught, signals_raise():
+        try:
+            send(signal.SIGTERM)
+        finally:
+            send(signal.SIGTERM)  # while the checkpoint is written: ignored
+    assert caught.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_others_stays():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    try:
+        with signals_raise():
+            send(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [1]
+
+
+def test_another_thread_changes_nothing():
+    found = []
+
+    def work():
+        with signals_raise(), update_in_progress():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [signal.SIG_DFL]
+
+
+@BOTH
+def test_a_signal_waits_for_the_end_of_an_update(number, error, capfd):
+    done = []
+    with pytest.raises(error), signals_raise():
+        with update_in_progress():
+            send(number)
+            done.append("step")
+        done.append("never")
+    assert done == ["step"]
+    assert (
+        "the run ends after this step; a second signal (Ctrl-C) ends it at once"
+        in capfd.readouterr().err
+    )
+
+
+@BOTH
+def test_a_signal_raises_at_once_until_the_update_has_begun(number, error):
+    with pytest.raises(error), signals_raise(), update_in_progress(lambda: False):
+        send(number)
+        raise AssertionError
+
+
+@BOTH
+def test_a_signal_raises_at_once_after_an_update(number, error):
+    with pytest.raises(error), signals_raise():
+        with update_in_progress():
+            pass
+        send(number)
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "error"),
+    [("SIGINT", "SIGINT", KeyboardInterrupt), ("SIGINT", "SIGTERM", Terminated)],
+)
+def test_a_second_signal_raises_at_once(first, second, error):
+    done = []
+    with pytest.raises(error), signals_raise(), update_in_progress():
+        send(signal.Signals[first])
+        done.append("a while")
+        send(signal.Signals[second])
+        done.append("never")
+    assert done == ["a while"]
+
+
+def test_an_error_in_an_update_comes_before_the_signal_that_waited():
+    with signals_raise():
+        with pytest.raises(ZeroDivisionError), update_in_progress():
+            send(signal.SIGTERM)
+            raise ZeroDivisionError
+        with update_in_progress():
+            pass
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+DEATH = WorkerDied("rank 1 died", rank=1, host="here", pid=7, reason="it was killed")
+
+
+@BOTH
+@pytest.mark.parametrize("found", [DEATH, WorkerTimeout("rank 1 hung")])
+def test_a_signal_that_waits_for_ranks_that_are_gone_raises(number, error, found):
+    """Otherwise the run would begin again with new ranks, although it was asked to end."""
+    with (
+        pytest.warns(match="rank 1"),
+        pytest.raises(error) as caught,
+        signals_raise(),
+        update_in_progress(),
+    ):
+        send(number)
+        raise found
+    assert caught.value.__cause__ is found
+    with pytest.raises(type(found)), signals_raise(), update_in_progress():
+        raise found
+
+
+def test_a_forked_child_is_ended_by_its_first_signal():
+    """Otherwise Process.terminate() of a data loader's worker would never end it."""
+    begun = time.monotonic()
+    with signals_raise(), update_in_progress():
+        child = os.fork()
+        if child == 0:
+            try:
+                time.sleep(20)
+            finally:
+                os._exit(7)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        status = os.waitpid(child, 0)[1]
+    assert time.monotonic() - begun < 10 and os.WEXITSTATUS(status) == 7

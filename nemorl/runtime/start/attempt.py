@@ -46,10 +46,10 @@ from nemorl.runtime.start.run_settings import (
     probe,
 )
 from nemorl.runtime.watch.display import make_display
-from nemorl.runtime.watch.engine_start import told, told_of_ranks
 from nemorl.runtime.watch.log import RunLog, event
 from nemorl.runtime.watch.loggers.base import LoggedRun, LoggerFactory, Recorder
 from nemorl.runtime.watch.observers import GapWatch, PlotCallback, SignalWatch
+from nemorl.runtime.watch.waiting import waiting_for_engines, waiting_for_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,11 +154,7 @@ def attempt(prepared: Prepared) -> TrainResult:
         else "processes of this machine"
     )
     quiet = config.run.display == "none"
-    with (
-        told_of_ranks(devices.plan, who, lambda: trainer.statuses(), quiet=quiet)
-        if devices.ranked
-        else nullcontext()
-    ):  # type: ignore[attr-defined]
+    with waiting_for_ranks(devices.plan, who, quiet=quiet) if devices.ranked else nullcontext():
         set_up(trainer, setup)
     if devices.ranked:
         torch.manual_seed(
@@ -169,7 +165,7 @@ def attempt(prepared: Prepared) -> TrainResult:
         check_vocabulary(model, prepared.tokenizer)
         if engines is not None:
             generator = make_generator(prepared, model)
-            with told(engines, quiet=quiet):
+            with waiting_for_engines(engines, quiet=quiet):
                 generator.setup(engines)
         current = Run(
             config,

@@ -1,0 +1,48 @@
+"""What standard error and the log say while engines and ranks start, which takes up to minutes."""
+
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from rich.console import Console
+
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.watch.log import event
+
+
+@contextmanager
+def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
+    """Announce something slow, and say how long it took. A terminal has a spinner meanwhile."""
+    console = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+    event("waiting", what)
+    console.print(f"{what} …")
+    start = time.perf_counter()
+    with console.status("waiting …") if console.is_terminal and not quiet else nullcontext():
+        yield
+    seconds = time.perf_counter() - start
+    event("ready", f"{what}: ready after {seconds:.1f} s", seconds=seconds)
+    console.print(f"ready after {seconds:.0f} s")
+
+
+def waiting_for_engines(
+    config: GenerationConfig, *, quiet: bool = False
+) -> AbstractContextManager[None]:
+    """Return `waiting` for the set-up of a generation backend; the embedded one needs none."""
+    if config.backend == "torch":
+        return nullcontext()
+    through = f"{config.num_replicas} x {config.backend} through Ray"
+    what = through if config.num_replicas else f"{config.backend} in this process"
+    logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
+    return waiting(f"starting {what}{logs}", quiet=quiet)
+
+
+def waiting_for_ranks(
+    plan: ParallelPlan, who: str, *, quiet: bool = False
+) -> AbstractContextManager[None]:
+    """Return `waiting` for the set-up of a trainer on ranks, which says how the model is spread."""
+    degrees = {name: getattr(plan, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
+    spread = [f"{name} {degree}" for name, degree in degrees.items() if degree and degree > 1]
+    devices = f"{plan.num_ranks} device{'s' * (plan.num_ranks > 1)}"
+    how = ", ".join(spread) or "one rank"
+    return waiting(f"training on {devices} ({how}; {plan.param_dtype}), {who}", quiet=quiet)

@@ -40,7 +40,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 HAS_VLLM = find_spec("vllm") is not None
-collect_ignore_glob = [] if HAS_VLLM else ["runtime/vllm/*"]
+collect_ignore_glob = [] if HAS_VLLM else ["runtime/engines/*"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.get_closest_marker("gpu") is not None and not torch.cuda.is_available()
         ):  # not by keyword: a parameter may be called gpu, too
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if "vllm" in item.nodeid and not HAS_VLLM:
+        if ("vllm" in item.nodeid or "runtime/engines" in item.nodeid) and not HAS_VLLM:
             item.add_marker(pytest.mark.skip(reason="needs vLLM"))
     items.sort(
         key=lambda item: item.get_closest_marker("xdist_group") is None

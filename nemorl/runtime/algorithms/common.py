@@ -57,7 +57,8 @@ def loop(
     comes while the weights change. An error reaches every callback's `on_exception`, with the run
     after its last whole step, before it is raised.
     """
-    hooks, meter, metrics = _Hooks(callbacks), ResourceMeter(), {}
+    hooks, meter = _Hooks(callbacks), ResourceMeter()
+    metrics: dict[str, float] = {}
     epoch, validated = -1, run.state.step
 
     def validation() -> Samples:
@@ -77,7 +78,8 @@ def loop(
                 epoch = run.state.epoch(num_rows)
                 hooks.call("on_epoch_begin", run, epoch)
             hooks.call("on_step_begin", run, run.state.step + 1)
-            before, samples = run, []
+            before = run
+            samples: Samples = []
             try:
                 with update_in_progress(partial(_updated, run.trainer, run.trainer.step)):
                     run, metrics, samples = step(run)

@@ -74,8 +74,8 @@ def job(
     """
 
     def with_initial_model(run: Run) -> Job:
-        data = (with_reference_logprobs(run, part) for part in (train, held_out))
-        return job(config, order, *data, lengths)
+        scored, scored_held_out = (with_reference_logprobs(run, part) for part in (train, held_out))
+        return job(config, order, scored, scored_held_out, lengths)
 
     last_step = num_steps(config, order.num_rows)
     return Job(

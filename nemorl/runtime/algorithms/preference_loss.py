@@ -104,8 +104,9 @@ def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:
         case ORPOLoss(coef=coef):
             return partial(preference.orpo, coef=coef)
         case KTOLoss(beta=beta, desirable_coef=desirable, undesirable_coef=undesirable):
-            coefs = {"desirable_coef": desirable, "undesirable_coef": undesirable}
-            return partial(preference.kto, beta=beta, **coefs)
+            return partial(
+                preference.kto, beta=beta, desirable_coef=desirable, undesirable_coef=undesirable
+            )
 
 
 def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:

@@ -96,9 +96,8 @@ def main(options: Options) -> None:
         return whole
 
     grpo.make_loss = timed_loss
-    for name in ("make_advantages", "make_loss_weights"):
-        make = getattr(grpo, name)
-        setattr(grpo, name, lambda config, make=make: watch.wrap(make(config)))
+    grpo.advantages = watch.wrap(grpo.advantages)
+    grpo.loss_weights = watch.wrap(grpo.loss_weights)
     begin, shares, steps = 0.0, [], []
 
     class Clock(nemorl.Callback):

@@ -96,8 +96,9 @@ def main(options: Options) -> None:
         return whole
 
     grpo.make_loss = timed_loss
-    grpo.advantages = watch.wrap(grpo.advantages)
-    grpo.loss_weights = watch.wrap(grpo.loss_weights)
+    for name in ("make_advantages", "make_loss_weights"):
+        make = getattr(grpo, name)
+        setattr(grpo, name, lambda config, make=make: watch.wrap(make(config)))
     begin, shares, steps = 0.0, [], []
 
     class Clock(nemorl.Callback):

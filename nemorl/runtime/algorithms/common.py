@@ -1,45 +1,45 @@
-"""What the loops share: the way from step to step with validation and callbacks, rows as tokens,
-validation by answering, and the sample log.
+"""What the algorithms share: the loop over steps, rows as tokens, validation by answering, and the
+sample log.
 """
 
 import heapq
 import math
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from nemorl.checks import require
 from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.datasets import to_examples, to_prompts
-from nemorl.data.lengths import LengthReport, limit_length, num_tokens
+from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.order import RowOrder
 from nemorl.data.statistics import Lengths
+from nemorl.parallel.backend import TrainingBackend
 from nemorl.rollout.collect import Prompts, Rollouts, collect
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
-from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.state import Run
 from nemorl.runtime.run.weight_sync import sync_weights
 from nemorl.runtime.watch.resources import ResourceMeter
 
+Samples = list[dict[str, Any]]
+Step = Callable[[Run], tuple[Run, dict[str, float], Samples]]
+"""One step: returns the run after it, its metrics, and responses for the sample log."""
+Validate = Callable[[Run], tuple[dict[str, float], Samples]]
+
 
 def due(step: int, period: int, last_step: int) -> bool:
-    """Every `period` steps (0: never) and at the last one.
+    """Return True every `period` steps (0: never) and at the last one.
 
     >>> [step for step in range(1, 8) if due(step, 3, 7)]
     [3, 6, 7]
     """
     return step == last_step or (period > 0 and step % period == 0)
-
-
-Samples = list[dict[str, Any]]
-Step = Callable[[Run], tuple[Run, dict[str, float], Samples]]
-"""One step of an algorithm: the run after it, what was measured, and responses for the sample log.
-"""
-Validate = Callable[[Run], tuple[dict[str, float], Samples]]
 
 
 def loop(
@@ -51,159 +51,139 @@ def loop(
     validate: Validate | None,
     callbacks: Sequence[Callback],
 ) -> Run:
-    """Take steps until `last_step`, validate when it is due, and tell the callbacks; `StopTraining`
-    from one ends it after the present step.
+    """Take steps until `last_step`, validate when it is due, and call the callbacks.
 
-    An error anywhere in it is told to the callbacks' `on_exception`, with the run as it stands
-    after its last whole step, and goes on its way. A signal that comes while
-    a step changes the weights raises after the step.
+    `StopTraining` from a callback ends the run after the present step, and so does a signal that
+    comes while the weights change. An error reaches every callback's `on_exception`, with the run
+    after its last whole step, before it is raised.
     """
+    hooks, meter = _Hooks(callbacks), ResourceMeter()
     metrics: dict[str, float] = {}
-    meter = ResourceMeter()
-    stop = False
-    validated = run.state.step
-    begun = -1
+    epoch, validated = -1, run.state.step
 
-    def place() -> tuple[int, int]:
-        return run.state.step, run.trainer.step
-
-    def has_left(before: tuple[int, int]) -> bool:
-        return place() != before
-
-    def tell(hook: str, *args: Any) -> None:
-        nonlocal stop
-        try:
-            notify(callbacks, hook, *args)
-        except StopTraining:
-            stop = True
-
-    def record(samples: Samples) -> None:
-        try:
-            if samples:
-                tell("on_samples", run, run.state.step, samples)
-        finally:  # last, so that a checkpoint covers everything that was written before it
-            tell("on_step_end", run, run.state.step, metrics)
-
-    def report_validation() -> Samples:
+    def validation() -> Samples:
         nonlocal validated
         assert validate is not None
-        found, answers = validate(run)
+        measured, answers = validate(run)
         validated = run.state.step
-        tell("on_validation_end", run, run.state.step, found)
+        hooks.call("on_validation_end", run, validated, measured)
         return answers
 
     try:
-        tell("on_train_begin", run)
-        at_start = (
-            run.config.run.val_at_start
-            if run.state.step == 0
-            else misses_validation(run, last_step)
-        )
-        if validate and at_start:
-            report_validation()
-        while run.state.step < last_step and not stop:
-            epoch = run.state.epoch(num_rows)
-            if epoch != begun:
-                tell("on_epoch_begin", run, epoch)
-                begun = epoch
-            tell("on_step_begin", run, run.state.step + 1)
+        hooks.call("on_train_begin", run)
+        if validate and run.config.run.val_at_start and run.state.step == 0:
+            validation()
+        while run.state.step < last_step and not hooks.stop:
+            if run.state.epoch(num_rows) != epoch:
+                epoch = run.state.epoch(num_rows)
+                hooks.call("on_epoch_begin", run, epoch)
+            hooks.call("on_step_begin", run, run.state.step + 1)
             before = run
             samples: Samples = []
             try:
-                with update_in_progress(partial(has_left, place())):
-                    run, measured, samples = step(run)
-                    metrics = measured | meter.read()
+                with update_in_progress(partial(_updated, run.trainer, run.trainer.step)):
+                    run, metrics, samples = step(run)
+                    metrics = metrics | meter.read()
                 if validate and due(run.state.step, run.config.run.val_period, last_step):
-                    answers = report_validation()
+                    answers = validation()
                     samples = samples or answers
             finally:  # a whole step is recorded, though a signal or the validation ends the run
                 if run is not before:
                     with update_in_progress():
-                        record(samples)
+                        hooks.record(run, metrics, samples)
             for passed in range(epoch, run.state.epoch(num_rows)):
                 if passed != epoch:
-                    tell("on_epoch_begin", run, passed)
-                tell("on_epoch_end", run, passed, metrics)
-        if validate and stop and run.state.step != validated:
-            report_validation()  # a run that ends early is validated at its end like any other
-        tell("on_train_end", run, metrics)
+                    hooks.call("on_epoch_begin", run, passed)
+                hooks.call("on_epoch_end", run, passed, metrics)
+        if validate and hooks.stop and run.state.step != validated:
+            validation()
+        hooks.call("on_train_end", run, metrics)
     except BaseException as error:
         notify_of_error(callbacks, run, error)
         raise
     return run
 
 
-def misses_validation(run: Run, last_step: int) -> bool:
-    """Whether the step that a run is resumed after should have been validated, but is not, because
-    the validation failed.
-    """
-    if run.directory is None or not due(run.state.step, run.config.run.val_period, last_step):
-        return False
-    lines = RunDirectory(run.directory).read_metrics()
-    return not any(
-        line.get("step") == run.state.step and line.get("phase") == "validation" for line in lines
-    )
+def _updated(trainer: TrainingBackend, step: int) -> bool:
+    return trainer.step != step
+
+
+class _Hooks:
+    """The callbacks of a loop; `stop` is True once one of them has raised StopTraining."""
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self.callbacks, self.stop = callbacks, False
+
+    def call(self, hook: str, *args: Any) -> None:
+        try:
+            notify(self.callbacks, hook, *args)
+        except StopTraining:
+            self.stop = True
+
+    def record(self, run: Run, metrics: dict[str, float], samples: Samples) -> None:
+        try:
+            if samples:
+                self.call("on_samples", run, run.state.step, samples)
+        finally:  # the last hook of a step: a checkpoint covers all that was recorded before
+            self.call("on_step_end", run, run.state.step, metrics)
+
+
+class Stopwatch:
+    """Measures a step and its parts: `with watch("train"): ...` gives the metric seconds_train."""
+
+    def __init__(self) -> None:
+        self.start, self.parts = time.perf_counter(), dict[str, float]()
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.parts[f"seconds_{part}"] = time.perf_counter() - start
+
+    def metrics(self, num_tokens: int) -> dict[str, float]:
+        """Return the seconds since the step began, those of its parts, and tokens per second."""
+        seconds = time.perf_counter() - self.start
+        return {"seconds": seconds, **self.parts, "tokens_per_second": num_tokens / seconds}
 
 
 def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:
-    """The rows' prompts as token ids that leave room for a response of `generation.max_new_tokens`;
-    `data.too_long` says what happens to others.
+    """Return the rows' prompts as token ids that leave room for `generation.max_new_tokens`, and
+    their lengths; `data.too_long` says what happens to longer ones.
     """
     longest, answer = config.data.max_total_sequence_length, config.generation.longest_response
-    remedy = (
-        f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions"
-        " that SFT validates on"
-    )
     require(
         not rows or answer < longest,
         "generation.max_new_tokens",
         "must be below data.max_total_sequence_length",
         answer,
-        remedy,
+        f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions"
+        " that SFT validates on",
     )
     limit = max(1, longest - answer)
-    token_ids, report = limit_length(
-        to_prompts(rows, tokenizer), max_length=limit, policy=config.data.too_long, rows=rows
+    tokens, kept, lengths = within_limit(
+        "prompts", config, rows, to_prompts(rows, tokenizer), limit
     )
-    warn_of_cuts("prompts", report)
-    return Prompts([rows[i] for i in report.kept], token_ids), lengths_of(token_ids, limit, report)
+    return Prompts(kept, tokens), lengths
 
 
 def tokenised_examples(
     config: Any, rows: Sequence[Any], tokenizer: Any
-) -> tuple[list[Any], list[Example], Lengths]:
-    """The rows that are used and their demonstrations, of at most `data.max_total_sequence_length`
-    tokens; longer ones as `data.too_long` says.
+) -> tuple[list[Example], list[Any], Lengths]:
+    """Return the rows' demonstrations as tokens, the rows that are kept, and the lengths;
+    `data.too_long` says what happens to those over `data.max_total_sequence_length`.
     """
     limit = config.data.max_total_sequence_length
-    examples, report = limit_length(
-        to_examples(rows, tokenizer), max_length=limit, policy=config.data.too_long, rows=rows
-    )
-    warn_of_cuts("examples", report)
-    return [rows[i] for i in report.kept], examples, lengths_of(examples, limit, report)
+    return within_limit("examples", config, rows, to_examples(rows, tokenizer), limit)
 
 
-def lengths_of(items: Sequence[Any], limit: int, report: LengthReport) -> Lengths:
-    """What is shown before the run of items that `limit_length` has left."""
-    return Lengths(
-        tokens=[num_tokens(item) for item in items],
-        limit=limit,
-        num_truncated=report.num_truncated,
-        num_dropped=report.num_dropped,
-    )
+def within_limit(
+    what: str, config: Any, rows: Sequence[Any], items: Sequence[Any], limit: int
+) -> tuple[list[Any], list[Any], Lengths]:
+    """Return the items of at most `limit` tokens, as `data.too_long` says, their rows and lengths.
 
-
-def row_order(config: Any, rows: Sequence[Any]) -> RowOrder:
-    """The order in which training visits the rows, as `data.weights`, `data.shuffle` and `run.seed`
-    say.
+    Nothing is cut without a warning. Raises ValueError if no item is left.
     """
-    return RowOrder.of(
-        rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle
-    )
-
-
-def warn_of_cuts(what: str, report: LengthReport) -> None:
-    """Nothing is cut or left out without a word. Raises ValueError if nothing is left."""
+    found, report = limit_length(items, max_length=limit, policy=config.data.too_long, rows=rows)
     if report.num_dropped and not report.kept:
         raise ValueError(
             f"data.max_total_sequence_length must leave a row to use, but all {report.num_dropped}"
@@ -211,13 +191,35 @@ def warn_of_cuts(what: str, report: LengthReport) -> None:
             " (data.too_long truncate)"
         )
     if report.num_truncated or report.num_dropped:
-        warnings.warn(f"{what}: {report}", stacklevel=2)
+        warnings.warn(f"{what}: {report}", stacklevel=3)
+    lengths = Lengths(
+        tokens=[num_tokens(item) for item in found],
+        limit=limit,
+        num_truncated=report.num_truncated,
+        num_dropped=report.num_dropped,
+    )
+    return found, [rows[i] for i in report.kept], lengths
+
+
+def row_order(config: Any, rows: Sequence[Any]) -> RowOrder:
+    """Return the order in which training visits the rows, by the settings of `data`."""
+    return RowOrder.of(
+        rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle
+    )
+
+
+def num_steps(config: Any, num_rows: int) -> int:
+    """Return the number of optimizer steps of a run over `num_rows` rows, by `max_num_steps` or
+    `num_epochs`.
+    """
+    whole = config.num_epochs * num_rows // config.train_global_batch_size
+    return config.max_num_steps or max(1, whole)
 
 
 def answering(
     config: Any, environment: EnvironmentInterface | None, prompts: Prompts
 ) -> Validate | None:
-    """Validation by greedy answers to the prompts; None where there are none."""
+    """Return the validation by greedy answers to the prompts; None where there are none."""
     if not len(prompts):
         return None
     assert environment is not None
@@ -225,8 +227,9 @@ def answering(
 
     def validate(run: Run) -> tuple[dict[str, float], Samples]:
         sampling = config.generation.sampling_params(greedy=True)
+        generator = ready_generator(run)
         metrics, rollouts = evaluate(
-            ready_generator(run), environment, prompts, sampling, seed=config.run.seed
+            generator, environment, prompts, sampling, seed=config.run.seed
         )
         return metrics, samples_of(rollouts, None, config.run.samples_per_step)
 
@@ -234,10 +237,10 @@ def answering(
 
 
 def ready_generator(run: Run) -> GenerationBackend:
-    """The run's generator, awake and with the trainer's present weights.
+    """Return the run's generator, awake and with the trainer's present weights.
 
-    They are sent when they are needed, rather than at the end of the step that made them, which is
-    whole without it, whatever becomes of the engine.
+    Weights are sent before they are used, not at the end of the step that made them: a failing
+    engine can't undo a step.
     """
     assert run.generator is not None
     run.generator.wake()
@@ -254,8 +257,8 @@ def evaluate(
     seed: int,
     first_group: int = 0,
 ) -> tuple[dict[str, float], Rollouts]:
-    """Mean rewards, accuracy (see `Rollouts.correct`) and response length over all prompts, and the
-    responses themselves.
+    """Return mean rewards, accuracy (see `Rollouts.correct`) and response length over all prompts,
+    and the responses.
     """
     rollouts = collect(
         generator, environment, prompts, sampling, seed=seed, first_group=first_group
@@ -269,7 +272,7 @@ def evaluate(
 
 
 def spread(total: int, count: int) -> list[int]:
-    """`count` rows from all over a batch of `total`; all of them where there are no more.
+    """Return `count` evenly spaced indices below `total`, or all of them if there are fewer.
 
     >>> spread(10, 3), spread(2, 3)
     ([0, 3, 6], [0, 1])
@@ -279,44 +282,42 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
-    """`count` responses from all over the batch as rows of the sample log; with the batch, what it
-    knows of each of their tokens as well: advantage and the trainer's logprob.
+    """Return `count` evenly spaced responses as rows of the sample log; with a batch also the
+    advantages and the trainer's logprobs of their tokens.
     """
+    values = (
+        {}
+        if batch is None
+        else {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
+    )
     samples: Samples = []
     for i in spread(len(rollouts), count):
-        completion = rollouts.completions[i]
-        sample: dict[str, Any] = {
-            "prompt": rollouts.texts[i],
-            "response": completion.text,
-            "reward": float(rollouts.rewards[i]),
-            **rollouts.rewards_of(i),
-            **({} if rollouts.answers[i] is None else {"extracted_answer": rollouts.answers[i]}),
-            "group_id": int(rollouts.group_id[i]),
-            "finish_reason": completion.finish_reason,
-            "token_ids": list(completion.token_ids),
-            "logprobs": list(completion.logprobs),
-            "columns": plain(rollouts.rows[i]),
-        }
-        known = (
-            {}
-            if batch is None
-            else {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
+        completion, begin = rollouts.completions[i], len(rollouts.prompts[i])
+        end = begin + len(completion.token_ids)
+        answer = rollouts.answers[i]
+        samples.append(
+            {
+                "prompt": rollouts.texts[i],
+                "response": completion.text,
+                "reward": float(rollouts.rewards[i]),
+                **rollouts.rewards_of(i),
+                **({} if answer is None else {"extracted_answer": answer}),
+                "group_id": int(rollouts.group_id[i]),
+                "finish_reason": completion.finish_reason,
+                "token_ids": list(completion.token_ids),
+                "logprobs": list(completion.logprobs),
+                "columns": plain(rollouts.rows[i]),
+                **{name: v[i, begin:end].tolist() for name, v in values.items() if v is not None},
+            }
         )
-        begin = len(rollouts.prompts[i])
-        sample |= {
-            name: values[i, begin : begin + len(completion.token_ids)].tolist()
-            for name, values in known.items()
-            if values is not None
-        }
-        samples.append(sample)
     return samples
 
 
 def worst_tokens(
     sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3
 ) -> list[dict[str, Any]]:
-    """The tokens of a sample on which sampler and trainer differ most, the worst first: place in
-    the response (from 0), text, both logprobs.
+    """Return the tokens of a sample on which sampler and trainer differ most, the worst first, each
+    with its position in the response (from 0), text and both logprobs.
     """
     pairs = list(zip(sample["logprobs"], sample["trainer_logprobs"], strict=True))
 
@@ -336,7 +337,7 @@ def worst_tokens(
 
 
 def plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a row that JSON can hold as they are."""
+    """Return the columns of a row that JSON can hold as they are."""
     return {
         name: value
         for name, value in row.items()

@@ -1,12 +1,10 @@
 """GRPO and its relatives: sample a group of responses per prompt, compare them with each other,
-move the policy towards the better ones.
+and move the policy towards the better ones.
 """
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -14,21 +12,16 @@ from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take, trim
 from nemorl.data.order import RowOrder
-from nemorl.losses import advantages as adv
-from nemorl.losses import masks, policy
-from nemorl.losses.importance import importance_weights, sampler_gap
 from nemorl.losses.logprobs import Logprobs, require_same_support
-from nemorl.losses.masked import mean_of
-from nemorl.losses.rewards import informative_groups, overlong_filter, overlong_penalty
-from nemorl.losses.terms import entropy_bonus, kl_loss
-from nemorl.losses.types import LossOutput, Metrics, finalize, merge
-from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.losses.rewards import informative_groups, overlong_filter
+from nemorl.losses.types import Metrics, finalize, merge
+from nemorl.parallel.backend import LossFn
 from nemorl.rollout.collect import Prompts, Rollouts, collect, join, select, to_token_batch
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.algorithms.common import (
     Samples,
-    Validate,
+    Stopwatch,
     answering,
     loop,
     ready_generator,
@@ -38,69 +31,50 @@ from nemorl.runtime.algorithms.common import (
     tokenised_prompts,
     worst_tokens,
 )
-from nemorl.runtime.config.base import GRPOConfig
-from nemorl.runtime.config.policy import (
-    CISPOLoss,
-    ClippedLoss,
-    GSPOLoss,
-    ReinforcePlusPlusAdvantage,
+from nemorl.runtime.algorithms.policy_loss import (
+    Advantages,
+    LossWeights,
+    make_advantages,
+    make_loss,
+    make_loss_weights,
 )
-from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.config.base import GRPOConfig
+from nemorl.runtime.config.policy import ReinforcePlusPlusAdvantage
 from nemorl.runtime.run.job import Inputs, Job
 from nemorl.runtime.run.state import Run
 
 
 def prepare(config: GRPOConfig, inputs: Inputs) -> Job:
-    """The prompts as tokens, and what the loop needs besides."""
-    environment, rows = inputs.environment, [*inputs.train, *inputs.validation]
+    """Return the job of training on the prompts of `inputs`, as tokens."""
+    environment = inputs.environment
     assert environment is not None
-    check_rows(environment, rows)
+    check_rows(environment, [*inputs.train, *inputs.validation])
     prompts, lengths = tokenised_prompts(config, inputs.train, inputs.tokenizer)
     held_out, held_out_lengths = tokenised_prompts(config, inputs.validation, inputs.tokenizer)
     order = row_order(config, prompts.rows)
-    return Job(
-        run=partial(
-            run,
-            environment=environment,
-            prompts=prompts,
-            order=order,
-            validate=answering(config, environment, held_out),
-        ),
-        num_steps=config.max_num_steps,
-        num_updates=config.max_num_steps
-        * updates_per_batch(
-            config, config.num_prompts_per_step * config.num_generations_per_prompt
-        ),
-        keep_reference=config.needs_reference,
-        generates=True,
-        lengths={"train": lengths, "validation": held_out_lengths},
-    )
-
-
-def run(
-    run: Run,
-    environment: EnvironmentInterface,
-    prompts: Prompts,
-    order: RowOrder,
-    *,
-    validate: Validate | None = None,
-    callbacks: Sequence[Callback] = (),
-) -> Run:
-    """Train until `max_num_steps`; returns the run as it stands then."""
     step = partial(
         train_step,
         environment=environment,
         prompts=prompts,
         order=order,
-        loss_fn=make_loss(run.config),
+        advantages=make_advantages(config),
+        loss_weights=make_loss_weights(config),
+        loss_fn=make_loss(config),
     )
-    return loop(
-        run,
-        step,
-        last_step=run.config.max_num_steps,
-        num_rows=order.num_rows,
-        validate=validate,
-        callbacks=callbacks,
+    responses = config.num_prompts_per_step * config.num_generations_per_prompt
+    return Job(
+        run=partial(
+            loop,
+            step=step,
+            last_step=config.max_num_steps,
+            num_rows=order.num_rows,
+            validate=answering(config, environment, held_out),
+        ),
+        num_steps=config.max_num_steps,
+        num_updates=config.max_num_steps * updates_per_batch(config, responses),
+        keep_reference=config.needs_reference,
+        generates=True,
+        lengths={"train": lengths, "validation": held_out_lengths},
     )
 
 
@@ -110,102 +84,109 @@ def train_step(
     environment: EnvironmentInterface,
     prompts: Prompts,
     order: RowOrder,
+    advantages: Advantages,
+    loss_weights: LossWeights,
     loss_fn: LossFn,
 ) -> tuple[Run, dict[str, float], Samples]:
-    """Sample groups of responses, judge them, compare them within their groups, and update the
-    policy on the batch.
-    """
-    config, trainer, start = run.config, run.trainer, time.perf_counter()
-    generator = ready_generator(run)
-    synced = time.perf_counter()
-    rollouts, everything = roll_out(run, environment, prompts, order)
-    generated = time.perf_counter()
-    generator.sleep()  # the cache's memory is the trainer's for now
-    batch = batch_of(run, rollouts)
-    samples = compared_samples(run, rollouts, batch)
-    measured: Metrics = {}
-    for minibatch in minibatches(
-        batch, rollouts, config, seed=derive_seed(run.state.seed, run.state.step)
-    ):
-        measured = merge(measured, trainer.train_step(minibatch, loss_fn))
-    run = replace(run, state=run.state.advance(rows=num_groups(everything)))
-    metrics = rollout_metrics(everything) | {
-        f"generation/{name}": value for name, value in generator.metrics().items()
-    }
-    # Where no group was informative, the last round is trained on all the same (its advantages are
-    # 0), but none of it was worth keeping.
-    metrics["groups_kept"] = metrics["informative_groups"] if config.dynamic_sampling else 1.0
-    metrics |= finalize(measured)
-    return run, metrics | timing(start, synced, generated, everything), samples
+    """Sample groups of responses, score them, compare them, and update the policy on them."""
+    config, state, watch = run.config, run.state, Stopwatch()
+    with watch("sync"):
+        generator = ready_generator(run)
+    with watch("generate"):
+        rollouts, everything, informative = roll_out(run, environment, prompts, order)
+    with watch("train"):
+        generator.sleep()  # the trainer needs the memory of its cache
+        batch = with_logprobs(run, to_token_batch(rollouts))
+        if config.overlong.filter:
+            mask = overlong_filter(batch.loss_mask, rollouts.truncated)
+            batch = replace(batch, loss_mask=mask)
+        batch = replace(batch, advantages=advantages(rollouts, batch))
+        samples = compared_samples(run, rollouts, batch)
+        measured: Metrics = {}
+        for rows in minibatches(len(batch), config, seed=derive_seed(state.seed, state.step)):
+            part = take(batch, rows)
+            weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
+            part = replace(part, loss_weights=weights)
+            measured = merge(measured, run.trainer.train_step(part, loss_fn))
+        metrics = rollout_metrics(everything, informative, dynamic=config.dynamic_sampling)
+        metrics |= {f"generation/{name}": value for name, value in generator.metrics().items()}
+        metrics |= finalize(measured)
+    num_tokens = sum(map(len, everything.prompts)) + int(everything.lengths.sum())
+    run = replace(run, state=state.advance(rows=len(everything.group_id.unique())))
+    return run, metrics | watch.metrics(num_tokens), samples
 
 
 def roll_out(
     run: Run, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder
-) -> tuple[Rollouts, Rollouts]:
-    """The groups to train on, and all that were sampled.
+) -> tuple[Rollouts, Rollouts, Bool[Tensor, "batch"]]:
+    """Return the responses to train on, all that were sampled, and which of all are in informative
+    groups.
 
-    Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds.
+    Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds. Where it
+    finds no other, the last round is trained on all the same, with advantages of 0.
     """
     config, state = run.config, run.state
     assert run.generator is not None
     sampling = replace(config.generation.sampling_params(), n=config.num_generations_per_prompt)
     kept: list[Rollouts] = []
     sampled: list[Rollouts] = []
+    informative: list[Tensor] = []
     wanted, taken = config.num_prompts_per_step, 0
     for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
-        rows = order.take(state.cursor + taken, wanted)
         fresh = collect(
             run.generator,
             environment,
-            prompts.take(rows),
+            prompts.take(order.take(state.cursor + taken, wanted)),
             sampling,
             seed=derive_seed(state.seed, state.step),
             first_group=taken,
         )
         sampled.append(fresh)
+        informative.append(informative_groups(fresh.rewards, fresh.group_id))
+        if not config.dynamic_sampling:
+            break
         taken += wanted
-        informative = (
-            informative_groups(fresh.rewards, fresh.group_id)
-            if config.dynamic_sampling
-            else torch.ones(len(fresh), dtype=torch.bool)
-        )
-        if informative.any():
-            kept.append(select(fresh, informative.nonzero()[:, 0].tolist()))
+        if informative[-1].any():
+            kept.append(select(fresh, informative[-1].nonzero()[:, 0].tolist()))
             wanted -= len(kept[-1]) // sampling.n
         if not wanted:
             break
-    return join(kept or [fresh]), join(sampled)
+    return join(kept or sampled[-1:]), join(sampled), torch.cat(informative)
 
 
-def batch_of(run: Run, rollouts: Rollouts) -> TokenBatch:
-    """The rollouts as a batch with advantages, and with the logprobs of the policies that the loss
-    compares.
-    """
-    config: GRPOConfig = run.config
-    batch = to_token_batch(rollouts)
+def with_logprobs(run: Run, batch: TokenBatch) -> TokenBatch:
+    """Return the batch with the logprobs of the policies that the loss compares."""
+    config, trainer = run.config, run.trainer
     if config.needs_reference:
-        batch = replace(
-            batch,
-            reference_logprobs=of_this_batch(
-                run.trainer.get_reference_logprobs(batch), batch, "reference_logprobs"
-            ),
-        )
+        reference = trainer.get_reference_logprobs(batch)
+        values = of_this_batch(reference, batch, "reference_logprobs")
+        batch = replace(batch, reference_logprobs=values)
     if updates_per_batch(config, len(batch)) > 1 or needs_kl_reward(config):
-        batch = replace(
-            batch,
-            prev_logprobs=of_this_batch(run.trainer.get_logprobs(batch), batch, "prev_logprobs"),
-        )
-    if config.overlong.filter:
-        batch = replace(batch, loss_mask=overlong_filter(batch.loss_mask, rollouts.truncated))
-    return replace(batch, advantages=advantages(config, rollouts, batch))
+        batch = with_prev_logprobs(run, batch)
+    return batch
+
+
+def with_prev_logprobs(run: Run, batch: TokenBatch) -> TokenBatch:
+    """Return the batch with the trainer's logprobs before the update."""
+    logprobs = run.trainer.get_logprobs(batch)
+    return replace(batch, prev_logprobs=of_this_batch(logprobs, batch, "prev_logprobs"))
+
+
+def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Tensor, "batch seq"]:
+    """Return the values of logprobs that can be compared with the batch's.
+
+    Raises LogprobKindError if they are of another temperature or filter.
+    """
+    require_same_support(logprobs.kind, batch.logprob_kind, what_a=name, what_b="the batch's")
+    return logprobs.values
 
 
 def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples:
-    """Responses for the sample log, with the trainer's logprobs of their tokens before the update,
-    and the tokens where the sampler's differ most.
+    """Return responses for the sample log with the trainer's logprobs before the update, and the
+    tokens on which the sampler's differ most.
 
-    Of a batch that has these logprobs, the response with the worst token of all is among them. Of
-    another they cost a forward pass of these few.
+    In a batch with `prev_logprobs` the response with the worst token is among them. In another
+    these few responses cost a forward pass.
     """
     rows = spread(len(batch), run.config.run.samples_per_step)
     if not rows:
@@ -214,207 +195,54 @@ def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples
         rows = sorted([*rows[:-1], worst])
     part = trim(take(batch, rows))
     if part.prev_logprobs is None:
-        part = replace(
-            part, prev_logprobs=of_this_batch(run.trainer.get_logprobs(part), part, "prev_logprobs")
-        )
+        part = with_prev_logprobs(run, part)
     samples = samples_of(select(rollouts, rows), part, len(rows))
     return [{**sample, "worst_tokens": worst_tokens(sample, run.tokenizer)} for sample in samples]
 
 
 def worst_row(batch: TokenBatch) -> int:
-    """The response with the trained token on which sampler and trainer differ most."""
+    """Return the response with the trained token on which sampler and trainer differ most."""
     assert batch.prev_logprobs is not None and batch.generation_logprobs is not None
     gap = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=torch.inf)
     return int(torch.where(batch.loss_mask, gap, 0.0).amax(-1).argmax())
 
 
-def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Tensor, "batch seq"]:
-    """The values of log-probabilities that can be compared with the batch's; LogprobKindError if
-    they are of another temperature or filter.
+def minibatches(num_responses: int, config: GRPOConfig, *, seed: int) -> Iterator[Tensor]:
+    """Yield the rows of each optimizer step on a rollout batch.
+
+    Where a pass over the batch takes several steps, it has a random order of its own.
     """
-    require_same_support(logprobs.kind, batch.logprob_kind, what_a=name, what_b="the batch's")
-    return logprobs.values
-
-
-def advantages(
-    config: GRPOConfig, rollouts: Rollouts, batch: TokenBatch
-) -> Float[Tensor, "batch seq"]:
-    """Per token, from the rewards as shaped by length."""
-    rewards = rollouts.rewards
-    if config.overlong.buffer:
-        limit = config.generation.longest_response
-        buffer = max(1, round(config.overlong.buffer * limit))
-        rewards = rewards + overlong_penalty(
-            rollouts.lengths, max_length=limit, buffer=buffer, penalty=config.overlong.penalty
-        )
-    choice = config.advantage
-    if isinstance(choice, ReinforcePlusPlusAdvantage):
-        kl = torch.zeros_like(batch.loss_mask, dtype=torch.float32)
-        if choice.kl_coef:
-            assert batch.prev_logprobs is not None and batch.reference_logprobs is not None
-            kl = torch.where(batch.loss_mask, batch.prev_logprobs - batch.reference_logprobs, 0.0)
-        group_id = rollouts.group_id if choice.group_baseline else None
-        return adv.reinforce_plus_plus(
-            rewards, kl, batch.loss_mask, kl_coef=choice.kl_coef, group_id=group_id
-        )
-    lengths = rollouts.lengths if choice.baseline == "length_weighted" else None
-    per_response = adv.advantages(
-        rewards,
-        rollouts.group_id,
-        baseline=choice.baseline,
-        scale=choice.scale,
-        ddof=choice.ddof,
-        lengths=lengths,
-    )
-    return adv.to_tokens(per_response, batch.loss_mask)
-
-
-def minibatches(
-    batch: TokenBatch, rollouts: Rollouts, config: GRPOConfig, *, seed: int
-) -> Iterator[TokenBatch]:
-    """The batch in optimizer steps, each with the loss weights of its own tokens; in a new random
-    order for each pass if there are several steps.
-    """
-    size = config.train_global_batch_size or len(batch)
+    size = config.train_global_batch_size or num_responses
     for epoch in range(config.num_updates_per_batch):
-        rows = torch.arange(len(batch))
-        if size < len(batch):
-            rows = torch.randperm(
-                len(batch), generator=torch.Generator().manual_seed(derive_seed(seed, epoch))
-            )
-        for part in rows.tensor_split(-(-len(batch) // size)):
-            minibatch = take(batch, part)
-            yield replace(
-                minibatch,
-                loss_weights=loss_weights(minibatch.loss_mask, rollouts.group_id[part], config),
-            )
-
-
-def loss_weights(
-    mask: Bool[Tensor, "batch seq"], group_id: Tensor, config: GRPOConfig
-) -> Float[Tensor, "batch seq"]:
-    match config.reduction:
-        case "token_mean":
-            return masks.token_mean_weights(mask)
-        case "sequence_mean":
-            return masks.sequence_mean_weights(mask)
-        case "constant":
-            return masks.constant_weights(mask, length=config.generation.longest_response)
-        case "group_mean":
-            return masks.group_mean_weights(mask, group_id)
-
-
-def make_loss(config: GRPOConfig) -> LossFn:
-    """The configured loss, as a function of what the model says about a part of the batch: one that
-    can be sent to other processes.
-    """
-    return partial(policy_loss, config=config)
-
-
-def policy_loss(output: ForwardOutput, batch: TokenBatch, *, config: GRPOConfig) -> LossOutput:
-    """The policy's term with its optional ones."""
-    assert (
-        batch.advantages is not None
-        and batch.loss_weights is not None
-        and batch.generation_logprobs is not None
-    )
-    logprobs, weights, mask = output.token_logprobs, batch.loss_weights, batch.loss_weights != 0
-    # Without prev_logprobs this is the only update on the batch, so the policy is its own
-    # predecessor.
-    prev = policy.on_policy(logprobs) if batch.prev_logprobs is None else batch.prev_logprobs
-    metrics = merge(
-        sampler_gap(prev, batch.generation_logprobs, mask, batch.segment_ids),
-        {"entropy": mean_of(output.entropy, mask)},
-    )
-    importance = None
-    if config.off_policy.mode != "none":
-        bounds: dict[str, Any] = {
-            "level": config.off_policy.level,
-            "min": config.off_policy.min,
-            "max": config.off_policy.max,
-        }
-        importance, more = importance_weights(
-            prev,
-            batch.generation_logprobs,
-            mask,
-            batch.segment_ids,
-            mode=config.off_policy.mode,
-            **bounds,
-        )
-        metrics = merge(metrics, more)
-    result = policy_term(config, logprobs, prev, batch, importance)
-    if config.kl.coef:
-        assert batch.reference_logprobs is not None
-        sampled = batch.generation_logprobs if config.kl.gradient == "importance" else None
-        options: dict[str, Any] = {
-            "coef": config.kl.coef,
-            "estimator": config.kl.estimator,
-            "gradient": config.kl.gradient,
-        }
-        result += kl_loss(logprobs, batch.reference_logprobs, weights, sampled, **options)
-    if config.entropy_coef:
-        result = replace(
-            result,
-            loss=result.loss
-            + entropy_bonus(output.entropy, weights, coef=config.entropy_coef).loss,
-        )
-    return replace(result, metrics=merge(metrics, result.metrics))
-
-
-def policy_term(
-    config: GRPOConfig, logprobs: Tensor, prev: Tensor, batch: TokenBatch, importance: Tensor | None
-) -> LossOutput:
-    assert batch.advantages is not None and batch.loss_weights is not None
-    data = (logprobs, prev, batch.advantages, batch.loss_weights)
-    match config.loss:
-        case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
-            return policy.clipped(*data, importance, clip_low=low, clip_high=high, dual_clip=dual)
-        case GSPOLoss(clip_low=low, clip_high=high, token_gradient=token_gradient):
-            return (policy.gspo_token if token_gradient else policy.gspo)(
-                *data, batch.segment_ids, importance, clip_low=low, clip_high=high
-            )
-        case CISPOLoss(clip_low=low, clip_high=high):
-            return policy.cispo(*data, importance, clip_low=low, clip_high=high)
-        case _:
-            return policy.reinforce(*data, importance)
+        rows = torch.arange(num_responses)
+        if size < num_responses:
+            generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+            rows = torch.randperm(num_responses, generator=generator)
+        yield from rows.tensor_split(-(-num_responses // size))
 
 
 def updates_per_batch(config: GRPOConfig, num_responses: int) -> int:
-    """Optimizer steps that a rollout batch gives."""
-    return config.num_updates_per_batch * -(
-        -num_responses // (config.train_global_batch_size or num_responses)
-    )
+    """Return the number of optimizer steps on a rollout batch."""
+    size = config.train_global_batch_size or num_responses
+    return config.num_updates_per_batch * -(-num_responses // size)
 
 
 def needs_kl_reward(config: GRPOConfig) -> bool:
+    """Return whether the reward holds a KL penalty per token."""
     return isinstance(config.advantage, ReinforcePlusPlusAdvantage) and config.advantage.kl_coef > 0
 
 
-def num_groups(rollouts: Rollouts) -> int:
-    """How many prompts the responses answer."""
-    return len(rollouts.group_id.unique())
-
-
-def rollout_metrics(rollouts: Rollouts) -> dict[str, float]:
+def rollout_metrics(
+    rollouts: Rollouts, informative: Bool[Tensor, "batch"], *, dynamic: bool
+) -> dict[str, float]:
+    """Return the metrics of everything that was sampled in a step."""
+    share = float(informative.float().mean())
     return {
         **rollouts.metrics,
         **rollouts.reward_metrics(),
         "reward_std": float(rollouts.rewards.std(correction=0)),
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
-        "informative_groups": float(
-            informative_groups(rollouts.rewards, rollouts.group_id).float().mean()
-        ),
-    }
-
-
-def timing(start: float, synced: float, generated: float, rollouts: Rollouts) -> dict[str, float]:
-    now = time.perf_counter()
-    tokens = sum(len(prompt) for prompt in rollouts.prompts) + int(rollouts.lengths.sum())
-    return {
-        "seconds": now - start,
-        "seconds_sync": synced - start,
-        "seconds_generate": generated - synced,
-        "seconds_train": now - generated,
-        "tokens_per_second": tokens / (now - start),
+        "informative_groups": share,
+        "groups_kept": share if dynamic else 1.0,
     }

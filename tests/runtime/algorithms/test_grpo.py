@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 
@@ -11,10 +12,12 @@ from nemorl.losses import policy
 from nemorl.losses.logprobs import LogprobKind, Logprobs
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
+from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.collect import Rollouts, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion
 from nemorl.runtime.algorithms import grpo
+from nemorl.runtime.algorithms.policy_loss import make_advantages, make_loss, make_loss_weights
 from nemorl.runtime.config.presets import PRESETS, preset
 from nemorl.runtime.run.callbacks import Callback, StopTraining
 from tests.runtime.runs import TRAINER, addition_rows, digits, grpo_config, run_config, start
@@ -172,7 +175,7 @@ def test_one_update_needs_no_second_forward_pass_and_gives_the_same(tmp_path: Pa
         loss_weights=batch.loss_mask / 12,
     )
     for name in PRESETS:
-        loss_fn = grpo.make_loss(replace(preset(name), kl=nemorl.KLConfig()))
+        loss_fn = make_loss(replace(preset(name), kl=nemorl.KLConfig()))
         outcomes = []
         for explicit in (False, True):
             logprobs = -torch.rand(
@@ -193,30 +196,30 @@ def test_one_update_needs_no_second_forward_pass_and_gives_the_same(tmp_path: Pa
         assert outcomes[0][2] == outcomes[1][2]
 
 
-def test_minibatches_cover_the_batch_once_a_pass_with_weights_of_their_own():
-    config = nemorl.GRPOConfig(
-        train_global_batch_size=4, num_updates_per_batch=2, reduction="token_mean"
-    )
-    rolled = rollouts([1.0, 0.0] * 5, lengths=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10])
-    parts = list(grpo.minibatches(to_token_batch(rolled), rolled, config, seed=1))
-    assert [len(part) for part in parts] == [
-        4,
-        3,
-        3,
-    ] * 2  # as even as can be where dynamic sampling found too few
-    for part in parts:
-        assert part.loss_weights.sum().item() == pytest.approx(1)
-    lengths = [
-        sorted(int(n) for part in passed for n in part.loss_mask.sum(-1))
-        for passed in (parts[:3], parts[3:])
-    ]
-    assert lengths == [list(range(1, 11))] * 2
-    assert not torch.equal(
-        parts[0].loss_mask, parts[3].loss_mask
-    )  # another order in the second pass
+def test_minibatches_cover_the_batch_once_a_pass():
+    config = nemorl.GRPOConfig(train_global_batch_size=4, num_updates_per_batch=2)
+    parts = list(grpo.minibatches(10, config, seed=1))
+    # As even as can be where dynamic sampling found too few.
+    assert [len(part) for part in parts] == [4, 3, 3] * 2
+    first, second = torch.cat(parts[:3]), torch.cat(parts[3:])
+    assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(10))
+    assert not torch.equal(first, second)  # another order in the second pass
     assert grpo.updates_per_batch(config, 10) == 6
     assert grpo.updates_per_batch(config, 3) == 2
     assert grpo.updates_per_batch(nemorl.GRPOConfig(), 3) == 1
+
+
+def test_minibatches_have_weights_of_their_own(tmp_path: Path, monkeypatch):
+    """Each optimizer step is a mean over its own responses, whatever the size of the batch."""
+    sums, train_step = [], DTensorBackend.train_step
+
+    def watched(self, batch, loss_fn):
+        sums.append(float(batch.loss_weights.sum()))
+        return train_step(self, batch, loss_fn)
+
+    monkeypatch.setattr(DTensorBackend, "train_step", watched)
+    start(grpo_config(tmp_path, steps=1, train_global_batch_size=8, reduction="token_mean"))
+    assert sums == pytest.approx([1, 1, 1])
 
 
 @pytest.mark.parametrize(
@@ -233,7 +236,7 @@ def test_reductions(reduction, expected):
         reduction=reduction, generation=nemorl.GenerationConfig(max_new_tokens=10)
     )
     rolled = rollouts([0.0, 1.0, 1.0], lengths=[1, 3, 5])
-    weights = grpo.loss_weights(to_token_batch(rolled).loss_mask, rolled.group_id, config)
+    weights = make_loss_weights(config)(to_token_batch(rolled).loss_mask, rolled.group_id)
     for row, values in zip(weights, expected, strict=True):
         assert row[row != 0].tolist() == pytest.approx(values)
 
@@ -244,7 +247,7 @@ def test_advantages_by_hand():
     """
     rolled = rollouts([1.0, 0.0, 0.5, 0.5])
     batch = to_token_batch(rolled)
-    values = grpo.advantages(nemorl.GRPOConfig(), rolled, batch)[:, 2]
+    values = make_advantages(nemorl.GRPOConfig())(rolled, batch)[:, 2]
     assert values.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0, 0.0], abs=1e-5)
     assert values[2:].tolist() == [0.0, 0.0]
 
@@ -258,7 +261,7 @@ def test_overlong_responses_lose_reward_and_leave_the_loss():
     )
     rolled = rollouts([1.0, 1.0], lengths=[3, 4], truncated=(1,))
     batch = to_token_batch(rolled)
-    values = grpo.advantages(config, rolled, batch)
+    values = make_advantages(config)(rolled, batch)
     assert values[:, 2].tolist() == pytest.approx(
         [0.25, -0.25]
     )  # 1 - 1/2 and 1 - 1, less their mean
@@ -388,6 +391,15 @@ def test_same_seed_same_run_other_seed_other_run(tmp_path: Path):
     assert numbers("a", 0) == numbers("b", 0) != numbers("c", 1)
 
 
+def test_a_loss_holds_no_settings():
+    """It goes to other processes in every optimizer step."""
+    config = preset("dapo")
+    off_policy = nemorl.OffPolicyConfig(mode="truncate")
+    loss_fn = make_loss(replace(config, kl=nemorl.KLConfig(coef=0.1), off_policy=off_policy))
+    assert len(cloudpickle.dumps(loss_fn)) < 1000
+    assert b"Config" not in cloudpickle.dumps(loss_fn)
+
+
 def test_the_loss_is_the_one_that_was_chosen():
     """By the gradient at a ratio far outside the trust region, where the losses differ."""
     batch = to_token_batch(rollouts([1.0], group=1))
@@ -400,7 +412,7 @@ def test_the_loss_is_the_one_that_was_chosen():
         config = nemorl.GRPOConfig(loss=loss)
         return float(
             torch.autograd.grad(
-                grpo.make_loss(config)(ForwardOutput(leaf, leaf.detach()), batch).loss, leaf
+                make_loss(config)(ForwardOutput(leaf, leaf.detach()), batch).loss, leaf
             )[0][0, 2]
         )
 
@@ -430,7 +442,7 @@ def test_entropy_bonus_and_its_metric():
     ones = batch.loss_mask.float()
     batch = replace(batch, advantages=torch.zeros_like(ones), loss_weights=ones / 3)
     entropy = (2 * ones).requires_grad_()
-    output = grpo.make_loss(nemorl.GRPOConfig(entropy_coef=0.1))(
+    output = make_loss(nemorl.GRPOConfig(entropy_coef=0.1))(
         ForwardOutput(torch.zeros_like(ones), entropy), batch
     )
     assert output.loss.item() == pytest.approx(-0.2)

@@ -409,33 +409,6 @@ def test_the_validation_at_an_early_end_is_ranked_and_kept(tmp_path: Path):
     checkpoint.verify(checkpoint.best(tmp_path))
 
 
-def test_a_validation_that_failed_and_is_made_up_for_is_ranked(tmp_path: Path, monkeypatch):
-    validation_loss, calls = sft.validation_loss, []
-
-    def flaky(*args, **keywords):
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("the judge is out")
-        return validation_loss(*args, **keywords)
-
-    monkeypatch.setattr(sft, "validation_loss", flaky)
-    rules = {
-        **BEST,
-        "save_period": 0,
-        "val_period": 2,
-        "higher_is_better": True,
-    }  # the loss falls, so the first is the best
-    config, rows = (
-        sft_config(tmp_path, steps=6, run=rules),
-        [{"prompt": row["prompt"], "response": row["response"]} for row in addition_rows(8)],
-    )
-    with pytest.raises(RuntimeError, match="the judge is out"):
-        start(config, validation=rows)
-    start(resumed(config), validation=rows)
-    assert checkpoint.best(tmp_path).name == "step_2"
-    assert steps_of(tmp_path) == [2, 6]
-
-
 def test_a_step_at_whose_end_a_callback_failed_is_ranked_by_its_metrics(tmp_path: Path):
     rules = {"save_period": 1, "metric": "loss", "higher_is_better": True, "keep_checkpoints": 4}
     with pytest.raises(RuntimeError, match="a mishap"):

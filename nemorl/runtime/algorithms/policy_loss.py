@@ -1,0 +1,158 @@
+"""The loss of a GRPO step: its weights, its advantages, and what the model's output costs.
+
+Each function `make_…` is called once, at the start of a run. The loss that `make_loss` returns
+holds no config object and can be sent to other processes.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from nemorl.data.batch import TokenBatch
+from nemorl.losses import advantages as adv
+from nemorl.losses import masks, policy
+from nemorl.losses.importance import importance_weights, sampler_gap
+from nemorl.losses.masked import mean_of
+from nemorl.losses.rewards import overlong_penalty
+from nemorl.losses.terms import entropy_bonus, kl_loss
+from nemorl.losses.types import LossOutput, merge
+from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.rollout.collect import Rollouts
+from nemorl.runtime.config.base import GRPOConfig
+from nemorl.runtime.config.policy import (
+    CISPOLoss,
+    ClippedLoss,
+    GroupAdvantage,
+    GSPOLoss,
+    PolicyLossConfig,
+    ReinforcePlusPlusAdvantage,
+)
+
+LossWeights = Callable[[Bool[Tensor, "batch seq"], Int[Tensor, "batch"]], Tensor]
+"""Weights per token from the loss mask and the responses' groups."""
+Advantages = Callable[[Rollouts, TokenBatch], Tensor]
+"""Advantages per token."""
+
+
+def make_loss_weights(config: GRPOConfig) -> LossWeights:
+    """Return the function that weights the tokens of an optimizer step as `reduction` says."""
+    match config.reduction:
+        case "token_mean":
+            return lambda mask, group_id: masks.token_mean_weights(mask)
+        case "sequence_mean":
+            return lambda mask, group_id: masks.sequence_mean_weights(mask)
+        case "constant":
+            length = config.generation.longest_response
+            return lambda mask, group_id: masks.constant_weights(mask, length=length)
+        case "group_mean":
+            return masks.group_mean_weights
+
+
+def make_advantages(config: GRPOConfig) -> Advantages:
+    """Return the function that turns rewards, shaped by length, into advantages per token."""
+    choice, overlong, limit = config.advantage, config.overlong, config.generation.longest_response
+    buffer = max(1, round(overlong.buffer * limit))
+
+    def shaped(rollouts: Rollouts) -> Float[Tensor, "batch"]:
+        if not overlong.buffer:
+            return rollouts.rewards
+        return rollouts.rewards + overlong_penalty(
+            rollouts.lengths, max_length=limit, buffer=buffer, penalty=overlong.penalty
+        )
+
+    def compared(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
+        assert isinstance(choice, GroupAdvantage)
+        per_response = adv.advantages(
+            shaped(rollouts),
+            rollouts.group_id,
+            baseline=choice.baseline,
+            scale=choice.scale,
+            ddof=choice.ddof,
+            lengths=rollouts.lengths if choice.baseline == "length_weighted" else None,
+        )
+        return adv.to_tokens(per_response, batch.loss_mask)
+
+    def whitened(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
+        assert isinstance(choice, ReinforcePlusPlusAdvantage)
+        kl, mask = torch.zeros_like(batch.loss_mask, dtype=torch.float32), batch.loss_mask
+        if choice.kl_coef:
+            assert batch.prev_logprobs is not None and batch.reference_logprobs is not None
+            kl = torch.where(mask, batch.prev_logprobs - batch.reference_logprobs, 0.0)
+        group_id = rollouts.group_id if choice.group_baseline else None
+        return adv.reinforce_plus_plus(
+            shaped(rollouts), kl, mask, kl_coef=choice.kl_coef, group_id=group_id
+        )
+
+    return compared if isinstance(choice, GroupAdvantage) else whitened
+
+
+def make_loss(config: GRPOConfig) -> LossFn:
+    """Return the configured loss of a part of a batch."""
+    off_policy, kl = config.off_policy, config.kl
+    return partial(
+        policy_loss,
+        term=policy_term(config.loss),
+        by_sequence=isinstance(config.loss, GSPOLoss),
+        off_policy=asdict(off_policy) if off_policy.mode != "none" else None,
+        kl=asdict(kl) if kl.coef else None,
+        entropy_coef=config.entropy_coef,
+    )
+
+
+def policy_term(loss: PolicyLossConfig) -> Callable[..., LossOutput]:
+    """Return the function of losses/policy.py that a configuration names, with its constants."""
+    match loss:
+        case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
+            return partial(policy.clipped, clip_low=low, clip_high=high, dual_clip=dual)
+        case GSPOLoss(clip_low=low, clip_high=high, token_gradient=token_gradient):
+            gspo = policy.gspo_token if token_gradient else policy.gspo
+            return partial(gspo, clip_low=low, clip_high=high)
+        case CISPOLoss(clip_low=low, clip_high=high):
+            return partial(policy.cispo, clip_low=low, clip_high=high)
+        case _:
+            return policy.reinforce
+
+
+def policy_loss(
+    output: ForwardOutput,
+    batch: TokenBatch,
+    *,
+    term: Callable[..., LossOutput],
+    by_sequence: bool,
+    off_policy: Mapping[str, Any] | None,
+    kl: Mapping[str, Any] | None,
+    entropy_coef: float,
+) -> LossOutput:
+    """Return policy term + KL penalty − entropy bonus of a part of a batch.
+
+    `term` takes the batch's segments where it is `by_sequence`; `off_policy` and `kl` are the
+    options of `importance_weights` and `kl_loss`, or None without them.
+    """
+    assert batch.advantages is not None and batch.loss_weights is not None
+    assert batch.generation_logprobs is not None
+    logprobs, sampled = output.token_logprobs, batch.generation_logprobs
+    weights, segments = batch.loss_weights, batch.segment_ids
+    mask = weights != 0
+    # Without prev_logprobs this is the only update on the batch: the policy precedes itself.
+    prev = policy.on_policy(logprobs) if batch.prev_logprobs is None else batch.prev_logprobs
+    metrics = sampler_gap(prev, sampled, mask, segments)
+    metrics = merge(metrics, {"entropy": mean_of(output.entropy, mask)})
+    options = {"segment_ids": segments} if by_sequence else {}
+    if off_policy is not None:
+        importance, measured = importance_weights(prev, sampled, mask, segments, **off_policy)
+        options["importance_weights"] = importance
+        metrics = merge(metrics, measured)
+    result = term(logprobs, prev, batch.advantages, weights, **options)
+    if kl is not None:
+        assert batch.reference_logprobs is not None
+        drawn_from = sampled if kl["gradient"] == "importance" else None
+        result += kl_loss(logprobs, batch.reference_logprobs, weights, drawn_from, **kl)
+    if entropy_coef:
+        bonus = entropy_bonus(output.entropy, weights, coef=entropy_coef)
+        result = replace(result, loss=result.loss + bonus.loss)
+    return replace(result, metrics=merge(metrics, result.metrics))

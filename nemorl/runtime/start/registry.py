@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nemorl.checks import closest
 from nemorl.runtime.config.base import BaseConfig, GRPOConfig, SFTConfig
 from nemorl.runtime.config.preference import DPOConfig
-from nemorl.runtime.config.tree import closest
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import TrainingBackend

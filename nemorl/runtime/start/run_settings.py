@@ -18,11 +18,10 @@ from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.generation import GenerationConfig
-from nemorl.runtime.config.tree import load_config, to_dict
+from nemorl.runtime.config.tree import flat, load_config, to_dict
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.job import Job, Reward, Rows
 from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.watch.loggers.base import flat
 
 
 def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | None) -> Any:

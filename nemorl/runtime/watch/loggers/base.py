@@ -180,16 +180,3 @@ def installed(package: str) -> bool:
     """
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings as one level.
-
-    >>> flat({"optimizer": {"lr": 1e-5}, "max_num_steps": 4})
-    {'optimizer.lr': 1e-05, 'max_num_steps': 4}
-    """
-    parts = [
-        flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-        for key, value in tree.items()
-    ]
-    return {key: value for part in parts for key, value in part.items()}

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from nemorl.runtime.config.tree import to_dict
+from nemorl.runtime.config.tree import flat, to_dict
+from nemorl.runtime.config.yaml_io import ConfigError, read
 from nemorl.runtime.run.directory import RunDirectory, read_lines, step_of
 from nemorl.runtime.run.record import RunRecord, read_record, status_of
 from nemorl.runtime.start.registry import get_algorithm
@@ -132,7 +131,7 @@ def working_seconds(
 def changed_settings(algorithm: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings (dotted) that differ from the algorithm's defaults, and those defaults."""
     try:
-        defaults = leaves(to_dict(get_algorithm(algorithm).config()))
+        defaults = flat(to_dict(get_algorithm(algorithm).config()))
     except (
         ValueError,
         TypeError,
@@ -140,24 +139,9 @@ def changed_settings(algorithm: str, config: Mapping[str, Any]) -> dict[str, Any
         return {}
     return {
         key: defaults.get(key)
-        for key, value in leaves(config).items()
+        for key, value in flat(config).items()
         if key not in defaults or defaults[key] != value
     }
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings as one level; tuples as lists, as YAML has them.
-
-    >>> leaves({"optimizer": {"lr": 1e-5}, "reward": ("a", "b")})
-    {'optimizer.lr': 1e-05, 'reward': ['a', 'b']}
-    """
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            found |= leaves(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
-    return found
 
 
 def with_pieces(
@@ -217,10 +201,9 @@ def pieces(decode: Decode, ids: Sequence[int]) -> list[str]:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, yaml.YAMLError):
+        return read(path)[0]
+    except ConfigError:
         return {}
-    return tree if isinstance(tree, dict) else {}
 
 
 def _statistics(path: Path) -> dict[str, dict[str, Any]]:

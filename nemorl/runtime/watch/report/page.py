@@ -12,13 +12,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from nemorl.runtime.config.tree import flat
+from nemorl.runtime.config.yaml_io import dump
 from nemorl.runtime.run.directory import RunDirectory, to_json, write_atomically
 from nemorl.runtime.watch.display import duration, number
 from nemorl.runtime.watch.report.curves import Curve, curve_data, curve_sections, curves_of
 from nemorl.runtime.watch.report.elements import Html, element, join
-from nemorl.runtime.watch.report.gather import Gathered, gather, leaves
+from nemorl.runtime.watch.report.gather import Gathered, gather
 from nemorl.runtime.watch.report.samples import sample_data, sample_section
 from nemorl.runtime.watch.series import is_number
 
@@ -333,7 +333,7 @@ def _settings(run: Gathered) -> Html | None:
     for name, values in sections.items():
         rows = [
             _setting(f"{name}.{key}" if name else key, key, value, run.changed)
-            for key, value in leaves(values).items()
+            for key, value in flat(values).items()
         ]
         if rows:
             count = sum("changed" in row.split(">", 1)[0] for row in rows)
@@ -371,7 +371,7 @@ def _settings(run: Gathered) -> Html | None:
         ),
         class_="controls",
     )
-    as_yaml = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+    as_yaml = dump(run.config)
     return join(
         controls,
         element("div", *cards, class_="columns"),

@@ -240,7 +240,7 @@ def _adapter(cls: type) -> Any:
     from pydantic import ConfigDict, TypeAdapter  # not needed for --help
 
     # The union is there because pydantic takes no config for a dataclass by itself.
-    return TypeAdapter[Any](cls | None, config=ConfigDict(extra="forbid", strict=True))
+    return TypeAdapter(typing.cast(Any, cls | None), config=ConfigDict(extra="forbid", strict=True))
 
 
 def _validated(cls: type, tree: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> Any:

@@ -1,4 +1,4 @@
-"""What `nemorl plan` is asked for. Free of torch."""
+"""The settings of `nemorl plan`. Free of torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,11 +10,9 @@ from nemorl.parallel.planner.memory import LINEAR
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
-    """How a model could be spread over GPUs: which plans fit into their memory, what they send to
-    each other, and which one to take.
+    """Show how a model could be spread over GPUs: the plans that fit into memory, and the best one.
 
-    Needs neither weights nor GPUs. What it shows is reckoned from the sizes in the model's
-    config.json.
+    Needs neither weights nor GPUs. All is estimated from the sizes in the model's config.json.
     """
 
     model: str
@@ -25,18 +23,16 @@ class PlanConfig:
     """Memory of each, in GB (10^9 bytes)."""
     host_memory: float | None = None
     """Main memory of a machine, in GB, in which plans with cpu_offload have to fit; unless given,
-    what they take is shown and not judged.
+    what they take is only shown.
     """
     seq_len: int = 4096
     """Width of a row in tokens: that of the longest sequence, or trainer.packed_row_tokens."""
     micro_batch_rows: int = 1
     """Rows per forward pass on each device (trainer.train_micro_batch_size)."""
     batch_rows: int | None = None
-    """Rows of an optimizer step on all devices; two micro-batches for each device unless given."""
+    """Rows of an optimizer step on all devices; two microbatches per device unless given."""
     gpus_per_node: int = 8
-    """GPUs that a machine has, and that are linked faster than machines are; tensor parallelism
-    stays within them.
-    """
+    """GPUs of a machine, which have faster links; tensor parallelism stays within them."""
     param_dtype: Precision = "bfloat16"
     """What the model computes in (parallel.param_dtype)."""
     tp: int | None = None
@@ -48,7 +44,7 @@ class PlanConfig:
     dp_replicate: int | None = None
     """Only plans with this parallel.dp_replicate."""
     cp_method: Literal["ulysses", "allgather"] | None = None
-    """Only plans with this parallel.cp_method; ulysses where it can be, unless given."""
+    """Only plans with this parallel.cp_method; unless given, ulysses where heads divide."""
     activation_checkpointing: Literal["none", "selective", "full"] | None = None
     """Only plans with this parallel.activation_checkpointing."""
     cpu_offload: bool = False
@@ -60,93 +56,55 @@ class PlanConfig:
     entropy: bool = False
     """Whether the loss has an entropy term."""
     reference: bool = False
-    """Whether a frozen copy of the model is kept, as for a KL term or DPO (with LoRA the model
-    without its adapters is that).
-    """
+    """Whether a frozen copy of the model is kept, for a KL term or DPO (not with LoRA)."""
     lora_rank: int = 0
-    """Rank of the adapters, where they are all that trains (lora.rank); 0: the whole model trains.
-    """
+    """Rank of the adapters, if only they train (lora.rank); 0: the whole model trains."""
     lora_target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter (lora.target_modules), such as q_proj v_proj;
-    all but the output layer unless given.
+    """Linear layers with an adapter (lora.target_modules); all but the output layer unless given.
     """
     colocated_generation: bool = False
-    """Whether engines that generate share the GPUs, and sleep while the model trains
-    (generation.colocated).
-    """
+    """Whether engines share the GPUs, and sleep while the model trains (generation.colocated)."""
     generation_tp: int = 1
     """Devices over which each engine splits the model (generation.tensor_parallel_size)."""
     generation_sequences: int = 64
-    """Sequences of seq_len tokens for which an engine's cache has room at a time."""
+    """Sequences of seq_len tokens that an engine's cache holds at a time."""
     reserve: float = 0.1
-    """Share of the memory that is left to the CUDA context, to buffers of NCCL and to
-    fragmentation.
-    """
+    """Share of the memory left to the CUDA context, NCCL's buffers and fragmentation."""
     show: int = 10
-    """How many plans are shown, the best first."""
+    """Number of plans shown, the best first."""
 
     def __post_init__(self) -> None:
-        at_least(1, gpus=self.gpus, seq_len=self.seq_len, micro_batch_rows=self.micro_batch_rows, batch_rows=self.batch_rows,
-                 gpus_per_node=self.gpus_per_node, tp=self.tp, cp=self.cp, dp_shard=self.dp_shard, dp_replicate=self.dp_replicate,
-                 logprob_chunk=self.logprob_chunk, generation_tp=self.generation_tp, generation_sequences=self.generation_sequences,
-                 show=self.show)  # fmt: skip
-        require(
-            self.gpu_memory > 0,
-            "gpu_memory",
-            "must be positive",
-            self.gpu_memory,
-            "give that of a GPU in GB, such as 80",
-        )
-        require(
-            0 <= self.reserve < 1,
-            "reserve",
-            "must lie in 0 … 1 (1 excluded)",
-            self.reserve,
-            "0.1 leaves a tenth free",
-        )
-        for name in ("tp", "cp", "dp_shard", "dp_replicate"):
-            degree = getattr(self, name) or 1
-            require(
-                self.gpus % degree == 0,
-                name,
-                f"must divide the {self.gpus} GPUs",
-                degree,
-                "change it or gpus",
-            )
-        require(self.host_memory is None or self.host_memory > 0, "host_memory", "must be positive", self.host_memory,
-                "give that of a machine in GB, such as 512")  # fmt: skip
-        require(self.host_memory is None or self.cpu_offload, "host_memory", "needs cpu_offload", self.host_memory,
-                "add --cpu-offload, or leave it out")  # fmt: skip
-        self._check_lora()
-        require((self.tp or 1) <= self.gpus_per_node, "tp", f"must be at most the {self.gpus_per_node} GPUs of a machine", self.tp,
-                "tensor parallelism over a network is slow; --gpus-per-node says how many are linked")  # fmt: skip
-        engines, there = self.generation_tp, self.colocated_generation or self.generation_tp == 1
-        require(
-            there,
-            "generation_tp",
-            "needs colocated_generation",
-            engines,
-            "add --colocated-generation, or leave it out",
-        )
-        require(
-            self.gpus % engines == 0,
-            "generation_tp",
-            f"must divide the {self.gpus} GPUs",
-            engines,
-            "1, 2, 4 or 8 is usual",
-        )
-
-    def _check_lora(self) -> None:
+        counts = "gpus seq_len micro_batch_rows batch_rows gpus_per_node logprob_chunk"
+        degrees = ("tp", "cp", "dp_shard", "dp_replicate", "generation_tp")
+        names = (*counts.split(), *degrees, "generation_sequences", "show")
+        at_least(1, **{name: getattr(self, name) for name in names})
         at_least(0, lora_rank=self.lora_rank)
-        require(not self.lora_rank or (self.tp or 1) == 1, "lora_rank", "must be 0 with tp above 1", self.lora_rank,
-                "spread adapters by dp_shard and cp")  # fmt: skip
-        require(not self.lora_target_modules or self.lora_rank > 0, "lora_target_modules", "needs lora_rank", self.lora_target_modules,
-                "add --lora-rank 16, or leave it out")  # fmt: skip
+        for name, example in (("gpu_memory", 80), ("host_memory", 512)):
+            memory = getattr(self, name)
+            valid = memory is None or memory > 0
+            require(valid, name, "must be positive", memory, f"give it in GB, such as {example}")
+        valid, requirement = 0 <= self.reserve < 1, "must lie in 0 … 1 (1 excluded)"
+        require(valid, "reserve", requirement, self.reserve, "0.1 leaves a tenth free")
+        for name in degrees:
+            degree = getattr(self, name) or 1
+            divides = self.gpus % degree == 0
+            requirement = f"must divide the {self.gpus} GPUs"
+            require(divides, name, requirement, degree, "change it or gpus")
+        needs = {
+            "host_memory": ("cpu_offload", self.host_memory is None),
+            "lora_target_modules": ("lora_rank", not self.lora_target_modules),
+            "generation_tp": ("colocated_generation", self.generation_tp == 1),
+        }
+        for name, (needed, unset) in needs.items():
+            remedy = f"add --{needed.replace('_', '-')}, or omit it"
+            met = unset or bool(getattr(self, needed))
+            require(met, name, f"needs {needed}", getattr(self, name), remedy)
+        within = (self.tp or 1) <= self.gpus_per_node
+        requirement = f"must be at most the {self.gpus_per_node} GPUs of a machine"
+        require(within, "tp", requirement, self.tp, "raise --gpus-per-node if more are linked")
+        single = not self.lora_rank or (self.tp or 1) == 1
+        remedy = "spread adapters by dp_shard and cp"
+        require(single, "lora_rank", "must be 0 with tp above 1", self.lora_rank, remedy)
         for name in self.lora_target_modules:
-            require(
-                name in LINEAR,
-                "lora_target_modules",
-                f"must be of {', '.join(LINEAR)}",
-                name,
-                "name a layer's linear layers",
-            )
+            requirement = f"must be of {', '.join(LINEAR)}"
+            require(name in LINEAR, "lora_target_modules", requirement, name, "name linear layers")

@@ -1,71 +1,97 @@
-"""How long an optimizer step of a plan would take, reckoned with round numbers.
+"""What a plan sends, compared with counted bytes by the tests, and how long a step would take."""
 
-Pure and free of torch.
-"""
+from dataclasses import astuple, dataclass
 
-from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.memory import (
-    STATE,
-    Workload,
-    adapters,
-    kept_parameters,
-    trained_parameters,
-)
-from nemorl.parallel.planner.model_shape import ModelShape
-from nemorl.parallel.planner.traffic import Traffic
+from nemorl.parallel.planner.memory import BYTES, STATE, Step
+from nemorl.parallel.planner.model_shape import shard_ranks
 
 FLOPS = {"bfloat16": 400e12, "float32": 50e12}
 NODE_BANDWIDTH, NETWORK_BANDWIDTH, HOST_BANDWIDTH = 300e9, 40e9, 25e9
-"""Operations and bytes per second of a device in a machine of the H100's kind: to its neighbours,
-to other machines and to main memory. They put the plans in order, and promise nothing.
+"""Operations and bytes per second of a GPU of the H100's kind: to its neighbors, to other machines,
+to main memory. They put plans in order; they are no promise.
 """
 RECOMPUTED = {"none": 0.0, "selective": 0.15, "full": 1 / 3}
-"""Of the time of forward and backward pass, what recomputation adds where the whole model trains.
-"""
+"""What recomputation adds to forward and backward pass where the whole model trains."""
 
 
-def seconds(
-    model: ModelShape,
-    plan: ParallelPlan,
-    work: Workload,
-    sent: Traffic,
-    *,
-    micro_batches: int,
-    gpus_per_node: int,
-) -> float:
-    """Of an optimizer step, to compare plans by: parameters travel while the layers compute,
-    activations while they wait.
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a device sends (and receives) in an optimizer step; collectives run in rings."""
 
-    Axes of the mesh lie in a machine from the innermost on: tp, cp, then dp_shard. Groups whose
-    size does not divide a machine's lie across machines.
+    shard: int = 0
+    """FSDP2: parameters gathered forward and backward, gradients reduced to shards."""
+    replicate: int = 0
+    """HSDP: gradients summed over the copies of the model."""
+    tensor: int = 0
+    """Tensor parallelism: activations, twice in each half of a layer."""
+    context: int = 0
+    """Context parallelism: heads for tokens, or keys and values."""
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+
+def step_traffic(step: Step, *, micro_batches: int = 1) -> Traffic:
+    """Return what each device sends in a step; gradients are reduced after each microbatch."""
+    model, plan, layers = step.model, step.plan, step.model.num_hidden_layers
+    if not plan.needs_ranks:
+        return Traffic()
+
+    def sent(array: float, devices: int, times: float = 1) -> int:
+        """A device sends the parts of an array that the others have."""
+        return int(micro_batches * times * array * (devices - 1) / devices)
+
+    ranks, (embedding, norm, *head) = shard_ranks(plan), model.ends()
+    # The head's parameters stay from forward to backward, and a tied embedding's with them.
+    once = norm.shard(plan) + (head or [embedding])[0].shard(plan)
+    gathered = BYTES[plan.param_dtype] * (2 * step.kept() - once)
+    gradients = BYTES[plan.reduce_dtype] * step.trained()
+
+    # Arrays of all the device's tokens; an all-reduce counts as two. Selective checkpointing keeps
+    # what reduce-scatter gave.
+    forward, backward, kept = (4, 4, 2) if plan.sequence_parallel else (4, 10, 0)
+    again = {"none": 0, "selective": forward - kept, "full": forward}
+    per_layer = forward + backward + again[plan.activation_checkpointing]
+    array = step.tokens * model.hidden_size * step.dtype_size
+
+    q, kv, _ = step.heads_width
+    repeated = (model.num_key_value_heads // plan.tp) % plan.cp > 0
+    exchanged = 2 * q + 2 * (q if repeated else kv)
+    width = 2 * kv * plan.cp if plan.cp_method == "allgather" else exchanged
+    passes = 2 if plan.activation_checkpointing == "none" else 3
+    return Traffic(
+        shard=sent((gathered + gradients) * ranks, ranks),
+        replicate=sent(gradients, plan.dp_replicate, 2),
+        tensor=sent(array, plan.tp, layers * per_layer + 4),
+        context=sent(step.tokens * width * step.dtype_size, plan.cp, passes * layers),
+    )
+
+
+def seconds(step: Step, traffic: Traffic, *, micro_batches: int, gpus_per_node: int) -> float:
+    """Return the time of an optimizer step, to compare plans by.
+
+    Parameters travel while layers compute, activations while they wait. Axes lie in a machine from
+    the innermost: tp, cp, dp_shard. Groups whose size does not divide a machine's span machines.
     """
-    weights = model.num_parameters() - (
-        0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    )
-    attention = (
-        2 * model.num_hidden_layers * model.q_size * work.width(plan) / (4 if work.packed else 1)
-    )
-    # Two operations forward, two for the gradient of the inputs, and two for that of the weights,
-    # unless they are frozen.
-    small = model.num_hidden_layers * sum(matrix.size for matrix in adapters(model, work))
+    model, plan, work = step.model, step.plan, step.work
+    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
+    weights = model.num_parameters() - embedding
+    attention = 2 * model.num_hidden_layers * model.q_size * step.width / (4 if work.packed else 1)
+    # Two operations forward, two for the inputs' gradient, two for that of weights that train.
+    small = step.adapter_parameters()
     passes = 4 * weights + 6 * (small + attention) if work.lora_rank else 6 * (weights + attention)
     again = RECOMPUTED[plan.activation_checkpointing] * 6 * (weights + small + attention)
-    compute = micro_batches * work.tokens(plan) * (passes + again) / plan.tp
+    compute = micro_batches * step.tokens * (passes + again) / plan.tp
 
-    def speed(span: int) -> float:
-        return (
-            NODE_BANDWIDTH
-            if plan.num_ranks <= gpus_per_node or gpus_per_node % span == 0
-            else NETWORK_BANDWIDTH
-        )
+    def speed(devices: int) -> float:
+        near = plan.num_ranks <= gpus_per_node or gpus_per_node % devices == 0
+        return NODE_BANDWIDTH if near else NETWORK_BANDWIDTH
 
-    inner, shards = plan.tp * plan.cp, plan.model_ranks * (plan.dp_shard or 1)
-    hidden = sent.shard / speed(shards) + sent.replicate / speed(plan.num_ranks)
+    shards = plan.model_ranks * (plan.dp_shard or 1)
+    hidden = traffic.shard / speed(shards) + traffic.replicate / speed(plan.num_ranks)
     if plan.cpu_offload:  # parameters come twice from main memory, and gradients go there
-        moved = 2 * kept_parameters(model, plan, work) + trained_parameters(model, plan, work)
+        moved = 2 * step.kept() + step.trained()
         hidden = max(hidden, micro_batches * STATE * moved / HOST_BANDWIDTH)
-    return (
-        max(compute / FLOPS[plan.param_dtype], hidden)
-        + sent.tensor / speed(plan.tp)
-        + sent.context / speed(inner)
-    )
+    waiting = traffic.tensor / speed(plan.tp) + traffic.context / speed(plan.model_ranks)
+    return max(compute / FLOPS[plan.param_dtype], hidden) + waiting

@@ -1,26 +1,32 @@
-"""The sizes of a decoder model, read from its config.json: which matrices it has, and how a plan
-cuts them. Pure and free of torch.
-"""
+"""The sizes of a decoder model, from its config.json: its matrices, and how a plan cuts them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 from nemorl.checks import require
 from nemorl.parallel.plan import ParallelPlan
 
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers are laid out as here."""
-
-UNSAID: dict[str, dict[str, Any]] = {
+"""Model types with the layers described here."""
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "vocab_size",
+)
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
     "qwen3": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
 }
-"""What transformers takes where a config.json says nothing."""
+"""What transformers takes for what a config.json does not say."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Matrix:
     """Parameters of one shape.
 
@@ -33,33 +39,22 @@ class Matrix:
 
     @property
     def size(self) -> int:
-        """Numbers in it."""
-        rows, *rest = self.shape
-        return rows * (rest[0] if rest else 1)
+        return prod(self.shape)
 
     def on(self, plan: ParallelPlan) -> int:
-        """Numbers of it that a device holds while it computes: the share that tensor parallelism
-        leaves.
-        """
+        """Return the numbers that a device computes with: tensor parallelism's share."""
         return self.size // (plan.tp if self.tp is not None else 1)
 
     def shard(self, plan: ParallelPlan) -> int:
-        """Numbers of it that a device keeps.
-
-        FSDP2 cuts the first axis into equal pieces, rounded up.
-        """
-        rows, *rest = self.shape
-        width = rest[0] if rest else 1
-        rows, width = (
-            (rows // plan.tp if self.tp == 0 else rows),
-            (width // plan.tp if self.tp == 1 else width),
+        """Return the numbers that a device keeps: FSDP2 cuts the first axis, rounding up."""
+        rows, *rest = (
+            size // plan.tp if axis == self.tp else size for axis, size in enumerate(self.shape)
         )
-        return -(-rows // shard_ranks(plan)) * width
+        return -(-rows // shard_ranks(plan)) * prod(rest)
 
 
 def shard_ranks(plan: ParallelPlan) -> int:
-    """Devices over which parameters are cut by FSDP2: those of dp_shard and of cp, which need the
-    same parameters.
+    """Return the devices over which FSDP2 cuts parameters: dp_shard · cp.
 
     >>> shard_ranks(ParallelPlan(dp_shard=4, cp=2, tp=2))
     8
@@ -69,9 +64,7 @@ def shard_ranks(plan: ParallelPlan) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes by the names of Hugging Face configurations, so that `ParallelPlan.check` takes it for
-    one.
-    """
+    """Sizes by their Hugging Face names, as `ParallelPlan.check` reads them."""
 
     model_type: str
     hidden_size: int
@@ -98,104 +91,79 @@ class ModelShape:
 
     @property
     def qk_norm(self) -> bool:
-        """Whether queries and keys are normed, as in Qwen3."""
         return self.model_type == "qwen3"
 
-    def layer(self) -> Iterator[Matrix]:
-        """The parameters of one layer."""
+    def linear(self) -> Iterator[tuple[str, tuple[int, int], bool, Literal[0, 1]]]:
+        """Yield name, shape, whether there is a bias, and tp's axis of a layer's matrices."""
         hidden, inner = self.hidden_size, self.intermediate_size
-        wide = [("self_attn.q_proj", self.q_size, self.qkv_bias), ("self_attn.k_proj", self.kv_size, self.qkv_bias),
-                ("self_attn.v_proj", self.kv_size, self.qkv_bias), ("mlp.gate_proj", inner, self.mlp_bias),
-                ("mlp.up_proj", inner, self.mlp_bias)]  # fmt: skip
-        for name, rows, bias in wide:
-            yield Matrix(name=f"{name}.weight", shape=(rows, hidden), tp=0)
+        for name, rows in (("q", self.q_size), ("k", self.kv_size), ("v", self.kv_size)):
+            yield f"self_attn.{name}_proj", (rows, hidden), self.qkv_bias, 0
+        yield "self_attn.o_proj", (hidden, self.q_size), self.output_bias, 1
+        yield "mlp.gate_proj", (inner, hidden), self.mlp_bias, 0
+        yield "mlp.up_proj", (inner, hidden), self.mlp_bias, 0
+        yield "mlp.down_proj", (hidden, inner), self.mlp_bias, 1
+
+    def layer(self) -> Iterator[Matrix]:
+        """Yield the parameters of one layer."""
+        for name, shape, bias, axis in self.linear():
+            yield Matrix(f"{name}.weight", shape, axis)
             if bias:
-                yield Matrix(name=f"{name}.bias", shape=(rows,), tp=0)
-        for name, columns, bias in [
-            ("self_attn.o_proj", self.q_size, self.output_bias),
-            ("mlp.down_proj", inner, self.mlp_bias),
-        ]:
-            yield Matrix(name=f"{name}.weight", shape=(hidden, columns), tp=1)
-            if bias:
-                yield Matrix(name=f"{name}.bias", shape=(hidden,))
+                yield Matrix(f"{name}.bias", shape[:1], None if axis else 0)
         for name in ("input_layernorm", "post_attention_layernorm"):
-            yield Matrix(name=f"{name}.weight", shape=(hidden,))
+            yield Matrix(f"{name}.weight", (self.hidden_size,))
         for name in ("self_attn.q_norm", "self_attn.k_norm") if self.qk_norm else ():
-            yield Matrix(name=f"{name}.weight", shape=(self.head_dim,))
+            yield Matrix(f"{name}.weight", (self.head_dim,))
 
     def ends(self) -> Iterator[Matrix]:
-        """The parameters before and after the layers; a tied head is the embedding, and counts
-        once.
-        """
-        yield Matrix(name="embed_tokens.weight", shape=(self.vocab_size, self.hidden_size), tp=0)
-        yield Matrix(name="norm.weight", shape=(self.hidden_size,))
+        """Yield the parameters outside the layers; a tied head is the embedding."""
+        yield Matrix("embed_tokens.weight", (self.vocab_size, self.hidden_size), 0)
+        yield Matrix("norm.weight", (self.hidden_size,))
         if not self.tie_word_embeddings:
-            yield Matrix(name="lm_head.weight", shape=(self.vocab_size, self.hidden_size), tp=0)
+            yield Matrix("lm_head.weight", (self.vocab_size, self.hidden_size), 0)
 
     def num_parameters(self) -> int:
-        """Of the whole model."""
-        return self.num_hidden_layers * sum(matrix.size for matrix in self.layer()) + sum(
-            matrix.size for matrix in self.ends()
-        )
+        layer, ends = (sum(each.size for each in part) for part in (self.layer(), self.ends()))
+        return self.num_hidden_layers * layer + ends
 
     def shard_parameters(self, plan: ParallelPlan) -> int:
-        """Numbers that each device of the plan keeps, the padding of FSDP2's pieces included."""
-        return self.num_hidden_layers * sum(matrix.shard(plan) for matrix in self.layer()) + sum(
-            matrix.shard(plan) for matrix in self.ends()
+        """Return the numbers that each device keeps, with the padding of FSDP2's pieces."""
+        layer, ends = (
+            sum(each.shard(plan) for each in part) for part in (self.layer(), self.ends())
         )
+        return self.num_hidden_layers * layer + ends
 
 
 def model_shape(
     config: Mapping[str, Any], *, source: str = "the model's configuration"
 ) -> ModelShape:
-    """The sizes that a config.json holds. Raises ValueError for a model that could not be trained
-    here, or where a size is missing.
+    """Read the sizes in a config.json.
 
-    >>> sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=100)
+    Raises: ValueError for a model that can't be trained here, and where a size is missing.
+
+    >>> sizes = dict.fromkeys(SIZES, 64) | {"num_hidden_layers": 2, "num_attention_heads": 4}
     >>> model_shape({"model_type": "llama", **sizes}).num_parameters()
-    95040
+    65856
     """
     kind = str(config.get("model_type"))
-    require(
-        kind in SUPPORTED,
-        "model",
-        f"must be one of {', '.join(SUPPORTED)}",
-        kind,
-        f"{source} names a model type that can't be trained here",
-    )
-    said = {**UNSAID.get(kind, {}), **config}
-    names = (
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "vocab_size",
-    )
-    for name in names:
-        require(
-            isinstance(said.get(name), int) and said[name] > 0,
-            "model",
-            f"must say its {name}",
-            said.get(name),
-            f"complete {source}",
-        )
-    full = set(said.get("layer_types") or ["full_attention"]) == {"full_attention"}
-    window = said.get("sliding_window") if said.get("use_sliding_window", True) else None
-    require(
-        full and not window,
-        "model",
-        "must have full attention",
-        f"of a sliding window of {window} tokens",
-        "take a model without",
-    )
-    bias = bool(said.get("attention_bias"))
+    remedy = f"{source} names a model type that can't be trained here"
+    require(kind in SUPPORTED, "model", f"must be one of {', '.join(SUPPORTED)}", kind, remedy)
+    values = {**DEFAULTS[kind], **config}
+    for name in SIZES:
+        size = values.get(name)
+        valid = isinstance(size, int) and size > 0
+        require(valid, "model", f"must say its {name}", size, f"complete {source}")
+    layers = set(values.get("layer_types") or ["full_attention"])
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    full, found = not window and layers == {"full_attention"}, f"of a window of {window} tokens"
+    require(full, "model", "must have full attention", found, "take a model without")
+    bias, heads = bool(values.get("attention_bias")), values["num_attention_heads"]
     return ModelShape(
         model_type=kind,
-        **{name: said[name] for name in names},
-        num_key_value_heads=said.get("num_key_value_heads") or said["num_attention_heads"],
-        head_dim=said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"],
-        tie_word_embeddings=bool(said.get("tie_word_embeddings")),
+        **{name: values[name] for name in SIZES},
+        num_key_value_heads=values.get("num_key_value_heads") or heads,
+        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
+        tie_word_embeddings=bool(values.get("tie_word_embeddings")),
         qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and bias),
         output_bias=kind in ("llama", "qwen3") and bias,
-        mlp_bias=kind == "llama" and bool(said.get("mlp_bias")),
+        mlp_bias=kind == "llama" and bool(values.get("mlp_bias")),
     )

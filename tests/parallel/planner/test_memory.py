@@ -13,36 +13,39 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemorl.models import causal_lm
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.memory import (
-    Memory,
-    Workload,
-    adapters,
-    generation_memory,
-    host_memory,
-    saved_per_layer,
-    trained_parameters,
-    training_memory,
-)
+from nemorl.parallel.planner.cost import step_traffic
+from nemorl.parallel.planner.memory import Memory, Step, Workload
+from nemorl.parallel.planner.model_shape import SIZES as NAMES
 from nemorl.parallel.planner.model_shape import SUPPORTED, ModelShape, model_shape
-from nemorl.parallel.planner.traffic import step_traffic
 from tests.parallel.measured_steps import measure_steps
 from tests.ranks import run_ranks
 from tests.tiny_models import KINDS
 
-SIZES = {
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "vocab_size": 4096,
+SIZES = dict(zip(NAMES, (128, 512, 4, 8, 4096), strict=True))
+SMALL = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
 }
-SMALL = {**SIZES, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True, "max_position_embeddings": 512,
-         "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}  # fmt: skip
-LLAMA_70B = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-             "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
-
-ODD = {"model_type": "qwen2", "hidden_size": 96, "intermediate_size": 200, "num_hidden_layers": 2, "num_attention_heads": 8,
-       "num_key_value_heads": 8, "vocab_size": 1000}  # fmt: skip
+LLAMA_8B = {
+    "num_key_value_heads": 8,
+    **dict(zip(NAMES, (4096, 14336, 32, 32, 128256), strict=True)),
+}
+LLAMA_70B = {
+    "model_type": "llama",
+    "num_key_value_heads": 8,
+    **dict(zip(NAMES, (8192, 28672, 80, 64, 128256), strict=True)),
+}
+ODD = {
+    "model_type": "qwen2",
+    "num_key_value_heads": 8,
+    **dict(zip(NAMES, (96, 200, 2, 8, 1000), strict=True)),
+}
 """Nothing of it divides by 1,024, so that every shard is rounded up."""
 
 
@@ -134,34 +137,49 @@ def shards_of_1024(cases: list[tuple[dict[str, Any], ParallelPlan]]) -> list[int
     return found
 
 
-def test_the_shards_of_a_70_b_model_on_1024_devices():
+@pytest.mark.parametrize("layers", [4, pytest.param(80, marks=pytest.mark.slow)])
+def test_the_shards_of_a_70_b_model_on_1024_devices(layers: int):
     plans = [
         ParallelPlan(dp_shard=1024),
         ParallelPlan(dp_replicate=4, dp_shard=8, tp=8, cp=4),
         ParallelPlan(dp_shard=128, tp=8),
     ]
-    cases = [(LLAMA_70B, plan) for plan in plans] + [(ODD, plans[-1])]
+    sizes = LLAMA_70B | {"num_hidden_layers": layers}
+    cases = [(sizes, plan) for plan in plans] + [(ODD, plans[-1])]
     (found,) = run_ranks(1, shards_of_1024, cases, process_group=False)
     assert found == [4 * model_shape(sizes).shard_parameters(plan) for sizes, plan in cases]
-    assert found[0] == pytest.approx(4 * 70.55e9 / 1024, rel=1e-3)
+    if layers == 80:
+        assert found[0] == pytest.approx(4 * 70.55e9 / 1024, rel=1e-3)
 
+
+WORK = Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128)
+PACKED = replace(WORK, packed=True)
+SHORT = Workload(rows=1, seq_len=64, packed=False, logprob_chunk=64)
+LORA = replace(WORK, lora_rank=8)
+BFLOAT16 = ParallelPlan(param_dtype="bfloat16")
+FULL = ParallelPlan(activation_checkpointing="full")
 
 ALONE = {
-    "float32": ("llama", ParallelPlan(), Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128)),
-    "full checkpointing": ("llama", ParallelPlan(activation_checkpointing="full"), Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128)),
-    "bfloat16": ("qwen2", ParallelPlan(param_dtype="bfloat16"), Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128)),
-    "packed": ("qwen3", ParallelPlan(), Workload(rows=2, seq_len=256, logprob_chunk=128)),
-    "one micro-batch": ("mistral", ParallelPlan(), Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128, accumulates=False)),
-    "short rows": ("llama", ParallelPlan(), Workload(rows=1, seq_len=64, packed=False, logprob_chunk=64)),
-    "entropy and reference": ("llama", ParallelPlan(), Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128, entropy_gradient=True,
-                                                                 keep_reference=True)),
-    "LoRA": ("llama", ParallelPlan(), Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128, lora_rank=8, keep_reference=True)),
-    "LoRA, bfloat16, full": ("qwen2", ParallelPlan(param_dtype="bfloat16", activation_checkpointing="full"),
-                             Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128, lora_rank=8)),
-    "LoRA of some layers, bfloat16": ("llama", ParallelPlan(param_dtype="bfloat16"), Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128,
-                                                                                             lora_rank=8, lora_targets=("q_proj", "v_proj"))),
-    "LoRA, packed": ("qwen3", ParallelPlan(), Workload(rows=2, seq_len=256, logprob_chunk=128, lora_rank=8)),
-}  # fmt: skip
+    "float32": ("llama", ParallelPlan(), WORK),
+    "full checkpointing": ("llama", FULL, WORK),
+    "bfloat16": ("qwen2", BFLOAT16, WORK),
+    "packed": ("qwen3", ParallelPlan(), PACKED),
+    "one microbatch": ("mistral", ParallelPlan(), replace(WORK, accumulates=False)),
+    "short rows": ("llama", ParallelPlan(), SHORT),
+    "entropy and reference": (
+        "llama",
+        ParallelPlan(),
+        replace(WORK, entropy_gradient=True, keep_reference=True),
+    ),
+    "LoRA": ("llama", ParallelPlan(), replace(LORA, keep_reference=True)),
+    "LoRA, bfloat16, full": ("qwen2", replace(FULL, param_dtype="bfloat16"), LORA),
+    "LoRA of some layers, bfloat16": (
+        "llama",
+        BFLOAT16,
+        replace(LORA, lora_targets=("q_proj", "v_proj")),
+    ),
+    "LoRA, packed": ("qwen3", ParallelPlan(), replace(PACKED, lora_rank=8)),
+}
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -169,171 +187,135 @@ def test_the_peak_of_one_process(name: str, tmp_path: Path):
     kind, plan, work = ALONE[name]
     folder, shape = small_folder(tmp_path, kind)
     peak, sent = measure_steps(folder, plan, work, 2 if work.accumulates else 1)
-    assert training_memory(shape, plan, work).total == pytest.approx(peak, rel=0.15)
-    assert sent == 0 == step_traffic(shape, plan, work).total
+    step = Step(shape, plan, work)
+    assert step.training_memory().total == pytest.approx(peak, rel=0.15)
+    assert sent == 0 == step_traffic(step).total
 
 
 def on_ranks(cases: list[tuple[Path, ParallelPlan, Workload, int]]) -> list[tuple[int, int]]:
     return [measure_steps(*case) for case in cases]
 
 
-WORK = Workload(rows=2, seq_len=256, packed=False, logprob_chunk=128)
-LORA = replace(WORK, lora_rank=8)
-SPREAD = {
-    "FSDP2": ("llama", ParallelPlan(dp_shard=2), WORK),
-    "FSDP2, full": ("llama", ParallelPlan(dp_shard=2, activation_checkpointing="full"), WORK),
-    "FSDP2, selective, bfloat16": (
-        "qwen2",
-        ParallelPlan(dp_shard=2, activation_checkpointing="selective", param_dtype="bfloat16"),
-        WORK,
-    ),
-    "FSDP2 of wide layers": (
-        "mistral",
-        ParallelPlan(dp_shard=2),
-        Workload(rows=1, seq_len=64, packed=False, logprob_chunk=64),
-    ),
-    "HSDP": ("llama", ParallelPlan(dp_replicate=2, dp_shard=1), WORK),
-    "TP": ("llama", ParallelPlan(dp_shard=1, tp=2), WORK),
-    "TP, full": ("llama", ParallelPlan(dp_shard=1, tp=2, activation_checkpointing="full"), WORK),
-    "TP, selective, packed": (
-        "qwen3",
-        ParallelPlan(dp_shard=1, tp=2, activation_checkpointing="selective"),
-        Workload(rows=2, seq_len=256, logprob_chunk=128),
-    ),
-    "TP without SP": ("llama", ParallelPlan(dp_shard=1, tp=2, sequence_parallel=False), WORK),
-    "CP": ("llama", ParallelPlan(dp_shard=1, cp=2), WORK),
-    "CP by gathering": ("llama", ParallelPlan(dp_shard=1, cp=2, cp_method="allgather"), WORK),
-    "offload": ("llama", ParallelPlan(dp_shard=2, cpu_offload=True), WORK),
-    "offload of wide layers": (
-        "mistral",
-        ParallelPlan(dp_shard=2, cpu_offload=True),
-        Workload(rows=1, seq_len=64, packed=False, logprob_chunk=64),
-    ),
-    "LoRA": ("llama", ParallelPlan(dp_shard=2), LORA),
-    "LoRA of wide layers": (
-        "mistral",
-        ParallelPlan(dp_shard=2),
-        Workload(rows=1, seq_len=64, packed=False, logprob_chunk=64, lora_rank=8),
-    ),
-    "LoRA, selective, bfloat16": (
-        "qwen2",
-        ParallelPlan(dp_shard=2, activation_checkpointing="selective", param_dtype="bfloat16"),
-        LORA,
-    ),
-    "LoRA, HSDP": ("llama", ParallelPlan(dp_replicate=2, dp_shard=1), LORA),
-    "LoRA, CP": ("llama", ParallelPlan(dp_shard=1, cp=2), LORA),
-    "LoRA, offload": ("llama", ParallelPlan(dp_shard=2, cpu_offload=True), LORA),
+SHARDED, TP, CP = ParallelPlan(dp_shard=2), ParallelPlan(tp=2), ParallelPlan(cp=2)
+HSDP, OFFLOAD = ParallelPlan(dp_replicate=2), replace(SHARDED, cpu_offload=True)
+SELECTIVE = {"activation_checkpointing": "selective", "param_dtype": "bfloat16"}
+USUAL = {
+    "FSDP2": ("llama", SHARDED, WORK),
+    "FSDP2, full": ("llama", replace(FULL, dp_shard=2), WORK),
+    "FSDP2 of wide layers": ("mistral", SHARDED, SHORT),
+    "TP": ("llama", TP, WORK),
+    "TP, full": ("llama", replace(FULL, tp=2), WORK),
+    "CP": ("llama", CP, WORK),
+    "offload": ("llama", OFFLOAD, WORK),
+    "LoRA": ("llama", SHARDED, LORA),
+    "LoRA, selective, bfloat16": ("qwen2", replace(SHARDED, **SELECTIVE), LORA),
+}
+RARE = {
+    "FSDP2, selective, bfloat16": ("qwen2", replace(SHARDED, **SELECTIVE), WORK),
+    "HSDP": ("llama", HSDP, WORK),
+    "TP, selective, packed": ("qwen3", replace(TP, activation_checkpointing="selective"), PACKED),
+    "TP without SP": ("llama", replace(TP, sequence_parallel=False), WORK),
+    "CP by gathering": ("llama", replace(CP, cp_method="allgather"), WORK),
+    "offload of wide layers": ("mistral", OFFLOAD, SHORT),
+    "LoRA of wide layers": ("mistral", SHARDED, replace(SHORT, lora_rank=8)),
+    "LoRA, HSDP": ("llama", HSDP, LORA),
+    "LoRA, CP": ("llama", CP, LORA),
+    "LoRA, offload": ("llama", OFFLOAD, LORA),
 }
 
 
-RARELY = ["FSDP2, selective, bfloat16", "HSDP", "TP, selective, packed", "TP without SP", "CP by gathering", "offload of wide layers",
-          "LoRA of wide layers", "LoRA, HSDP", "LoRA, CP", "LoRA, offload"]  # fmt: skip
-USUALLY = [name for name in SPREAD if name not in RARELY]
-
-
 @pytest.mark.parametrize(
-    "names", [USUALLY, pytest.param(RARELY, marks=pytest.mark.slow)], ids=["usual", "rare"]
+    "cases", [USUAL, pytest.param(RARE, marks=pytest.mark.slow)], ids=["usual", "rare"]
 )
-def test_the_peaks_of_two_ranks_and_what_they_send(names: list[str], tmp_path: Path):
+def test_the_peaks_of_two_ranks_and_what_they_send(cases: dict[str, Any], tmp_path: Path):
     wide = {"hidden_size": 512, "intermediate_size": 1024, "tie_word_embeddings": False}
-    options = {
-        name: wide if "wide" in name else {"tie_word_embeddings": "packed" not in name}
-        for name in names
-    }
-    folders = {name: small_folder(tmp_path, SPREAD[name][0], **options[name]) for name in names}
-    measured = run_ranks(2, on_ranks, [(folders[name][0], *SPREAD[name][1:], 2) for name in names])[
-        0
-    ]
-    for name, (peak, sent) in zip(names, measured, strict=True):
-        _, plan, work = SPREAD[name]
-        shape = folders[name][1]
-        # Here the devices are the CPU's cores: what is kept in main memory counts, too, and is not
-        # pinned.
-        estimate = training_memory(shape, plan, work).total + host_memory(
-            shape, plan, work, pinned=False
-        )
-        expected = step_traffic(shape, plan, work, micro_batches=2).total
-        print(
-            f"{name}: memory {estimate / 1e6:.2f} MB, measured {peak / 1e6:.2f}; sent"
-            f" {expected / 1e6:.2f} MB, counted {sent / 1e6:.2f}"
-        )
-        assert estimate == pytest.approx(peak, rel=0.15), name
+    folders = {}
+    for name, (kind, *_) in cases.items():
+        options = wide if "wide" in name else {"tie_word_embeddings": "packed" not in name}
+        folders[name] = small_folder(tmp_path, kind, **options)
+    work = [(folders[name][0], plan, work, 2) for name, (_, plan, work) in cases.items()]
+    measured = run_ranks(2, on_ranks, work)[0]
+    for (name, (_, plan, work)), (peak, sent) in zip(cases.items(), measured, strict=True):
+        step = Step(folders[name][1], plan, work)
+        # The devices are the CPU's cores: what is kept in main memory counts, and is not pinned.
+        memory = step.training_memory().total + step.host_memory(pinned=False)
+        expected = step_traffic(step, micro_batches=2).total
+        print(f"{name}: memory {memory / 1e6:.2f} MB, measured {peak / 1e6:.2f}; sent", end=" ")
+        print(f"{expected / 1e6:.2f} MB, counted {sent / 1e6:.2f}")
+        assert memory == pytest.approx(peak, rel=0.15), name
         assert expected == pytest.approx(sent, rel=0.15), name
 
 
 def test_what_shards_and_what_does_not():
     shape, work = model_shape(LLAMA_70B), Workload(seq_len=8192)
-    one, four = (training_memory(shape, ParallelPlan(dp_shard=degree), work) for degree in (2, 8))
-    assert (
-        four.optimizer * 4 == one.optimizer
-        and four.activations == one.activations
-        and four.gathered == one.gathered
+    two, eight = (
+        Step(shape, ParallelPlan(dp_shard=degree), work).training_memory() for degree in (2, 8)
     )
-    split, whole = (
-        saved_per_layer(shape, ParallelPlan(tp=8, sequence_parallel=parallel), work)
-        for parallel in (True, False)
-    )
-    assert split < whole < saved_per_layer(shape, ParallelPlan(dp_shard=2), work)
-    offloaded = training_memory(shape, ParallelPlan(dp_shard=8, cpu_offload=True), work)
-    assert (
-        offloaded.parameters == offloaded.gradients == offloaded.optimizer == 0 < offloaded.gathered
-    )
+    assert eight.optimizer * 4 == two.optimizer
+    assert eight.activations == two.activations and eight.gathered == two.gathered
+    plans = (ParallelPlan(tp=8), ParallelPlan(tp=8, sequence_parallel=False), ParallelPlan())
+    split, whole, alone = (Step(shape, plan, work).saved_per_layer() for plan in plans)
+    assert split < whole < alone
+    offloaded = Step(shape, ParallelPlan(dp_shard=8, cpu_offload=True), work).training_memory()
+    assert offloaded.parameters == offloaded.gradients == offloaded.optimizer == 0
+    assert offloaded.gathered > 0
+
+
+def test_what_a_step_of_8_billion_parameters_sends():
+    shape = model_shape({**LLAMA_70B, **LLAMA_8B})
+    sent = [
+        round(step_traffic(Step(shape, plan, Workload(seq_len=8192))).total / 1e9)
+        for plan in (ParallelPlan(dp_shard=8), ParallelPlan(dp_shard=4, tp=2))
+    ]
+    assert sent == [82, 53]
 
 
 def test_what_offloading_takes_of_main_memory():
-    shape, work, plan = (
-        model_shape(LLAMA_70B),
-        Workload(seq_len=8192),
-        ParallelPlan(dp_shard=8, cpu_offload=True),
-    )
-    assert host_memory(shape, replace(plan, cpu_offload=False), work) == 0
-    shard = 4 * shape.shard_parameters(plan)
-    assert host_memory(shape, plan, work, pinned=False) == 4 * shard
-    assert host_memory(shape, plan, replace(work, keep_reference=True), pinned=False) == 5 * shard
-    adapted = host_memory(
-        shape, plan, replace(work, lora_rank=16, keep_reference=True), pinned=False
-    )
+    plan = ParallelPlan(dp_shard=8, cpu_offload=True)
+    step = Step(model_shape(LLAMA_70B), plan, Workload(seq_len=8192))
+    assert replace(step, plan=replace(plan, cpu_offload=False)).host_memory() == 0
+    shard = 4 * step.model.shard_parameters(plan)
+    assert step.host_memory(pinned=False) == 4 * shard
+    with_reference = replace(step.work, keep_reference=True)
+    assert replace(step, work=with_reference).host_memory(pinned=False) == 5 * shard
+    adapted = replace(step, work=replace(with_reference, lora_rank=16)).host_memory(pinned=False)
     assert shard < adapted < 1.02 * shard, "the reference is the model without its adapters"
     # A shard of [1024, 8192] numbers is a power of two as it is, one of [3584, 8192] is rounded up
     # from 117 MB to 134.
-    pinned = host_memory(shape, plan, work)
+    pinned = step.host_memory()
     assert 4 * shard < pinned < 6 * shard
     feed_forward = 3 * 80 * 4 * 3584 * 8192
     assert pinned - 4 * shard == pytest.approx(2 * feed_forward * (4096 / 3584 - 1), rel=0.2)
 
 
-def test_adapters_are_those_that_peft_makes(tmp_path: Path):
+@pytest.mark.parametrize("kind, targets", [("llama", ()), ("qwen3", ("q_proj", "down_proj"))])
+def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...], tmp_path: Path):
     from nemorl.parallel.config import LoRAConfig
     from nemorl.parallel.dtensor.lora import add_adapters
 
-    for kind, targets in (("llama", ()), ("qwen3", ("q_proj", "down_proj"))):
-        folder, shape = small_folder(tmp_path, kind)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        add_adapters(model, LoRAConfig(rank=8, target_modules=targets))
-        trained = {
-            name: tuple(parameter.shape)
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad
-        }
-        work = Workload(seq_len=8, lora_rank=8, lora_targets=targets)
-        assert sum(rows * columns for rows, columns in trained.values()) == trained_parameters(
-            shape, ParallelPlan(), work
-        )
-        first = sorted(shape for name, shape in trained.items() if ".layers.0." in name)
-        assert first == sorted(matrix.shape for matrix in adapters(shape, work))
+    folder, shape = small_folder(tmp_path, kind)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    add_adapters(model, LoRAConfig(rank=8, target_modules=targets))
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    work = Workload(seq_len=8, lora_rank=8, lora_targets=targets)
+    step = Step(shape, ParallelPlan(), work)
+    numbers = sum(rows * columns for rows, columns in trained.values())
+    assert numbers == step.trained() == step.adapter_parameters()
+    first = sorted(shape for name, shape in trained.items() if ".layers.0." in name)
+    assert first == sorted(matrix.shape for matrix in step.adapters())
 
 
 def test_a_generator_takes_weights_and_a_cache():
     shape, plan = model_shape(LLAMA_70B), ParallelPlan(dp_shard=64)
-    memory = generation_memory(
-        shape, plan, Workload(seq_len=1), tokens=1000, tensor_parallel_size=8
-    )
+    step = Step(shape, plan, Workload(seq_len=1))
+    memory = step.generation_memory(tokens=1000, tensor_parallel_size=8)
     assert memory.generation == 2 * shape.num_parameters() // 8 + 2 * 80 * 128 * 2 * 1000
     assert memory.optimizer == 8 * shape.shard_parameters(plan) and memory.activations == 0
     assert Memory(parameters=1, generation=2).total == 3
 
 
 def test_rows_are_padded_to_what_the_plan_can_split():
-    work, plan = Workload(rows=2, seq_len=10), ParallelPlan(tp=2, cp=2)
-    assert work.width(plan) == 16 and work.tokens(plan) == 2 * 16 // 2
-    assert work.tokens(ParallelPlan(tp=2, sequence_parallel=False)) == 20
+    work = Workload(rows=2, seq_len=10)
+    step = Step(model_shape(LLAMA_70B), ParallelPlan(tp=2, cp=2), work)
+    assert step.width == 16 and step.tokens == 2 * 16 // 2
+    assert replace(step, plan=ParallelPlan(tp=2, sequence_parallel=False)).tokens == 20

@@ -682,7 +682,7 @@ FLAGS = {
         "no.jsonl",
     ),
     "generate without such a model": flags(
-        r"there is no folder no/such/model: check the path",
+        r"there is no folder no/such/model\): check the path",
         "generate",
         "--model",
         "no/such/model",
@@ -979,7 +979,7 @@ MODELS = {
     ),
     "no such tokenizer": Case(
         lambda place: nemorl.run(place.sft(model={"tokenizer": "no/tokenizer"})),
-        r"none could be loaded from 'no/tokenizer'.*give --model\.tokenizer",
+        r"model\.tokenizer must be .* but 'no/tokenizer' could not be loaded",
     ),
     "no model named": Case(
         lambda place: nemorl.run(place.sft(model={"path": ""})),
@@ -987,7 +987,7 @@ MODELS = {
     ),
     "a model folder that isn't there": Case(
         lambda place: nemorl.run(place.sft(model={"path": "no/such/model"})),
-        r"there is no folder no/such/model: check the path",
+        r"there is no folder no/such/model\): check the path",
     ),
     "a folder without a model": Case(
         run_with_model(Place.sft, lambda place: place.folder),

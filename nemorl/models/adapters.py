@@ -1,4 +1,4 @@
-"""A model with PEFT adapters in it: which layers have them, and how they get into the weights."""
+"""PEFT adapters in a model: which layers have them, and how they are merged into the weights."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What PEFT calls the parts of an adapter folder."""
+"""PEFT's names of the files in an adapter folder."""
 
 
 def require_peft(what: str) -> None:
@@ -25,23 +25,19 @@ def require_peft(what: str) -> None:
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers with an adapter, by their name in the model."""
-    yield from (
-        (name, layer) for name, layer in model.named_modules() if hasattr(layer, "base_layer")
-    )
+    """Yield the layers that have an adapter, with their names."""
+    yield from (item for item in model.named_modules() if hasattr(item[1], "base_layer"))
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether any layer has one."""
     return next(adapted_layers(model), None) is not None
 
 
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and persistent buffers that a model has once its adapters are merged, under
-    the plain model's names; tied ones once.
+    """Yield the parameters and persistent buffers that the model has once adapters are merged.
 
-    An adapted weight is W + alpha/rank · B A, made when its turn comes; all others are the live
-    tensors. The model itself stays as it is.
+    Names are those of the plain model, tied tensors come once. An adapted weight is a new tensor,
+    W + alpha/rank · B A; all others are the live ones. The model is not changed.
     """
     layers, seen = dict(adapted_layers(model)), set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -60,22 +56,20 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """Add the adapters to the weights and take them out, in place: the model is a plain one again
-    and gives the answers that it gave with them.
-    """
+    """Merge the adapters into the weights in place: the model is a plain one with equal outputs."""
     for name, layer in list(adapted_layers(model)):
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config
-    model._hf_peft_config_loaded = False  # type: ignore[assignment]  # transformers' own note that there are some
+    model._hf_peft_config_loaded = False  # type: ignore[assignment]  # of transformers
     return model
 
 
 def base_of(folder: Path) -> str | None:
-    """The base model that an adapter folder names.
+    """Return the base model that an adapter folder names.
 
-    Raises ValueError where its adapter_config.json is not what PEFT writes.
+    Raises: ValueError where its adapter_config.json can't be read.
     """
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(
@@ -89,9 +83,9 @@ def base_of(folder: Path) -> str | None:
 
 
 def merge_folder(model: nn.Module, folder: Path) -> nn.Module:
-    """Merge the adapters in a PEFT folder into their base model, in place.
+    """Merge the adapters of a PEFT folder into their base model, in place.
 
-    Raises ValueError where they are not adapters to this model.
+    Raises: ValueError where they are not adapters of this model.
     """
     require_peft(f"the adapter folder {folder}")
     from peft import PeftModel

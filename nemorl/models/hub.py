@@ -1,36 +1,69 @@
-"""Whether a name on the hub can be followed, found out before anything is fetched. Free of torch."""
+"""The one error for a model or tokenizer that can't be loaded. Free of torch."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
 
 
-def require_hub(name: str, *files: str, field: str = "model") -> None:
-    """Raise ValueError where none of the `files` of `name` is in the cache, and the hub can't be
-    asked for them.
+def cannot_load(
+    name: str, reason: object, *, field: str = "model.path", remedy: str = "check it"
+) -> ValueError:
+    """Return the error that names what was to be loaded, why it can't be, and what to do."""
+    first = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
+    return ValueError(
+        f"{field} must be a folder with a Hugging Face model or a hub name, but {name!r} could not"
+        f" be loaded ({first}): {remedy}"
+    )
 
-    For each file that is not in its cache huggingface_hub asks six times, for half a minute, also
-    where there is no network at all. A single question before that tells it at once, and leaves
-    huggingface_hub its patience for the downloads themselves. Whatever the hub answers, and what
-    HF_HUB_OFFLINE forbids, is for whoever loads the files.
+
+@contextmanager
+def loading(
+    name: str, *, field: str = "model.path", files: tuple[str, ...] = ("config.json",)
+) -> Iterator[None]:
+    """Load the model or tokenizer `name` in the block, with one error for all that goes wrong.
+
+    name: a folder or a hub name.
+    field: the setting that the error names.
+    files: the hub's cache has the model if it has one of these.
+
+    Raises: ValueError for an empty name, a hub name that is not in the cache where there is no
+    network, and whatever the loading itself raises.
+    """
+    if not name:
+        raise ValueError(
+            "model.path must name a model folder or a hub model, but it is empty: give --model.path"
+            " PATH"
+        )
+    if not Path(name).exists():
+        require_hub(name, *files, field=field)
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        raise cannot_load(name, error, field=field) from error
+
+
+def require_hub(name: str, *files: str, field: str = "model.path") -> None:
+    """Raise ValueError where the cache has none of the `files` of `name` and there is no network.
+
+    huggingface_hub tries for half a minute for each file, even without a network. One request
+    before that finds out at once. Any answer, and HF_HUB_OFFLINE, is left to the loading itself.
     """
     import httpx
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        FileMetadataError,
-        HfHubHTTPError,
-        HFValidationError,
-        OfflineModeIsEnabled,
-    )
 
     try:
         if not any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
             get_hf_file_metadata(hf_hub_url(name, files[0]))
-        return
-    except (HfHubHTTPError, HFValidationError, FileMetadataError, OfflineModeIsEnabled):
-        return
     except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-        raise ValueError(
-            f"{field} must be a folder or a name on the hub, but there is no folder {name!r}, the"
-            f" hub's cache has no {files[0]} of that name, and {constants.ENDPOINT} can't be"
-            f" reached ({str(error) or type(error).__name__}): name a folder, or copy the cache of"
-            " a machine that has it (HF_HOME) and set HF_HUB_OFFLINE=1"
-        ) from error
-    except httpx.HTTPError:  # somebody is there, if only slow or short of breath
-        return
+        reason = (
+            f"there is no such folder, the hub's cache does not have it, and {constants.ENDPOINT}"
+            f" can't be reached: {str(error) or type(error).__name__}"
+        )
+        remedy = (
+            "check it, or set HF_HUB_OFFLINE=1 with the cache (HF_HOME) of a machine that has it"
+        )
+        raise cannot_load(name, reason, field=field, remedy=remedy) from error
+    except (httpx.HTTPError, OSError, ValueError):
+        pass

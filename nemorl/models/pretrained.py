@@ -1,39 +1,32 @@
-"""Models and tokenizers as Hugging Face folders: found and loaded."""
+"""Models and tokenizers as Hugging Face folders: where they are, and what their files are."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from nemorl.models.adapters import CONFIG
-from nemorl.models.causal_lm import load_causal_lm, usable_device
-from nemorl.models.hub import require_hub
+from nemorl.models.hub import cannot_load, loading, require_hub
+from nemorl.models.tensor_files import INDEX
 
 
 def model_folder(name: str) -> str:
-    """The model that `name` means: for a run's directory its export, else the name itself (a folder
-    or a hub name).
+    """Return the model that `name` means: the export of a run's directory, else the name itself.
 
-    Raises ValueError for a run that has not been exported, and for a hub name that is neither in
-    the cache nor to be fetched.
+    Raises: ValueError for a run that has not been exported, a folder that does not exist, and a
+    hub name that is not in the cache where there is no network.
     """
     path = Path(name)
     if not name:
         return name
-    in_a_folder = len(path.parts) > 1 and path.parent.is_dir()
-    if not path.exists() and (
-        name.count("/") != 1 or name.startswith((".", "/", "~")) or in_a_folder
-    ):  # a hub name is OWNER/NAME
-        raise ValueError(
-            f"the model must be a folder or a hub name (OWNER/NAME), but there is no folder {name}:"
-            " check the path"
-        )
     if not path.exists():
-        require_hub(name, "config.json", CONFIG, field="the model")
-    if (
-        any((path / file).exists() for file in ("config.json", CONFIG))
-        and not (path / "config.yaml").exists()
-    ):  # whatever else is in there
+        in_a_folder = len(path.parts) > 1 and path.parent.is_dir()
+        if name.count("/") != 1 or name.startswith((".", "/", "~")) or in_a_folder:
+            raise cannot_load(name, f"there is no folder {name}", remedy="check the path")
+        require_hub(name, "config.json", CONFIG)
+    has_model = any((path / file).exists() for file in ("config.json", CONFIG))
+    if has_model and not (path / "config.yaml").exists():
         return name
     if not (path / "checkpoints").is_dir() and not (path / "metrics.jsonl").exists():
         return name
@@ -45,43 +38,51 @@ def model_folder(name: str) -> str:
     return str(path / "hf")
 
 
-def load_model(name: str, *, device: str | None = None) -> nn.Module:
-    """For generating: on the given device, or on the first GPU if there is one."""
-    return load_causal_lm(name, device=usable_device(device))
+def weights_folder(name: str) -> Path | None:
+    """Return the folder with a model's safetensors, downloaded from the hub if necessary.
+
+    Returns: None for an adapter folder, and for weights in another format.
+    """
+    with loading(name):
+        folder = Path(name)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            patterns = ["model*.safetensors", "*.json"]
+            folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*"))
+        return None if (folder / CONFIG).is_file() or not weight_files(folder) else folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors that `transformers` reads: model.safetensors, else those in the index.
+
+    Raises: ValueError where the index can't be read.
+    """
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if not (folder / INDEX).is_file():
+        return []
+    try:
+        names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise cannot_load(str(folder), f"{INDEX} can't be read: {error!r}") from error
+    return [folder / name for name in sorted(names)]
 
 
 def load_tokenizer(name: str) -> Any:
-    """Raises ValueError where there is no tokenizer."""
+    """Load the tokenizer of a folder or hub name. Raises ValueError where there is none."""
     from transformers import AutoTokenizer
 
-    if not name:
-        raise ValueError(
-            "model.path must name a model folder or a hub model, but it is empty: give --model.path"
-            " PATH"
-        )
-    if not Path(name).exists():
-        require_hub(
-            name, "tokenizer_config.json", "tokenizer.json", "config.json", field="the tokenizer"
-        )
-    try:
+    files = ("tokenizer_config.json", "tokenizer.json", "config.json")
+    with loading(name, field="model.tokenizer", files=files):
         return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            "the tokenizer must be in a model folder or on the hub, but none could be loaded from"
-            f" {name!r} ({reason}): give --model.tokenizer"
-        ) from error
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
-    """Raise ValueError if the tokenizer has a token that the model has no embedding for (one that
-    only pads doesn't matter).
-    """
+    """Raise ValueError if a token, other than the one that pads, has no embedding in the model."""
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    highest = max(
-        (index for index in tokenizer.get_vocab().values() if index != tokenizer.pad_token_id),
-        default=0,
-    )
+    used = (index for index in tokenizer.get_vocab().values() if index != tokenizer.pad_token_id)
+    highest = max(used, default=0)
     if highest >= rows:
         raise ValueError(
             "model.tokenizer must be made for the model, which has embeddings for the tokens 0 …"

@@ -11,45 +11,37 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def use_deterministic_kernels() -> Callable[[], None]:
-    """From here on only kernels that give the same bits in every run, in the whole process. Returns
-    a function that puts back what was set before.
+    """Use only kernels that give the same bits in every run, in the whole process.
 
-    An operation that has no such kernel then raises a RuntimeError that names it. (A cumsum on a
-    GPU, by which top_p and the sampler work, has one, though the documentation of torch 2.13 still
-    says that it raises.) cuBLAS reads its setting when it is first used: call this before the model
-    comes to the GPU.
+    An operation without such a kernel raises a RuntimeError that names it. Call this before the
+    model comes to the GPU: cuBLAS reads its setting when it is first used.
+
+    Returns: a function that restores the settings from before.
     """
-    cudnn = torch.backends.cudnn
+    cudnn, fill = torch.backends.cudnn, "fill_uninitialized_memory"
     memory: Any = torch.utils.deterministic
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    before_cudnn, before_fill = (
-        (cudnn.deterministic, cudnn.benchmark),
-        memory.fill_uninitialized_memory,
-    )
-    before_workspace = os.environ.get(_WORKSPACE)
+    was_on = torch.are_deterministic_algorithms_enabled()
+    warned = torch.is_deterministic_algorithms_warn_only_enabled()
+    before = cudnn.deterministic, cudnn.benchmark, getattr(memory, fill)
+    workspace = os.environ.get(_WORKSPACE)
 
     def restore() -> None:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        cudnn.deterministic, cudnn.benchmark = before_cudnn
-        memory.fill_uninitialized_memory = before_fill
-        if before_workspace is None:
+        torch.use_deterministic_algorithms(was_on, warn_only=warned)
+        cudnn.deterministic, cudnn.benchmark = before[:2]
+        setattr(memory, fill, before[2])
+        if workspace is None:
             os.environ.pop(_WORKSPACE, None)
 
     os.environ.setdefault(_WORKSPACE, ":4096:8")
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
-    memory.fill_uninitialized_memory = (
-        False  # every tensor is written before it is read; filling them would only cost time
-    )
+    setattr(memory, fill, False)  # every tensor is written before it is read
     return restore
 
 
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
-    """`use_deterministic_kernels` for a block."""
+    """Use deterministic kernels in the block."""
     restore = use_deterministic_kernels()
     try:
         yield

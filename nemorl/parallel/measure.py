@@ -1,13 +1,11 @@
-"""What an optimizer step costs: time, memory, and how much of what the device could compute was put
-to use.
-"""
+"""What an optimizer step costs: time, memory, and the share of the device's peak that was used."""
 
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from nemorl.data.batch import TokenBatch
@@ -19,74 +17,58 @@ GIGABYTE = 1e9
 def flops_per_step(
     model_config: Any, segment_lengths: Iterable[int], *, frozen_weights: bool = False
 ) -> float:
-    """Floating-point operations of forward and backward pass over sequences of these lengths, in a
-    decoder with this (Hugging Face) configuration.
+    """Return the floating-point operations of a forward and backward pass of a decoder.
 
         6 · N · Σ L  +  12 · layers · heads · head_dim · Σ L (L + 1) / 2
 
-    N: weights of all matrices but the embeddings, with the output layer's, tied or not; each takes
-    part in 2 operations per token forward and 4 backward. The other term is attention, of each
-    token to itself and those before it: 4 operations forward per pair of tokens and number in a
-    head, 8 backward. (PaLM's count has all L² pairs, about twice as many.) With `frozen_weights`,
-    as in LoRA, the matrices need no gradients: 4 · N.
+    N: weights of all matrices but the embeddings, with the output layer, tied or not; 2 operations
+    per token forward, 4 backward. The second term is attention of each token to itself and those
+    before it: 4 operations forward per pair and number in a head, 8 backward (PaLM counts all L²
+    pairs). Recomputation and padding are of no use to the model and don't count.
 
-    What a program does beyond that, such as recomputing activations or computing padding, is no use
-    to the model and doesn't count.
+    model_config: a Hugging Face configuration.
+    segment_lengths: L of each sequence.
+    frozen_weights: as in LoRA, where matrices need no gradients: 4 · N.
 
     >>> from types import SimpleNamespace
-    >>> config = SimpleNamespace(hidden_size=4, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8, vocab_size=10)
+    >>> config = SimpleNamespace(
+    ...     hidden_size=4, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8,
+    ...     vocab_size=10)
     >>> flops_per_step(config, [3]) == 6 * (4 * 4 * 4 + 3 * 4 * 8 + 10 * 4) * 3 + 12 * 4 * 6
     True
     """
-    hidden, heads, layers = (
-        model_config.hidden_size,
-        model_config.num_attention_heads,
-        model_config.num_hidden_layers,
-    )
+    hidden, heads = model_config.hidden_size, model_config.num_attention_heads
     head_dim = getattr(model_config, "head_dim", None) or hidden // heads
     kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
-    per_layer = (
-        2 * hidden * head_dim * (heads + kv_heads) + 3 * hidden * model_config.intermediate_size
-    )
-    weights = layers * per_layer + hidden * model_config.vocab_size
+    attention = 2 * hidden * head_dim * (heads + kv_heads)
+    per_layer = attention + 3 * hidden * model_config.intermediate_size
+    weights = model_config.num_hidden_layers * per_layer + hidden * model_config.vocab_size
     lengths = list(segment_lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
-    return float(
-        (4 if frozen_weights else 6) * weights * sum(lengths)
-        + 12 * layers * heads * head_dim * pairs
-    )
+    in_heads = 12 * model_config.num_hidden_layers * heads * head_dim * pairs
+    return float((4 if frozen_weights else 6) * weights * sum(lengths) + in_heads)
 
 
 def segment_lengths(batch: TokenBatch) -> list[int]:
-    """Tokens of each sequence of a batch, row by row.
-
-    >>> from nemorl.data.batch import collate
-    >>> segment_lengths(collate([{"input_ids": ids, "loss_mask": [False] * len(ids), "response_mask": [False] * len(ids)} for ids in ([5, 6], [7])]))
-    [2, 1]
-    """
+    """Return the tokens of each sequence of a batch, row by row."""
     segments = batch.segment_ids.long()
     width = int(segments.max()) + 1 if segments.numel() else 1
     rows = torch.arange(len(segments), device=segments.device)[:, None]
-    counts = torch.bincount(
-        (rows * width + segments).flatten(), minlength=len(segments) * width
-    ).reshape(-1, width)[:, 1:]
-    return counts[counts > 0].tolist()
+    counts = torch.bincount((rows * width + segments).flatten(), minlength=len(segments) * width)
+    real = counts.reshape(-1, width)[:, 1:]
+    return real[real > 0].tolist()
 
 
 class StepMeter:
-    """A clock around each optimizer step: `begin` before it, then `end` for what it cost. The batch
-    is the whole step's, of all devices.
+    """Measures optimizer steps: `begin` before each, then `end` with the batch of all devices.
 
-    The metrics may be merged over optimizer steps and over ranks, which changes nothing but that
-    the memory is then the greatest of them:
+    Metrics, which may be merged over steps and ranks:
 
     - trainer/seconds: of a step
-    - trainer/memory_gb: in 10^9 bytes, on a GPU the most that tensors took in the step, elsewhere
-      the most main memory that the process ever had
-    - trainer/tflops_per_device: 10^12 floating-point operations per second and device, as
-      `flops_per_step` counts them
-    - trainer/mfu: the same as a share of the device's peak in bfloat16, where that is known (with
-      torchtitan, whose table it is)
+    - trainer/memory_gb: 10^9 bytes; on a GPU the peak of tensors in the step, elsewhere the peak of
+      the process's main memory so far
+    - trainer/tflops_per_device: 10^12 operations (`flops_per_step`) per second and device
+    - trainer/mfu: the same as a share of the device's peak in bfloat16, where that is known
     """
 
     def __init__(
@@ -97,14 +79,9 @@ class StepMeter:
         *,
         frozen_weights: bool = False,
     ) -> None:
-        self.model_config, self.device, self.num_ranks, self.frozen_weights = (
-            model_config,
-            device,
-            num_ranks,
-            frozen_weights,
-        )
-        self.peak_flops = peak_flops(device)
-        self.started: float | None = None
+        self.model_config, self.device, self.num_ranks = model_config, device, num_ranks
+        self.frozen_weights, self.peak_flops = frozen_weights, peak_flops(device)
+        self.started = 0.0
 
     def begin(self) -> None:
         if self.device.type == "cuda":
@@ -113,52 +90,40 @@ class StepMeter:
         self.started = time.perf_counter()
 
     def end(self, batch: TokenBatch) -> Metrics:
-        assert self.started is not None, "call begin() first"
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        seconds = torch.tensor(time.perf_counter() - self.started, dtype=torch.float64)
-        work = (
-            flops_per_step(
-                self.model_config, segment_lengths(batch), frozen_weights=self.frozen_weights
-            )
-            / self.num_ranks
-        )
+
+        def number(value: float) -> torch.Tensor:
+            return torch.tensor(value, dtype=torch.float64)
+
+        seconds, lengths = number(time.perf_counter() - self.started), segment_lengths(batch)
+        work = flops_per_step(self.model_config, lengths, frozen_weights=self.frozen_weights)
+        work /= self.num_ranks
         metrics: dict[str, Any] = {
-            "trainer/seconds": Mean(seconds, torch.ones_like(seconds)),
-            "trainer/memory_gb": Max(
-                torch.tensor(peak_memory(self.device) / GIGABYTE, dtype=torch.float64)
-            ),
-            "trainer/tflops_per_device": Mean(
-                torch.tensor(work / 1e12, dtype=torch.float64), seconds
-            ),
+            "trainer/seconds": Mean(seconds, number(1.0)),
+            "trainer/memory_gb": Max(number(peak_memory(self.device) / GIGABYTE)),
+            "trainer/tflops_per_device": Mean(number(work / 1e12), seconds),
         }
         if self.peak_flops is not None:
-            metrics["trainer/mfu"] = Mean(
-                torch.tensor(work / self.peak_flops, dtype=torch.float64), seconds
-            )
+            metrics["trainer/mfu"] = Mean(number(work / self.peak_flops), seconds)
         return metrics
 
 
 class GpuPeaks:
-    """Peaks of GPU memory since several beginnings, from the one counter that PyTorch has: one that
-    restarts it keeps what the other still wants.
-    """
+    """Peaks of GPU memory for two readers of PyTorch's one counter."""
 
     def __init__(self) -> None:
         self.before: dict[torch.device, int] = {}
 
     def restart(self, device: torch.device) -> None:
-        """From now on `torch.cuda.max_memory_allocated` is the peak since now."""
+        """Restart PyTorch's counter; `take` keeps the peak before."""
         device = _numbered(device)
-        self.before[device] = max(
-            self.before.get(device, 0), torch.cuda.max_memory_allocated(device)
-        )
+        peak = torch.cuda.max_memory_allocated(device)
+        self.before[device] = max(self.before.get(device, 0), peak)
         torch.cuda.reset_peak_memory_stats(device)
 
     def take(self) -> int:
-        """The peak since the last call of this, on the current device, whoever has restarted the
-        counter meanwhile; and restart it.
-        """
+        """Return the peak on the current device since the last call, and restart the counter."""
         device = _numbered(torch.device("cuda"))
         peak = max(self.before.pop(device, 0), torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
@@ -174,31 +139,19 @@ gpu_peaks = GpuPeaks()
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on a GPU the peak of what tensors took since `begin`, elsewhere of the process's main
-    memory since it began.
-    """
+    """Return peak bytes: of a GPU's tensors since `begin`, else of this process's main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    if (
-        status.exists()
-    ):  # ru_maxrss would be that of the process which started this one, where that is greater
-        return 1024 * next(
-            int(line.split()[1])
-            for line in status.read_text().splitlines()
-            if line.startswith("VmHWM")
-        )
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if os.uname().sysname == "Darwin" else 1024
-    )
+    if not status.exists():
+        return psutil.Process().memory_info().rss
+    # Not ru_maxrss, which is that of the parent process where it had more.
+    lines = status.read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Floating-point operations per second that the device could do in bfloat16, from torchtitan's
-    table; None where it has no entry.
-    """
+    """Return a GPU's bfloat16 operations per second, None if torchtitan's table lacks it."""
     if device.type != "cuda":
         return None
     try:

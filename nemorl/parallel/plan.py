@@ -1,7 +1,4 @@
-"""How one model is spread over many devices: the degree of each kind of parallelism.
-
-Frozen, free of torch, checked by pure functions.
-"""
+"""How one model is spread over many devices. Free of torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -54,13 +51,8 @@ class ParallelPlan:
     """
 
     def __post_init__(self) -> None:
-        at_least(
-            1,
-            parallel__dp_replicate=self.dp_replicate,
-            parallel__dp_shard=self.dp_shard,
-            parallel__tp=self.tp,
-            parallel__cp=self.cp,
-        )
+        degrees = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
+        at_least(1, **{f"parallel__{name}": degree for name, degree in degrees.items()})
 
     @property
     def model_ranks(self) -> int:
@@ -68,81 +60,79 @@ class ParallelPlan:
         return self.tp * self.cp
 
     @property
-    def num_ranks(self) -> int:
-        """Devices that the plan asks for; where dp_shard is left open, the fewest."""
-        return self.dp_replicate * (self.dp_shard or 1) * self.model_ranks
-
-    @property
     def data_ranks(self) -> int:
         """Parts into which the rows of a batch are split."""
         return self.dp_replicate * (self.dp_shard or 1)
 
     @property
+    def num_ranks(self) -> int:
+        """Devices that the plan asks for; the fewest if dp_shard is left open."""
+        return self.data_ranks * self.model_ranks
+
+    @property
     def needs_ranks(self) -> bool:
-        """Whether it takes processes started as ranks, be it a single one: what FSDP2 or torchtitan
-        do is not done to a plain model.
+        """Whether it takes processes started as ranks, even a single one, for what FSDP2 or
+        torchtitan do.
         """
-        return (
-            self.num_ranks > 1
-            or self.compile
-            or self.cpu_offload
-            or self.activation_checkpointing == "selective"
-        )
+        own = self.compile or self.cpu_offload or self.activation_checkpointing == "selective"
+        return own or self.num_ranks > 1
 
     @property
     def row_multiple(self) -> int:
-        """What the width of a row must be a multiple of: two chunks per device of cp (zig-zag),
-        each divisible by tp.
+        """What a row's width must be a multiple of: two chunks per device of cp (zig-zag), each
+        divisible by tp.
         """
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
 
     def on(self, num_devices: int) -> "ParallelPlan":
-        """The plan with dp_shard filled in. Raises ValueError that names the number that does not
-        divide `num_devices`.
+        """Return the plan with dp_shard filled in.
+
+        Raises: ValueError that names the number that does not divide `num_devices`.
 
         >>> ParallelPlan(tp=2).on(8).dp_shard
         4
         """
-        others = self.dp_replicate * self.model_ranks
+        there = f"the {num_devices} devices that there are"
+        degrees, others = f"tp {self.tp} · cp {self.cp}", self.dp_replicate * self.model_ranks
         if self.dp_shard is not None:
-            require(self.num_ranks == num_devices, "parallel", f"must ask for the {num_devices} devices that there are",
-                    f"{self.num_ranks} = dp_replicate {self.dp_replicate} · dp_shard {self.dp_shard} · tp {self.tp} · cp {self.cp}",
-                    "change a degree, or leave parallel.dp_shard out")  # fmt: skip
+            asked = (
+                f"{self.num_ranks} = dp_replicate {self.dp_replicate} · dp_shard {self.dp_shard} ·"
+                f" {degrees}"
+            )
+            remedy = "change a degree, or omit parallel.dp_shard"
+            require(
+                self.num_ranks == num_devices, "parallel", f"must ask for {there}", asked, remedy
+            )
             return self
-        require(num_devices % others == 0, "parallel", f"must divide the {num_devices} devices that there are",
-                f"{others} = dp_replicate {self.dp_replicate} · tp {self.tp} · cp {self.cp}", "change a degree or the number of devices")  # fmt: skip
+        asked = f"{others} = dp_replicate {self.dp_replicate} · {degrees}"
+        remedy = "change a degree or the number of devices"
+        require(num_devices % others == 0, "parallel", f"must divide {there}", asked, remedy)
         return replace(self, dp_shard=num_devices // others)
 
     def problems(self, model: Any) -> Iterator[str]:
-        """Why a model with this (Hugging Face) configuration can't be spread so: a sentence per
-        number that does not divide.
-        """
-        heads, kv_heads = (
-            model.num_attention_heads,
-            getattr(model, "num_key_value_heads", None) or model.num_attention_heads,
-        )
-        sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "intermediate_size": model.intermediate_size,
-                 "vocab_size": model.vocab_size}  # fmt: skip
+        """Yield a sentence per number that does not divide, for a (Hugging Face) configuration."""
+        heads = model.num_attention_heads
+        sizes = {
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(model, "num_key_value_heads", None) or heads,
+            "intermediate_size": model.intermediate_size,
+            "vocab_size": model.vocab_size,
+        }
         for name, size in sizes.items():
             if size % self.tp:
                 yield f"parallel.tp {self.tp} does not divide the model's {name} {size}"
-        if self.cp > 1 and self.cp_method == "ulysses" and heads % (self.tp * self.cp):
-            yield (f"parallel.cp {self.cp} · tp {self.tp} does not divide the model's num_attention_heads {heads}, which cp_method ulysses needs "
-                   "(allgather does not)")  # fmt: skip
+        if self.cp > 1 and self.cp_method == "ulysses" and heads % self.model_ranks:
+            yield (
+                f"parallel.cp {self.cp} · tp {self.tp} does not divide the model's"
+                f" num_attention_heads {heads}, which cp_method ulysses needs (allgather does not)"
+            )
 
     def check(self, model: Any) -> None:
         """Raise a ValueError with everything in `problems`."""
-        found = list(self.problems(model))
-        if found:
-            possible = [
-                str(tp)
-                for tp in range(1, 65)
-                if not list(replace(self, tp=tp, cp=1).problems(model))
-            ]
-            only_cp = str(self.tp) in possible
-            remedy = (
-                "take parallel.cp_method allgather, or another cp"
-                if only_cp
-                else f"parallel.tp may be {', '.join(possible)} here"
-            )
-            raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")
+        if not (found := list(self.problems(model))):
+            return
+        fits = [tp for tp in range(1, 65) if not any(replace(self, tp=tp, cp=1).problems(model))]
+        remedy = f"parallel.tp may be {', '.join(map(str, fits))} here"
+        if self.tp in fits:
+            remedy = "take parallel.cp_method allgather, or another cp"
+        raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")

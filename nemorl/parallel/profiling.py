@@ -1,8 +1,6 @@
-"""Traces of training steps by torch.profiler: one file per rank, for https://ui.perfetto.dev or
-chrome://tracing.
+"""Traces of training steps by torch.profiler: a file per rank, for ui.perfetto.dev.
 
-The profiler belongs to the process, so what is open is kept here, in one place. A process that
-ended while it is open would crash: it is closed at exit.
+A process has one profiler, kept here. It is closed at exit, as an open one would crash the process.
 """
 
 import atexit
@@ -16,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Private, but the only way to record all threads: otherwise no thread but the one that began a
+# recording could end it, and any other would crash (torch 2.13).
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -31,26 +32,23 @@ class _Recording:
     rank: int
     first: int
     last: int
-    """The step that was recorded last, whole or not."""
+    """The step that was recorded last, complete or not."""
 
 
 _recording: _Recording | None = None
 
 QUIET_S = 0.1
-"""How long operations of other threads, which have just begun to be recorded, are given before a
-recording ends.
-"""
+"""How long other threads get to finish what they are recording."""
 
 
 @contextmanager
 def profiled(config: ProfileConfig, *, step: int, rank: int) -> Iterator[None]:
-    """The block, which is optimizer step `step` (from 1), recorded if it is one of `config.steps`.
+    """Record optimizer step `step` (from 1), the block, if it is one of `config.steps`.
 
-    Recording begins with the first of these steps and ends with the last, and the trace then lies
-    in `config.dir` as rank0_steps10-12.json. What goes on between the steps is in it, too. Where
-    the run ends earlier, by an error or otherwise, `close_profile` writes the steps that there are.
+    One recording holds all of these steps and what goes on between them; it is then in `config.dir`
+    as rank0_steps10-12.json. Where the run ends earlier, `close_profile` writes what there is.
 
-    Raises ValueError if the folder can't be written to.
+    Raises: ValueError if the folder can't be written to.
     """
     global _recording
     span = config.span()
@@ -70,16 +68,15 @@ def profiled(config: ProfileConfig, *, step: int, rank: int) -> Iterator[None]:
 
 
 def close_profile() -> None:
-    """Write the trace that is open, if one is; from any thread.
+    """Write the open trace, if there is one; from any thread.
 
-    A disk that is full is a warning: a trace is not worth a run.
+    An error while writing is a warning: a trace is not worth a run.
     """
     global _recording
     recording, _recording = _recording, None
     if recording is None:
         return
-    # The other threads go on, and torch (2.13: pytorch pull request 187483) would read what one is
-    # just writing, and crash: none may record any more.
+    # torch would crash on reading what another thread is writing (pytorch pull request 187483).
     recording.profiler.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
     time.sleep(QUIET_S)
     recording.profiler.stop()
@@ -90,24 +87,20 @@ def close_profile() -> None:
         unfinished.replace(path)
     except (OSError, RuntimeError) as error:
         warnings.warn(f"the trace {path} could not be written: {error}", stacklevel=2)
-    finally:  # Ctrl-C, too, leaves no half of a file
+    finally:  # Ctrl-C leaves no half file
         unfinished.unlink(missing_ok=True)
 
 
 def profile_folder(config: ProfileConfig) -> Path | None:
-    """The folder of the traces, made if it is not there; None where nothing is recorded.
+    """Return the folder of the traces, made if necessary; None where nothing is recorded.
 
-    Raises ValueError if it can't be written to: ask early, not in step 10.
+    Raises: ValueError if it can't be written to. Call it early, not in step 10.
     """
     if config.steps is None:
         return None
-    require(
-        config.dir is not None,
-        "profile.dir",
-        "must be given where no run has a directory for it",
-        None,
-        "name a folder (--profile.dir)",
-    )
+    requirement = "must be given where no run has a directory for it"
+    named = config.dir is not None
+    require(named, "profile.dir", requirement, None, "name a folder (--profile.dir)")
     folder = Path(str(config.dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,13 +119,9 @@ def profile_folder(config: ProfileConfig) -> Path | None:
 def _begin(config: ProfileConfig, step: int, rank: int) -> _Recording:
     folder = profile_folder(config)
     assert folder is not None
-    activities = [
-        ProfilerActivity.CPU,
-        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-    ]
-    # Of all threads: otherwise only the thread that began could end it, and any other would crash.
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     profiler = profile(
-        activities=activities,
+        activities=[ProfilerActivity.CPU, *gpu],
         record_shapes=True,
         experimental_config=_ExperimentalConfig(profile_all_threads=True),
     )

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from nemorl.models.attention import attend, use_attention
+
 ATTENTION_NAME = "nemorl_cached"
 
 
@@ -30,26 +32,20 @@ def cached_attention(
     would copy the whole cache in every layer.
     """
     batch, heads, new, dim = query.shape
-    options: dict[str, Any] = {"attn_mask": attention_mask, "dropout_p": dropout, "scale": scaling}
-    if new == 1:
-        grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
-        return scaled_dot_product_attention(grouped, key, value, **options).reshape(
-            batch, 1, heads, dim
-        ), None
+    if new > 1:
+        return attend(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
     output = scaled_dot_product_attention(
-        query, key, value, enable_gqa=heads != key.shape[1], **options
+        grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
     )
-    return output.transpose(1, 2).contiguous(), None
+    return output.reshape(batch, 1, heads, dim), None
 
 
 @contextmanager
 def decoding(model: nn.Module) -> Iterator[None]:
     """The model with this attention and without dropout, as long as the block lasts."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, cached_attention)
     before, was_training = model.config._attn_implementation, model.training  # type: ignore[union-attr]
-    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+    use_attention(model, ATTENTION_NAME, cached_attention)
     model.eval()
     try:
         yield

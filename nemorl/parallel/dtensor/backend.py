@@ -1,11 +1,11 @@
-"""`TrainingBackend` "dtensor": a Hugging Face causal language model in training, in one process or spread over many."""
+"""`TrainingBackend` "dtensor": a Hugging Face causal language model in one process or on many."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,13 @@ from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Mean, Metrics, Sum, merge
-from nemorl.models.adapters import (
-    CONFIG,
-    has_adapters,
-    merge_adapters,
-    merged_tensors,
-    require_peft,
-)
+from nemorl.models import adapters
+from nemorl.models.attention import use_attention
 from nemorl.models.causal_lm import check_supported, load_causal_lm, usable_device
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import use_deterministic_kernels
-from nemorl.parallel.dtensor.attention import ATTENTION_NAME, register_attention
+from nemorl.parallel.dtensor.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.dtensor.build import build, export
 from nemorl.parallel.dtensor.checkpoint import (
     CheckpointWriter,
@@ -59,19 +54,14 @@ from nemorl.rollout.random import derive_seed
 
 
 class DTensorBackend:
-    """Give it a loaded model, or let `setup` load the one that the configuration names. Parameters
-    and optimizer state are float32.
+    """Trains a model that it is given, or that `setup` loads; parameters and optimizer are float32.
 
-    In a process by itself the model consists of plain tensors. In one that was started as a rank
-    (see `mesh.is_started_as_rank`) it is spread as `config.parallel` says: every rank makes the
-    same calls with the same arguments, whole batches among them, and each gets the whole result.
+    In a process by itself the model has plain tensors. In a rank (`mesh.is_started_as_rank`) it is
+    spread as `config.parallel` says: all ranks make the same calls with the same whole batches, and
+    each gets the whole result. Dropout is on in `train_step` and off in `get_logprobs`.
 
-    Dropout, where a model or its adapters have any, is on in `train_step` and off in
-    `get_logprobs`.
-
-    With LoRA (`config.lora.rank` above 0) only adapters train: checkpoints hold them alone, the
-    reference is the model without them, exported weights have them merged, and the model that is
-    handed back is a plain one with them merged.
+    With LoRA only adapters train: checkpoints hold them alone, the reference is the model without
+    them, and exported weights, and the model that is handed back, have them merged.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -85,88 +75,73 @@ class DTensorBackend:
     def setup(self, config: BackendConfig) -> None:
         self.config = config
         if config.lora.rank:
-            require_peft("lora.rank")
+            adapters.require_peft("lora.rank")
         profile_folder(config.profile)
         if config.trainer.deterministic:
             self._restore.append(use_deterministic_kernels())
-        if self._given is not None and has_adapters(self._given):
+        if self._given is not None and adapters.has_adapters(self._given):
             raise ValueError(
                 "model must be a plain one, but it has PEFT adapters: merge them first"
                 " (merge_and_unload()); lora.rank gives it new ones"
             )
+        keeps_reference = config.keep_reference and not config.lora.rank
         if is_started_as_rank():
-            self._set_up_sharded()
+            self._set_up_sharded(keeps_reference)
         else:
-            self._set_up_plain()
-        model = self.model
-        if config.same_initial_model_as is not None:
-            check_initial(
-                load_state(config.same_initial_model_as)["base"],
-                self._base,
-                config.same_initial_model_as,
-            )
-        self.optimizer = make_optimizer(model, config.optimizer)
+            self._set_up_plain(keeps_reference)
+        initial, trained = config.same_initial_model_as, bool(config.lora.rank)
+        if initial is not None:
+            check_initial(load_state(initial)["base"], self._base, initial)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
         self._writer = CheckpointWriter(self.world)
         self.meter = StepMeter(
-            model.config, self.device, self.world.size, frozen_weights=bool(config.lora.rank)
+            self.model.config, self.device, self.world.size, frozen_weights=trained
         )
         torch.manual_seed(config.seed)
 
-    def _set_up_plain(self) -> None:
-        config = self.config
+    def _set_up_plain(self, keeps_reference: bool) -> None:
+        config, path = self.config, self.config.model.path
         plan = config.parallel.on(1)
-        require(not plan.needs_ranks, "parallel", "with compile, cpu_offload or selective checkpointing needs a process started as a rank", plan,
-                "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself")  # fmt: skip
+        requirement = (
+            "with compile, cpu_offload or selective checkpointing needs a process started as a rank"
+        )
+        remedy = "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself"
+        require(not plan.needs_ranks, "parallel", requirement, plan, remedy)
         self.device = usable_device(config.trainer.device)
-        self.world = World.alone(self.device, plan)
-        model = self._given
+        self.world = World(plan=plan, device=self.device)
+        model: Any = self._given
         if model is None:
-            model = load_causal_lm(
-                config.model.path,
-                from_scratch=config.model.from_scratch,
-                seed=config.seed,
-                device=self.device,
-            )
+            fresh = config.model.from_scratch
+            model = load_causal_lm(path, from_scratch=fresh, seed=config.seed, device=self.device)
         check_supported(model)
         model = model.to(device=self.device, dtype=torch.float32)
-        self._found = (
-            model.config._attn_implementation,
-            model.training,
-            [p for p in model.parameters() if p.requires_grad],
-        )  # type: ignore[union-attr]
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        self._found = model.config._attn_implementation, model.training, trainable
         self._model = model  # from here on shutdown() has something to undo
         self._base = fingerprint(model)
         if config.lora.rank:
-            add_adapters(
-                model,
-                config.lora,
-                base=_lasting_name(config.model.path or getattr(model, "name_or_path", "")),
-                seed=config.seed,
-            )
-        register_attention()
-        model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
+            base = _lasting_name(path or getattr(model, "name_or_path", ""))
+            add_adapters(model, config.lora, base=base, seed=config.seed)
+        use_attention(model, ATTENTION_NAME, segment_attention)
         if plan.activation_checkpointing == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
-        if config.keep_reference and not config.lora.rank:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if keeps_reference:
             self._reference = copy.deepcopy(model).eval().requires_grad_(False)
 
-    def _set_up_sharded(self) -> None:
-        config = self.config
-        self.world = World.of(
-            config.parallel, config.trainer.device, timeout_s=config.collective_timeout_s
-        )
+    def _set_up_sharded(self, keeps_reference: bool) -> None:
+        config, given = self.config, self._given
+        timeout = config.collective_timeout_s
+        self.world = World.of(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device
-        self._model = build(config, self.world, given=self._given)
+        self._model = build(config, self.world, given=given)
         self._base = fingerprint(self._model)
-        if config.keep_reference and not config.lora.rank:
-            self._reference = build(config, self.world, given=self._given, frozen=True).eval()
+        if keeps_reference:
+            self._reference = build(config, self.world, given=given, frozen=True).eval()
         self._given = None
 
     @property
-    def model(self) -> nn.Module:
-        """The live model: a generator in the same process shares it, unless its parameters are
-        shards.
-        """
+    def model(self) -> Any:
+        """The live model, which a generator in the same process shares if it is not sharded."""
         if self._model is None:
             raise RuntimeError(
                 "the training backend has no model: call setup() first, and nothing after"
@@ -175,48 +150,48 @@ class DTensorBackend:
         return self._model
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Raises FloatingPointError, before the weights are touched, if the loss or a gradient is
-        not finite.
+        """Take an optimizer step.
+
+        Raises: FloatingPointError, with the weights unchanged, if the loss or a gradient is not
+        finite.
         """
         if batch.loss_weights is None:
             raise ValueError(
                 "train_step needs batch.loss_weights, but they are None: build them for the whole"
                 " step, as with token_mean_weights(batch.loss_mask)"
             )
-        with profiled(self.config.profile, step=self.step + 1, rank=self.world.rank):
+        config = self.config
+        with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
             self.meter.begin()
             metrics, loss = self._gradients(batch, loss_fn)
             grad_norm = self._clip()
             require_finite(loss, grad_norm, step=self.step + 1)
-            lr = learning_rate(
-                self.step, self.config.optimizer, total_steps=self.config.total_steps
-            )
+            lr = learning_rate(self.step, config.optimizer, total_steps=config.total_steps)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.step += 1  # before the weights change: an error in the midst of it must not pass for a step not begun
+            # Counted before the weights change: after an error amid it the step has begun.
+            self.step += 1
             self.optimizer.step()
-            metrics = {**metrics, **self._merged(self.meter.end(batch), data_ranks_only=False)}
-        one, lr_now, num_tokens = (
-            torch.tensor(float(value)) for value in (1, lr, batch.num_tokens)
-        )
+            measured = self._merged(self.meter.end(batch), data_ranks_only=False)
+        one = torch.tensor(1.0)
         return {
             **metrics,
+            **measured,
             "loss": Mean(loss, one),
             "grad_norm": Mean(grad_norm, one),
-            "lr": Mean(lr_now, one),
-            "num_tokens": Sum(num_tokens),
+            "lr": Mean(torch.tensor(float(lr)), one),
+            "num_tokens": Sum(torch.tensor(float(batch.num_tokens))),
         }
 
     def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
-        """Put the batch's gradient into the parameters; its metrics and loss, summed over
-        microbatches and ranks.
+        """Compute the batch's gradient; return its metrics and loss, summed over microbatches and
+        ranks.
         """
         model, world = self.model.train(), self.world
         self.optimizer.zero_grad(set_to_none=True)
-        if world.sharded:
-            torch.manual_seed(
-                derive_seed(self.config.seed, self.step, world.data_rank, world.cp_rank)
-            )  # dropout: the same in a resumed run
+        if world.sharded:  # dropout that is the same in a resumed run
+            seed = derive_seed(self.config.seed, self.step, world.data_rank, world.cp_rank)
+            torch.manual_seed(seed)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
         with self._gathering(model):
@@ -231,29 +206,24 @@ class DTensorBackend:
         return self._merged(metrics), loss
 
     def _clip(self) -> Tensor:
-        """Clip the gradient's norm over all devices; returns the norm before."""
-        max_norm = self.config.optimizer.max_grad_norm
+        """Clip the gradient's norm over all devices; return the norm before."""
+        max_norm, parameters = self.config.optimizer.max_grad_norm, self.model.parameters()
+        limit = math.inf if max_norm is None else max_norm
         if not self.world.sharded:
-            return clip_gradients(self.model.parameters(), max_norm).detach()
+            return clip_gradients(parameters, limit).detach()
         from nemorl.parallel.dtensor import titan
 
-        return titan.clip_gradients(
-            self.model.parameters(), math.inf if max_norm is None else max_norm
-        ).detach()
+        return titan.clip_gradients(parameters, limit).detach()
 
     def _merged(self, metrics: Metrics, *, data_ranks_only: bool = True) -> Metrics:
-        """Of all ranks, but of those that share rows only the first, unless it matters which rank
-        measured them.
-        """
+        """Merge the metrics of all ranks, or of the first of those that share rows."""
         if self.world.size == 1:
             return metrics
-        first = self.world.cp_rank == self.world.tp_rank == 0 or not data_ranks_only
-        everyone = self.world.gather_objects(
-            pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), metrics) if first else None
-        )
+        counts = self.world.cp_rank == self.world.tp_rank == 0 or not data_ranks_only
+        own = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), metrics)
         found: Metrics = {}
-        for other in everyone:
-            found = merge(found, other or {})
+        for other in self.world.gather_objects(own if counts else {}):
+            found = merge(found, other)
         return found
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
@@ -270,85 +240,73 @@ class DTensorBackend:
         return self._logprobs(self._reference, batch)
 
     def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The live tensors, not copies; with LoRA those of the adapted layers are new ones, with
-        the adapters merged.
+        """Yield the live tensors; adapted ones are merged copies.
 
-        Of a spread model each is gathered when its turn comes, cast to `dtype` before that; all
-        ranks have to go through them together.
+        Those of a sharded model are gathered one by one: all ranks go through them together.
+
+        dtype: cast to it before they are gathered.
         """
-        self.optimizer.zero_grad(
-            set_to_none=True
-        )  # their memory is the generator's, if there is one
+        self.optimizer.zero_grad(set_to_none=True)  # their memory is for the generator
         if self.world.sharded:
             yield from export(self.model, dtype=dtype)
         else:
-            for name, tensor in merged_tensors(self.model):
+            for name, tensor in adapters.merged_tensors(self.model):
                 yield name, tensor if dtype is None else tensor.to(dtype)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """A folder that `transformers` (with LoRA: PEFT) loads as it is, with the optimizer's state
-        beside the model's (the adapters').
+        """Write a folder that `transformers` (with LoRA: PEFT) loads, with the optimizer's state.
 
-        The same whatever the plan, so that every other plan goes on with it. With `background` a
-        copy in main memory is what is written.
+        It is the same for all plans, so that every other plan can resume from it.
+
+        background: write from a copy in main memory, and return at once.
         """
-        model = self.model
         assert self._writer is not None
-        self._writer.save(
-            model,
-            self.optimizer,
-            path,
-            state={"step": self.step, "base": self._base},
-            background=background,
-        )
+        state = {"step": self.step, "base": self._base}
+        self._writer.save(self.model, self.optimizer, path, state=state, background=background)
 
     def wait_for_checkpoint(self) -> None:
         if self._writer is not None:
             self._writer.wait()
 
     def load_checkpoint(self, path: Path) -> None:
-        state, with_adapters = load_state(path), (path / CONFIG).exists()
+        state, with_adapters = load_state(path), (path / adapters.CONFIG).exists()
         rank = self.config.lora.rank
-        require(bool(rank) == with_adapters, "lora.rank", f"must be {'above 0' if with_adapters else '0'}, as when {path} was written", rank,
-                "go on with the settings of that run")  # fmt: skip
+        requirement = f"must be {'above 0' if with_adapters else '0'}, as when {path} was written"
+        remedy = "resume with the settings of that run"
+        require(bool(rank) == with_adapters, "lora.rank", requirement, rank, remedy)
         if with_adapters:
             check_base(state["base"], self._base, path)
         elif self.config.keep_reference:
             check_initial(state["base"], self._base, path)
         load_weights(self.model, path)
         load_optimizer(self.optimizer, self.model, path)
-        self.step, self._base = (
-            state["step"],
-            state["base"],
-        )  # what the run began with, whatever this backend was set up with
+        # The weights that the run began with, whatever this backend was set up with.
+        self.step, self._base = state["step"], state["base"]
 
     def shutdown(self) -> None:
-        """The model is handed back as it came, but for its weights: in float32, with its own
-        attention and mode. Also after a setup that failed.
-        """
+        """Hand the model back as it came, but for its weights and in float32."""
         close_profile()
         if self._writer is not None:
             self._writer.close()
         if self._model is not None and not self.world.sharded:
+            model = self.model
             attention, training, trainable = self._found
             if self.config.lora.rank:
-                merge_adapters(self._model)
+                adapters.merge_adapters(model)
                 for parameter in trainable:
                     parameter.requires_grad_(True)
-            self._model.set_attn_implementation(attention)  # type: ignore[operator]
+            model.set_attn_implementation(attention)
             if self.config.parallel.activation_checkpointing == "full":
-                self._model.gradient_checkpointing_disable()  # type: ignore[operator]
-            self._model.train(training)
-            self._model.zero_grad(set_to_none=True)
+                model.gradient_checkpointing_disable()
+            model.train(training)
+            model.zero_grad(set_to_none=True)
         self._model = self._reference = self._given = None
         while self._restore:
             self._restore.pop()()
 
     def _cut(self, batch: TokenBatch) -> Layout:
-        plan = self.world.plan
-        return cut(
-            batch, self.config.trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple
-        )
+        plan, trainer = self.world.plan, self.config.trainer
+        return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
 
     def _logprobs(self, model: nn.Module, batch: TokenBatch) -> Logprobs:
         was_training = model.training
@@ -368,19 +326,16 @@ class DTensorBackend:
     def _forward(
         self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
-        chunk = self.config.trainer.logprob_chunk
+        options: Any = {"chunk": self.config.trainer.logprob_chunk, "with_entropy": with_entropy}
         if self.world.sharded:
-            return sharded_logprobs(
-                model, self.world, batch, chunk=chunk, with_entropy=with_entropy
-            )
-        with self._autocast():
-            return plain_logprobs(model, batch, chunk=chunk, with_entropy=with_entropy)
+            return sharded_logprobs(model, self.world, batch, **options)
+        lower = self.config.parallel.param_dtype == "bfloat16"
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lower):
+            return plain_logprobs(model, batch, **options)
 
     @contextmanager
     def _gathering(self, model: nn.Module) -> Iterator[None]:
-        """Forward passes, after which, whatever becomes of them, a spread model's parameters are
-        shards again.
-        """
+        """Run forward passes, after which a spread model's parameters are shards again."""
         try:
             yield
         finally:
@@ -389,17 +344,10 @@ class DTensorBackend:
 
                 reshard(model)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.parallel.param_dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=torch.bfloat16)
-
     def _to_device(self, batch: TokenBatch) -> TokenBatch:
         return pytree.tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)
 
 
 def _lasting_name(name: str) -> str | None:
-    """The model's folder from the root on, so that others find it from anywhere, or its hub name;
-    None where it has neither.
-    """
+    """Return the model's absolute folder or its hub name; None where it has neither."""
     return str(Path(name).resolve()) if name and Path(name).exists() else name or None

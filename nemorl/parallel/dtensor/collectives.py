@@ -7,14 +7,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+# By their new names where torch has them (2.13).
 ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""By their new names where torch has them (2.13)."""
 
 
 class _AllGather(torch.autograd.Function):
-    """Forward all-gather along a dim; backward reduce-scatter of the sum."""
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
@@ -32,29 +30,17 @@ class _AllGather(torch.autograd.Function):
 
 
 class _AllGatherSame(torch.autograd.Function):
-    """Forward all-gather along a dim; backward this rank's part alone, where all ranks go on to the
-    same loss.
-    """
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
         return _AllGather.forward(ctx, values, dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (
-            grads[0]
-            .chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)]
-            .contiguous(),
-            None,
-            None,
-        )
+        parts = grads[0].chunk(dist.get_world_size(ctx.group), ctx.dim)
+        return parts[dist.get_rank(ctx.group)].contiguous(), None, None
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all: split along one dim, concatenate along another; backward the other way round."""
-
     @staticmethod
     def forward(
         ctx: Any, values: Tensor, split: int, join: int, group: dist.ProcessGroup
@@ -67,19 +53,11 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (
-            _Exchange.apply(grads[0].contiguous(), ctx.join, ctx.split, ctx.group),
-            None,
-            None,
-            None,
-        )
+        back = _Exchange.apply(grads[0].contiguous(), ctx.join, ctx.split, ctx.group)
+        return back, None, None, None
 
 
 class _SumBackward(torch.autograd.Function):
-    """Forward nothing; backward the sum over the group, of which each rank has a part of the
-    gradient.
-    """
-
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
@@ -95,17 +73,15 @@ class _SumBackward(torch.autograd.Function):
 def all_gather(
     values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup
 ) -> Float[Tensor, "..."]:
-    """Every rank's values, joined along `dim` in the order of ranks; the gradient is the sum of
-    what the ranks do with them.
-    """
+    """Join every rank's values along `dim`; the gradient is the sum of all ranks' gradients."""
     return _AllGather.apply(values, dim, group)
 
 
 def all_gather_same(
     values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup
 ) -> Float[Tensor, "..."]:
-    """The same for ranks that all compute the same loss from the result: each takes its own part of
-    the gradient, which is counted once.
+    """Join every rank's values along `dim`, for ranks that all compute the same loss of the result:
+    each takes its own part of the gradient, which is counted once.
     """
     return _AllGatherSame.apply(values, dim, group)
 
@@ -113,12 +89,10 @@ def all_gather_same(
 def exchange(
     values: Float[Tensor, "..."], *, split: int, join: int, group: dist.ProcessGroup
 ) -> Float[Tensor, "..."]:
-    """Rank r gets the r-th part along `split` of everybody's values, joined along `join` in the
-    order of ranks.
-    """
+    """Give rank r the r-th part along `split` of all ranks' values, joined along `join`."""
     return _Exchange.apply(values, split, join, group)
 
 
 def sum_backward(values: Float[Tensor, "..."], group: dist.ProcessGroup) -> Float[Tensor, "..."]:
-    """The values themselves, whose gradient is summed over the group."""
+    """Return the values themselves; their gradient is summed over the group."""
     return _SumBackward.apply(values, group)

@@ -1,9 +1,8 @@
-"""Context parallelism: every row is split between the ranks of a group, and attention brings its
-parts together.
+"""Context parallelism: each row is split between the ranks of a group; attention joins its parts.
 
 A row is cut into 2n chunks, of which rank r has the r-th from the front and from the back
-(zig-zag), so that all have like work under a causal mask. Segments of packed rows may lie across
-chunks: each token finds its segment by `segment_ids`, and its place in it by `position_ids`.
+(zig-zag), so that all have equal work under a causal mask. Segments of packed rows may lie across
+chunks: a token finds its segment by `segment_ids`, and its place in it by `position_ids`.
 """
 
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from einops import rearrange
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
+from nemorl.models.attention import attend
 from nemorl.parallel.dtensor.attention import SegmentBuckets, segment_attention, segment_buckets
 from nemorl.parallel.dtensor.collectives import all_gather, exchange
 
@@ -26,8 +24,8 @@ CONTEXT_ATTENTION = "nemorl_context_parallel"
 class RowSplit:
     """How the tokens of rows of one width lie on the ranks of a group.
 
-    `order[i]` is the place in the row of the i-th token, where those of all ranks are laid end to
-    end; `back` is its inverse.
+    `order[i]` is the place in the row of the i-th token when the tokens of all ranks are laid end
+    to end; `back` is its inverse.
     """
 
     order: Int[Tensor, "seq"]
@@ -37,7 +35,7 @@ class RowSplit:
 
     @classmethod
     def of(cls, seq: int, rank: int, group: dist.ProcessGroup, device: torch.device) -> "RowSplit":
-        """Raises ValueError unless `seq` is a multiple of twice the number of ranks."""
+        """Raise ValueError unless `seq` is a multiple of twice the number of ranks."""
         order = torch.tensor(zigzag(seq, dist.get_world_size(group)), device=device)
         return cls(order, order.argsort(), rank, group)
 
@@ -47,12 +45,12 @@ class RowSplit:
         return self.order.chunk(dist.get_world_size(self.group))[self.rank]
 
     def take(self, values: Shaped[Tensor, "batch seq"]) -> Shaped[Tensor, "batch part"]:
-        """This rank's tokens of whole rows."""
+        """Return this rank's tokens of whole rows."""
         return values.index_select(1, self.own)
 
 
 def zigzag(seq: int, ranks: int) -> list[int]:
-    """The places of a row's tokens in the order in which the ranks hold them.
+    """Return the places of a row's tokens in the order in which the ranks hold them.
 
     >>> zigzag(8, 2)
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -62,30 +60,22 @@ def zigzag(seq: int, ranks: int) -> list[int]:
             f"rows that {ranks} ranks split must be a multiple of {2 * ranks} tokens wide, but they"
             f" have {seq}: pad them"
         )
-    size = seq // (2 * ranks)
-    chunks = [range(start, start + size) for start in range(0, seq, size)]
-    return [
-        place
-        for rank in range(ranks)
-        for chunk in (chunks[rank], chunks[-1 - rank])
-        for place in chunk
-    ]
+    chunks = torch.arange(seq).chunk(2 * ranks)
+    halves = [half for rank in range(ranks) for half in (chunks[rank], chunks[-1 - rank])]
+    return torch.cat(halves).tolist()
 
 
 @dataclass(frozen=True)
 class ContextState:
-    """What attention knows of the rows beyond this rank's tokens; made once for a microbatch, and
-    handed through the model to every layer.
-    """
+    """What attention needs to know of whole rows; made once per microbatch for all layers."""
 
     split: RowSplit
     method: str
     buckets: SegmentBuckets | None = None
     """ulysses: the segments of the whole rows."""
     bias: Float[Tensor, "batch 1 part seq"] | None = None
-    """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, the keys in the
-    order of the ranks. Of the type that queries have: otherwise every layer would make, and keep,
-    one of its own.
+    """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, keys in the order
+    of the ranks. Of the queries' dtype: otherwise each layer would make and keep one of its own.
     """
 
     @classmethod
@@ -97,29 +87,17 @@ class ContextState:
         method: str,
         dtype: torch.dtype,
     ) -> "ContextState":
-        """From whole rows.
-
-        A token sees those of its own segment up to itself; padding sees itself alone, so that no
-        sum is empty.
+        """Make it from whole rows: a token sees its own segment up to itself, padding only itself
+        (no sum may be empty).
         """
         if method == "ulysses":
             return cls(split, method, buckets=segment_buckets(segment_ids))
-        segments, positions = segment_ids[:, split.order], position_ids[:, split.order]
-        own_segments, own_positions = (
-            split.take(segment_ids)[:, :, None],
-            split.take(position_ids)[:, :, None],
-        )
-        sees = (
-            (own_segments == segments[:, None])
-            & (own_segments > 0)
-            & (own_positions >= positions[:, None])
-        )
+        segments, positions = segment_ids[:, None, split.order], position_ids[:, None, split.order]
+        own, places = split.take(segment_ids)[:, :, None], split.take(position_ids)[:, :, None]
+        sees = (own == segments) & (own > 0) & (places >= positions)
         sees |= (split.own[:, None] == split.order)[None]
-        return cls(
-            split,
-            method,
-            bias=torch.zeros((), dtype=dtype, device=sees.device).where(sees, -torch.inf)[:, None],
-        )
+        zero = torch.zeros((), dtype=dtype, device=sees.device)
+        return cls(split, method, bias=zero.where(sees, -torch.inf)[:, None])
 
 
 @torch.compiler.disable
@@ -134,7 +112,7 @@ def context_attention(
     context: ContextState | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`[batch, heads, part, head_dim]` of this rank's tokens to `[batch, part, heads, head_dim]`,
+    """Return `[batch, part, heads, dim]` from `[batch, heads, part, dim]` of this rank's tokens,
     each attending to its segment on all ranks.
 
     ulysses (DeepSpeed): all-to-all, after which each rank has all tokens of some heads; keys are
@@ -142,32 +120,15 @@ def context_attention(
     values for its own queries.
     """
     assert context is not None and attention_mask is None
-    split = context.split
+    split, options = context.split, {"dropout": dropout, "scaling": scaling}
     if context.method == "allgather":
         key, value = all_gather(torch.stack((key, value)), 3, split.group).unbind(0)
-        options: dict[str, Any] = {
-            "dropout_p": dropout,
-            "scale": scaling,
-            "enable_gqa": query.shape[1] != key.shape[1],
-        }
-        output = scaled_dot_product_attention(query, key, value, attn_mask=context.bias, **options)
-        return rearrange(output, "batch heads part dim -> batch part heads dim").contiguous(), None
+        return attend(query, key, value, context.bias, **options), None  # type: ignore[arg-type]
     if key.shape[1] % dist.get_world_size(split.group):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     whole = [
         exchange(x, split=1, join=2, group=split.group).index_select(2, split.back)
         for x in (query, key, value)
     ]
-    output, _ = segment_attention(
-        module, *whole, None, dropout, scaling, segment_buckets=context.buckets
-    )
+    output, _ = segment_attention(module, *whole, None, segment_buckets=context.buckets, **options)
     return exchange(output.index_select(1, split.order), split=1, join=2, group=split.group), None
-
-
-def register_context_attention() -> None:
-    """Make the function known to `transformers`, without a mask function, so that no mask is built
-    for it.
-    """
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(CONTEXT_ATTENTION, context_attention)

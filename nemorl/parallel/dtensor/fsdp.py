@@ -1,4 +1,4 @@
-"""FSDP2 (and HSDP): parameters, gradients and optimizer state are sharded, and a layer's are
+"""FSDP2 and HSDP: parameters, gradients and optimizer state are sharded; a layer's parameters are
 gathered while it computes.
 """
 
@@ -7,34 +7,32 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from nemorl.parallel.dtensor.mesh import DTYPES, World
+from nemorl.parallel.dtensor.mesh import DTYPES
 from nemorl.parallel.dtensor.tensor_parallel import is_tied
 from nemorl.parallel.dtensor.titan import sum_gradients
+from nemorl.parallel.plan import ParallelPlan
 
 
-def apply_fsdp(model: Any, world: World) -> None:
-    """Shard the model's parameters over the world's mesh, in place; also where that is one rank,
-    for the sake of mixed precision.
+def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
+    """Shard a model's parameters over a mesh, in place; over one rank, too, for mixed precision.
 
     A unit for each layer, one for the embedding, and one for the last norm and the head (a single
     one where they are tied). Gradients are summed.
+
+    mesh: the axis fsdp, or dp_replicate and fsdp (HSDP).
+    plan: its dtypes and cpu_offload count here.
     """
-    plan, decoder, head = world.plan, model.get_decoder(), model.get_output_embeddings()
-    options: dict[str, Any] = {
-        "mesh": world.fsdp_mesh,
-        "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[plan.param_dtype], reduce_dtype=DTYPES[plan.reduce_dtype]
-        ),
-    }
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    dtypes = MixedPrecisionPolicy(
+        param_dtype=DTYPES[plan.param_dtype], reduce_dtype=DTYPES[plan.reduce_dtype]
+    )
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": dtypes}
     if plan.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    if is_tied(model):
-        fully_shard(
-            [decoder.embed_tokens, decoder.norm, head], **options, reshard_after_forward=False
-        )
-    else:
-        fully_shard(decoder.embed_tokens, **options, reshard_after_forward=True)
-        fully_shard([decoder.norm, head], **options, reshard_after_forward=False)
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    ends = [decoder.embed_tokens, decoder.norm, head]
+    if not is_tied(model):
+        fully_shard(ends.pop(0), **options, reshard_after_forward=True)
+    fully_shard(ends, **options, reshard_after_forward=False)
     for layer in decoder.layers:
         fully_shard(layer, **options, reshard_after_forward=True)
     fully_shard(model, **options)
@@ -42,8 +40,8 @@ def apply_fsdp(model: Any, world: World) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Give back what is gathered: without a backward pass the head stays so, and its parameters are
-    copies in what the model computes in.
+    """Free what is gathered: without a backward pass the head would stay, as a copy in the dtype
+    that the model computes in.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

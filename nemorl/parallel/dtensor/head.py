@@ -1,5 +1,6 @@
-"""From token ids to the log-probabilities of tokens, on every plan: the decoder, then a chunked
-head that knows its part of rows and vocabulary.
+"""From token ids to log-probabilities of tokens: the decoder, then a head that works in chunks.
+
+Each rank's head knows its part of the rows and of the vocabulary.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -27,15 +29,11 @@ from nemorl.parallel.dtensor.mesh import DTYPES, World
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What the head needs besides the hidden states of this rank's tokens: which token each of them
-    predicts, and under which distribution.
-    """
+    """What the head needs besides hidden states: the token that each one predicts, and how."""
 
     next_ids: Int[Tensor, "batch part"]
     predicts: Bool[Tensor, "batch part"]
-    """False where the next token is of another segment, or there is none; the hidden state there is
-    not read.
-    """
+    """False where the next token is of another segment or missing; the state is not read there."""
     kind: LogprobKind
     chunk: int
     with_entropy: bool
@@ -44,14 +42,16 @@ class HeadInputs:
 def plain_logprobs(
     model: nn.Module, batch: TokenBatch, *, chunk: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Token log-probabilities and entropies `[batch, seq]` of a model that is whole in this
-    process.
+    """Return token log-probabilities and entropies `[batch, seq]` of a model that is not sharded.
+
+    chunk: tokens whose logits are held at a time.
     """
-    # No attention mask and no cache: with either, transformers would drop the separation of the
-    # segments without a word.
-    segments = {"segment_buckets": segment_buckets(batch.segment_ids)}
+    # No attention mask and no cache: with either, transformers would ignore the segments.
     hidden = decoder_of(model)(
-        input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **segments
+        input_ids=batch.input_ids,
+        position_ids=batch.position_ids,
+        use_cache=False,
+        segment_buckets=segment_buckets(batch.segment_ids),
     )[0]
     return linear_token_logprobs(
         hidden,
@@ -67,45 +67,31 @@ def plain_logprobs(
 def sharded_logprobs(
     model: nn.Module, world: World, batch: TokenBatch, *, chunk: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The same of a model that `build.shard` has spread; the whole result on each of the ranks that
-    share these rows. A collective call.
+    """Return the same of a model that `build.shard` has spread; a collective call.
+
+    Each rank that shares these rows gets all of them.
     """
-    ids, segments = batch.input_ids, batch.segment_ids
-    inputs = HeadInputs(
-        shift(ids), shift(same_segment(segments)), batch.logprob_kind, chunk, with_entropy
-    )
+    ids, segments, positions = batch.input_ids, batch.segment_ids, batch.position_ids
+    next_ids, predicts = shift(ids), shift(same_segment(segments))
+    options = (batch.logprob_kind, chunk, with_entropy)
     if world.cp_group is None:
-        known: dict[str, Any] = {"segment_buckets": segment_buckets(segments)}
         logprobs, entropy = model(
-            input_ids=ids, position_ids=batch.position_ids, head_inputs=inputs, **known
+            input_ids=ids,
+            position_ids=positions,
+            head_inputs=HeadInputs(next_ids, predicts, *options),
+            segment_buckets=segment_buckets(segments),
         )
     else:
         split = RowSplit.of(ids.shape[1], world.cp_rank, world.cp_group, ids.device)
-        known = {
-            "context": ContextState.of(
-                segments,
-                batch.position_ids,
-                split,
-                world.plan.cp_method,
-                DTYPES[world.plan.param_dtype],
-            )
-        }
-        inputs = HeadInputs(
-            split.take(inputs.next_ids),
-            split.take(inputs.predicts),
-            inputs.kind,
-            chunk,
-            with_entropy,
-        )
+        dtype = DTYPES[world.plan.param_dtype]
         parts = model(
             input_ids=split.take(ids),
-            position_ids=split.take(batch.position_ids),
-            head_inputs=inputs,
-            **known,
+            position_ids=split.take(positions),
+            head_inputs=HeadInputs(split.take(next_ids), split.take(predicts), *options),
+            context=ContextState.of(segments, positions, split, world.plan.cp_method, dtype),
         )
-        # Every rank of the group goes on to the same loss, of whole rows: a sequence's ratio or a
-        # pair of sequences needs all of their tokens. Each by itself: where a loss has no entropy,
-        # the head need not compute its gradient.
+        # Every rank computes the same loss of whole rows: a sequence's ratio needs all its tokens.
+        # Gathered one by one: where a loss has no entropy, the head computes no gradient of it.
         logprobs, entropy = (
             all_gather_same(part, 1, world.cp_group).index_select(1, split.back) for part in parts
         )
@@ -118,47 +104,47 @@ def sharded_logprobs(
 
 
 def shift(values: Tensor) -> Tensor:
-    """What is said of the next token, at each token; 0 at the last."""
+    """Return at each token what is given for the next one; 0 at the last."""
     return nn.functional.pad(values[:, 1:], (0, 1))
 
 
-def install_head(model: Any, world: World) -> None:
+def install_head(
+    model: Any, tp_group: dist.ProcessGroup | None, *, sequence_parallel: bool
+) -> None:
     """Have `model(input_ids, position_ids, head_inputs, …)` return log-probabilities and entropies
     of the next tokens, `[batch, part]`.
 
-    The head runs as a module of its own, so that FSDP2 gathers its weight. Under tensor parallelism
-    that is this rank's part of the vocabulary.
+    The head stays a module of its own, so that FSDP2 gathers its weight: with tensor parallelism
+    this rank's part of the vocabulary.
     """
-    group, sequence_parallel = world.tp_group, world.plan.sequence_parallel
 
     def of_head(
         self: nn.Module, hidden: Float[Tensor, "batch part hidden"], inputs: HeadInputs
     ) -> tuple[Tensor, Tensor]:
         whole: Any = self.weight
         weight = whole.to_local() if isinstance(whole, DTensor) else whole
-        if group is not None:
-            hidden = (
-                all_gather(hidden, 1, group) if sequence_parallel else sum_backward(hidden, group)
-            )
-        states = torch.where(inputs.predicts[..., None], hidden, 0.0).flatten(0, 1)
-        options: dict[str, Any] = {
-            "kind": inputs.kind,
-            "chunk": inputs.chunk,
-            "with_entropy": inputs.with_entropy,
-        }
+        if tp_group is not None and sequence_parallel:
+            hidden = all_gather(hidden, 1, tp_group)
+        elif tp_group is not None:
+            hidden = sum_backward(hidden, tp_group)
         found = vocab_parallel_linear_logprobs(
-            states, weight, inputs.next_ids.flatten(), group, **options
+            torch.where(inputs.predicts[..., None], hidden, 0.0).flatten(0, 1),
+            weight,
+            inputs.next_ids.flatten(),
+            tp_group,
+            kind=inputs.kind,
+            chunk=inputs.chunk,
+            with_entropy=inputs.with_entropy,
         )
-        logprobs, entropies = (
-            values.view(inputs.next_ids.shape).clone() for values in found
-        )  # FSDP2 warns of views, which hooks can't be put on
+        # Cloned, because FSDP2's hooks can't be put on views.
+        logprobs, entropies = (values.view(inputs.next_ids.shape).clone() for values in found)
         return logprobs, entropies
 
     def of_model(
-        self: Any, *, input_ids: Tensor, position_ids: Tensor, head_inputs: HeadInputs, **known: Any
+        self: Any, *, input_ids: Tensor, position_ids: Tensor, head_inputs: HeadInputs, **rows: Any
     ) -> tuple[Tensor, Tensor]:
         hidden = decoder_of(self)(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, **known
+            input_ids=input_ids, position_ids=position_ids, use_cache=False, **rows
         )[0]
         return self.get_output_embeddings()(hidden, head_inputs)
 

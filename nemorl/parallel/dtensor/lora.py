@@ -1,9 +1,8 @@
-"""LoRA through PEFT: adapters put into a model in place, switched off for the reference, written
-and read as PEFT's own folders.
-"""
+"""LoRA through PEFT: adapters in a model, switched off for the reference, in PEFT's folders."""
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,42 +17,43 @@ from nemorl.models.adapters import CONFIG, adapted_layers
 from nemorl.parallel.config import LoRAConfig
 
 NAME = "default"
-"""PEFT's name of the only adapter that there is."""
+"""PEFT's name of the only adapter."""
 SAMPLED = 1024
-"""Numbers of each tensor that a fingerprint looks at."""
+"""Numbers of each tensor that a fingerprint reads."""
 
 
 def add_adapters(
     model: nn.Module, config: LoRAConfig, *, base: str | None = None, seed: int = 0
 ) -> None:
-    """Give the model's linear layers adapters, which are all that trains from now on. They begin
-    with B = 0: the model's answers stay the same.
+    """Add adapters to the linear layers, and train nothing else from now on.
 
-    `base` is the folder or hub name by which others find the model without them. Raises ValueError
-    for `target_modules` that it doesn't have.
+    They begin with B = 0: the model's outputs stay the same.
+
+    base: the folder or hub name of the model without them, for those who load the adapters.
+
+    Raises: ValueError for `target_modules` that the model does not have.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    alpha: Any = (
-        int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
-    )  # other readers of the file want an int where it is one
+    # Other readers of the file want an int where it is one.
+    alpha: Any = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
     options: dict[str, Any] = {
         "r": config.rank,
         "lora_alpha": alpha,
         "lora_dropout": config.dropout,
         "task_type": "CAUSAL_LM",
     }
+    names = targets(model, config)
     torch.manual_seed(seed)
     inject_adapter_in_model(
-        LoraConfig(target_modules=targets(model, config), base_model_name_or_path=base, **options),
-        model,
-        NAME,
+        LoraConfig(target_modules=names, base_model_name_or_path=base, **options), model, NAME
     )
 
 
 def targets(model: nn.Module, config: LoRAConfig) -> list[str]:
-    """The names given, each of which must be that of linear layers, whole or its last parts, but
-    not of the output layer; else the names of all.
+    """Return the names of the layers that get an adapter: `config.target_modules`, else all.
+
+    A name is that of linear layers, whole or its last parts, but not of the output layer.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     layers = [
@@ -63,20 +63,35 @@ def targets(model: nn.Module, config: LoRAConfig) -> list[str]:
     ]
     known = sorted({layer.rpartition(".")[2] for layer in layers})
     for name in config.target_modules:
-        fits = any(layer == name or layer.endswith(f".{name}") for layer in layers)
-        require(
-            fits,
-            "lora.target_modules",
-            "must name linear layers other than the output layer",
-            name,
-            f"there are {', '.join(known)}",
-        )
+        fits = any(f".{layer}".endswith(f".{name}") for layer in layers)
+        requirement = "must name linear layers other than the output layer"
+        require(fits, "lora.target_modules", requirement, name, f"there are {', '.join(known)}")
     return list(config.target_modules) or known
+
+
+def fresh_adapters(model: nn.Module, *, seed: int) -> dict[str, Tensor]:
+    """Return the numbers that PEFT gives new adapters in one process with this seed.
+
+    Drawn in PEFT's order; for a model on the meta device PEFT draws none.
+    """
+    generator_state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for name, layer in adapted_layers(model):
+        rank, width = layer.lora_A[NAME].weight.shape
+        first = nn.Linear(width, rank, bias=False)
+        second = nn.Linear(rank, layer.lora_B[NAME].weight.shape[0], bias=False)
+        nn.init.kaiming_uniform_(first.weight, a=math.sqrt(5))
+        nn.init.zeros_(second.weight)
+        found[f"{name}.lora_A.{NAME}.weight"] = first.weight
+        found[f"{name}.lora_B.{NAME}.weight"] = second.weight
+    torch.set_rng_state(generator_state)
+    return found
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was before it had any: its own reference, without a copy."""
+    """Give the outputs of the model without adapters: its own reference, without a copy."""
     layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         layer.enable_adapters(False)
@@ -88,7 +103,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The adapters' live parameters, under the names that they have in PEFT's files."""
+    """Return the adapters' live parameters under their names in PEFT's files."""
     return {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[NAME].weight
         for name, layer in adapted_layers(model)
@@ -96,62 +111,44 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def peft_config(model: Any) -> Any:
-    """PEFT's own configuration of the model's adapters."""
-    return model.peft_config[NAME]
-
-
-def write_adapter_config(model: nn.Module, folder: Path) -> None:
+def write_adapter_config(model: Any, folder: Path) -> None:
     """Write what `PeftModel.from_pretrained(base, folder)` needs besides the adapters' weights."""
-    config = peft_config(model)
+    config = model.peft_config[NAME]
     values = {**config.to_dict(), "target_modules": sorted(config.target_modules)}
-    (folder / CONFIG).write_text(
-        json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    text = json.dumps(values, indent=2, sort_keys=True) + "\n"
+    (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
-def check_scale(model: nn.Module, folder: Path) -> None:
+def check_scale(model: Any, folder: Path) -> None:
     """Raise ValueError unless the adapters in `folder` were scaled as the model's are."""
-    alpha, now = (
-        json.loads((folder / CONFIG).read_text(encoding="utf-8"))["lora_alpha"],
-        peft_config(model).lora_alpha,
-    )
-    require(
-        alpha == now,
-        "lora.alpha",
-        f"must be that of the checkpoint ({alpha:g})",
-        now,
-        "leave it as it was",
-    )
+    alpha = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
+    now = model.peft_config[NAME].lora_alpha
+    requirement = f"must be that of the checkpoint ({alpha:g})"
+    require(alpha == now, "lora.alpha", requirement, now, "leave it as it was")
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of the weights without adapters: a hash of their names, shapes and up to `SAMPLED` evenly
-    spaced numbers of each.
+    """Return a hash of the weights without adapters: names, shapes, and evenly spaced samples.
 
-    It tells another model, or the same one after training (which changes about every number),
-    without reading gigabytes. A spread model has the same one, for which its tensors are gathered
-    one by one: a collective call.
+    It notices another model, and the same one after training (which changes about every number),
+    without reading gigabytes. A sharded model has the same one; its tensors are gathered one by
+    one: a collective call.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
-        if ".lora_" not in name:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            flat = whole.detach().flatten()
-            sample = (
-                flat[:: flat.numel() // SAMPLED | 1].float().cpu()
-            )  # odd, so that the steps don't fall into one column
-            digest.update(
-                f"{name.replace('.base_layer.', '.')} {tuple(tensor.shape)}".encode()
-                + sample.numpy().tobytes()
-            )
+        if ".lora_" in name:
+            continue
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        flat = whole.detach().flatten()
+        # An odd step, so that the samples don't all lie in one column.
+        sample = flat[:: flat.numel() // SAMPLED | 1].float().cpu()
+        digest.update(f"{name.replace('.base_layer.', '.')} {tuple(tensor.shape)}".encode())
+        digest.update(sample.numpy().tobytes())
     return digest.hexdigest()
 
 
 def check_base(expected: str, found: str, folder: Path) -> None:
-    """Raise a ValueError if a model's fingerprint is not that of the one that the adapters in
-    `folder` were trained beside.
-    """
+    """Raise ValueError if the adapters in `folder` were trained beside other weights."""
     if found != expected:
         raise ValueError(
             f"checkpoint {folder} must be of the model in use, but its adapters were trained beside"
@@ -161,9 +158,7 @@ def check_base(expected: str, found: str, folder: Path) -> None:
 
 
 def check_initial(expected: str, found: str, folder: Path) -> None:
-    """Raise a ValueError if a model's fingerprint is not that of the one that the run of the
-    checkpoint in `folder` began with, its reference.
-    """
+    """Raise ValueError if the run of a checkpoint began with other weights, its reference."""
     if found != expected:
         raise ValueError(
             f"checkpoint {folder} must be of a run that began with the model in use, because that"

@@ -11,7 +11,8 @@ from typing import Any
 from nemorl.data.datasets import to_prompts
 from nemorl.data.sources import has_splits
 from nemorl.data.templates import with_chat_template
-from nemorl.models.pretrained import load_model, load_tokenizer, model_folder
+from nemorl.models.causal_lm import load_causal_lm, usable_device
+from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.collect import Prompts, Rollouts, join
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
@@ -143,7 +144,9 @@ def _loaded(
     )  # an engine with a copy of its own needs the GPU for that
     backend = get_generation_backend(config.generation.backend)
     generator = backend(
-        model=load_model(folder, device=device), tokenizer=tokenizer, precision=config.precision
+        model=load_causal_lm(folder, device=usable_device(device)),
+        tokenizer=tokenizer,
+        precision=config.precision,
     )
     try:
         with waiting_for_engines(config.generation):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nemorl.checks import require
 from nemorl.models.adapters import CONFIG, WEIGHTS, base_of, merge_folder, merged_tensors
-from nemorl.models.pretrained import load_model
+from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.tensor_files import TensorFiles, write_model_files
 from nemorl.parallel.dtensor.lora import check_base, fingerprint
 from nemorl.runtime.run.callbacks import Callback
@@ -89,7 +89,7 @@ def write_checkpoint(
         bool(base), "base_model", "must name the model that the adapters belong to", base, remedy
     )
     try:
-        model = load_model(str(base))
+        model = load_causal_lm(str(base))
     except ValueError as error:
         raise ValueError(
             f"base_model must name the model that the adapters belong to, but {error}: say where it"

@@ -101,8 +101,8 @@ class Devices:
             return
         from safetensors import SafetensorError
 
+        from nemorl.models.pretrained import weight_files
         from nemorl.models.tensor_files import TensorFiles
-        from nemorl.parallel.dtensor.build import weight_files
 
         try:
             with TensorFiles(weight_files(folder)):

@@ -1,8 +1,9 @@
 """Functions run on several ranks: real processes with a real gloo process group, forked from a
-server that has the imports behind it.
+server that has the imports behind it, and kept for the next functions.
 """
 
-import contextlib
+import atexit
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -12,13 +13,15 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 PRELOADED = [
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "transformers.models.auto.modeling_auto",
+    "peft",
     "nemorl.parallel.dtensor.backend",
+    "nemorl.parallel.dtensor.fsdp",
+    *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "mistral", "qwen2")),
+    "transformers.models.qwen3.modeling_qwen3",
 ]
 
 
@@ -28,84 +31,118 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+class Ranks:
+    """Processes that run one function after the other, in the same process group."""
+
+    def __init__(self, size: int, process_group: bool) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        port = free_port()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            args = (rank, size, port, process_group, theirs)
+            process = context.Process(target=_serve, args=args, daemon=False)
+            process.start()
+            theirs.close()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple, timeout_s: float) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((Path.cwd(), function, args))
+        deadline, left = time.monotonic() + timeout_s, dict(enumerate(self.pipes))
+        results: dict[int, Any] = {}
+        while left:
+            ready = wait(list(left.values()), max(0.0, deadline - time.monotonic()))
+            assert ready, f"ranks {sorted(left)} were not done within {timeout_s:g} s"
+            for rank in [rank for rank, pipe in left.items() if pipe in ready]:
+                try:
+                    kind, value = pickle.loads(left.pop(rank).recv_bytes())
+                except (EOFError, OSError):
+                    raise AssertionError(f"rank {rank} died") from None
+                assert kind == "value", f"rank {rank}:\n{value}"
+                results[rank] = value
+        return [results[rank] for rank in sorted(results)]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+_KEPT: dict[int, Ranks] = {}
+
+
+def _end() -> None:
+    while _KEPT:
+        _KEPT.popitem()[1].kill()
+
+
+atexit.register(_end)
+
+
 def run_ranks(
     size: int,
     function: Callable[..., Any],
     *args: Any,
     timeout_s: float = 300,
     process_group: bool = True,
+    fresh: bool = False,
 ) -> list[Any]:
     """`function(*args)` on ranks 0 … size − 1, each a process with RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR and MASTER_PORT and, with `process_group`, torch.distributed initialised with gloo;
     the results in the order of ranks.
 
-    `function` must be importable (defined at the top of a module). Raises AssertionError with the
-    tracebacks of the ranks that fail, or that are not done within the time; all of them are ended
-    then.
+    The processes are kept for the next call, unless they are to be `fresh`. `function` must be
+    importable (defined at the top of a module). Raises AssertionError with the tracebacks of the
+    ranks that fail, or that are not done within the time; all of them are ended then.
     """
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    port, pipes, processes = free_port(), [], []
-    for rank in range(size):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_rank,
-            args=(rank, size, port, process_group, theirs, function, args),
-            daemon=False,
-        )
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+    fresh = fresh or not process_group
+    ranks = (None if fresh else _KEPT.pop(size, None)) or Ranks(size, process_group)
     try:
-        return _results(pipes, timeout_s)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+        found = ranks.run(function, args, timeout_s)
+    except BaseException:
+        ranks.kill()
+        raise
+    if fresh:
+        ranks.kill()
+    else:
+        _KEPT[size] = ranks
+    return found
 
 
-def _results(pipes: list[Connection], timeout_s: float) -> list[Any]:
-    deadline, results, left = time.monotonic() + timeout_s, {}, dict(enumerate(pipes))
-    while left:
-        ready = wait(list(left.values()), max(0.0, deadline - time.monotonic()))
-        assert ready, f"ranks {sorted(left)} were not done within {timeout_s:g} s"
-        for rank in [rank for rank, pipe in left.items() if pipe in ready]:
-            try:
-                kind, value = pickle.loads(left.pop(rank).recv_bytes())
-            except EOFError:
-                raise AssertionError(f"rank {rank} died") from None
-            assert kind == "value", f"rank {rank}:\n{value}"
-            results[rank] = value
-    return [results[rank] for rank in sorted(results)]
-
-
-def _rank(
-    rank: int,
-    size: int,
-    port: int,
-    process_group: bool,
-    pipe: Connection,
-    function: Callable[..., Any],
-    args: tuple,
-) -> None:
+def _serve(rank: int, size: int, port: int, process_group: bool, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port), OMP_NUM_THREADS="1")  # fmt: skip
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS="1",
+    )
     torch.set_num_threads(1)
     try:
-        if process_group:
-            dist.init_process_group("gloo")
-        pipe.send_bytes(
-            pickle.dumps(("value", function(*args)))
-        )  # not send(): it would only pass on where tensors lie
-    except BaseException:
-        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+        while True:
+            folder, function, args = pipe.recv()
+            os.chdir(folder)
+            try:
+                if process_group and not dist.is_initialized():
+                    dist.init_process_group("gloo")
+                torch.manual_seed(0)
+                # Not send(): it would only pass on where tensors lie.
+                pipe.send_bytes(pickle.dumps(("value", function(*args))))
+            except BaseException:
+                pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+            gc.collect()
+    except (EOFError, OSError):
+        pass
     finally:
-        with contextlib.suppress(EOFError, OSError):
-            pipe.recv_bytes()  # until all are done: rank 0 has the store through which the others may still be finding each other
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)  # nothing that a library does at exit may keep the others waiting

@@ -167,87 +167,91 @@ def has_lora(plan: str) -> bool:
     return (PLANS[plan] or ParallelPlan()).tp == 1
 
 
-@cache
+UNTIED = Problem(tied=False)
+QUICK = (
+    Case(plan="one process", layout="packed"),
+    Case(plan="FSDP2 1", layout="packed", problem=Problem(logprobs="filtered")),
+    Case(
+        plan="FSDP2 2",
+        layout="one packed row",
+        problem=UNTIED,
+        activation_checkpointing="selective",
+    ),
+    Case(
+        plan="FSDP2 2",
+        layout="token budget",
+        problem=Problem(loss="pairs"),
+        activation_checkpointing="full",
+    ),
+    Case(plan="FSDP2 2", layout="packed", problem=Problem(loss="nll", dtype="bfloat16")),
+    Case(plan="TP 2", layout="padded", problem=UNTIED, activation_checkpointing="full"),
+    Case(plan="TP 2 + SP", layout="packed"),
+    Case(plan="CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
+    Case(plan="CP 2 allgather", layout="packed", problem=Problem(model="llama", tied=False)),
+    Case(plan="HSDP 2×2", layout="packed", problem=Problem(model="mistral")),
+    Case(plan="FSDP2 2 × TP 2 + SP", layout="microbatched", problem=Problem(logprobs="min-p")),
+    Case(plan="FSDP2 2 × CP 2 ulysses", layout="padded", problem=Problem(lora=True)),
+    Case(
+        plan="CP 2 × TP 2 + SP",
+        layout="packed",
+        problem=Problem(model="qwen3"),
+        activation_checkpointing="selective",
+    ),
+)
+"""The cases of every test run."""
+
+REST = (
+    Case(
+        plan="one process",
+        layout="token budget",
+        problem=UNTIED,
+        activation_checkpointing="full",
+    ),
+    Case(plan="FSDP2 2", layout="packed"),
+    Case(plan="FSDP2 2", layout="packed", compile=True),
+    Case(plan="TP 2", layout="packed", problem=Problem(model="qwen3", logprobs="filtered")),
+    Case(
+        plan="TP 2 + SP",
+        layout="microbatched",
+        problem=Problem(model="qwen3", tied=False),
+        activation_checkpointing="selective",
+    ),
+    Case(
+        plan="TP 2 + SP",
+        layout="packed",
+        problem=Problem(tied=False, loss="pairs", dtype="bfloat16"),
+    ),
+    Case(plan="CP 2 ulysses", layout="padded", problem=UNTIED, activation_checkpointing="full"),
+    Case(plan="CP 2 allgather", layout="token budget"),
+    Case(plan="HSDP 2×2", layout="padded", problem=Problem(few=True)),
+    Case(plan="FSDP2 2 × TP 2", layout="packed", problem=Problem(loss="nll")),
+    Case(plan="FSDP2 2 × CP 2 ulysses", layout="packed"),
+    Case(plan="FSDP2 2 × CP 2 allgather", layout="microbatched", problem=UNTIED),
+    Case(plan="FSDP2 2 × CP 2 ulysses × TP 2 + SP", layout="packed"),
+    Case(
+        plan="FSDP2 2 × CP 2 allgather × TP 2 + SP",
+        layout="token budget",
+        problem=UNTIED,
+        activation_checkpointing="full",
+    ),
+)
+"""With these each plan, layout, model, loss and setting comes at least once in `make test-all`."""
+
+
 def subset() -> tuple[Case, ...]:
-    """The cases of every test run: each plan, layout, model, loss and setting at least once, the
-    dearest plans not more often.
-    """
-    untied = Problem(tied=False)
-    return (
-        Case(plan="one process", layout="packed"),
-        Case(
-            plan="one process",
-            layout="token budget",
-            problem=untied,
-            activation_checkpointing="full",
-        ),
-        Case(plan="FSDP2 1", layout="packed", problem=Problem(logprobs="filtered")),
-        Case(plan="FSDP2 2", layout="packed"),
-        Case(
-            plan="FSDP2 2",
-            layout="one packed row",
-            problem=untied,
-            activation_checkpointing="selective",
-        ),
-        Case(
-            plan="FSDP2 2",
-            layout="token budget",
-            problem=Problem(loss="pairs"),
-            activation_checkpointing="full",
-        ),
-        Case(plan="FSDP2 2", layout="packed", problem=Problem(loss="nll", dtype="bfloat16")),
-        Case(plan="FSDP2 2", layout="packed", compile=True),
-        Case(plan="TP 2", layout="packed", problem=Problem(model="qwen3", logprobs="filtered")),
-        Case(plan="TP 2", layout="padded", problem=untied, activation_checkpointing="full"),
-        Case(plan="TP 2 + SP", layout="packed"),
-        Case(
-            plan="TP 2 + SP",
-            layout="microbatched",
-            problem=Problem(model="qwen3", tied=False),
-            activation_checkpointing="selective",
-        ),
-        Case(
-            plan="TP 2 + SP",
-            layout="packed",
-            problem=Problem(tied=False, loss="pairs", dtype="bfloat16"),
-        ),
-        Case(plan="CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
-        Case(plan="CP 2 ulysses", layout="padded", problem=untied, activation_checkpointing="full"),
-        Case(plan="CP 2 allgather", layout="packed", problem=Problem(model="llama", tied=False)),
-        Case(plan="CP 2 allgather", layout="token budget"),
-        Case(plan="HSDP 2×2", layout="packed", problem=Problem(model="mistral")),
-        Case(plan="HSDP 2×2", layout="padded", problem=Problem(few=True)),
-        Case(plan="FSDP2 2 × TP 2", layout="packed", problem=Problem(loss="nll")),
-        Case(plan="FSDP2 2 × TP 2 + SP", layout="microbatched", problem=Problem(logprobs="min-p")),
-        Case(plan="FSDP2 2 × CP 2 ulysses", layout="packed"),
-        Case(plan="FSDP2 2 × CP 2 ulysses", layout="padded", problem=Problem(lora=True)),
-        Case(plan="FSDP2 2 × CP 2 allgather", layout="microbatched", problem=untied),
-        Case(
-            plan="CP 2 × TP 2 + SP",
-            layout="packed",
-            problem=Problem(model="qwen3"),
-            activation_checkpointing="selective",
-        ),
-        Case(plan="FSDP2 2 × CP 2 ulysses × TP 2 + SP", layout="packed"),
-        Case(
-            plan="FSDP2 2 × CP 2 allgather × TP 2 + SP",
-            layout="token budget",
-            problem=untied,
-            activation_checkpointing="full",
-        ),
-    )
+    return QUICK + REST
 
 
 CONTROLS = (
     Case(plan="FSDP2 2", layout="packed", sabotage="the reduction of gradients"),
-    Case(plan="CP 2 ulysses", layout="packed", sabotage="the reduction of gradients"),
-    Case(plan="HSDP 2×2", layout="packed", sabotage="the reduction over replicas"),
     Case(plan="FSDP2 2", layout="microbatched", sabotage="the sum of gradients (a mean instead)"),
     Case(plan="TP 2 + SP", layout="padded", sabotage="the tied weight"),
+    Case(plan="CP 2 ulysses", layout="packed", sabotage="the packed mask"),
     Case(plan="FSDP2 2", layout="packed", sabotage="the packed mask"),
     Case(plan="TP 2", layout="packed", sabotage="the packed mask"),
-    Case(plan="CP 2 ulysses", layout="packed", sabotage="the packed mask"),
     Case(plan="CP 2 allgather", layout="packed", sabotage="the packed mask"),
+    Case(plan="CP 2 ulysses", layout="packed", sabotage="the reduction of gradients"),
+    Case(plan="HSDP 2×2", layout="packed", sabotage="the reduction over replicas"),
     Case(plan="TP 2", layout="padded", sabotage="the gradient of the others' vocabulary"),
     Case(plan="CP 2 ulysses", layout="padded", sabotage="counting the loss once"),
 )

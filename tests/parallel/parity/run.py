@@ -34,6 +34,7 @@ SOURCES = (
     "nemorl/data",
     "nemorl/parallel",
     "nemorl/models/causal_lm.py",
+    "nemorl/models/attention.py",
     "tests/parallel/parity",
     "tests/tiny_models.py",
 )
@@ -42,7 +43,9 @@ NOT_COMPUTED_WITH = (
     "table.py",
     "test_parity.py",
     "memory.py",
-    "traffic.py",
+    "cost.py",
+    "model_shape.py",
+    "command.py",
     "profiling.py",
     "measure.py",
     "determinism.py",
@@ -77,9 +80,16 @@ def run_chunk(cases: Sequence[Case]) -> list[dict[str, float] | str]:
             for case, path in zip(cases, folders, strict=True):
                 write_model(case, path)
             results = (
-                run_ranks(ranks, run_cases, tuple(cases), folders, timeout_s=seconds)
-                if ranks
-                else [run_cases(tuple(cases), folders)]
+                [run_cases(tuple(cases), folders)]
+                if not ranks
+                else run_ranks(
+                    ranks,
+                    run_cases,
+                    tuple(cases),
+                    folders,
+                    timeout_s=seconds,
+                    fresh=cases[0].compile,
+                )
             )
     except Exception as error:  # of one case, perhaps, which the others have to be told from
         return (

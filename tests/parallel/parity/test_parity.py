@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.parity.cases import CONTROLS, LAYOUTS, PLANS, Case, matrix, subset
+from tests.parallel.parity.cases import (
+    CONTROLS,
+    LAYOUTS,
+    PLANS,
+    QUICK,
+    REST,
+    Case,
+    matrix,
+    subset,
+)
 from tests.parallel.parity.compare import LIMITS, verdict
 from tests.parallel.parity.golden import KINDS, LOSSES, Problem, golden_batch
 from tests.parallel.parity.reference import reference
@@ -20,15 +29,18 @@ from tests.parallel.parity.table import BEGIN, END, number, table
 GUIDE = Path(__file__).parent.parent.parent.parent / "docs" / "parity.md"
 
 
-def together(cases: tuple[Case, ...]) -> list:
+def together(quick: tuple[Case, ...], rest: tuple[Case, ...]) -> list:
     """A test for all cases that share processes, as starting these takes longer than a case."""
     return [
-        pytest.param(chunk, id=f"{chunk[0].ranks} ranks{' compiled' * chunk[0].compile}")
+        pytest.param(
+            chunk, id=f"{chunk[0].ranks} ranks{kind}{' compiled' * chunk[0].compile}", marks=marks
+        )
+        for cases, kind, marks in ((quick, "", ()), (rest, ", more", pytest.mark.slow))
         for chunk in chunks(cases)
     ]
 
 
-@pytest.mark.parametrize("chunk", together(subset()))
+@pytest.mark.parametrize("chunk", together(QUICK, REST))
 def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
     verdicts = {
         str(case): verdict(case, errors)
@@ -37,7 +49,7 @@ def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
     assert {case: words for case, (right, words) in verdicts.items() if not right} == {}
 
 
-@pytest.mark.parametrize("chunk", together(CONTROLS))
+@pytest.mark.parametrize("chunk", together(CONTROLS[:4], CONTROLS[4:]))
 def test_what_is_broken_on_purpose_is_found(chunk: list[Case]):
     for case, errors in zip(chunk, run_chunk(chunk), strict=True):
         assert verdict(case, errors)[0], f"{case} was not noticed: {errors}"
@@ -75,6 +87,7 @@ def test_only_what_is_right_passes():
 
 
 def test_the_subset_has_everything_once():
+    assert {case.layout for case in QUICK} > set(LAYOUTS) - {"padded"}
     assert {case.plan for case in subset()} >= set(PLANS) - {
         "FSDP2 2 + CPU offload",
         "FSDP2 4",

@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tyro
 
 VOCABULARY = 512
 """Tokens t2 … t511, written with spaces between them; token 0 pads and ends, token 1 is for what is
 unknown.
 """
+
+
+def command(main: Callable[[Any], None], options: type, **small: Any) -> None:
+    """Run a benchmark with options from the command line.
+
+    small: the options that `--small` sets, for a run of seconds that shows that it works.
+    """
+    arguments = [argument for argument in sys.argv[1:] if argument != "--small"]
+    default = options(**small) if len(arguments) < len(sys.argv) - 1 else options()
+    main(tyro.cli(options, args=arguments, default=default))
 
 
 def quiet() -> None:

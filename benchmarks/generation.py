@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-import tyro
+from common import command
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nemorl import GenerationConfig, SamplingParams
@@ -91,4 +91,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(main, Options, num_prompts=2, group_size=2, rounds=1)

@@ -24,8 +24,16 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
-from common import load_tokenizer, median_ratio, quiet, save_model, silence, skewed_lengths, words
+from common import (
+    command,
+    load_tokenizer,
+    median_ratio,
+    quiet,
+    save_model,
+    silence,
+    skewed_lengths,
+    words,
+)
 
 PROMPT_TOKENS = 16
 
@@ -97,7 +105,13 @@ class Ours:
 
         self.folder, self.rows = folder, rows
 
-        def forced(engine: Any, slot: Any, token: int) -> str | None:
+        ended = TorchGenerationBackend._finish_reason
+
+        def forced(engine: Any, slot: Any, token: int) -> Any:
+            if (
+                slot.params.temperature == 0
+            ):  # the comparison with the trainer before the first step
+                return ended(engine, slot, token)
             ends = lengths.known.get(engine.policy_version) or lengths.of(engine.policy_version)
             return (
                 "stop"
@@ -298,4 +312,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(main, Options, num_prompts=2, group_size=2, rounds=1, steps=3, layers=2, micro_batch=4)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import tyro
+from common import command
 
 from nemorl.losses.logprobs import linear_token_logprobs
 
@@ -138,4 +138,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(main, Options, tokens=256, vocabulary=4096, hidden=64, chunk=64, rounds=1)

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
-from common import load_tokenizer, quiet, save_model, words
+from common import command, load_tokenizer, quiet, save_model, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,4 +147,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(main, Options, num_prompts=2, group_size=2, new_tokens=8, steps=3)

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing as mp
-import tyro
-from common import interleaved, median_ratio, quiet, save_model
+from common import command, interleaved, median_ratio, quiet, save_model
 from torch import Tensor
 from train_step import batch_of, our_step, plain_step
 
@@ -55,6 +54,8 @@ class Options:
     """Width of the model whose memory is measured: 1024 makes 127 M parameters."""
     deep: int = 8
     """Its layers."""
+    ranks: int = 4
+    """Plans with more ranks are left out."""
 
 
 def main(options: Options) -> None:
@@ -103,6 +104,8 @@ def memory(options: Options, folder: Path) -> None:
     )
     first: tuple[float, float] | None = None
     for name, plan in PLANS.items():
+        if plan.num_ranks > options.ranks:
+            continue
         found = mp.get_context("spawn").Manager().dict()
         mp.spawn(measure, (plan, folder, options.length, _port(), found), plan.num_ranks)
         parameters, gradients, optimizer, growth = (
@@ -125,7 +128,7 @@ def measure(
     torch.set_num_threads(1)
     if plan.num_ranks > 1:
         become_rank(rank, plan.num_ranks, port)
-        from nemorl.parallel.dtensor import titan  # noqa: F401  # what is imported is not counted
+        from nemorl.parallel.dtensor import titan  # noqa: F401  # imports are not counted
     backend = DTensorBackend()
     before = peak_memory(torch.device("cpu"))
     config = BackendConfig(
@@ -177,4 +180,15 @@ def _port() -> int:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(
+        main,
+        Options,
+        hidden=32,
+        layers=2,
+        num_sequences=4,
+        length=32,
+        rounds=1,
+        wide=64,
+        deep=2,
+        ranks=2,
+    )

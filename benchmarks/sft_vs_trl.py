@@ -19,8 +19,16 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
-from common import load_tokenizer, median_ratio, quiet, save_model, silence, skewed_lengths, words
+from common import (
+    command,
+    load_tokenizer,
+    median_ratio,
+    quiet,
+    save_model,
+    silence,
+    skewed_lengths,
+    words,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,4 +232,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(main, Options, num_examples=8, batch=4, mean=16, longest=32, rounds=1, layers=2)

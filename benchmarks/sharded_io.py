@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import tyro
-from common import quiet, save_model
+from common import command, quiet, save_model
 from parallel import _port, become_rank
 from train_step import batch_of
 
@@ -136,4 +135,4 @@ def measure(
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(main, Options, plans=("", "dp_shard=2"), width=64, layers=2, rounds=1)

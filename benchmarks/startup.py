@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import tyro
-from common import quiet, save_model, words
+from common import command, quiet, save_model, words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,4 +93,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(main, Options, rounds=1)

@@ -18,8 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import tyro
-from common import VOCABULARY, interleaved, median_ratio, quiet, save_model, skewed_lengths
+from common import VOCABULARY, command, interleaved, median_ratio, quiet, save_model, skewed_lengths
 from torch.nn import functional
 
 from nemorl.data.batch import Example, TokenBatch, collate
@@ -149,4 +148,6 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(
+        main, Options, num_sequences=8, length=32, row_tokens=128, micro_batch_tokens=128, rounds=1
+    )

@@ -14,6 +14,7 @@ from nemorl.losses.advantages import (
     dr_grpo,
     gae,
     gdpo,
+    group_advantages,
     grpo,
     length_adaptive_lambda,
     max_rl,
@@ -25,7 +26,7 @@ from nemorl.losses.advantages import (
     to_tokens,
     whiten,
 )
-from nemorl.losses.baselines import BASELINES, SCALES, group_advantages
+from nemorl.losses.baselines import BASELINES, SCALES
 
 CHOICES = st.tuples(st.sampled_from(BASELINES), st.sampled_from(SCALES))
 OF_GROUP = [(b, s) for b in ("group_mean", "leave_one_out", "length_weighted") for s in SCALES]

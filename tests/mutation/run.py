@@ -39,6 +39,7 @@ IN_OTHER_PROCESSES = {
         "nemorl/losses/logprobs.py",
     ),
     "tests/data/test_packing.py::test_log_normal_lengths_pack_tight": (
+        "nemorl/data/bins.py",
         "nemorl/data/packing.py",
     ),
 }

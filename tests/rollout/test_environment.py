@@ -10,9 +10,8 @@ from nemorl.rollout.environment import (
     EnvironmentInterface,
     EnvironmentReturn,
     FunctionalRewardWrapper,
-    check_counts,
     check_rows,
-    reward_tensor,
+    checked,
     text_of,
 )
 from nemorl.rollout.environments import REWARDS, contains_answer, exact_match, make_environment
@@ -305,12 +304,9 @@ def test_what_an_environment_returns_is_checked(part, message):
         "rewards": [1, 0.5],
         "terminateds": [True, True],
     }
-    check_counts(EnvironmentReturn(**sound), 2, "mine")
-    assert reward_tensor(sound["rewards"], 2, "mine").tolist() == [1.0, 0.5]
+    assert checked(EnvironmentReturn(**sound), 2, "mine").rewards == [1.0, 0.5]
     with pytest.raises(ValueError, match=message):
-        wrong = EnvironmentReturn(**{**sound, **part})
-        check_counts(wrong, 2, "mine")
-        reward_tensor(wrong.rewards, 2, "mine")
+        checked(EnvironmentReturn(**{**sound, **part}), 2, "mine")
 
 
 def test_a_missing_column_is_named():

@@ -3,9 +3,7 @@ correction, overlong responses, gap.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from nemorl.checks import at_least, require
 
@@ -76,9 +74,7 @@ class ReinforceLoss:
     name: Literal["reinforce"] = "reinforce"
 
 
-PolicyLossConfig = Annotated[
-    ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss, Field(discriminator="name")
-]
+PolicyLossConfig = ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +108,7 @@ class ReinforcePlusPlusAdvantage:
         at_least(0, advantage__kl_coef=self.kl_coef)
 
 
-AdvantageConfig = Annotated[
-    GroupAdvantage | ReinforcePlusPlusAdvantage, Field(discriminator="name")
-]
+AdvantageConfig = GroupAdvantage | ReinforcePlusPlusAdvantage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,7 @@ the data.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from nemorl.checks import at_least, require
 from nemorl.runtime.config.base import BaseConfig
@@ -152,9 +150,7 @@ class KTOLoss:
         )
 
 
-PreferenceLossConfig = Annotated[
-    DPOLoss | IPOLoss | HingeLoss | SimPOLoss | ORPOLoss | KTOLoss, Field(discriminator="name")
-]
+PreferenceLossConfig = DPOLoss | IPOLoss | HingeLoss | SimPOLoss | ORPOLoss | KTOLoss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemorl.checks import closest
 from nemorl.runtime.config.base import GRPOConfig
-from nemorl.runtime.config.tree import construct, layer
+from nemorl.runtime.config.tree import closest, construct, layer
 
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath (arXiv 2402.03300) §4.2

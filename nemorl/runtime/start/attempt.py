@@ -45,10 +45,10 @@ from nemorl.runtime.start.run_settings import (
     generation_config,
     probe,
 )
+from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
 from nemorl.runtime.watch.display import make_display
 from nemorl.runtime.watch.log import RunLog, event
 from nemorl.runtime.watch.loggers.base import LoggedRun, LoggerFactory, Recorder
-from nemorl.runtime.watch.observers import GapWatch, PlotCallback, SignalWatch
 from nemorl.runtime.watch.waiting import waiting_for_engines, waiting_for_ranks
 
 
@@ -353,5 +353,8 @@ def all_callbacks(prepared: Prepared, model: nn.Module) -> list[Callback]:
         if config.run.export
         else []
     )
-    savers += [PlotCallback(directory)] if config.run.plots else []
+    if config.run.plots:
+        from nemorl.runtime.watch.plots import PlotCallback  # slow to import
+
+        savers.append(PlotCallback(directory))
     return [*observers, *savers]

@@ -30,6 +30,7 @@ from nemorl.runtime.start.attempt import Prepared, with_restarts
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.registry import (
     algorithm_of,
+    chosen_loggers,
     get_algorithm,
     get_generation_backend,
     get_training_backend,
@@ -43,7 +44,6 @@ from nemorl.runtime.start.run_settings import (
     within_positions,
 )
 from nemorl.runtime.watch.log import RunLog, recorded
-from nemorl.runtime.watch.loggers.base import chosen_loggers
 
 
 def run(

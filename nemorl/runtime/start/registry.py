@@ -3,14 +3,16 @@
 Each is imported when it is asked for; yours join by a decorator.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemorl.checks import closest
+from nemorl.checks import require
 from nemorl.runtime.config.base import BaseConfig, GRPOConfig, SFTConfig
 from nemorl.runtime.config.preference import DPOConfig
+from nemorl.runtime.config.tree import closest
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import TrainingBackend
@@ -166,6 +168,40 @@ def get_logger(name: str) -> "LoggerFactory":
     """What makes a logger; an unknown name is a ValueError with the valid ones."""
     _require_known(name, LOGGERS, "logger")
     return load(LOGGERS[name])
+
+
+def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":
+    """Return the loggers that `run.loggers` names, after the one of the run's own files.
+
+    names: None means TensorBoard where it is installed.
+    Raises: ValueError for a name that is unknown, doubled, or whose package is missing.
+    """
+    from nemorl.runtime.watch.loggers.jsonl import JsonlLogger
+
+    if names is None:
+        names = ("tensorboard",) if installed("tensorboard") else ()
+    for name in names:
+        require(
+            list(names).count(name) == 1,
+            "run.loggers",
+            "must name each logger once",
+            list(names),
+            f"omit the second {name}",
+        )
+        if name in ("tensorboard", "wandb", "mlflow") and not installed(name):
+            raise ValueError(
+                f"run.loggers can't name {name}, because the package {name} is not installed:"
+                " pip install 'nemorl[loggers]', or omit it"
+            )
+    return {"jsonl": JsonlLogger} | {name: get_logger(name) for name in names}
+
+
+def installed(package: str) -> bool:
+    """Return whether a package can be imported; a folder of that name, such as W&B's own `wandb/`
+    in the working directory, is none.
+    """
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def load(target: Any) -> Any:

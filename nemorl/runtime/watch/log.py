@@ -1,8 +1,5 @@
-"""log.jsonl: what a run had to say, through Python's logging, one JSON object a line: time, level,
-run_id, step, rank, logger, event, message.
-
-Our own events and warnings, the warnings of the libraries below us, and the error that ended a run.
-Steps are not in it: metrics.jsonl has them.
+"""log.jsonl: the events, warnings and errors of a run, through Python's logging, one JSON object a
+line: time, level, run_id, step, rank, logger, event, message. Steps are in metrics.jsonl.
 """
 
 import json
@@ -12,12 +9,13 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nemorl.runtime.config.tree import flat, to_dict
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory, to_json
 from nemorl.runtime.run.record import RunRecord, Status, begin_record, read_record, write_record
@@ -25,54 +23,57 @@ from nemorl.runtime.run.state import Run
 
 LOGGER = logging.getLogger("nemorl")
 LIBRARIES = ("transformers", "datasets")
-"""Loggers that keep what they say to themselves."""
+"""Loggers that do not propagate."""
 
 
-class JsonLogHandler(logging.Handler):
-    """Writes log records as lines of JSON.
+class JsonFormatter(logging.Formatter):
+    """Write a log record as a line of JSON."""
 
-    What can't be written (a full disk) is dropped: a log is no reason to end a run.
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.fields = fields
+        """What every line has: run_id, step and rank."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{moment}.{int(record.msecs):03}Z",
+            "level": record.levelname,
+            **self.fields,
+            "logger": record.name,
+            "event": getattr(record, "event", "message"),
+            "message": record.getMessage(),
+            **getattr(record, "details", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
+        return json.dumps(to_json(line), ensure_ascii=False)
+
+
+class LogFile(logging.Handler):
+    """Append what is logged to a file: everything of nemorl's own, the warnings of others.
+
+    A line that can't be written (a full disk) is dropped: a log is no reason to end a run.
     """
 
-    def __init__(self, path: Path, *, run_id: str, rank: int = 0) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(logging.INFO)
-        self.path, self.run_id, self.rank = path, run_id, rank
-        self.step = 0
-        """The step that the run is in or has just done."""
+        self.path = path
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.WARNING and record.name.partition(".")[0] != "nemorl":
-            return  # what other libraries tell of their daily work
-        try:
-            line = {
-                "time": (
-                    f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03}Z"
-                ),
-                "level": record.levelname,
-                "run_id": self.run_id,
-                "step": self.step,
-                "rank": self.rank,
-                "logger": record.name,
-                "event": getattr(record, "event", "message"),
-                "message": record.getMessage(),
-                **getattr(record, "details", {}),
-            }
-            if record.exc_info:
-                line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(to_json(line), ensure_ascii=False) + "\n")
-        except Exception:
-            self.errors = getattr(self, "errors", 0) + 1
+        if record.levelno >= logging.WARNING or record.name.partition(".")[0] == "nemorl":
+            with suppress(Exception), self.path.open("a", encoding="utf-8") as file:
+                file.write(self.format(record) + "\n")
 
 
 class RunLog(Callback):
-    """The events of a run as lines of its log, and its end in run.json.
+    """Log the events of a run, and keep its run.json.
 
-    First of all callbacks, so that what they say has the right step.
+    It comes before all other callbacks, so that what they log has the right step.
     """
 
-    def __init__(self, directory: RunDirectory, handler: JsonLogHandler, record: RunRecord) -> None:
-        self.directory, self.handler, self.record = directory, handler, record
+    def __init__(self, directory: RunDirectory, record: RunRecord, fields: dict[str, Any]) -> None:
+        self.directory, self.record, self.fields = directory, record, fields
         self.total_steps: int | None = None
         self.began = False
         """Whether the loop was reached."""
@@ -83,18 +84,19 @@ class RunLog(Callback):
 
     def on_train_begin(self, trainer: Run) -> None:
         self.began = True
-        self.handler.step = trainer.state.step
+        step = self.fields["step"] = trainer.state.step
         self.record = replace(self.record, total_steps=self.total_steps)
         write_record(self.directory, self.record)
         of = "" if self.total_steps is None else f" of {self.total_steps}"
         event(
             "train_begin",
-            f"training begins after step {trainer.state.step}{of}",
+            f"training begins after step {step}{of}",
             total_steps=self.total_steps,
+            defaults=changed_settings(trainer.config),
         )
 
     def on_step_begin(self, trainer: Run, step: int) -> None:
-        self.handler.step = step
+        self.fields["step"] = step
 
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         event("validation", f"validation after step {step}", metrics=metrics)
@@ -107,8 +109,21 @@ class RunLog(Callback):
 
 
 def event(name: str, message: str, **details: Any) -> None:
-    """A line of the log that a program can find by its name."""
+    """Log a line that a program finds by its name."""
     LOGGER.info(message, extra={"event": name, "details": details})
+
+
+def changed_settings(config: Any) -> dict[str, Any]:
+    """Return the settings (dotted) that are not at their default, with that default."""
+    try:
+        defaults = flat(to_dict(type(config)()))
+    except TypeError:  # no dataclass, or one with fields that must be given
+        return {}
+    return {
+        key: defaults.get(key)
+        for key, value in flat(to_dict(config)).items()
+        if key not in defaults or defaults[key] != value
+    }
 
 
 @contextmanager
@@ -116,98 +131,66 @@ def recorded(
     directory: RunDirectory, *, algorithm: str, rank: int | None = None
 ) -> Iterator[RunLog]:
     """Keep run.json and log.jsonl while the block runs: its begin, all that is logged and warned
-    of, and how it ends.
+    of, and how it ends. Warnings and messages also go where they went before.
 
-    Warnings and log messages also go where they went before. `rank` is that of the process, RANK
-    unless given.
+    rank: of the process, RANK unless given.
     """
     before = read_record(directory) if directory.holds_results() else None
     record = begin_record(directory, algorithm=algorithm)
     rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-    handler = JsonLogHandler(directory.log, run_id=record.run_id, rank=rank)
-    log = RunLog(directory, handler, record)
+    fields = {"run_id": record.run_id, "step": 0, "rank": rank}
+    handler, log = LogFile(directory.log), RunLog(directory, record, fields)
+    handler.setFormatter(JsonFormatter(fields))
     status: Status = "finished"
     error: str | None = None
     with _listening(handler):
-        event(
-            "run_begin",
-            f"{'run' if len(record.sessions) == 1 else 'resumed run'} {record.run_id} in"
-            f" {directory.path}",
-            argv=sys.argv[1:],
-        )
+        kind = "run" if len(record.sessions) == 1 else "resumed run"
+        event("run_begin", f"{kind} {record.run_id} in {directory.path}", argv=sys.argv[1:])
         try:
             yield log
         except BaseException as raised:
             status = "failed" if isinstance(raised, Exception) else "interrupted"
-            error = "\n".join(
-                [
-                    f"{type(raised).__name__}: {raised}".removesuffix(": "),
-                    *getattr(raised, "__notes__", ()),
-                ]
-            )
+            said = f"{type(raised).__name__}: {raised}".removesuffix(": ")
+            error = "\n".join([said, *getattr(raised, "__notes__", ())])
             level = logging.ERROR if status == "failed" else logging.WARNING
-            extra = {"event": f"run_{status}"}
-            handler.handle(
-                LOGGER.makeRecord(
-                    LOGGER.name, level, __file__, 0, error, (), sys.exc_info(), extra=extra
-                )
-            )  # whoever catches it shows it
+            # Only to the file: whoever catches the error shows it.
+            _handle(handler, level, LOGGER.name, error, f"run_{status}", exc_info=sys.exc_info())
             raise
         else:
             event("run_finished", "the run is finished")
         finally:
-            refused = (
-                status == "failed" and before is not None and not log.began
-            )  # a resume that could not be: the run is what it was
-            _try_to_write(
-                directory,
-                (
-                    before
-                    if before and refused
-                    else replace(
-                        log.record, status=status, error=error, ended=round(time.time(), 3)
-                    )
-                ),
-            )
-
-
-def _try_to_write(directory: RunDirectory, record: RunRecord) -> None:
-    try:
-        write_record(directory, record)
-    except OSError as error:  # on a full disk what ended the run is the news, not this
-        LOGGER.warning("run.json could not be written: %r", error)
+            ended = replace(log.record, status=status, error=error, ended=round(time.time(), 3))
+            refused = status == "failed" and not log.began  # a resume that could not begin
+            try:
+                write_record(directory, before if before and refused else ended)
+            except OSError as problem:  # a full disk must not hide what ended the run
+                LOGGER.warning("run.json could not be written: %r", problem)
 
 
 @contextmanager
-def _listening(handler: JsonLogHandler) -> Iterator[None]:
-    """Let a handler hear of everything that is logged or warned of, without taking it from anybody
-    else.
+def _listening(handler: logging.Handler) -> Iterator[None]:
+    """Let a handler hear what is logged or warned of, beside those who hear it already.
+
+    `logging.captureWarnings` would take the warnings from them: from `warnings.catch_warnings`.
     """
     root, show, level = logging.getLogger(), warnings.showwarning, LOGGER.level
-    silent = [logging.lastResort] if logging.lastResort is not None and not root.handlers else []
-    loggers = [
-        root,
-        *(found for name in LIBRARIES if not (found := logging.getLogger(name)).propagate),
-    ]
+    handlers = [handler]
+    if logging.lastResort is not None and not root.handlers:
+        handlers.append(logging.lastResort)  # Python prints warnings only where there is no handler
+    quiet = [logger for logger in map(logging.getLogger, LIBRARIES) if not logger.propagate]
 
     def show_and_log(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: Any = None,
-        line: str | None = None,
+        message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None
     ) -> None:
         details = {"category": category.__name__, "place": f"{filename}:{lineno}"}
-        handler.handle(_warning_record(str(message), filename, lineno, details))
+        text, name = str(message), "py.warnings"
+        _handle(handler, logging.WARNING, name, text, "warning", details=details)
         show(message, category, filename, lineno, file, line)
 
-    for logger in loggers:
+    for logger in quiet:
         logger.addHandler(handler)
-    for resort in silent:
-        root.addHandler(
-            resort
-        )  # where there is a handler of ours, Python no longer prints warnings by itself
+    for each in handlers:
+        root.addHandler(each)
     if LOGGER.level == logging.NOTSET:
         LOGGER.setLevel(logging.INFO)
     warnings.showwarning = show_and_log
@@ -217,17 +200,14 @@ def _listening(handler: JsonLogHandler) -> Iterator[None]:
         if warnings.showwarning is show_and_log:
             warnings.showwarning = show
         LOGGER.setLevel(level)
-        for resort in silent:
-            root.removeHandler(resort)
-        for logger in loggers:
+        for each in handlers:
+            root.removeHandler(each)
+        for logger in quiet:
             logger.removeHandler(handler)
 
 
-def _warning_record(
-    message: str, filename: str, lineno: int, details: dict[str, str]
-) -> logging.LogRecord:
-    record = logging.LogRecord(
-        "py.warnings", logging.WARNING, filename, lineno, message, None, None
-    )
-    record.event, record.details = "warning", details
-    return record
+def _handle(
+    handler: logging.Handler, level: int, name: str, message: str, event: str, **fields: Any
+) -> None:
+    known = {"levelno": level, "levelname": logging.getLevelName(level), "name": name}
+    handler.handle(logging.makeLogRecord({**known, "msg": message, "event": event, **fields}))

@@ -1,47 +1,29 @@
-"""Pictures of a run, drawn from its metrics.jsonl."""
+"""Pictures of a run, drawn from its metrics.jsonl: for plots/ and for the report."""
 
+import io
 import math
+import re
+import warnings
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.watch.series import Series, series_of, smooth
+from nemorl.runtime.run.state import Run
+from nemorl.runtime.watch.metrics import METRICS, Series, placed, series_of, smooth
 
-TRAIN, VALIDATION, GRID, TEXT = "#2563eb", "#ea580c", "#e5e7eb", "#374151"
-
-
-class Plot(NamedTuple):
-    """One picture: the metric that it shows, its title, and what its vertical axis says."""
-
-    metric: str
-    title: str
-    axis: str
-
-
-PLOTS = {
-    "reward": Plot("reward", "Reward", "mean reward"),
-    "accuracy": Plot("accuracy", "Accuracy", "share that is right"),
-    "margin": Plot("margin", "Reward margin", "chosen minus rejected"),
-    "length": Plot("response_length", "Response length", "tokens"),
-    "kl": Plot("kl", "KL to the reference model", "nats per token"),
-    "entropy": Plot("entropy", "Entropy", "nats per token"),
-    "loss": Plot("loss", "Loss", "loss"),
-    "gap": Plot(
-        "token_mult_prob_error", "Sampler against trainer", "mean factor between probabilities"
-    ),
-    "throughput": Plot("tokens_per_second", "Throughput", "tokens per second"),
-    "mfu": Plot("trainer/mfu", "Model FLOPs utilisation", "share of the device's peak"),
-    "memory": Plot("trainer/memory_gb", "Memory of the trainer", "GB, peak of a device"),
-}
-"""File name → picture."""
-
+TRAIN, VALIDATION, GRID, TEXT, PAPER = "#2563eb", "#ea580c", "#e5e7eb", "#374151", "#fffffe"
+COLORS = {TRAIN: "train", VALIDATION: "val", GRID: "line", TEXT: "dim", PAPER: "card"}
+"""Color → the variable of report.css that has its place on the page."""
+BOX = (0.12, 0.11, 0.975, 0.96)
+"""Left, bottom, right and top of the axes on the report's pictures; report.js knows them, too."""
+UNUSED = r"<metadata>.*?</metadata>|<style .*?</style>| id=\"[\w.]+_\d+\"| font-family: [^;]*;"
+"""What a picture on a page has no use for, or what would hold for the whole page."""
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -50,110 +32,110 @@ STYLE: Any = {
     "axes.labelcolor": TEXT,
     "xtick.color": TEXT,
     "ytick.color": TEXT,
+    "svg.fonttype": "none",
 }
 
 
+class PlotCallback(Callback):
+    """Draw plots/*.png at the end of the run; what can't be drawn is a warning."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+
+    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        try:
+            draw(self.directory)
+        except Exception as error:
+            message = f"the plots of {self.directory.path} could not be drawn: {error!r}"
+            warnings.warn(message, stacklevel=2)
+
+
 def draw(directory: RunDirectory | Path | str) -> list[Path]:
-    """Draw plots/<name>.png for each metric of `PLOTS` that the run has, and plots/overview.png
+    """Draw plots/NAME.png for each metric of the run that has a picture, and plots/overview.png
     with all of them.
 
-    Training is a smoothed line over the faint values of the single steps, validation is markers.
-    Returns the files, [] where the run has no such metric yet. Raises ValueError where there is no
-    run.
+    Training is a smoothed line over the faint values of single steps, validation is markers.
+
+    Returns: the files; [] where the run has no such metric yet.
+    Raises: ValueError where there is no run.
     """
     directory = directory if isinstance(directory, RunDirectory) else RunDirectory.open(directory)
     records = directory.read_metrics()
-    series = {
-        name: (
-            series_of(records, plot.metric, "train"),
-            series_of(records, plot.metric, "validation"),
-        )
-        for name, plot in PLOTS.items()
-    }
-    present = {name: pair for name, pair in series.items() if pair[0][0] or pair[1][0]}
+    present = {}
+    for name in (name for name, metric in METRICS.items() if metric.plot):
+        pair = series_of(records, name, "train"), series_of(records, name, "validation")
+        if pair[0][0] or pair[1][0]:
+            present[name] = pair
     if not present:
         return []
     directory.plots.mkdir(exist_ok=True)
-    files = [
-        _save({name: pair}, directory.plots / f"{name}.png", directory.name, columns=1)
-        for name, pair in present.items()
-    ]
+    columns = 2 if len(present) == 4 else min(len(present), 3)
+    panels = {METRICS[name].plot: {name: pair} for name, pair in present.items()}
     return [
-        *files,
-        _save(
-            present,
-            directory.plots / "overview.png",
-            directory.name,
-            columns=_columns(len(present)),
-        ),
+        *(_save(panel, directory, f"{file}.png", columns=1) for file, panel in panels.items()),
+        _save(present, directory, "overview.png", columns=columns),
     ]
-
-
-def _columns(count: int) -> int:
-    return min(count, 3) if count != 4 else 2
 
 
 def _save(
-    panels: dict[str, tuple[Series, Series]], path: Path, run_name: str, *, columns: int
+    panels: dict[str, tuple[Series, Series]], directory: RunDirectory, file: str, *, columns: int
 ) -> Path:
-    """One figure with a grid of panels."""
-    explained = next(
-        (name for name, (train, validation) in panels.items() if train[0] and validation[0]),
-        next(iter(panels)),
-    )  # one legend is enough
+    """Save one figure with a grid of panels."""
+    both = [name for name, (train, validation) in panels.items() if train[0] and validation[0]]
+    explained = [*both, *panels][0]  # one legend is enough
     rows = math.ceil(len(panels) / columns)
     size = (7.0, 4.2) if len(panels) == 1 else (4.6 * columns, 3.2 * rows + 0.5)
     with rc_context(STYLE):
-        figure = Figure(
-            figsize=size, dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
-        )
-        FigureCanvasAgg(figure)  # no window, and the caller's own pyplot settings stay as they are
+        # No pyplot: no window is opened, and the settings of the caller's own stay as they are.
+        figure = Figure(figsize=size, dpi=150, layout="constrained")
         if len(panels) > 1:
-            figure.suptitle(run_name, fontsize=13, fontweight="bold")
+            figure.suptitle(directory.name, fontsize=13, fontweight="bold")
         for index, (name, (train, validation)) in enumerate(panels.items(), start=1):
             axes = figure.add_subplot(rows, columns, index)
-            _panel(axes, PLOTS[name], train, validation)
+            panel(axes, name, train, validation)
             if name == explained:
                 axes.legend(frameon=False, fontsize=8, loc="best")
-            axes.set_title(
-                PLOTS[name].title + (f" · {run_name}" if len(panels) == 1 else ""),
-                loc="left",
-                fontsize=11,
-                fontweight="bold",
-            )
-        figure.savefig(path)
-    return path
+            title = METRICS[name].title + (f" · {directory.name}" if len(panels) == 1 else "")
+            axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+            axes.set_xlabel("step")
+            axes.set_ylabel(METRICS[name].meaning.partition(";")[0].partition(",")[0])
+        figure.savefig(directory.plots / file)
+    return directory.plots / file
 
 
-def _panel(axes: Axes, plot: Plot, train: Series, validation: Series) -> None:
+def svg(name: str, train: Series, validation: Series) -> tuple[str, tuple[float, float]]:
+    """Draw one metric for the report, in the colors of its style sheet.
+
+    Returns: the picture, and the steps at its left and its right edge.
+    """
+    with rc_context(STYLE):
+        figure, file = Figure(figsize=(4.2, 2.0)), io.StringIO()
+        axes = figure.add_axes((BOX[0], BOX[1], BOX[2] - BOX[0], BOX[3] - BOX[1]))
+        panel(axes, name, train, validation)
+        axes.tick_params(labelsize=8)
+        axes.spines[:].set_visible(False)
+        axes.grid(False, axis="x")
+        figure.savefig(file, format="svg", transparent=True)
+    text = file.getvalue()
+    text = re.sub(UNUSED, "", text[text.index("<svg") :], flags=re.DOTALL)
+    for color, variable in COLORS.items():
+        text = text.replace(color, f"var(--{variable})")
+    return text, axes.get_xlim()
+
+
+def panel(axes: Axes, name: str, train: Series, validation: Series) -> None:
+    """Draw the course of a metric in training and validation."""
     steps, values = train
     if len(steps) >= 20:
         axes.plot(steps, values, color=TRAIN, linewidth=1, alpha=0.25)
-        axes.plot(
-            steps,
-            smooth(values, width=len(steps) / 50),
-            color=TRAIN,
-            linewidth=2,
-            label="training, smoothed",
-        )
+        values = smooth(values, width=len(steps) / 50)
+        axes.plot(steps, values, color=TRAIN, linewidth=2, label="training, smoothed")
     elif steps:
-        axes.plot(
-            steps, values, color=TRAIN, linewidth=2, marker="o", markersize=4, label="training"
-        )
+        axes.plot(steps, values, color=TRAIN, linewidth=2, marker="o", ms=4, label="training")
     if validation[0]:
-        axes.plot(
-            *validation,
-            color=VALIDATION,
-            linewidth=1,
-            linestyle=":",
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            label="validation",
-            zorder=3,
-        )
-    axes.set_xlabel("step")
-    axes.set_ylabel(plot.axis)
+        style: Any = {"linewidth": 1, "linestyle": ":", "marker": "o", "markersize": 5}
+        style |= {"color": VALIDATION, "markeredgecolor": PAPER, "zorder": 3}
+        axes.plot(*validation, **style, label="validation")
     axes.grid(color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -161,12 +143,16 @@ def _panel(axes: Axes, plot: Plot, train: Series, validation: Series) -> None:
     axes.tick_params(length=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
     axes.margins(x=0.02, y=0.08)
-    if plot.metric in ("tokens_per_second", "trainer/mfu", "trainer/memory_gb"):
-        axes.set_ylim(bottom=0, top=1.1 * max((*values, *validation[1])) or 1.0)
-    if plot.metric == "tokens_per_second":
+    greatest = max(map(abs, (*train[1], *validation[1])))
+    if placed(name)[0] == "Speed and resources":
+        axes.set_ylim(bottom=0, top=1.1 * greatest or 1.0)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    if greatest >= 1e4:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    if plot.metric == "token_mult_prob_error":  # rounding errors must not look like mountains
-        top = max(1.01, *values, *validation[1])
+    elif greatest < 1e-3:
+        axes.yaxis.set_major_formatter("{x:.2g}")
+    if name.startswith("token_mult_prob_error"):  # rounding errors must not look like mountains
+        top = max(1.01, greatest)
         axes.set_ylim(1 - 0.05 * (top - 1), 1 + 1.1 * (top - 1))
-    if plot.metric == "accuracy":
+    if name == "accuracy":
         axes.set_ylim(-0.03, 1.03)

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from nemorl.runtime.config.metric_rules import Condition, MetricWatch, Ranking, require_validation
 from nemorl.runtime.run import checkpoint
-from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
+from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from tests.runtime.tiny import TinyTrainer, recorder, tiny_run
@@ -495,25 +495,6 @@ def test_metrics_are_added_without_links_between_files(directory, monkeypatch):
     walk([CheckpointCallback(directory, period=1)], {1: 0.3})
     checkpoint.add_metrics(directory.path, 1, {"val_accuracy": 0.5})
     checkpoint.verify(directory.checkpoints / "step_1")
-
-
-def test_an_interrupt_in_the_midst_of_a_record_loses_none(directory, monkeypatch):
-    record = recorder(directory)
-    notify([record], "on_train_begin", run := tiny_run())
-    append, times = RunDirectory.append_metrics, []
-
-    def interrupted(self, *args, **keywords):
-        times.append(1)
-        if len(times) == 1:
-            raise KeyboardInterrupt
-        append(self, *args, **keywords)
-
-    monkeypatch.setattr(RunDirectory, "append_metrics", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        notify([record], "on_step_end", run, 1, {"loss": 0.5})
-    notify_of_error([record], run, KeyboardInterrupt())
-    notify_of_error([record], run, KeyboardInterrupt())
-    assert [line["loss"] for line in directory.read_metrics()] == [0.5]
 
 
 class Runs:

@@ -147,10 +147,9 @@ def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
     assert found[0]["trainer_logprob"] - found[0]["logprob"] == pytest.approx(1.5, abs=1e-4)
     assert found[0]["token"] == samples[1]["response"][2]
     shown = sample_data(gather(tmp_path))["steps"][1]
-    assert shown[1]["g"][1:3] == pytest.approx([-0.7, 1.5], abs=1e-3) and shown[1]["o"][
-        "widest gap"
-    ].startswith("×4.48 in ")
-    assert "widest gap" not in shown[0]["o"]  # they agree
+    assert shown[1]["gaps"][1:3] == pytest.approx([-0.7, 1.5], abs=1e-3)
+    assert shown[1]["chips"]["widest gap"].startswith("×4.48 in ")
+    assert "widest gap" not in shown[0]["chips"]  # they agree
 
 
 def test_with_logprobs_of_the_whole_batch_the_worst_response_is_among_the_samples(

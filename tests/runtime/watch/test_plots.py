@@ -11,7 +11,8 @@ from matplotlib.image import imread
 
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.watch import plots
-from nemorl.runtime.watch.plots import draw, smooth
+from nemorl.runtime.watch.metrics import smooth
+from nemorl.runtime.watch.plots import draw, svg
 
 
 def learning_run(directory: RunDirectory, *, steps: int) -> None:
@@ -47,11 +48,12 @@ def test_every_metric_has_its_picture(tmp_path):
     expected = [
         "reward",
         "accuracy",
-        "length",
+        "loss",
         "kl",
         "entropy",
-        "loss",
+        "length",
         "gap",
+        "lr",
         "throughput",
         "mfu",
         "memory",
@@ -67,7 +69,7 @@ def test_every_metric_has_its_picture(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ([(1, {"loss": 2.0, "lr": 0.1})], ["loss", "overview"]),
+        ([(1, {"loss": 2.0, "grad_norm": 0.1})], ["loss", "overview"]),
         (
             [(1, {"loss": 2.0}), (2, {"loss": math.nan}), (3, {"loss": math.inf})],
             ["loss", "overview"],
@@ -78,7 +80,7 @@ def test_every_metric_has_its_picture(tmp_path):
         ),
         ([(1, {"tokens_per_second": 0.0})], ["throughput", "overview"]),
         ([(1, {"margin": 0.5})], ["margin", "overview"]),
-        ([(1, {"lr": 0.1})], []),
+        ([(1, {"grad_norm": 0.1})], []),
         ([], []),
     ],
 )
@@ -94,10 +96,10 @@ def test_agreement_of_sampler_and_trainer_is_a_flat_line(tmp_path, monkeypatch):
     shows it.
     """
     limits = []
-    panel = plots._panel
+    panel = plots.panel
     monkeypatch.setattr(
         plots,
-        "_panel",
+        "panel",
         lambda axes, *arguments: (panel(axes, *arguments), limits.append(axes.get_ylim())),
     )
     for excess in (1e-6, 0.2):
@@ -123,6 +125,17 @@ def test_a_name_that_looks_like_a_formula(tmp_path):
 def test_no_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"must be the folder of a run"):
         draw(tmp_path)
+
+
+def test_a_picture_for_the_report_has_the_colors_of_its_page():
+    steps = [1, 2, 3]
+    text, edges = svg("loss", (steps, [1.0, 0.5, 0.25]), (steps, [2.0, 1.0, 0.5]))
+    assert text.startswith("<svg") and "<style" not in text and "#" not in text.split("url(#")[0]
+    for name in ("train", "val", "line", "dim", "card"):
+        assert f"var(--{name})" in text
+    assert edges[0] < 1 and edges[1] > 3
+    for values in ([0.0], [1e-9, -2e-9], [1e12, 2e12], [5.0, 5.0]):
+        assert "<path" in svg("my_own", ([*range(len(values))], values), ([], []))[0]
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.floats(0.1, 10))

@@ -8,9 +8,7 @@ from nemorl.runtime.watch.loggers.base import LoggedRun
 
 
 class JsonlLogger:
-    """A line of metrics.jsonl for every step and every validation, and samples/step_N.jsonl for the
-    responses.
-    """
+    """Write a line of metrics.jsonl for every step and validation, and samples/step_N.jsonl."""
 
     def __init__(self, run: LoggedRun) -> None:
         self.directory = run.directory
@@ -22,4 +20,4 @@ class JsonlLogger:
         self.directory.append_samples(step, samples)
 
     def close(self, *, finished: bool) -> None:
-        """Every line was written when it came."""
+        """Do nothing: every line was written when it came."""

@@ -1,7 +1,4 @@
-"""A run on an MLflow tracking server, or in a local file.
-
-Where it goes is MLflow's own affair: MLFLOW_TRACKING_URI, or its default, mlflow.db.
-"""
+"""A run on an MLflow tracking server, or in a local file: MLFLOW_TRACKING_URI says where."""
 
 import os
 import re
@@ -17,9 +14,10 @@ RUN_ID_TAG = "nemorl.run_id"
 
 
 class MlflowLogger:
-    """Metrics as train/… and validation/…, the settings as parameters, config.yaml as an artifact.
+    """Write metrics as train/… and validation/…, the settings as parameters, config.yaml as an
+    artifact.
 
-    A run of the experiment that is tagged with our id is gone on with; MLflow keeps all values of a
+    A run of the experiment that is tagged with our id is continued; MLflow keeps all values of a
     step that is done again and shows the last.
     """
 
@@ -52,7 +50,7 @@ class MlflowLogger:
             if run.directory.config.exists():
                 self.client.log_artifact(self.id, str(run.directory.config))
         except MlflowException as error:
-            remedy = "check MLFLOW_TRACKING_URI, or leave mlflow out of run.loggers"
+            remedy = "check MLFLOW_TRACKING_URI, or remove mlflow from run.loggers"
             raise ValueError(
                 f"run.loggers names mlflow, but MLflow can't start a run ({error}): {remedy}"
             ) from error
@@ -72,14 +70,14 @@ class MlflowLogger:
         )
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Not in MLflow, which has no place for a course of texts."""
+        """Do nothing: MLflow has no place for a course of texts."""
 
     def close(self, *, finished: bool) -> None:
         self.client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
 
 
 def valid_name(name: str) -> str:
-    """A metric's name with the characters that MLflow takes.
+    """Return a metric's name in the characters that MLflow accepts.
 
     >>> valid_name("train/reward/<lambda>")
     'train/reward/_lambda_'

@@ -8,8 +8,8 @@ from nemorl.runtime.watch.loggers.base import LoggedRun
 
 
 class TensorBoardLogger:
-    """Scalars as train/… and validation/… in tensorboard/; after a resume those of the steps that
-    are done again are hidden.
+    """Write scalars as train/… and validation/… to tensorboard/; after a resume the old ones of
+    repeated steps are hidden.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -22,7 +22,7 @@ class TensorBoardLogger:
             self.writer.add_scalar(f"{phase}/{name}", value, step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Not in TensorBoard: `nemorl report` shows them better than its text page does."""
+        """Do nothing: `nemorl report` shows samples better than TensorBoard's text page."""
 
     def close(self, *, finished: bool) -> None:
         self.writer.close()

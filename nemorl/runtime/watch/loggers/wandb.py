@@ -1,8 +1,4 @@
-"""A run on Weights & Biases.
-
-Whether it is online is W&B's own affair: `wandb login`, or WANDB_MODE=offline and later `wandb
-sync`.
-"""
+"""A run on Weights & Biases: `wandb login`, or WANDB_MODE=offline and later `wandb sync`."""
 
 import os
 import time
@@ -13,18 +9,15 @@ from nemorl.runtime.run.directory import Phase
 from nemorl.runtime.watch.loggers.base import LoggedRun
 
 SECONDS_BETWEEN_TABLES = 60.0
-"""Every table of samples is a file of its own: one a minute shows how a run goes without ten
-thousand files.
-"""
+"""Every table of samples is a file: one a minute shows how a run goes without too many files."""
 
 
 class WandbLogger:
-    """Metrics as train/… and validation/… over `step`, samples as a table now and then, the
+    """Write metrics as train/… and validation/… over `step`, samples as a table now and then, the
     settings as the run's config.
 
-    The run's id is ours, so that a resumed run goes on under the same address. W&B never takes a
-    step back, so the step is a metric of its own and the axis of all others: the steps that a
-    resumed run does again are drawn at their place.
+    The run's id is ours, so that a resumed run keeps its address. W&B's own step never decreases:
+    ours is a metric and the axis of all others, so that repeated steps are drawn at their place.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -39,11 +32,11 @@ class WandbLogger:
                 resume="allow",
                 dir=directory.path,
                 config=dict(run.config),
-                settings=wandb.Settings(console="off", quiet=True),  # the terminal is our display's
+                settings=wandb.Settings(console="off", quiet=True),  # the display has the terminal
             )
         except wandb.Error as error:
             remedy = (
-                "log in with `wandb login`, set WANDB_MODE=offline, or leave wandb out of"
+                "log in with `wandb login`, set WANDB_MODE=offline, or remove wandb from"
                 " run.loggers"
             )
             raise ValueError(

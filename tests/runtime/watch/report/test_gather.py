@@ -10,7 +10,6 @@ from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.record import RunRecord, begin_record, read_record, write_record
 from nemorl.runtime.watch.report import gather as module
 from nemorl.runtime.watch.report.gather import (
-    changed_settings,
     gather,
     pieces,
     spread,
@@ -60,11 +59,8 @@ def test_everything_of_a_run(run):
     assert list(found.samples) == [1, 2, 3, 4] and found.sample_steps == 4
     assert 0 < found.seconds < 60
     assert any(line["event"] == "train_begin" for line in found.log)
-    assert (
-        found.changed["max_num_steps"] == 100
-        and "num_generations_per_prompt" in found.changed
-        and "seed" not in found.changed
-    )
+    assert found.changed["max_num_steps"] == 100
+    assert "num_generations_per_prompt" in found.changed and "run.seed" not in found.changed
 
 
 def test_tokens_of_the_samples_have_their_text(run):
@@ -106,7 +102,7 @@ def test_a_part_that_is_missing_or_damaged_is_left_out(run, tmp_path, missing):
             found = gather(folder)
         assert found.name == name
         if missing == "run.json":
-            assert found.status == "unknown" and found.changed == {}
+            assert found.status == "unknown"
 
 
 def test_only_the_log_of_this_run(run, tmp_path):
@@ -159,14 +155,3 @@ def test_a_run_in_progress_counts_until_now(tmp_path):
     write_record(directory, replace(record, status="failed", ended=time.time() + 5))
     assert gather(directory.path, now=record.sessions[0] + 90).seconds < 20
     assert read_record(directory).status == "failed"
-
-
-def test_settings_that_differ():
-    assert changed_settings(
-        "sft", {"max_num_steps": 5, "optimizer": {"lr": 1e-5, "beta1": 0.5}, "mine": 1}
-    ) == {
-        "max_num_steps": None,
-        "optimizer.beta1": 0.9,
-        "mine": None,
-    }
-    assert changed_settings("an algorithm of somebody else", {"max_num_steps": 5}) == {}

@@ -1,7 +1,9 @@
 import base64
 import hashlib
 import json
+import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,7 +13,7 @@ from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.record import begin_record, write_record
 from nemorl.runtime.watch.report.gather import gather
-from nemorl.runtime.watch.report.page import render, write_report
+from nemorl.runtime.watch.report.page import MOST_POINTS, curves_of, grouped, render, write_report
 from nemorl.runtime.watch.report.samples import sample_data, text
 from tests.runtime.runs import addition_rows, grpo_config, sft_config, start
 
@@ -117,7 +119,7 @@ def test_the_page_needs_nothing_but_itself(run):
         "",
         text.split('<script type="application/json"')[0].replace("http://www.w3.org", ""),
     )
-    assert "url(" not in text and "@import" not in text
+    assert "@import" not in text and not re.search(r"url\((?!#)", text)
 
 
 def test_no_script_but_ours_may_run(run):
@@ -152,19 +154,12 @@ def test_samples_token_by_token(run):
     samples = page_of(run).data["samples"]
     assert list(samples["steps"]) == ["1", "2", "3", "4"] and samples["most"] > 0
     for sample in samples["steps"]["4"]:
-        assert len(sample["t"]) == len(sample["l"]) == sample["n"] and isinstance(
-            sample["a"], float
-        )
-        assert (
-            len(sample["g"]) == sample["n"]
-            and max(map(abs, sample["g"])) < 1e-4
-            and "widest gap" not in sample["o"]
-        )
-        assert (
-            {"p", "r", "w", "o"} <= set(sample)
-            and sample["o"]["answer"].isdigit()
-            and "response" not in sample["o"]
-        )
+        chips = sample["chips"]
+        for name in ("tokens", "logprobs", "gaps", "advantages"):
+            assert str(len(sample[name])) == chips["tokens"]
+        assert max(map(abs, sample["gaps"])) < 1e-4 and "widest gap" not in chips
+        assert {"prompt", "response", "reward", "chips"} <= set(sample)
+        assert chips["answer"].isdigit() and "advantage" in chips and "response" not in chips
 
 
 def test_hostile_text_stays_text(run, tmp_path):
@@ -173,18 +168,8 @@ def test_hostile_text_stays_text(run, tmp_path):
     """
     directory = RunDirectory.create(tmp_path / EVIL.replace("/", "⁄").replace("\x00", "")[:80], "")
     record = begin_record(directory, algorithm="grpo")
-    write_record(
-        directory,
-        type(record)(
-            **{
-                **record.to_dict(),
-                "algorithm": EVIL,
-                "status": "failed",
-                "error": EVIL,
-                "run_id": EVIL,
-            }
-        ),
-    )
+    evil = replace(record, algorithm=EVIL, status="failed", error=EVIL, run_id=EVIL)
+    write_record(directory, evil)
     directory.append_metrics(1, {EVIL: 1.0, "reward/" + EVIL: 2.0, "loss": 1.0})
     directory.append_metrics(2, {EVIL: 1.0, "loss": 2.0})
     sample = {
@@ -226,7 +211,7 @@ def test_hostile_text_stays_text(run, tmp_path):
         if any(name.startswith("on") for name in attributes)
     ]
     assert page.text.count('<script>alert("x")</script>') >= 10
-    assert page.data["samples"]["steps"]["1"][0]["p"] == EVIL
+    assert page.data["samples"]["steps"]["1"][0]["prompt"] == EVIL
 
 
 def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
@@ -239,20 +224,11 @@ def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
         and "#samples" not in str(page.all("a"))
     )
     directory.append_metrics(7, {"loss": float("nan")})
-    write_record(
-        directory,
-        type(record)(
-            **{
-                **record.to_dict(),
-                "status": "failed",
-                "error": "ValueError: no <more>",
-                "total_steps": 70,
-            }
-        ),
-    )
+    failed = replace(record, status="failed", error="ValueError: no <more>", total_steps=70)
+    write_record(directory, failed)
     page = page_of(directory)
     assert "The run failed at step 7. ValueError: no <more>" in page.text and "7 of 70" in page.text
-    write_record(directory, type(record)(**{**record.to_dict(), "status": "interrupted"}))
+    write_record(directory, replace(record, status="interrupted"))
     assert "--run.resume" in page_of(directory).text
 
 
@@ -292,7 +268,8 @@ def test_preferences_side_by_side(tmp_path):
         ],
     )
     (sample,) = sample_data(gather(directory.path))["steps"][1]
-    assert sample == {"p": "user: 1+1=", "r": "", "c": "2", "j": "3", "o": {"margin": "0.1235"}}
+    texts = {"prompt": "user: 1+1=", "chosen": "2", "rejected": "3"}
+    assert sample == texts | {"chips": {"margin": "0.1235"}}
 
 
 def test_advantages_that_differ_within_a_response_are_kept(tmp_path):
@@ -306,11 +283,9 @@ def test_advantages_that_differ_within_a_response_are_kept(tmp_path):
             {**shared, "advantages": [None, 1.0]},
         ],
     )
-    assert [sample["a"] for sample in sample_data(gather(directory.path))["steps"][1]] == [
-        [0.5, -0.25],
-        0.5,
-        [None, 1.0],
-    ]
+    samples = sample_data(gather(directory.path))["steps"][1]
+    assert [sample["advantages"] for sample in samples] == [[0.5, -0.25], [0.5, 0.5], [None, 1.0]]
+    assert [sample["chips"].get("advantage") for sample in samples] == [None, "0.5", None]
 
 
 def test_a_long_response_is_cut_and_says_so(tmp_path):
@@ -319,7 +294,8 @@ def test_a_long_response_is_cut_and_says_so(tmp_path):
         1, [{"prompt": "p", "response": "r", "token_ids": [1] * 5000, "logprobs": [-1.0] * 5000}]
     )
     (sample,) = sample_data(gather(directory.path))["steps"][1]
-    assert (sample["n"], sample["cut"], len(sample["l"])) == (5000, 1000, 4000)
+    assert (sample["chips"]["tokens"], sample["cut"]) == ("5000", 1000)
+    assert len(sample["logprobs"]) == 4000
 
 
 def test_a_message_without_text():
@@ -348,6 +324,55 @@ def test_the_same_warning_is_shown_once(tmp_path):
         and "×5" in page.text
         and "1 warning or error, 0 events" in page.text
     )
+
+
+METRICS = [
+    {"step": step, "phase": "train", "reward": step / 10, "reward/brief": 0.1 * step, "lr": 1e-5, "my_own": step, "ratio_max": 1.0,
+     "seconds": 2.0, "seconds_generate": 1.5, "seconds_train": 0.4, "generation/replica_0/busy": step, "flag": True, "nothing": None}
+    for step in range(1, 8)
+] + [{"step": 4, "phase": "validation", "reward": 0.5, "accuracy": 0.25}]  # fmt: skip
+
+
+def groups_of(run: RunDirectory, metrics: list[dict]) -> dict[str, dict]:
+    curves = curves_of(replace(gather(run.path), metrics=metrics))
+    return {group["name"]: group for group in grouped(curves)}
+
+
+def test_every_number_has_its_place(run):
+    groups = groups_of(run, METRICS)
+    titles = {name: [curve["title"] for curve in group["drawn"]] for name, group in groups.items()}
+    assert titles == {
+        "Learning": ["Reward", "Accuracy", "brief"],
+        "Updates": [],
+        "Engines": ["replica 0/busy"],
+        "Speed and resources": [],
+        "Other": ["my own"],
+    }
+    constant = [(curve["title"], curve["now"]) for curve in groups["Updates"]["constant"]]
+    assert constant == [("Learning rate", 1e-5), ("ratio_max".replace("_", " "), 1.0)]
+    assert groups["Engines"]["drawn"][0]["meaning"].startswith("share of the time")
+    shares = groups["Speed and resources"]["shares"]
+    assert shares == pytest.approx({"generate": 0.75, "train": 0.2, "other": 0.05})
+    only = [{"step": 1, "phase": "train", "seconds": 1.0, "trainer/seconds": 0.5}]
+    assert groups_of(run, only)["Speed and resources"]["shares"] == {}
+    data = groups["Learning"]["drawn"][0]["data"]
+    assert data["train"] == ([*range(1, 8)], [step / 10 for step in range(1, 8)])
+    assert data["validation"] == ([4], [0.5])
+
+
+def test_a_long_course_is_thinned(run):
+    steps = range(1, 20_001)
+    lines = [{"step": step, "phase": "train", "loss": math.sin(step / 100)} for step in steps]
+    (curve,) = groups_of(run, lines)["Learning"]["drawn"]
+    assert MOST_POINTS / 2 < len(curve["data"]["train"][0]) <= MOST_POINTS
+    assert len(curve["svg"]) < 60_000
+
+
+def test_what_differs_from_the_defaults_stands_out(run):
+    changed = gather(run.path).changed
+    assert changed["max_num_steps"] == 100 and "run.seed" not in changed
+    page = page_of(run)
+    assert len([row for row in page.all("tr") if row.get("class") == "changed"]) == len(changed)
 
 
 def test_the_command(run, tmp_path, capsys):

@@ -5,9 +5,10 @@ from datetime import datetime
 
 import pytest
 
+import nemorl
 from nemorl.runtime.run.callbacks import notify
 from nemorl.runtime.run.directory import RunDirectory, read_lines
-from nemorl.runtime.watch.log import event, recorded
+from nemorl.runtime.watch.log import changed_settings, event, recorded
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.tiny import tiny_run
 
@@ -61,7 +62,7 @@ def test_warnings_are_kept_and_still_seen(directory):
         "UserWarning",
         "the reward is flat",
     )
-    assert "test_structured_log.py" in line["place"]
+    assert "test_log.py" in line["place"]
 
 
 def test_nothing_is_left_behind(directory):
@@ -95,6 +96,13 @@ def test_a_library_that_keeps_to_itself_is_heard(directory, monkeypatch):
     assert [line["message"] for line in log_of(directory) if line["level"] == "WARNING"] == [
         "an old config"
     ]
+
+
+def test_settings_that_differ_from_the_defaults():
+    optimizer = nemorl.OptimizerConfig(beta1=0.5)
+    config = nemorl.SFTConfig(max_num_steps=5, optimizer=optimizer)
+    assert changed_settings(config) == {"max_num_steps": None, "optimizer.beta1": 0.9}
+    assert changed_settings(None) == {}
 
 
 @pytest.mark.parametrize(

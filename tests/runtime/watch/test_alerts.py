@@ -2,7 +2,8 @@ import pytest
 
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.watch import plots
-from nemorl.runtime.watch.observers import PlotCallback, SignalWatch
+from nemorl.runtime.watch.alerts import SignalWatch
+from nemorl.runtime.watch.plots import PlotCallback
 from tests.runtime.tiny import tiny_run
 
 

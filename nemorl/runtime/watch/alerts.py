@@ -1,0 +1,91 @@
+"""Callbacks that warn of a run that learns nothing, or whose sampler and trainer disagree."""
+
+import math
+import warnings
+
+from nemorl.runtime.config.policy import GapConfig
+from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.state import Run
+
+
+class SignalWatch(Callback):
+    """Warn when for `patience` steps the rewards differed in no group, so that nothing is learned."""
+
+    def __init__(self, patience: int = 10) -> None:
+        self.patience, self.silent = patience, 0
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        self.silent = self.silent + 1 if metrics.get("informative_groups") == 0 else 0
+        if self.silent == self.patience:
+            warnings.warn(
+                f"step {step}: for {self.patience} steps all responses to each prompt had the same"
+                " reward, so nothing is learned: look at samples/ and at the reward; easier"
+                " prompts, more responses per prompt or some SFT first may help",
+                stacklevel=2,
+            )
+
+
+CAUSES = (
+    "Likely causes: weights that the engine did not receive (then the gap grows from step to step);"
+    " an engine that computes differently (quantized, another dtype or kernel) or reports logprobs"
+    " of another distribution than it samples from; bfloat16 (1.01 to 1.03 is usual); dropout,"
+    " which is on in training. Look at worst_tokens in {samples}, which nemorl report shows in"
+    " color."
+)
+
+
+class GapWatch(Callback):
+    """Warn where sampler and trainer disagree, and end the run with a FloatingPointError where they
+    disagree too much: see `GapConfig`.
+
+    It comes after the checkpoints: when it ends the run, it names the newest one from before.
+    """
+
+    def __init__(self, config: GapConfig, directory: RunDirectory) -> None:
+        self.config, self.directory = config, directory
+        self.next_warning = config.warn
+        self.error: FloatingPointError | None = None
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        if "token_mult_prob_error" not in metrics:
+            return
+        value, worst = metrics["token_mult_prob_error"], metrics["token_mult_prob_error_max"]
+        found = (
+            f"sampler and trainer disagree on the tokens' probabilities, by a factor of {value:.4g}"
+            f" on average and {worst:.4g} in one response"
+        )
+        if metrics["generation_nonfinite_fraction"] == 1:
+            value = math.nan
+            found = (
+                "the sampler has no finite logprob for any of its tokens, so that it can't be"
+                " compared with the trainer"
+            )
+        found = f"step {step}: {found} (token_mult_prob_error;"
+        causes = CAUSES.format(samples=self.directory.samples / f"step_{step}.jsonl")
+        if self.config.stop is not None and not value <= self.config.stop:
+            self.error = FloatingPointError(f"{found} gap.stop is {self.config.stop:g}). {causes}")
+            raise self.error
+        if self.next_warning is not None and not value <= self.next_warning:
+            self.next_warning = 1 + 2 * (value - 1) if value < math.inf else None
+            remedy = "off_policy.mode truncate corrects for what can't be avoided."
+            warnings.warn(
+                f"{found} gap.warn is {self.config.warn:g}). {causes} {remedy}", stacklevel=2
+            )
+
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
+        if error is not self.error or self.config.stop is None:
+            return
+        good = [
+            step
+            for step, metrics in checkpoint.metrics_by_step(self.directory.path).items()
+            if (metrics.get("token_mult_prob_error") or math.inf) <= self.config.stop
+        ]
+        error.add_note(
+            f"The newest checkpoint from before the gap is step_{max(good)}: to go on from there,"
+            f" remove the later ones in {self.directory.checkpoints}."
+            if good
+            else "No checkpoint from before the gap is left: run.save_period and"
+            " run.keep_checkpoints say how many there are."
+        )

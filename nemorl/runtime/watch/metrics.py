@@ -1,0 +1,211 @@
+"""What a run measures: what its numbers are called, how they are written, and their courses."""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Series = tuple[list[int], list[float]]
+"""Steps and values."""
+
+
+class Metric(NamedTuple):
+    """How a metric is shown."""
+
+    title: str
+    meaning: str = ""
+    """What it is measured in."""
+    label: str = ""
+    """Its name in the live table; without one it is not there."""
+    plot: str = ""
+    """Its file in plots/, without .png."""
+
+
+SECTIONS = {
+    "Learning": {
+        "reward": Metric("Reward", "mean reward of the responses", "reward", "reward"),
+        "accuracy": Metric(
+            "Accuracy",
+            "share of responses with a reward (of several: the first) of at least 1; of pairs:"
+            " chosen above rejected",
+            "accuracy",
+            "accuracy",
+        ),
+        "loss": Metric("Loss", "the loss that is minimized", "loss", "loss"),
+        "margin": Metric("Margin", "reward of chosen minus rejected", "margin", "margin"),
+        "chosen_reward": Metric("Reward of chosen", "implicit reward of the chosen responses"),
+        "rejected_reward": Metric("Reward of rejected", "implicit reward of the rejected ones"),
+        "nll": Metric("Negative log-likelihood", "nats per token of the demonstrations"),
+        "token_probability": Metric("Token probability", "mean of the demonstrations' tokens"),
+        "reward/": Metric("", "one part of the reward"),
+    },
+    "Policy": {
+        "kl": Metric("KL to the reference", "nats per token", "KL", "kl"),
+        "entropy": Metric("Entropy", "nats per token", "entropy", "entropy"),
+        "response_length": Metric("Response length", "tokens", "length", "length"),
+        "truncated_fraction": Metric("Truncated", "share of responses that hit the token limit"),
+        "informative_groups": Metric(
+            "Informative groups", "share of prompts whose responses differ in reward"
+        ),
+        "reward_std": Metric("Spread of rewards", "standard deviation of the rewards in a step"),
+        "groups_kept": Metric("Groups kept", "share of sampled prompts that are trained on"),
+    },
+    "Sampler": {
+        "token_mult_prob_error": Metric(
+            "Sampler against trainer",
+            "mean factor between their token probabilities; 1 is agreement",
+            "gap",
+            "gap",
+        ),
+        "token_mult_prob_error_max": Metric(
+            "Sampler against trainer, worst response",
+            "the same in the response where it is largest",
+        ),
+        "gen_kl_error": Metric("Sampler's KL error", "nats per token"),
+        "gen_kl_error_max": Metric("Sampler's KL error, worst response", "nats per token"),
+        "generation_nonfinite_fraction": Metric(
+            "Tokens without a sampler's logprob", "share of the tokens"
+        ),
+    },
+    "Updates": {
+        "lr": Metric("Learning rate", "of the optimizer step", "lr", "lr"),
+        "grad_norm": Metric("Gradient norm", "before clipping"),
+        "approx_kl_k1": Metric("KL of the update, k1", "policy before against after, nats"),
+        "approx_kl_k3": Metric("KL of the update, k3", "policy before against after, nats"),
+        "clip_fraction_low": Metric("Clipped below", "share of tokens"),
+        "clip_fraction_high": Metric("Clipped above", "share of tokens"),
+        "ratio_": Metric(""),
+        "importance_": Metric(""),
+        "num_tokens": Metric("Tokens", "in a step"),
+    },
+    "Engines": {"generation/": Metric("")},
+    "Speed and resources": {
+        "tokens_per_second": Metric("Throughput", "tokens per second", "tok/s", "throughput"),
+        "trainer/mfu": Metric(
+            "Model FLOPs utilization", "share of a device's peak in bfloat16", "MFU", "mfu"
+        ),
+        "trainer/memory_gb": Metric(
+            "Memory of the trainer",
+            "GB, the peak of the device that has most; on CPUs since the process began",
+            "mem GB",
+            "memory",
+        ),
+        "seconds": Metric("Step time", "seconds"),
+        "seconds_generate": Metric("Time to generate", "seconds a step"),
+        "seconds_train": Metric("Time to train", "seconds a step"),
+        "seconds_sync": Metric("Time to sync weights", "seconds a step"),
+        "seconds_": Metric("", "seconds a step"),
+        "trainer/tflops_per_device": Metric(
+            "Training speed", "10^12 model operations per second and device"
+        ),
+        "trainer/seconds": Metric("Time of an optimizer step", "seconds"),
+        "trainer/": Metric(""),
+        "cpu_percent": Metric("CPU", "percent; 100 is one core"),
+        "memory_gb": Metric("Memory", "GB, resident"),
+        "gpu_memory_gb": Metric("GPU memory", "GB, the step's peak"),
+        "gpu_percent": Metric("GPU", "percent"),
+    },
+}
+"""The metrics by section, in the order in which they are shown; a name that ends in / or _ is a
+prefix.
+"""
+METRICS = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
+LABELS = {name: metric.label for name, metric in METRICS.items() if metric.label}
+
+
+def placed(name: str) -> tuple[str, int, Metric]:
+    """Return the section of a metric, its place in the table, and how it is shown.
+
+    >>> placed("seconds_sync")[2].title, placed("reward/brief")[2].title, placed("my_own")[0]
+    ('Time to sync weights', 'brief', 'Other')
+    """
+    keys = [key for key in METRICS if name == key or (key[-1] in "/_" and name.startswith(key))]
+    if not keys:
+        return "Other", len(METRICS), Metric(name.replace("_", " "))
+    key = name if name in keys else keys[0]
+    section = next(section for section, members in SECTIONS.items() if key in members)
+    title = METRICS[key].title or name.removeprefix(key if key[-1] == "/" else "")
+    metric = METRICS[key]._replace(title=title.replace("_", " "))
+    return section, list(METRICS).index(key), metric
+
+
+def number(value: float) -> str:
+    """Write a number with three significant digits.
+
+    >>> [number(x) for x in (0.5, 12345, 999.9, -0.01234, 3e-5, 0, float("nan"))]
+    ['0.500', '12.3k', '1.00k', '-0.0123', '3e-5', '0', 'nan']
+    """
+    if value == 0 or not math.isfinite(value):
+        return f"{value:.0f}"
+    rounded = float(f"{value:.3g}")
+    if abs(rounded) < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    for unit in ("", "k", "M", "G"):
+        if abs(rounded) < 1000:
+            return f"{rounded:#.3g}".rstrip(".") + unit
+        rounded /= 1000
+    return f"{rounded:#.3g}".rstrip(".") + "T"
+
+
+def duration(seconds: float) -> str:
+    """Write a time as minutes and seconds, with hours and days where there are any.
+
+    >>> [duration(x) for x in (5, 62, 3723, 180000)]
+    ['0:05', '1:02', '1:02:03', '2d 2:00:00']
+    """
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value can be drawn."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def series_of(records: Iterable[Mapping[str, Any]], metric: str, phase: str) -> Series:
+    """Return the finite values of a metric in the lines of metrics.jsonl.
+
+    >>> series_of([{"step": 1, "phase": "train", "loss": 2.0}, {"step": 2}], "loss", "train")
+    ([1], [2.0])
+    """
+    points = [
+        (record["step"], record[metric])
+        for record in records
+        if record.get("phase") == phase
+        and isinstance(record.get("step"), int)
+        and is_number(record.get(metric))
+    ]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smooth(values: list[float], *, width: float) -> list[float]:
+    """Average each value with its neighbors, with Gaussian weights of standard deviation `width`.
+
+    >>> [round(value, 2) for value in smooth([0.0, 0.0, 4.0, 0.0, 0.0], width=0.5)]
+    [0.0, 0.43, 3.15, 0.43, 0.0]
+    """
+    reach = math.ceil(3 * width)
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
+
+    def weighted(array: np.ndarray) -> np.ndarray:
+        return np.convolve(array, kernel)[reach : reach + len(array)]
+
+    return (weighted(np.asarray(values)) / weighted(np.ones(len(values)))).tolist()
+
+
+def thin(series: Series, most: int) -> Series:
+    """Return at most `most` points, each the mean of equally many neighbors.
+
+    >>> thin(([1, 2, 3, 4, 5], [0.0, 1.0, 2.0, 3.0, 4.0]), 3)
+    ([1, 3, 5], [0.5, 2.5, 4.0])
+    """
+    steps, values = series
+    size = max(1, -(-len(steps) // most))
+    parts = [values[start : start + size] for start in range(0, len(steps), size)]
+    return steps[::size], [sum(part) / len(part) for part in parts]

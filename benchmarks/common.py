@@ -64,9 +64,17 @@ def save_model(
     ).save_pretrained(folder / "tokenizer")
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=positions, bos_token_id=None, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())

@@ -48,9 +48,17 @@ def response_lengths(options: Options, kind: str) -> list[int]:
 def main(options: Options) -> None:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=512, hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=512, bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     model = Qwen2ForCausalLM(config).eval()
     prompts = torch.randint(2, 512, (options.num_prompts, 16))
     engine = TorchGenerationBackend(model=model)

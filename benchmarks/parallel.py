@@ -100,7 +100,8 @@ def memory(options: Options, folder: Path) -> None:
         f" {options.length} tokens, in GB per rank"
     )
     print(
-        f"  {'':14}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'of one process':>16}{'peak growth':>13}{'of one process':>16}"
+        f"  {'':14}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'of one process':>16}"
+        f"{'peak growth':>13}{'of one process':>16}"
     )
     first: tuple[float, float] | None = None
     for name, plan in PLANS.items():
@@ -115,7 +116,8 @@ def memory(options: Options, folder: Path) -> None:
         first = first or (held, growth)
         parts = "".join(f"{part / 1e9:12.3f}" for part in (parameters, gradients, optimizer))
         print(
-            f"  {name:14}{parts}{held / first[0]:16.3f}{growth / 1e9:13.3f}{growth / first[1]:16.3f}",
+            f"  {name:14}{parts}{held / first[0]:16.3f}{growth / 1e9:13.3f}"
+            f"{growth / first[1]:16.3f}",
             flush=True,
         )
 

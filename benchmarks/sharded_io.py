@@ -92,8 +92,14 @@ def measure(
     if plan.num_ranks > 1:
         become_rank(rank, plan.num_ranks, port)
     backend = DTensorBackend()
-    backend.setup(BackendConfig(model=ModelConfig(path=str(folder / "model")), trainer=TrainerConfig(device="cpu"), parallel=plan,
-                                optimizer=OptimizerConfig()))  # fmt: skip
+    backend.setup(
+        BackendConfig(
+            model=ModelConfig(path=str(folder / "model")),
+            trainer=TrainerConfig(device="cpu"),
+            parallel=plan,
+            optimizer=OptimizerConfig(),
+        )
+    )
     backend.train_step(batch_of([16] * 4), loss_fn)
     target, copy = folder / f"checkpoint-{os.environ.get('MASTER_PORT', 0)}", folder / "copy"
     seconds: dict[str, list[float]] = {}

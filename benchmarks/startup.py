@@ -49,10 +49,24 @@ def main(options: Options) -> None:
             ["--run.dir", "RUN", "--run.display", "none", "--max-num-steps", "1"],
         )
         step = [
-            *nemorl, "grpo", *run, "--model.path", str(folder / "model"), "--model.tokenizer", str(tokenizer),
-            "--data.train", str(folder / "rows.jsonl"), "--data.max-total-sequence-length", "64", "--generation.max-new-tokens", "8",
-            "--num-prompts-per-step", "4", "--num-generations-per-prompt", "4",
-        ]  # fmt: skip
+            *nemorl,
+            "grpo",
+            *run,
+            "--model.path",
+            str(folder / "model"),
+            "--model.tokenizer",
+            str(tokenizer),
+            "--data.train",
+            str(folder / "rows.jsonl"),
+            "--data.max-total-sequence-length",
+            "64",
+            "--generation.max-new-tokens",
+            "8",
+            "--num-prompts-per-step",
+            "4",
+            "--num-generations-per-prompt",
+            "4",
+        ]
         commands = {
             "python -c pass": [*python, "pass"],
             "import torch": [*python, "import torch"],

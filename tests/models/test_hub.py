@@ -19,8 +19,17 @@ from nemorl.parallel.planner.command import read_shape
 from nemorl.runtime.cli.main import main
 
 COMMIT = "0" * 40
-CONFIG = json.dumps({"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-                     "num_key_value_heads": 2, "vocab_size": 100}).encode()  # fmt: skip
+CONFIG = json.dumps(
+    {
+        "model_type": "qwen2",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+    }
+).encode()
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> None:

@@ -37,7 +37,7 @@ from tests.parallel.batches import nll_loss
 def measure_steps(
     folder: Path, plan: ParallelPlan, work: Workload, micro_batches: int
 ) -> tuple[int, int]:
-    """The peak in bytes of the second optimizer step of this rank, and what it sends in the third."""
+    """The peak bytes of the second optimizer step of this rank, and what it sends in the third."""
     trainer = TrainerConfig(
         device="cpu",
         train_micro_batch_size=work.rows,

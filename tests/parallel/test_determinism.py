@@ -12,8 +12,14 @@ from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 
 def settings():
     cudnn = torch.backends.cudnn
-    return (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(), cudnn.deterministic,
-            cudnn.benchmark, torch.utils.deterministic.fill_uninitialized_memory, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))  # fmt: skip
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        cudnn.deterministic,
+        cudnn.benchmark,
+        torch.utils.deterministic.fill_uninitialized_memory,
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
 
 
 @pytest.mark.parametrize("workspace", [None, ":16:8"])

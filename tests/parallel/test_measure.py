@@ -75,8 +75,14 @@ def test_pytorch_counts_the_same(kind, tied, frozen):
 
 def test_a_model_of_a_billion_and_a_half():
     """6 N per token, of which attention within 8,192 tokens is about a third more."""
-    config = KINDS["qwen2"][0](hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-                               vocab_size=151936)  # fmt: skip
+    config = KINDS["qwen2"][0](
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        vocab_size=151936,
+    )
     assert flops_per_step(config, [1]) / 6 == pytest.approx(
         1.544e9, rel=1e-3
     )  # as in its model card, tied
@@ -152,8 +158,14 @@ def test_the_peak_is_this_process_own():
         "from nemorl.parallel.measure import *; big = torch.ones(50_000_000); del big;"
         " print(peak_memory(torch.device('cpu')))"
     )
-    small, large = (int(subprocess.run([sys.executable, "-c", text], capture_output=True, check=True, text=True).stdout)
-                    for text in (code.replace("50_000_000", "5"), code))  # fmt: skip
+    small, large = (
+        int(
+            subprocess.run(
+                [sys.executable, "-c", text], capture_output=True, check=True, text=True
+            ).stdout
+        )
+        for text in (code.replace("50_000_000", "5"), code)
+    )
     assert large - small == pytest.approx(2e8, rel=0.25)
 
 

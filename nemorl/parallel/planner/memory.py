@@ -1,7 +1,7 @@
 """The memory that a plan takes on each device; the tests compare it with measured peaks."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from nemorl.checks import at_least
 from nemorl.parallel.plan import ParallelPlan
@@ -155,7 +155,7 @@ class Step:
         kv_heads = max(1, model.num_key_value_heads // tensor_parallel_size)
         cache = 4 * model.num_hidden_layers * kv_heads * model.head_dim * tokens
         weights = 2 * model.num_parameters() // tensor_parallel_size
-        return self._moment(generation=weights + cache)
+        return replace(self.states(), generation=weights + cache)
 
     def host_memory(self, *, pinned: bool = True) -> int:
         """Return the main memory that a process takes with cpu_offload: parameters, gradients,
@@ -176,20 +176,10 @@ class Step:
         whole = self.model.num_hidden_layers * layer + copies * held(self.model.ends())
         return whole + 2 * STATE * self.trained()
 
-    def _moment(self, **parts: int) -> Memory:
-        states = self.states()
-        return Memory(
-            parameters=states.parameters,
-            optimizer=states.optimizer,
-            reference=states.reference,
-            **parts,
-        )
-
     def moments(self) -> list[Memory]:
-        """Return the moments that may be the fullest: the head's backward pass with all
-        activations; the last layer's with what it recomputes, and at its end with its gradients;
-        the first layer's, when gradients have replaced activations; and the embedding's, with the
-        largest gradient.
+        """Return what may be the fullest moment: the backward passes of the head, with all
+        activations; of the last layer, at its begin and end; of the first layer, with all
+        gradients; and of the embedding.
         """
         plan, layers = self.plan, self.model.num_hidden_layers
         shard = 0 if plan.cpu_offload else STATE * self.trained()
@@ -200,21 +190,24 @@ class Step:
         again = saved if plan.activation_checkpointing == "full" else max(0, saved - kept)
         own = again + self._layer_backward()
         stream = 3 * self.tokens * self.dtype_size * self.model.hidden_size
-        mask = self._mask()
         head, after, begins, layer_ends, embedding = self._gathered()
-        activations = layers * kept + self._outer_activations() + mask
-        logits = self._logits()
+        moments = (
+            (before, layers * kept + self._outer_activations(), self._logits(), head),
+            (head_only, layers * kept + own, 0, after + begins),
+            (head_only, (layers - 1) * kept + stream, 0, after + layer_ends),
+            (shard, kept + own, 0, after + begins),
+            (shard, stream, 0, embedding),
+        )
+        states, mask = self.states(), self._mask()
         return [
-            self._moment(gradients=before, activations=activations, logits=logits, gathered=head),
-            *(
-                self._moment(gradients=gradients, activations=active + mask, gathered=gathered)
-                for gradients, active, gathered in (
-                    (head_only, layers * kept + own, after + begins),
-                    (head_only, (layers - 1) * kept + stream, after + layer_ends),
-                    (shard, kept + own, after + begins),
-                    (shard, stream, embedding),
-                )
-            ),
+            replace(
+                states,
+                gradients=gradients,
+                activations=activations + mask,
+                logits=logits,
+                gathered=gathered,
+            )
+            for gradients, activations, logits, gathered in moments
         ]
 
     def _gathered(self) -> tuple[int, int, int, int, int]:
@@ -258,9 +251,9 @@ class Step:
         """Return what a layer keeps for its backward pass without recomputation, op by op.
 
         Each norm: its input in float32, the normed input, its output. Attention: queries, keys,
-        values, output. The feed-forward: four arrays of its width. Sequence parallelism splits the
-        norms' inputs over tokens. Under autocast norms stay in float32, and their output is cast
-        for each product. Beside adapters a product's input is kept only where an adapter reads it.
+        values, output. The feed-forward: four. Sequence parallelism splits the norms' inputs.
+        Under autocast norms stay in float32, and each product casts their output. With adapters a
+        product's input is kept only where an adapter reads it.
         """
         model, plan, size = self.model, self.plan, self.dtype_size
         (q, kv, inner), hidden = self.heads_width, model.hidden_size

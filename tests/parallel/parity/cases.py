@@ -107,7 +107,7 @@ class Case:
 
 @cache
 def matrix() -> tuple[Case, ...]:
-    """Every case of `make parity`, each once. Selective checkpointing and compilation need a rank."""
+    """Every case of `make parity`. Selective checkpointing and compilation need a rank."""
     return tuple(
         case
         for case in dict.fromkeys(_matrix())

@@ -54,8 +54,10 @@ def pairs(output: ForwardOutput, part: TokenBatch) -> LossOutput:
     """
     assert part.reference_logprobs is not None
     count = int(num_segments(part.segment_ids).sum())
-    ours, theirs = (sequence_logprobs(values, part.loss_mask, part.segment_ids, num_sequences=count)
-                    for values in (output.token_logprobs, part.reference_logprobs))  # fmt: skip
+    ours, theirs = (
+        sequence_logprobs(values, part.loss_mask, part.segment_ids, num_sequences=count)
+        for values in (output.token_logprobs, part.reference_logprobs)
+    )
     weights = ours.new_full((count // 2,), PAIR_WEIGHT)
     return dpo(ours[0::2], ours[1::2], theirs[0::2], theirs[1::2], weights, beta=BETA)
 

@@ -176,5 +176,13 @@ def reference(problem: Problem) -> Outcome:
         after = forward(model, batch, problem.dtype)[0]
     whole = model.merge_and_unload() if problem.lora else model  # type: ignore[operator]
     weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
-    return Outcome(logprobs=before, token_logprobs=first[0], entropy=first[1], losses=tuple(values), grad_norms=tuple(norms), gradients=gradients,
-                   weights=weights, after=after)  # fmt: skip
+    return Outcome(
+        logprobs=before,
+        token_logprobs=first[0],
+        entropy=first[1],
+        losses=tuple(values),
+        grad_norms=tuple(norms),
+        gradients=gradients,
+        weights=weights,
+        after=after,
+    )

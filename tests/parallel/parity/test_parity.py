@@ -129,7 +129,7 @@ def test_the_golden_batch_is_one_that_shows_something(problem: Problem):
 
 
 def test_the_reference_is_what_the_losses_say():
-    """Both are written down apart; a kind of logprobs with filters has fewer tokens in its support."""
+    """Both are written apart; a kind of logprobs with filters has fewer tokens in its support."""
     plain, filtered = reference(Problem()), reference(Problem(logprobs="filtered"))
     assert KINDS["filtered"].filtered and filtered.entropy.sum() < plain.entropy.sum()
     assert not torch.equal(plain.logprobs, filtered.logprobs)

@@ -240,8 +240,6 @@ def test_the_peaks_of_two_ranks_and_what_they_send(cases: dict[str, Any], tmp_pa
         # The devices are the CPU's cores: what is kept in main memory counts, and is not pinned.
         memory = step.training_memory().total + step.host_memory(pinned=False)
         expected = step_traffic(step, micro_batches=2).total
-        print(f"{name}: memory {memory / 1e6:.2f} MB, measured {peak / 1e6:.2f}; sent", end=" ")
-        print(f"{expected / 1e6:.2f} MB, counted {sent / 1e6:.2f}")
         assert memory == pytest.approx(peak, rel=0.15), name
         assert expected == pytest.approx(sent, rel=0.15), name
 

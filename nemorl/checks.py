@@ -1,8 +1,11 @@
 """How a wrong value is refused, everywhere alike: field, requirement, value, remedy."""
 
+import difflib
+from collections.abc import Iterable
+
 
 def require(condition: bool, field_name: str, requirement: str, value: object, remedy: str) -> None:
-    """Raise a ValueError that names the field, what was expected, what came, and what to do.
+    """Raise a ValueError that names the field, the requirement, the value and the remedy.
 
     >>> require(False, "optimizer.lr", "must be positive", -1.0, "try 1e-5")
     Traceback (most recent call last):
@@ -13,6 +16,7 @@ def require(condition: bool, field_name: str, requirement: str, value: object, r
 
 
 def at_least(minimum: float, **values: float | None) -> None:
+    """Require that no value is below `minimum`; optimizer__lr is the field optimizer.lr."""
     for name, value in values.items():
         require(
             value is None or value >= minimum,
@@ -21,3 +25,13 @@ def at_least(minimum: float, **values: float | None) -> None:
             value,
             f"use {minimum} or more",
         )
+
+
+def closest(word: str, words: Iterable[str]) -> str:
+    """Return a did-you-mean for an error message, or nothing.
+
+    >>> closest("dtenosr", ["dtensor", "megatron"])
+    '; did you mean dtensor?'
+    """
+    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.7)
+    return f"; did you mean {matches[0]}?" if matches else ""

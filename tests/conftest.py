@@ -13,11 +13,8 @@ from jaxtyping import install_import_hook
 import tests.shape_checks  # noqa: F401  (the hook looks it up by name)
 from tests.forked import forked_python
 
-os.environ[
-    "HF_HUB_OFFLINE"
-] = (  # a name that is no folder is refused at once, on a machine with a network as on one without
-    "1"
-)
+# A name that is no folder is refused at once, with or without a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 _early = sorted(name for name in sys.modules if name.split(".")[0] == "nemorl")
 if _early:
@@ -33,30 +30,31 @@ import torch  # noqa: E402  (after the hook, so that nothing can slip in before 
 
 torch.set_num_threads(1)  # the tensors are tiny: threads only cost time
 
-_common = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", max_examples=200, derandomize=True, database=None, **_common)
-settings.register_profile("dev", max_examples=20, **_common)
+# `make test` runs 50 examples a law, `make test-all` 200 (HYPOTHESIS_PROFILE=thorough).
+for _name, _examples in {"ci": 50, "thorough": 200, "dev": 20}.items():
+    settings.register_profile(
+        _name,
+        max_examples=_examples,
+        deadline=None,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+        **({} if _name == "dev" else {"derandomize": True, "database": None}),
+    )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
 
 HAS_VLLM = find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["runtime/engines/*"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none, those of vLLM where it is not installed;
-    what has to run on one worker begins first.
-    """
+    """Skip tests of a GPU or vLLM where there is none; begin with what must run on one worker."""
     for item in items:
-        if (
-            item.get_closest_marker("gpu") is not None and not torch.cuda.is_available()
-        ):  # not by keyword: a parameter may be called gpu, too
+        # By marker, not by keyword: a parameter may be called gpu, too.
+        if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if ("vllm" in item.nodeid or "runtime/engines" in item.nodeid) and not HAS_VLLM:
             item.add_marker(pytest.mark.skip(reason="needs vLLM"))
-    items.sort(
-        key=lambda item: item.get_closest_marker("xdist_group") is None
-    )  # and not last, when the other workers have nothing left to do
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
-"""Conversations and tensors: everything between a data set's rows and the `TokenBatch` that a
-training step takes. Pure but for `datasets`.
+"""Conversations and tensors: everything between a data set's rows and the `TokenBatch` of a
+training step. Others use the names below: `load_rows`, `to_examples`, `collate`, `pack`, `split`.
+Pure but for reading files and `datasets`.
 """
 
 from nemorl.data.batch import Example, TokenBatch, collate, concatenate, resize, take, trim

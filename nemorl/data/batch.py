@@ -5,49 +5,46 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nemorl.data.padding import pad, round_up
 from nemorl.losses.logprobs import LogprobKind
+from nemorl.losses.types import PerToken, TokenIds, TokenMask, register_pytree
 
 IGNORED_INPUT = 0
-"""What `input_ids` holds where `segment_ids` is 0.
-
-It is never attended to nor trained on, so any valid id does.
-"""
+"""What `input_ids` holds on padding: any valid id."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
     """Sequences and their per-token arrays, all `[batch, seq]` like `input_ids`.
 
-    A row holds one sequence (as `collate` builds it) or several (after `pack`); `segment_ids` tells
-    them apart, so that nothing which reads a batch asks whether it is packed. Index t describes
-    token t itself: `prev_logprobs[:, t]` is log p(x_t | x_<t), and the first token of each segment
+    A row holds one sequence (of `collate`) or several (after `pack`); `segment_ids` tells them
+    apart.
+    Index t is about token t: `prev_logprobs[:, t]` is log p(x_t | x_<t). The first token of each
+        segment
     is never trained on.
     """
 
-    input_ids: Int[Tensor, "batch seq"]
-    segment_ids: Int[Tensor, "batch seq"]
+    input_ids: TokenIds
+    segment_ids: TokenIds
     """0 = padding, 1.. = the sequences of the row."""
-    position_ids: Int[Tensor, "batch seq"]
+    position_ids: TokenIds
     """Restart at 0 with every segment."""
-    loss_mask: Bool[Tensor, "batch seq"]
+    loss_mask: TokenMask
     """True = trained on. A subset of `response_mask`."""
-    response_mask: Bool[Tensor, "batch seq"]
+    response_mask: TokenMask
     """True = not the prompt; includes tool output and observations."""
-    loss_weights: Float[Tensor, "batch seq"] | None = None
-    """Built once for the whole optimizer step (docs/numerics.md, Weighted sums); 0 off the loss mask."""
-    advantages: Float[Tensor, "batch seq"] | None = None
-    prev_logprobs: Float[Tensor, "batch seq"] | None = None
-    generation_logprobs: Float[Tensor, "batch seq"] | None = None
-    reference_logprobs: Float[Tensor, "batch seq"] | None = None
+    loss_weights: PerToken | None = None
+    """Built once for the optimizer step (docs/numerics.md, Weighted sums); 0 off the loss mask."""
+    advantages: PerToken | None = None
+    prev_logprobs: PerToken | None = None
+    generation_logprobs: PerToken | None = None
+    reference_logprobs: PerToken | None = None
     logprob_kind: LogprobKind = LogprobKind()
-    """The distribution that every logprob array of this batch is about; the trainer computes the
-    current policy's under the same one.
-    """
+    """The distribution of all logprob arrays, and of those that the trainer computes."""
 
     @property
     def lengths(self) -> Int[Tensor, "batch"]:
@@ -63,34 +60,18 @@ class TokenBatch:
 
 
 TENSOR_FIELDS = tuple(field.name for field in fields(TokenBatch) if field.name != "logprob_kind")
-
-
-def _flatten(batch: TokenBatch):
-    return [getattr(batch, name) for name in TENSOR_FIELDS], batch.logprob_kind
-
-
-def _unflatten(tensors, logprob_kind: LogprobKind) -> TokenBatch:
-    batch = object.__new__(
-        TokenBatch
-    )  # not the constructor: tree_map may put anything in the place of a tensor
-    for name, value in (*zip(TENSOR_FIELDS, tensors, strict=True), ("logprob_kind", logprob_kind)):
-        object.__setattr__(batch, name, value)
-    return batch
-
-
-pytree.register_pytree_node(
-    TokenBatch, _flatten, _unflatten, serialized_type_name="nemorl.TokenBatch"
-)
+register_pytree(TokenBatch, constant="logprob_kind")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """One tokenised sequence before it is collated: plain Python, one entry per token.
+    """A tokenized sequence before it is collated: plain Python, one entry per token.
 
-    `loss_mask` (trained on) is a subset of `response_mask` (not the prompt), and its first entry is
-    False: nothing comes before that token, so it has no log-probability.
+    `loss_mask` (trained on) is a subset of `response_mask` (not the prompt); its first entry is
+    False, as nothing predicts that token.
 
-    >>> Example(input_ids=[5, 6, 7], loss_mask=[False, True, True], response_mask=[False, True, True]).num_tokens
+    >>> mask = [False, True, True]
+    >>> Example(input_ids=[5, 6, 7], loss_mask=mask, response_mask=mask).num_tokens
     3
     """
 
@@ -112,7 +93,7 @@ class Example:
                 )
 
     def arrays(self) -> dict[str, Sequence]:
-        """The per-token arrays that are there, by name."""
+        """Return the per-token arrays that are not None, by name."""
         return {
             field.name: values
             for field in fields(self)
@@ -131,20 +112,19 @@ def collate(
     length: int | None = None,
     logprob_kind: LogprobKind = LogprobKind(),
 ) -> TokenBatch:
-    """Examples (or dicts with an `Example`'s fields) as one `TokenBatch`: a sequence per row,
-    padded on the right.
+    """Return examples as one `TokenBatch`: a sequence per row, padded on the right.
 
-    The width is `length`, or that of the longest sequence, rounded up to `multiple_of`. An optional
-    array is in the batch if all examples have it. Raises ValueError where only some have an
-    optional array, where a loss mask leaves its response mask or trains on a first token.
+    Args:
+        examples: `Example`s, or dicts with their fields. An optional array is for all or none.
+        multiple_of: what the width is rounded up to.
+        length: the width; default: the longest sequence.
+    Raises: ValueError where only some have an optional array, where a loss mask leaves its response
+    mask or trains on a first token.
 
-    >>> one = Example(input_ids=[5, 6, 7], loss_mask=[False, True, True], response_mask=[False, True, True])
-    >>> two = {"input_ids": [8, 9], "loss_mask": [False, True], "response_mask": [False, True]}
-    >>> batch = collate([one, two])
+    >>> one = Example(input_ids=[5, 6], loss_mask=[False, True], response_mask=[False, True])
+    >>> batch = collate([one, {"input_ids": [8], "loss_mask": [False], "response_mask": [False]}])
     >>> batch.input_ids.tolist(), batch.segment_ids.tolist()
-    ([[5, 6, 7], [8, 9, 0]], [[1, 1, 1], [1, 1, 0]])
-    >>> batch.position_ids.tolist(), batch.loss_mask.int().tolist()
-    ([[0, 1, 2], [0, 1, 0]], [[0, 1, 1], [0, 1, 0]])
+    ([[5, 6], [8, 0]], [[1, 1], [1, 0]])
     """
     if not examples:
         raise ValueError("examples must hold at least one sequence, got none")
@@ -200,9 +180,10 @@ def _require_trainable(loss_mask: Tensor, response_mask: Tensor) -> None:
 
 
 def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenBatch:
-    """The given rows of a batch, in the given order. `trim` cuts the padding that may be left over.
+    """Return the given rows of a batch, in the given order; `trim` cuts what padding is left.
 
-    >>> batch = collate([{"input_ids": [n], "loss_mask": [False], "response_mask": [False]} for n in (5, 6, 7)])
+    >>> none = {"loss_mask": [False], "response_mask": [False]}
+    >>> batch = collate([{"input_ids": [n], **none} for n in (5, 6, 7)])
     >>> take(batch, [2, 0]).input_ids.tolist()
     [[7], [5]]
     """
@@ -211,12 +192,13 @@ def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenB
 
 
 def resize(batch: TokenBatch, length: int) -> TokenBatch:
-    """The same sequences in rows of `length` columns: padding is added or cut on the right. Raises
-    ValueError where a token would be cut.
+    """Return the same sequences in rows of `length` columns: padding on the right is added or cut.
 
-    >>> batch = collate([{"input_ids": [5, 6], "loss_mask": [False, True], "response_mask": [False, True]}])
-    >>> resize(batch, 4).input_ids.tolist()
-    [[5, 6, 0, 0]]
+    Raises: ValueError where a token would be cut.
+
+    >>> batch = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}])
+    >>> resize(batch, 3).input_ids.tolist()
+    [[5, 0, 0]]
     """
     longest = int(extents(batch).max()) if len(batch) else 0
     if length < longest:
@@ -230,22 +212,22 @@ def resize(batch: TokenBatch, length: int) -> TokenBatch:
 
 
 def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
-    """Without the columns on the right in which no row has a token; the width stays a multiple of
-    `multiple_of`.
+    """Return a batch without the columns on the right in which no row has a token.
 
-    >>> batch = collate([{"input_ids": [5, 6], "loss_mask": [False, True], "response_mask": [False, True]}], length=9)
+    >>> batch = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}], length=9)
     >>> trim(batch).input_ids.shape[1], trim(batch, multiple_of=4).input_ids.shape[1]
-    (2, 4)
+    (1, 4)
     """
     longest = int(extents(batch).max()) if len(batch) else 0
     return resize(batch, round_up(max(longest, 1), multiple_of))
 
 
 def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:
-    """Per row, the columns up to its last token: what the row costs in a padded batch.
+    """Return per row the columns up to its last token: its cost in a padded batch.
 
-    >>> extents(collate([{"input_ids": [5, 6], "loss_mask": [False, True], "response_mask": [False, True]}], length=9)).tolist()
-    [2]
+    >>> batch = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}], length=9)
+    >>> extents(batch).tolist()
+    [1]
     """
     place = torch.arange(1, batch.segment_ids.shape[1] + 1, device=batch.segment_ids.device)
     place = torch.where(batch.segment_ids > 0, place, 0)
@@ -253,15 +235,13 @@ def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """The rows of several batches, one below the other, as wide as the widest.
+    """Return the rows of several batches, one below the other, as wide as the widest.
 
-    Raises ValueError where the batches differ in their optional arrays or in the kind of their
-    log-probabilities.
+    Raises: ValueError where they differ in optional arrays or in the kind of their logprobs.
 
-    >>> wide = collate([{"input_ids": [5, 6], "loss_mask": [False, True], "response_mask": [False, True]}])
-    >>> narrow = collate([{"input_ids": [7], "loss_mask": [False], "response_mask": [False]}])
-    >>> concatenate([wide, narrow]).input_ids.tolist()
-    [[5, 6], [7, 0]]
+    >>> batch = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}])
+    >>> concatenate([resize(batch, 2), batch]).input_ids.tolist()
+    [[5, 0], [5, 0]]
     """
     if not batches:
         raise ValueError("batches must hold at least one batch, got none")

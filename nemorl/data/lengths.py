@@ -1,4 +1,4 @@
-"""A limit to the length of sequences, with a count of what it took."""
+"""A limit to the length of sequences, with a count of what it cut."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,7 @@ Item = TypeVar("Item", Example, list[int], Pair, tuple[Example, bool])
 
 @dataclass(frozen=True)
 class LengthReport:
-    """What `limit_length` did.
-
-    `kept` are the indices of what it returned, so that other columns can follow.
-    """
+    """What `limit_length` did; `kept` are the indices of what it returned."""
 
     kept: tuple[int, ...]
     num_truncated: int
@@ -40,17 +37,17 @@ def limit_length(
     policy: LengthPolicy = "error",
     rows: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[list[Item], LengthReport]:
-    """Examples, prompts as lists of ids, preference pairs or judged examples of at most
-    `max_length` tokens; nothing is cut silently.
+    """Return the items of at most `max_length` tokens, and a report: nothing is cut silently.
 
-    `error`: a longer one is an error that names it (by its row, where `rows` has one for each).
-    `drop`: it goes. `truncate`: an example keeps its first tokens, and goes if none is left to
-    train on; a prompt keeps its last tokens. A pair is as long as its longer side, and stays or
-    goes whole.
+    Args:
+        items: examples, prompts as lists of ids, preference pairs or labelled examples.
+        policy: for a longer one. `error` names it (by its row, if `rows` are given); `drop`;
+            `truncate` keeps an example's first tokens, and drops it if none is left to train on,
+            and a prompt's last tokens. A pair counts its longer side, and stays or goes whole.
 
     >>> kept, report = limit_length([[1, 2, 3], [4]], max_length=2, policy="truncate")
-    >>> kept, str(report)
-    ([[2, 3], [4]], '2 sequences kept, of which 1 truncated (1 tokens cut); 0 dropped; the longest had 3 tokens')
+    >>> kept, report.num_truncated
+    ([[2, 3], [4]], 1)
     """
     if max_length < 1:
         raise ValueError(f"max_length must be at least 1, got {max_length}")
@@ -88,7 +85,7 @@ def limit_length(
 
 
 def num_tokens(item: Any) -> int:
-    """Tokens of an example, a prompt, the longer side of a pair, or a judged example.
+    """Return the tokens of an example, a prompt, the longer side of a pair, or a labelled example.
 
     >>> num_tokens([5, 6, 7])
     3

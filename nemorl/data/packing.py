@@ -1,11 +1,13 @@
-"""Several sequences in one row, and back.
+"""Packing of several sequences into one row, and back.
 
-A plan says which; `pack` and `unpack` move every per-token array by one gather.
+A `Plan` says which share a row; `pack` and `unpack` move every per-token array by one gather.
 """
 
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import groupby
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -15,29 +17,26 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nemorl.data.batch import TokenBatch
-from nemorl.data.bins import ALGORITHMS, Algorithm, Plan
 from nemorl.data.padding import require_multiple, round_up
 
+Plan = tuple[tuple[int, ...], ...]
+"""Per row (or rank, or microbatch) the indices of what it holds; each index is in exactly one."""
 Lengths = Sequence[int] | Int[Tensor, "batch"] | Int[np.ndarray, "batch"]
 
 
-def pack_plan(
-    lengths: Lengths,
-    capacity: int,
-    *,
-    algorithm: Algorithm = "best_fit_decreasing",
-    num_rows_multiple: int = 1,
-) -> Plan:
-    """Which sequences share a row of `capacity` tokens: per row the indices of its sequences,
-    ascending; each index is in exactly one row.
+def pack_plan(lengths: Lengths, capacity: int, *, num_rows_multiple: int = 1) -> Plan:
+    """Return which sequences share a row of `capacity` tokens: per row their indices, ascending.
 
-    `num_rows_multiple` (say, the number of ranks) brings the number of rows up to a multiple by
-    splitting the fullest rows; only where there are fewer sequences than rows do empty rows remain.
-    Deterministic. Costs n log n; 100,000 log-normal lengths take a fraction of a second.
+    Best-fit decreasing, deterministic, n log n: 100,000 log-normal lengths take 0.1 s.
 
-    Raises ValueError that names a sequence longer than the capacity.
-
-    Source: NeMo RL `sequence_packing.algorithm` (the same four), MFFD after Johnson & Garey (1985).
+    Args:
+        lengths: tokens of each sequence.
+        capacity: tokens of a row.
+        num_rows_multiple: what the number of rows is a multiple of, such as the number of ranks:
+            the fullest rows are split. Empty rows remain only if sequences are fewer than rows.
+    Raises: ValueError that names a sequence longer than the capacity.
+    Source: NeMo RL `sequence_packing.algorithm`, whose four pack equally well but for
+    `concatenative`.
 
     >>> pack_plan([4, 8, 1, 4, 2, 1], 10)
     ((1, 2, 5), (0, 3, 4))
@@ -45,8 +44,6 @@ def pack_plan(
     ((1,), (0, 3, 4), (2, 5))
     """
     sizes = _plain(lengths)
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     if capacity < 1 or num_rows_multiple < 1:
         raise ValueError(
             f"capacity and num_rows_multiple must be at least 1, got {capacity} and"
@@ -58,37 +55,67 @@ def pack_plan(
             f"sequence {index} has {sizes[index]} tokens, but a row holds {capacity}: raise the"
             " capacity, or drop or truncate the sequence"
         )
-    filled = [index for index, size in enumerate(sizes) if size]
-    bins = ALGORITHMS[algorithm]([sizes[index] for index in filled], capacity)
-    rows = _with_multiple(
-        [[filled[place] for place in row] for row in bins], sizes, num_rows_multiple
-    )
-    if len(filled) < len(sizes):  # sequences without a token go anywhere
+    rows = _with_multiple(_best_fit_decreasing(sizes, capacity), sizes, num_rows_multiple)
+    empty = [index for index, size in enumerate(sizes) if not size]
+    if empty:  # sequences without a token go anywhere
         rows = rows or [[] for _ in range(num_rows_multiple)]
-        rows[0] += [index for index, size in enumerate(sizes) if not size]
+        rows[0] += empty
     return tuple(tuple(sorted(row)) for row in rows)
+
+
+def _best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Longest first, each into the row with the least room that it fits into."""
+    rows: list[list[int]] = []
+    rooms: list[int] = []  # the rooms that some row has, ascending
+    rows_with: dict[int, list[int]] = {}
+    order = np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable").tolist()
+    for size, run in groupby(order, key=sizes.__getitem__):
+        same, done = list(run) if size else [], 0
+        while done < len(same):
+            place = bisect_left(rooms, size)
+            if place == len(rooms):
+                room, row = capacity, len(rows)
+                rows.append([])
+            else:
+                room = rooms[place]
+                row = rows_with[room].pop()
+                if not rows_with[room]:
+                    del rows_with[room], rooms[place]
+            # What is left of the tightest row is tighter still: it takes as many of this size as
+            # fit.
+            moved = same[done : done + room // size]
+            done += len(moved)
+            rows[row] += moved
+            room -= len(moved) * size
+            if room not in rows_with:
+                rows_with[room] = []
+                insort(rooms, room)
+            rows_with[room].append(row)
+    return rows
 
 
 def pack(
     batch: TokenBatch, plan: Plan, *, capacity: int | None = None, multiple_of: int = 1
 ) -> TokenBatch:
-    """The rows of a batch in the rows of a plan: all arrays move along, and in each row the
-    segments count on, 1, 2, ...
+    """Return a batch whose rows are a plan's: all arrays move, segments count on, 1, 2, ...
 
-    What a plan's indices name is a row of the batch with all its segments: those (say, the two
-    answers of a preference pair) stay together, in order. A row has `capacity` columns (a multiple
-    of `multiple_of`), or as many as the fullest row needs, rounded up to `multiple_of`. Free places
-    hold 0. Raises ValueError where the plan doesn't hold each row of the batch once, or a row
-    exceeds the capacity.
+    An index of the plan is a row of `batch` with all its segments: those (the two answers of a
+    preference pair) stay together, in order.
+
+    Args:
+        batch: the rows to pack.
+        plan: each row of the batch once.
+        capacity: columns of a row, a multiple of `multiple_of`. Default: what the fullest row
+            needs, rounded up to `multiple_of`. Free places hold 0.
+    Raises: ValueError where the plan lacks or repeats a row, or a row exceeds the capacity.
 
     >>> from nemorl.data.batch import collate
     >>> ids = [5, 6, 7], [8], [9, 9]
-    >>> batch = collate([{"input_ids": x, "loss_mask": [False] * len(x), "response_mask": [False] * len(x)} for x in ids])
+    >>> masks = [{"loss_mask": [False] * len(x), "response_mask": [False] * len(x)} for x in ids]
+    >>> batch = collate([{"input_ids": x, **mask} for x, mask in zip(ids, masks)])
     >>> packed = pack(batch, ((0, 1), (2,)))
-    >>> packed.input_ids.tolist(), packed.segment_ids.tolist(), packed.position_ids.tolist()
-    ([[5, 6, 7, 8], [9, 9, 0, 0]], [[1, 1, 1, 2], [1, 1, 0, 0]], [[0, 1, 2, 0], [0, 1, 0, 0]])
-    >>> pack(packed, ((1, 0),)).segment_ids.tolist()
-    [[1, 1, 2, 2, 2, 3]]
+    >>> packed.input_ids.tolist(), packed.segment_ids.tolist()
+    ([[5, 6, 7, 8], [9, 9, 0, 0]], [[1, 1, 1, 2], [1, 1, 0, 0]])
     """
     require_multiple(multiple_of)
     lengths = batch.lengths.cpu().numpy()
@@ -107,7 +134,7 @@ def pack(
 
 
 def num_segments(segment_ids: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch"]:
-    """How many segments each row has: the greatest number in it.
+    """Return each row's number of segments: the greatest id in it.
 
     >>> num_segments(torch.tensor([[1, 1, 2, 0], [0, 0, 0, 0]])).tolist()
     [2, 0]
@@ -134,10 +161,13 @@ def unpack(
     *,
     length: int | None = None,
 ) -> TokenBatch | Shaped[Tensor, "batch seq *rest"]:
-    """The inverse of `pack`, for a whole batch or for one array (say, logprobs that were computed
-    on the packed rows): the rows that were packed, in their order, padded on the right to `length`
-    columns (default: the longest row). `lengths` are those that the plan was made of. In a batch
-    each row's segments count from 1 again; an array is moved as it is.
+    """Return the rows that were packed, in their order: the inverse of `pack`.
+
+    Args:
+        values: a packed batch, or one array [rows, columns, ...], such as logprobs of packed rows.
+            In a batch each row's segments count from 1 again; an array is moved as it is.
+        plan, lengths: the plan and the lengths that it was made of.
+        length: columns of the result, padded on the right. Default: the longest row.
 
     >>> unpack(torch.tensor([[5, 6, 7, 8], [9, 9, 0, 0]]), ((0, 1), (2,)), [3, 1, 2]).tolist()
     [[5, 6, 7], [8, 0, 0], [9, 9, 0]]
@@ -173,9 +203,7 @@ def unpack(
 
 
 class _Layout(NamedTuple):
-    """Where the sequences of a plan stand: their indices in the plan's order with the row of each,
-    and per index its row and its first column.
-    """
+    """Indices in a plan's order with their rows, and per index its row and first column."""
 
     order: np.ndarray
     row_of: np.ndarray
@@ -185,11 +213,11 @@ class _Layout(NamedTuple):
     """Per row, the tokens in it."""
 
     def targets(self, lengths: np.ndarray, width: int) -> Tensor:
-        """Per token, sequence by sequence, its place in the flattened rows of `width` columns."""
+        """Return each token's place in the flattened rows of `width` columns."""
         return _within(lengths, self.rows * width + self.starts)
 
     def before(self, sizes: np.ndarray) -> np.ndarray:
-        """Per index, the total size of those that stand before it in its row."""
+        """Return per index the total size of what precedes it in its row."""
         return _before(self.order, self.row_of, sizes)
 
 
@@ -198,9 +226,9 @@ def _layout(plan: Plan, lengths: np.ndarray) -> _Layout:
     counts = np.asarray([len(row) for row in plan], dtype=np.int64)
     times = np.bincount(order[(order >= 0) & (order < len(lengths))], minlength=len(lengths))
     if len(order) != len(lengths) or (times != 1).any():
+        first = int((times != 1).argmax())
         wrong = (
-            f"sequence {int((times != 1).argmax())} is there {int(times[(times != 1).argmax()])}"
-            " times"
+            f"sequence {first} is there {times[first]} times"
             if (times != 1).any()
             else f"it holds {len(order)}"
         )
@@ -224,7 +252,7 @@ def _before(order: np.ndarray, row_of: np.ndarray, sizes: np.ndarray) -> np.ndar
 
 
 def _within(lengths: np.ndarray, starts: np.ndarray) -> Tensor:
-    """`starts[i], starts[i] + 1, ...`, `lengths[i]` places for each i, one after the other."""
+    """Return `starts[i], starts[i] + 1, ...`, `lengths[i]` places for each i."""
     before = np.cumsum(lengths) - lengths
     return torch.from_numpy(np.repeat(starts - before, lengths) + np.arange(lengths.sum()))
 
@@ -252,9 +280,7 @@ def _width(used: np.ndarray, capacity: int | None, multiple_of: int) -> int:
 
 
 def _with_multiple(rows: list[list[int]], sizes: Sequence[int], multiple: int) -> list[list[int]]:
-    """Split the fullest rows in two until the number of rows is a multiple; empty rows only when
-    nothing is left to split.
-    """
+    """Split the fullest rows in two until the number of rows is a multiple, then add empty ones."""
     rows = list(rows)
     splittable = [
         (-sum(sizes[index] for index in row), number)

@@ -19,17 +19,15 @@ def pad(
     multiple_of: int = 1,
     side: Side = "right",
 ) -> tuple[Shaped[Tensor, "batch seq *rest"], Int[Tensor, "batch"]]:
-    """Sequences of any lengths as rows of one tensor, and their lengths. `unpad` is the inverse.
+    """Return sequences as rows of one tensor, and their lengths; `unpad` is the inverse.
 
-    The width is `length`, or that of the longest sequence, rounded up to `multiple_of`; free places
-    hold `value`. Lists give int64, bool or float32; tensors keep their dtype. Raises ValueError
-    that names a sequence longer than `length`.
+    The width is `length`, or the longest sequence, rounded up to `multiple_of`; free places hold
+    `value`. Lists give int64, bool or float32; tensors keep their dtype.
+    Raises: ValueError that names a sequence longer than `length`.
 
     >>> padded, lengths = pad([[1, 2, 3], [4]], value=0, multiple_of=2)
     >>> padded.tolist(), lengths.tolist()
     ([[1, 2, 3, 0], [4, 0, 0, 0]], [3, 1])
-    >>> pad([[1, 2, 3], [4]], value=0, side="left")[0].tolist()
-    [[1, 2, 3], [0, 0, 4]]
     """
     require_multiple(multiple_of)
     sizes = [len(sequence) for sequence in sequences]
@@ -42,12 +40,10 @@ def pad(
     width = round_up(longest if length is None else length, multiple_of)
     if any(isinstance(sequence, Tensor) for sequence in sequences):
         flat = torch.cat([torch.as_tensor(sequence) for sequence in sequences])
+    elif longest:
+        flat = torch.tensor(list(chain.from_iterable(sequences)))
     else:
-        flat = (
-            torch.tensor(list(chain.from_iterable(sequences)))
-            if longest
-            else torch.tensor([value])[:0]
-        )
+        flat = torch.tensor([value])[:0]
     lengths = torch.tensor(sizes, dtype=torch.int64, device=flat.device)
     padded = flat.new_full((len(sizes), width, *flat.shape[1:]), value)
     padded[_real(lengths, width, side)] = flat
@@ -60,7 +56,7 @@ def unpad(
     *,
     side: Side = "right",
 ) -> list[Tensor]:
-    """The rows of a padded tensor without their padding.
+    """Return the rows of a padded tensor without their padding.
 
     >>> [row.tolist() for row in unpad(torch.tensor([[1, 2, 3], [4, 0, 0]]), [3, 1])]
     [[1, 2, 3], [4]]
@@ -79,7 +75,7 @@ def unpad(
 
 
 def round_up(length: int, multiple_of: int) -> int:
-    """The smallest multiple of `multiple_of` that is not below `length`.
+    """Return the smallest multiple of `multiple_of` that is at least `length`.
 
     >>> round_up(5, 4), round_up(8, 4)
     (8, 8)
@@ -88,10 +84,7 @@ def round_up(length: int, multiple_of: int) -> int:
 
 
 def require_multiple(multiple_of: int) -> None:
-    """Raise ValueError unless widths can be rounded up to `multiple_of`.
-
-    >>> require_multiple(1)
-    """
+    """Raise ValueError unless widths can be rounded up to `multiple_of`."""
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be at least 1 (1 = no rounding), got {multiple_of}")
 

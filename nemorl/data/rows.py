@@ -1,4 +1,4 @@
-"""A row of a data set that knows where it came from, so that every later error about it can say so."""
+"""A row of a data set that knows where it came from, so that errors about it can name the place."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -6,13 +6,11 @@ from typing import Any, TypeVar
 Built = TypeVar("Built")
 
 COLUMNS = ("prompt", "response", "answer", "messages", "chosen", "rejected", "label")
-"""What the library reads, under names that a source may spell otherwise (`prompt_column` and so
-on).
-"""
+"""What the library reads; a source may have other names (`prompt_column` and so on)."""
 
 
 class Row(dict[str, Any]):
-    """The columns of a row: a dict, with the place that it came from.
+    """The columns of a row: a dict that knows its place.
 
     >>> row = Row({"prompt": "1+1="}, origin="sums.jsonl, line 3")
     >>> row["prompt"], row.origin, row.source
@@ -36,15 +34,15 @@ class Row(dict[str, Any]):
         self.source = source
 
     def but(self, **columns: Any) -> "Row":
-        """The same row with other values in some columns."""
+        """Return the same row with other values in some columns."""
         return Row({**self, **columns}, origin=self.origin, source=self.source)
 
 
 def origin_of(row: Mapping[str, Any], index: int) -> str:
-    """Where a row came from; for a plain dict its place among the others, counted from 1.
+    """Return where a row came from; for a plain dict its place, counted from 1.
 
-    >>> origin_of({"prompt": "a"}, 0), origin_of(Row({"prompt": "a"}, origin="a.csv, line 2"), 0)
-    ('row 1', 'a.csv, line 2')
+    >>> origin_of({"prompt": "a"}, 0)
+    'row 1'
     """
     return getattr(row, "origin", "") or f"row {index + 1}"
 
@@ -52,10 +50,8 @@ def origin_of(row: Mapping[str, Any], index: int) -> str:
 def in_row(
     row: Mapping[str, Any], index: int, build: Callable[[Mapping[str, Any]], Built]
 ) -> Built:
-    """`build(row)`; a ValueError that it raises names the row.
+    """Return `build(row)`; a ValueError that it raises names the row.
 
-    >>> in_row({"n": "7"}, 0, lambda row: int(row["n"]))
-    7
     >>> in_row({"n": "x"}, 0, lambda row: int(row["n"]))
     Traceback (most recent call last):
     ValueError: row 1: invalid literal for int() with base 10: 'x'

@@ -1,6 +1,4 @@
-"""Rows over ranks and microbatches: plans are tuples of row indices, made by pure
-functions; `merge` undoes every one of them.
-"""
+"""Rows over ranks and microbatches: pure functions make plans of row indices."""
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
@@ -12,25 +10,23 @@ from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
 from nemorl.data.batch import TokenBatch, concatenate, extents, take, trim
-from nemorl.data.bins import Plan
-from nemorl.data.packing import pack_plan
+from nemorl.data.packing import Plan, pack_plan
 
 QUADRATIC = 1 / (12 * 2048)
-"""What a pair of tokens costs relative to a token's matrix products: 4·L·h against 24·h² FLOPs per
-token and half of them masked, at h = 2048.
+"""Cost of a pair of tokens relative to a token's matrix products: 4·L·h against 24·h² FLOPs per
+token, half of them masked, at h = 2048.
 """
 
 
 def row_costs(
     batch: TokenBatch, *, linear: float = 1.0, quadratic: float = QUADRATIC
 ) -> tuple[float, ...]:
-    """What each row costs to train on: Σ over its segments of linear·L + quadratic·L², since
-    attention stays within a segment.
+    """Return what each row costs to train on: Σ over its segments of linear·L + quadratic·L².
 
     >>> from nemorl.data.batch import collate
-    >>> batch = collate([{"input_ids": [1] * n, "loss_mask": [False] * n, "response_mask": [False] * n} for n in (4, 2)])
-    >>> row_costs(batch, linear=1.0, quadratic=0.5)
-    (12.0, 4.0)
+    >>> masks = {"loss_mask": [False] * 4, "response_mask": [False] * 4}
+    >>> row_costs(collate([{"input_ids": [1] * 4, **masks}]), linear=1.0, quadratic=0.5)
+    (12.0,)
     """
     segments = batch.segment_ids.cpu()
     if not segments.numel():
@@ -44,24 +40,25 @@ def row_costs(
 def shard_by_rank(
     batch: TokenBatch, num_ranks: int, *, linear: float = 1.0, quadratic: float = QUADRATIC
 ) -> Plan:
-    """Which rows go to which rank: as equal as may be in cost, and in number of rows up to one;
-    deterministic. `split` applies it, `merge` undoes it.
+    """Return which rows go to which rank: as equal as possible in cost, and in number up to one.
 
-    Raises ValueError unless `num_ranks` is at least 1. Where the batch has fewer rows than ranks,
-    some get none: `pack_plan(..., num_rows_multiple=num_ranks)` avoids it.
+    Deterministic. `split` applies the plan, `merge` undoes it. With fewer rows than ranks some
+    ranks
+    get none: `pack_plan(..., num_rows_multiple=num_ranks)` avoids it.
+    Raises: ValueError unless `num_ranks` is at least 1.
 
     >>> from nemorl.data.batch import collate
-    >>> batch = collate([{"input_ids": [1] * n, "loss_mask": [False] * n, "response_mask": [False] * n} for n in (9, 1, 8, 2)])
-    >>> shard_by_rank(batch, 2)
-    ((0, 1), (2, 3))
+    >>> masks = {"loss_mask": [False], "response_mask": [False]}
+    >>> shard_by_rank(collate([{"input_ids": [1], **masks}] * 3), 2)
+    ((0, 2), (1,))
     """
     return balance(row_costs(batch, linear=linear, quadratic=quadratic), num_ranks)
 
 
 def balance(costs: Sequence[float], num_parts: int) -> Plan:
-    """Indices in `num_parts` parts of like total cost, whose sizes differ by one at most.
+    """Return indices in `num_parts` parts of similar total cost, whose sizes differ by one at most.
 
-    Dearest first, each to the part that is cheapest so far and not full (Graham's longest
+    Most expensive first, each to the part with the least total that is not full (Graham's longest
     processing time with a bound on the sizes).
 
     >>> balance([9, 1, 8, 2], 2)
@@ -90,26 +87,23 @@ def split_microbatches(
     packed: bool = False,
     min_microbatches: int = 1,
 ) -> Plan:
-    """Which rows go through the model together: `rows` at a time in the given order, or as many as
-    a `token_budget` allows.
+    """Return which rows go through the model together.
 
-    The budget counts padded tokens, that is rows · longest row, so rows of like length meet; with
-    `packed=True` (the rows of a microbatch will be packed into one) it counts the tokens alone.
-    Where ranks have to do the same number of passes, `min_microbatches` is the largest of theirs:
-    the microbatches with most rows are halved, and empty ones follow where nothing is left to
-    halve. Raises ValueError that names a row longer than the budget, and unless just one of the two
-    is given.
+    Args:
+        rows: so many at a time, in the given order; or
+        token_budget: as many as it allows. It counts padded tokens, rows · longest row, so rows of
+            similar length meet.
+        packed: the rows of a microbatch will be packed into one: the budget counts tokens alone.
+        min_microbatches: the largest number among ranks that must do equally many passes:
+            microbatches with most rows are halved, then empty ones added.
+    Raises: ValueError that names a row longer than the budget, and unless one of `rows` and
+    `token_budget` is given.
 
     >>> from nemorl.data.batch import collate
-    >>> batch = collate([{"input_ids": [1] * n, "loss_mask": [False] * n, "response_mask": [False] * n} for n in (5, 1, 4, 2, 1)])
-    >>> split_microbatches(batch, rows=2)
-    ((0, 1), (2, 3), (4,))
-    >>> split_microbatches(batch, token_budget=6)
-    ((0,), (2,), (1, 3, 4))
-    >>> split_microbatches(batch, token_budget=6, packed=True)
-    ((0, 1), (2, 3), (4,))
-    >>> split_microbatches(batch, rows=3, min_microbatches=3)
-    ((0,), (1, 2), (3, 4))
+    >>> masks = {"loss_mask": [False] * 5, "response_mask": [False] * 5}
+    >>> batch = collate([{"input_ids": [1] * 5, **masks}] * 3)
+    >>> split_microbatches(batch, rows=2), split_microbatches(batch, token_budget=11)
+    (((0, 1), (2,)), ((0, 1), (2,)))
     """
     if (rows is None) == (token_budget is None):
         raise ValueError(
@@ -148,9 +142,7 @@ def _at_least(plan: list[tuple[int, ...]], count: int) -> Plan:
 
 
 def _by_padded_tokens(lengths: Sequence[int], budget: int) -> Iterable[tuple[int, ...]]:
-    """Longest first: a microbatch grows while its first row's length times its rows stays in the
-    budget.
-    """
+    """Longest first: a microbatch grows while its first row's length times its rows allows it."""
     part: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if part and (len(part) + 1) * lengths[part[0]] > budget:
@@ -162,12 +154,13 @@ def _by_padded_tokens(lengths: Sequence[int], budget: int) -> Iterable[tuple[int
 
 
 def split(batch: TokenBatch, plan: Plan, *, multiple_of: int = 1) -> tuple[TokenBatch, ...]:
-    """The parts of a plan, each only as wide as its longest row (rounded up to `multiple_of`).
+    """Return the parts of a plan, each as wide as its longest row, rounded up to `multiple_of`.
 
     >>> from nemorl.data.batch import collate
-    >>> batch = collate([{"input_ids": [n] * n, "loss_mask": [False] * n, "response_mask": [False] * n} for n in (3, 1, 1)])
-    >>> [part.input_ids.tolist() for part in split(batch, ((0,), (1, 2)))]
-    [[[3, 3, 3]], [[1], [1]]]
+    >>> masks = {"loss_mask": [False], "response_mask": [False]}
+    >>> batch = collate([{"input_ids": [n], **masks} for n in (3, 4)], length=5)
+    >>> [part.input_ids.tolist() for part in split(batch, ((0,), (1,)))]
+    [[[3]], [[4]]]
     """
     return tuple(trim(take(batch, rows), multiple_of=multiple_of) for rows in plan)
 
@@ -183,14 +176,14 @@ def merge(parts: Sequence[Tensor], plan: Plan) -> Tensor: ...
 def merge(
     parts: Sequence[TokenBatch] | Sequence[Shaped[Tensor, "..."]], plan: Plan
 ) -> TokenBatch | Shaped[Tensor, "..."]:
-    """The inverse of `split`, for batches or for what a model made of each part (`[rows]`, `[rows,
-    seq]` or `[rows, seq, ...]`).
+    """Return all rows in their first order: the inverse of `split`.
 
-    The rows come in their first order, narrow parts padded with 0 on the right. Microbatches and
-    ranks are undone alike. Raises ValueError unless parts and plan have the same rows.
+    `parts` are batches, or what a model made of each: `[rows]`, `[rows, seq]` or `[rows, seq,
+    ...]`, where narrow parts are padded with 0 on the right.
+    Raises: ValueError unless parts and plan have the same rows.
 
-    >>> merge([torch.tensor([[3.0, 3.0, 3.0]]), torch.tensor([[1.0], [2.0]])], ((1,), (2, 0))).tolist()
-    [[2.0, 0.0, 0.0], [3.0, 3.0, 3.0], [1.0, 0.0, 0.0]]
+    >>> merge([torch.tensor([[3.0, 3.0]]), torch.tensor([[1.0], [2.0]])], ((1,), (2, 0))).tolist()
+    [[2.0, 0.0], [3.0, 3.0], [1.0, 0.0]]
     """
     if not parts:
         raise ValueError("parts must hold at least one batch or tensor, got none")
@@ -215,4 +208,3 @@ def merge(
 
 
 unshard = merge
-"""The parts of `shard_by_rank` are put together like those of `split_microbatches`."""

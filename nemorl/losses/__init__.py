@@ -1,8 +1,6 @@
-"""The mathematics of docs/numerics.md as pure functions of tensors: `from nemorl.losses import clipped,
-rloo`.
-
-`advantages`, `kl` and `distillation` name a module here, which holds the function of the same name:
-`from nemorl.losses.kl import kl`.
+"""The mathematics of docs/numerics.md: pure functions of tensors, for log-probabilities, losses,
+advantages, weights and metrics. Others use the names below: `from nemorl.losses import clipped`.
+`advantages`, `kl` and `distillation` are modules: `from nemorl.losses.kl import kl`.
 """
 
 from nemorl.losses import advantages, distillation, kl
@@ -11,7 +9,6 @@ from nemorl.losses.advantages import (
     dr_grpo,
     gae,
     gdpo,
-    group_advantages,
     grpo,
     length_adaptive_lambda,
     max_rl,
@@ -23,6 +20,7 @@ from nemorl.losses.advantages import (
     to_tokens,
     whiten,
 )
+from nemorl.losses.baselines import group_advantages
 from nemorl.losses.distillation import distillation_topk
 from nemorl.losses.importance import importance_weights, sampler_gap
 from nemorl.losses.kl import divergence, full_kl

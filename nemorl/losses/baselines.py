@@ -1,9 +1,6 @@
-"""The general form of a response's advantage, (R − b) / (σ + 1e-6), with baseline and scale chosen
-apart. Its named presets are in advantages.py.
+"""The general form of a response's advantage; its presets are in advantages.py.
 
-Advantages are constants for the gradient, and computed in float64 (the arrays are small).
-`group_id` marks the responses to one prompt by any integer labels: groups need be neither
-contiguous nor equal in size. Shapes are static, nothing waits for the device.
+Computed in float64: the arrays are small. Groups need be neither contiguous nor equal in size.
 """
 
 from typing import NamedTuple
@@ -14,6 +11,7 @@ from torch import Tensor
 
 from nemorl.losses.masked import require_one_of
 from nemorl.losses.segments import at_least_float32, group_extremes, group_labels, group_sum
+from nemorl.losses.types import PerResponse, ResponseIds
 
 BASELINES = ("group_mean", "leave_one_out", "batch_mean", "none", "greedy", "length_weighted")
 SCALES = ("group_std", "leave_one_out_std", "batch_std", "none")
@@ -22,7 +20,7 @@ EPSILON = 1e-6
 
 
 class Group(NamedTuple):
-    """The groups of a batch as seen from each of its members."""
+    """What baselines and scales are made of, at every reward about its group."""
 
     labels: Tensor
     size: Tensor
@@ -35,8 +33,8 @@ class Group(NamedTuple):
     high: Tensor
 
 
-def members(rewards: Float[Tensor, "batch"], group_id: Int[Tensor, "batch"]) -> Group:
-    """What baselines and scales are made of, at every reward about its group.
+def members(rewards: PerResponse, group_id: ResponseIds) -> Group:
+    """Return the statistics of each reward's group.
 
     >>> members(torch.tensor([1.0, 5.0, 3.0]), torch.tensor([0, 7, 0])).mean.tolist()
     [2.0, 5.0, 2.0]
@@ -50,9 +48,7 @@ def members(rewards: Float[Tensor, "batch"], group_id: Int[Tensor, "batch"]) -> 
 
 
 def _others_equal(rewards: Tensor, group: Group) -> Tensor:
-    """Whether the *other* members of the group all have the same reward: they are all at the low
-    end, or all at the high end.
-    """
+    """Whether the *other* members all have the same reward: all are low or all high."""
 
     def among_others(end: Tensor) -> Tensor:
         at_end = (rewards == end).to(rewards.dtype)
@@ -105,35 +101,35 @@ def _scale(rewards: Tensor, group: Group, everything: Group, name: str, ddof: in
 
 
 def advantages(
-    rewards: Float[Tensor, "batch"],
-    group_id: Int[Tensor, "batch"],
+    rewards: PerResponse,
+    group_id: ResponseIds,
     *,
     baseline: str = "group_mean",
     scale: str = "group_std",
     ddof: int = 1,
-    lengths: Int[Tensor, "batch"] | None = None,
-    greedy_rewards: Float[Tensor, "batch"] | None = None,
-) -> Float[Tensor, "batch"]:
-    """A = (R − b) / (σ + 1e-6) for every response, with b and σ chosen apart.
+    lengths: ResponseIds | None = None,
+    greedy_rewards: PerResponse | None = None,
+) -> PerResponse:
+    """Return A = (R − b) / (σ + 1e-6) for every response, with b and σ chosen apart.
 
-    baseline b: group_mean; leave_one_out, the mean of the *other* members (RLOO); batch_mean; none
-    = 0; greedy, the reward of the prompt's greedy answer, given as `greedy_rewards` (ReMax);
-    length_weighted, Σ len·R / Σ len in the group, with `lengths` in tokens (OPO). scale σ:
-    group_std; leave_one_out_std, of the other members (NeMo RL); batch_std; none = 1. A standard
-    deviation divides by its count − `ddof`.
+    Where all rewards that b or σ is taken over are exactly equal, A is exactly 0; so a group of one
+    learns nothing. Where σ alone is 0 or undefined (leave_one_out_std with the others all equal),
+    R − b is left unscaled, as in NeMo RL.
 
-    Where everything that b or σ is taken over (the group for those of the group, the batch for
-    those of the batch) has exactly equal rewards, A is exactly 0; so a group of one, which has
-    nothing to be compared with, learns nothing. Where σ alone is 0 or undefined (leave_one_out_std
-    with the others all equal), R − b is left unscaled, as in NeMo RL, and not divided by 1e-6.
-
-    Raises ValueError for an unknown name, and if `lengths` or `greedy_rewards` are missing or given
-    without being used.
+    Args:
+        rewards: R, [batch].
+        group_id: any integer labels of the prompts, [batch].
+        baseline: b: group_mean; leave_one_out, the mean of the *other* members (RLOO); batch_mean;
+            none = 0; greedy, `greedy_rewards` (ReMax); length_weighted, Σ len·R / Σ len (OPO).
+        scale: σ: group_std; leave_one_out_std, of the other members (NeMo RL); batch_std; none = 1.
+        ddof: standard deviations divide by their count − ddof.
+        lengths: of the responses in tokens, [batch], for length_weighted.
+        greedy_rewards: of the prompts' greedy answers, [batch], for greedy.
+    Raises: ValueError for an unknown name, and if `lengths` or `greedy_rewards` are missing or not
+    used.
 
     >>> advantages(torch.tensor([1.0, 0.0, 5.0, 5.0]), torch.tensor([8, 8, 2, 2]))
     tensor([ 0.7071, -0.7071,  0.0000,  0.0000])
-    >>> advantages(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([8, 8, 8]), baseline="leave_one_out", scale="none").tolist()
-    [0.0, -1.5, 1.5]
     """
     require_one_of("baseline", baseline, BASELINES)
     require_one_of("scale", scale, SCALES)
@@ -169,11 +165,10 @@ def group_advantages(
     lengths: Int[Tensor, "prompts group"] | None = None,
     greedy_rewards: Float[Tensor, "prompts"] | None = None,
 ) -> Float[Tensor, "prompts group"]:
-    """`advantages` where the responses to a prompt are a row of a matrix (and `greedy_rewards` has
-    one per prompt).
+    """Return `advantages` of rewards [prompts, group] (and greedy_rewards [prompts]).
 
-    Raises ValueError as `advantages` does, and for a group of one with a baseline or scale that is
-    taken over the group.
+    Raises: ValueError as `advantages`, and for a group of one with a baseline or scale of the
+    group.
 
     >>> group_advantages(torch.tensor([[1.0, 0.0], [5.0, 5.0]]), scale="none").tolist()
     [[0.5, -0.5], [0.0, 0.0]]

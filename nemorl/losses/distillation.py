@@ -1,15 +1,12 @@
-"""Distillation of a teacher's distributions into a student: from whole logits, or from
-the teacher's top-k.
+"""Distillation of a teacher's distributions p into a student's q, from whole logits or a top-k.
 
-Divergences between the teacher's p and the student's q, per token, in nats: `forward` = KL(p‖q) = Σ
-p log(p/q); `reverse` = KL(q‖p); `mixed` = mix · forward + (1 − mix) · reverse; `jensen_shannon` =
-mix · KL(p‖m) + (1 − mix) · KL(q‖m) with m = mix · p + (1 − mix) · q (0.5: the usual one). Where a
-probability is 0 its term is 0, in value and gradient; -inf logits are fine. Where p > 0 = q the
-forward divergence is infinite, as it should be. The teacher is a constant. Distributions are taken
-at `temperature` T, and the loss is multiplied with T², which keeps the gradient's size. Logits come
-as the model gives them (position t predicts token t + 1); the loss at token t is that of the logits
-at t − 1, so `loss_weights[:, 0]` is not used, and the first token of each packed segment must have
-weight 0 (docs/numerics.md, Conventions).
+Divergences per token, in nats: `forward` = KL(p‖q); `reverse` = KL(q‖p); `mixed` = mix · forward +
+(1 − mix) · reverse; `jensen_shannon` = mix · KL(p‖m) + (1 − mix) · KL(q‖m), m = mix · p +
+(1 − mix) · q (0.5: the usual one). A probability of 0 adds 0, in value and gradient; where p > 0 =
+q the forward divergence is infinite. The teacher is a constant. Distributions are taken at
+`temperature` T and the loss is multiplied by T², which keeps the gradient's size. Logits are
+unshifted: the loss at token t is that of the logits at t − 1, and the first token of each segment
+must have weight 0 (docs/numerics.md, Conventions).
 """
 
 import torch
@@ -18,33 +15,35 @@ from torch import Tensor
 
 from nemorl.losses.kl import divergence
 from nemorl.losses.masked import masked, mean_of, require_one_of, share_of, weighted_sum
-from nemorl.losses.types import LossOutput
+from nemorl.losses.types import LossOutput, PerToken
 
 OUTSIDE = ("renormalize", "rest_mass", "zero")
 LOG_NOTHING = -100.0
-"""What `outside="zero"` takes for the teacher's log-probability off its top-k, so that the reverse divergence stays finite (NeMo RL's number)."""
+"""The teacher's log-probability off its top-k with `outside="zero"` (NeMo RL's number)."""
 
 
 def distillation(
     student_logits: Float[Tensor, "batch seq vocab"],
     teacher_logits: Float[Tensor, "batch seq vocab"],
-    loss_weights: Float[Tensor, "batch seq"],
+    loss_weights: PerToken,
     *,
     direction: str = "forward",
     mix: float = 0.5,
     temperature: float = 1.0,
 ) -> LossOutput:
-    """T² · Σ w · D(p_teacher, q_student) over the whole vocabulary; the module's text says which D.
+    """Return T² · Σ w · D(p, q) over the whole vocabulary; the module's text says which D.
 
     Metrics over the trained tokens: `divergence` (mean D in nats, without T²), `top1_agreement`
-    (share whose most likely tokens are the same). Raises: ValueError for an unknown direction,
-    unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix < 1), unless temperature > 0. Source: Hinton et al.
-    2015 (forward, T²); GKD (Agarwal et al. 2024), TRL GKDTrainer `beta` = mix of jensen_shannon;
-    NeMo RL `kl_type`, `mixed_kl_weight` = mix.
+    (share whose most likely tokens are the same).
+    Raises: ValueError for an unknown direction, unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix < 1),
+    unless temperature > 0.
+    Source: Hinton et al. 2015 (forward, T²); GKD (Agarwal et al. 2024), TRL GKDTrainer `beta` = mix
+    of jensen_shannon; NeMo RL `kl_type`, `mixed_kl_weight` = mix.
 
     >>> student = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]]).log()
     >>> teacher = torch.tensor([[[0.75, 0.25], [0.5, 0.5]]]).log()
-    >>> round(distillation(student, teacher, torch.tensor([[0.0, 1.0]])).loss.item(), 4)  # 0.75 log 1.5 + 0.25 log 0.5
+    >>> loss = distillation(student, teacher, torch.tensor([[0.0, 1.0]])).loss
+    >>> round(loss.item(), 4)  # 0.75 log 1.5 + 0.25 log 0.5
     0.1308
     """
     _require_temperature(temperature)
@@ -65,33 +64,34 @@ def distillation_topk(
     student_logits: Float[Tensor, "batch seq vocab"],
     teacher_logprobs: Float[Tensor, "batch seq k"],
     teacher_ids: Int[Tensor, "batch seq k"],
-    loss_weights: Float[Tensor, "batch seq"],
+    loss_weights: PerToken,
     *,
     direction: str = "forward",
     mix: float = 0.5,
     outside: str = "renormalize",
     temperature: float = 1.0,
 ) -> LossOutput:
-    """`distillation` when of the teacher only its k most likely tokens are known.
+    """Return the loss of `distillation` where only the teacher's k most likely tokens are known.
 
-    `teacher_logprobs[:, t]` and `teacher_ids[:, t]` are about token t itself (the distribution it
-    was drawn from), like every per-token array; only `student_logits` come unshifted. They are
-    log-probabilities at `temperature` over the teacher's whole vocabulary; a place with -inf is
-    empty, whatever its id. Ids must differ. `outside` says what happens off the top-k:
-    `renormalize`: both distributions are restricted to the top-k and renormalised there (the
-    student's mass outside is not seen); `rest_mass`: all other tokens are one more outcome with the
-    teacher's and the student's rest of the mass. Never more than the whole divergence; `zero`: the
-    teacher is renormalised and nothing outside (e^-100 for the reverse direction's sake), the
-    student is its whole distribution. Metrics and errors: as `distillation`. Source: NeMo RL
-    `zero_outside_topk=False` is `renormalize`, `True` is `zero`.
+    Args:
+        student_logits: unshifted, [batch, seq, vocab].
+        teacher_logprobs, teacher_ids: [batch, seq, k], at index t about token t itself:
+            log-probabilities at `temperature` over the whole vocabulary. -inf: an empty place,
+            whatever its id. Ids must differ.
+        loss_weights: w, [batch, seq].
+        outside: what happens off the top-k. `renormalize`: both distributions are restricted to it
+            and renormalized; `rest_mass`: all other tokens are one more outcome, so the loss is at
+            most the whole divergence; `zero`: the teacher is renormalized and 0 outside (e^-100 in
+            the reverse direction), the student is its whole distribution.
+    Metrics, Raises: as `distillation`.
+    Source: NeMo RL `zero_outside_topk=False` is `renormalize`, `True` is `zero`.
 
     >>> student = torch.tensor([[[0.25, 0.25, 0.5], [1.0, 1.0, 1.0]]]).log()
-    >>> logprobs, ids = torch.tensor([[[0.0, 0.0], [0.6, 0.2]]]).log(), torch.tensor([[[0, 0], [0, 1]]])
-    >>> weights = torch.tensor([[0.0, 1.0]])
-    >>> round(distillation_topk(student, logprobs, ids, weights).loss.item(), 4)  # 0.75 log 1.5 + 0.25 log 0.5
+    >>> logprobs = torch.tensor([[[0.0, 0.0], [0.6, 0.2]]]).log()
+    >>> ids, weights = torch.tensor([[[0, 0], [0, 1]]]), torch.tensor([[0.0, 1.0]])
+    >>> loss = distillation_topk(student, logprobs, ids, weights).loss
+    >>> round(loss.item(), 4)  # 0.75 log 1.5 + 0.25 log 0.5
     0.1308
-    >>> round(distillation_topk(student, logprobs, ids, weights, outside="rest_mass").loss.item(), 4)  # 0.6 log 2.4 + 0.2 log 0.8 + 0.2 log 0.4
-    0.2974
     """
     _require_temperature(temperature)
     require_one_of("outside", outside, OUTSIDE)
@@ -138,9 +138,7 @@ def _gather(values: Tensor, ids: Tensor, present: Tensor) -> Tensor:
 
 
 def _log_rest(logprobs: Tensor, outside: Tensor) -> Tensor:
-    """log(1 − Σ exp) over the last axis, kept; -inf where no token is outside, or where the rest is
-    no more than the sum's own rounding.
-    """
+    """log(1 − Σ exp) over the last axis; -inf where none is outside, or within rounding."""
     total = logprobs.logsumexp(-1, keepdim=True)
     some = (total < -torch.finfo(total.dtype).eps * (logprobs.shape[-1] + 4)) & outside.any(
         -1, keepdim=True
@@ -149,12 +147,9 @@ def _log_rest(logprobs: Tensor, outside: Tensor) -> Tensor:
 
 
 def _log_sum(logprobs: Tensor, where: Tensor) -> Tensor:
-    """log Σ exp over the last axis where `where`, kept; -inf, with gradient 0, where there is
-    nothing.
-    """
-    finite = where & (
-        logprobs > float("-inf")
-    )  # an excluded token behind this where gets no gradient, whatever logsumexp makes of nothing
+    """log Σ exp over the last axis where `where`; -inf, with gradient 0, where there is nothing."""
+    # An excluded token behind this where gets no gradient, whatever logsumexp makes of nothing.
+    finite = where & (logprobs > float("-inf"))
     return torch.where(finite, logprobs, float("-inf")).logsumexp(-1, keepdim=True)
 
 

@@ -1,59 +1,56 @@
 """Off-policy correction w = π_prev/π_gen, and how far the sampler is from the trainer."""
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from nemorl.losses.masked import masked, max_of, mean_of, min_of, require_one_of, share_of
 from nemorl.losses.segments import segment_mean, segment_sum
-from nemorl.losses.types import Metrics
+from nemorl.losses.types import Metrics, PerToken, TokenIds, TokenMask
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask", "sequence_mask")
 
 
 def importance_weights(
-    prev_logprobs: Float[Tensor, "batch seq"],
-    generation_logprobs: Float[Tensor, "batch seq"],
-    loss_mask: Bool[Tensor, "batch seq"],
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    prev_logprobs: PerToken,
+    generation_logprobs: PerToken,
+    loss_mask: TokenMask,
+    segment_ids: TokenIds | None = None,
     *,
     level: str = "token",
     mode: str = "truncate",
     min: float = 0.0,
     max: float = 2.0,
-) -> tuple[Float[Tensor, "batch seq"], Metrics]:
-    """What a token's loss is multiplied with, because the sampler π_gen was not quite the trainer's
-    π_prev.
+) -> tuple[PerToken, Metrics]:
+    """Return w = π_prev/π_gen [batch, seq], by which a token's loss is multiplied, and its metrics.
 
-    With d_t = log π_prev − log π_gen over the trained tokens of a sequence, `level` chooses
-    `token`: w_t = exp d_t; `sequence`: w = exp Σ d_t; `geometric`: w = exp mean d_t; and `mode`
-    what happens outside [min, max]: `truncate`: w is clamped to [min, max]; `mask`: w becomes 0;
-    `sequence_mask`: w becomes 0 in every sequence whose *geometric* ratio is outside, and the
-    survivors keep their w, however large.
+    The sampler π_gen is not quite the trainer's π_prev. With d_t = log π_prev − log π_gen over a
+    sequence's trained tokens, w_t = exp d_t (level="token"), exp Σ d_t ("sequence") or exp mean d_t
+    ("geometric"). Outside [min, max] w is clamped (mode="truncate") or 0 ("mask"); with
+    "sequence_mask" it is 0 in every sequence whose *geometric* ratio is outside, and other
+    sequences keep their w, however large.
 
-    A trained token whose sampler logprob is not finite gets w = 0, takes no part in its sequence's
-    ratio, and counts in `generation_nonfinite_fraction`. A NaN in `prev_logprobs` is the trainer's
-    own and is passed on. Weights are constants (no gradient), 0 off `loss_mask`; a dropped token
-    still counts in the denominators of `loss_weights`, which were built before.
+    A trained token whose sampler logprob is not finite has w = 0 and no part in its sequence's
+    ratio. A NaN in prev_logprobs is passed on. Weights are constants, 0 off the mask; dropped
+    tokens still count in the denominators of `loss_weights`.
 
-    Args: `segment_ids` 0 = padding, 1.. = the sequences of the row; None: a row is one sequence.
-    `min`, `max`: ratios (1 = on policy). Metrics: `importance_ratio_mean/min/max` (before `mode`),
-    `importance_outside_fraction` (of the trained tokens: clamped or dropped for their ratio),
-    `generation_nonfinite_fraction`. Raises: ValueError for an unknown level or mode, or unless 0 ≤
-    min ≤ max. Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl
+    Args:
+        prev_logprobs, generation_logprobs: log π_prev, log π_gen, [batch, seq].
+        loss_mask: the trained tokens, [batch, seq].
+        segment_ids: 0 = padding, 1.. = the sequences of a row; None = one sequence a row.
+        min, max: ratios; 1 = on policy.
+    Metrics: `importance_ratio_mean/min/max` (before `mode`), `importance_outside_fraction`,
+    `generation_nonfinite_fraction`, both of the trained tokens.
+    Raises: ValueError for an unknown level or mode, or unless 0 ≤ min ≤ max.
+    Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl
     `rollout_correction.rollout_is=token|sequence`, `rollout_is_threshold` = max. IcePop (Ling team
     2025) = token + mask, 0.5 and 5. NeMo RL `truncated_importance_sampling_type` and OpenRLHF
     `vllm_is_correction_type`: tis, icepop, and seq-mask-tis = token + sequence_mask. TRL
-    `vllm_importance_sampling_mode="sequence_mask"` is another thing: level sequence, mode mask, min
-    0.
+    `vllm_importance_sampling_mode="sequence_mask"` is sequence + mask, min 0.
 
-    >>> prev, generation = torch.tensor([[0.5, 0.3, 0.4]]).log(), torch.tensor([[0.5, 0.1, 0.8]]).log()
-    >>> mask = torch.tensor([[True, True, True]])
+    >>> prev = torch.tensor([[0.5, 0.3, 0.4]]).log()
+    >>> generation, mask = torch.tensor([[0.5, 0.1, 0.8]]).log(), torch.tensor([[True, True, True]])
     >>> importance_weights(prev, generation, mask, max=2.0)[0]
     tensor([[1.0000, 2.0000, 0.5000]])
-    >>> importance_weights(prev, generation, mask, mode="mask", min=0.6, max=5.0)[0]
-    tensor([[1., 3., 0.]])
     >>> importance_weights(prev, generation, mask, level="sequence")[0]
     tensor([[1.5000, 1.5000, 1.5000]])
     """
@@ -86,27 +83,24 @@ def importance_weights(
 
 
 def sampler_gap(
-    prev_logprobs: Float[Tensor, "batch seq"],
-    generation_logprobs: Float[Tensor, "batch seq"],
-    loss_mask: Bool[Tensor, "batch seq"],
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    prev_logprobs: PerToken,
+    generation_logprobs: PerToken,
+    loss_mask: TokenMask,
+    segment_ids: TokenIds | None = None,
 ) -> Metrics:
-    """How far the sampler's logprobs are from the trainer's for the same weights: the first thing
-    to look at when a run goes wrong.
+    """Return metrics of how far the sampler's logprobs are from the trainer's for the same weights.
 
-    With d = log π_prev − log π_gen: `token_mult_prob_error` = mean exp|d| (1 = identical, 1.02 = 2
-    % off), `gen_kl_error` = mean (eᵈ − 1 − d), the k3 estimate of KL(π_gen‖π_prev) in nats, both
-    over the tokens whose sampler logprob is finite; `generation_nonfinite_fraction` is the share of
-    the others. `token_mult_prob_error_max` and `gen_kl_error_max` are the same means over the
-    tokens of that sequence alone in which they are largest: far above the mean of the batch where a
-    few sequences, or a few tokens, are at fault.
-
-    Args: `segment_ids` 0 = padding, 1.. = the sequences of the row; None: a row is one sequence.
+    With d = log π_prev − log π_gen over the tokens whose sampler logprob is finite:
+    `token_mult_prob_error` = mean exp|d| (1 = identical, 1.02 = 2 % off); `gen_kl_error` = mean (eᵈ
+    − 1 − d), the k3 estimate of KL(π_gen‖π_prev) in nats; `generation_nonfinite_fraction`, the
+    share of other tokens; `token_mult_prob_error_max`, `gen_kl_error_max`: the same means over one
+    sequence, where they are largest. Arguments: as `importance_weights`.
     Source: NeMo RL's metrics of the same names; its `max_seq_mult_prob_error` is
     `token_mult_prob_error_max`.
 
     >>> from nemorl.losses.types import finalize
-    >>> prev, generation = torch.tensor([[0.25, 0.5], [0.5, 0.5]]).log(), torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log()
+    >>> prev = torch.tensor([[0.25, 0.5], [0.5, 0.5]]).log()
+    >>> generation = torch.tensor([[0.5, 0.25], [0.5, 0.5]]).log()
     >>> metrics = finalize(sampler_gap(prev, generation, torch.ones(2, 2, dtype=torch.bool)))
     >>> round(metrics["token_mult_prob_error"], 6), round(metrics["token_mult_prob_error_max"], 6)
     (1.5, 2.0)

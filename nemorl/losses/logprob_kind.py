@@ -1,30 +1,26 @@
-"""What a log-probability is of:
-
-`LogprobKind` travels with the arrays, and unlike kinds are not subtracted.
-"""
+"""`LogprobKind`: which distribution log-probabilities are of. Unlike kinds are not subtracted."""
 
 import math
 from dataclasses import dataclass, fields
 
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from nemorl.losses.types import register_pytree
 
 
 class LogprobKindError(ValueError):
-    """Two arrays of log-probabilities are of distributions that cannot be compared."""
+    """Two arrays of log-probabilities are of distributions that can't be compared."""
 
 
 @dataclass(frozen=True)
 class LogprobKind:
-    """Which distribution log-probabilities are about: the model's logits / `temperature`,
-    restricted to the support of the sampling filters.
+    """A distribution: the model's logits / `temperature`, restricted to the filters' support.
 
-    `top_k=0`, `top_p=1` and `min_p=0` are off. `policy_version` says which weights; None = not
-    recorded.
-
-    Raises ValueError for a value out of its range. Greedy decoding (temperature 0) has no
-    log-probabilities: use the kind that they were scored with.
+    `top_k=0`, `top_p=1` and `min_p=0` are off. `policy_version`: of the weights; None = not
+    recorded. Greedy decoding (temperature 0) has no log-probabilities: use the kind that they were
+    scored with.
+    Raises: ValueError for a value out of its range.
 
     >>> LogprobKind(temperature=0.7, top_p=0.9).filtered
     True
@@ -61,15 +57,15 @@ class LogprobKind:
 def require_same_support(
     kind_a: LogprobKind, kind_b: LogprobKind, *, what_a: str = "left", what_b: str = "right"
 ) -> None:
-    """Check that two kinds have the same temperature and filters; the policy's version may differ,
-    as in an importance ratio.
+    """Raise LogprobKindError unless two kinds have the same temperature and filters.
 
-    Raises LogprobKindError that names both kinds and the fields that differ.
+    The policy's version may differ, as in an importance ratio. The error names both kinds and the
+    fields that differ.
 
-    >>> require_same_support(LogprobKind(), LogprobKind(policy_version=3))
-    >>> require_same_support(LogprobKind(), LogprobKind(top_k=5), what_a="prev", what_b="generation")  # doctest: +ELLIPSIS
+    >>> kind = LogprobKind(top_k=5)
+    >>> require_same_support(LogprobKind(), kind, what_a="prev", what_b="generation")
     Traceback (most recent call last):
-    nemorl.losses.logprob_kind.LogprobKindError: prev and generation log-probabilities are of different distributions (top_k: 0 and 5): ...
+    nemorl.losses.logprob_kind.LogprobKindError: prev and generation log-probabilities are of ...
     """
     _require_same(kind_a, kind_b, what_a, what_b, versions=False)
 
@@ -101,15 +97,15 @@ def _require_same(
 
 @dataclass(frozen=True)
 class Logprobs:
-    """An array of log-probabilities together with the kind that it is of. A pytree (`tree_map`
-    works).
+    """An array of log-probabilities and its kind; a pytree.
 
-    `a - b` is the difference of the values, for the same distribution and the same weights (a
-    train/inference gap); it raises LogprobKindError where the kinds differ. For a ratio between two
-    versions of a policy use `log_ratio`.
+    `a - b` is the difference of the values, for one distribution and the same weights (the gap of
+    trainer and sampler), LogprobKindError where the kinds differ. Between two versions of a policy
+    use `log_ratio`.
 
     >>> import torch
-    >>> (Logprobs(torch.tensor([-1.0]), LogprobKind()) - Logprobs(torch.tensor([-3.0]), LogprobKind())).tolist()
+    >>> one, two = (Logprobs(torch.tensor([x]), LogprobKind()) for x in (-1.0, -3.0))
+    >>> (one - two).tolist()
     [2.0]
     """
 
@@ -121,27 +117,17 @@ class Logprobs:
         return self.values - other.values
 
 
-def _unflatten(values, kind: LogprobKind) -> Logprobs:
-    logprobs = object.__new__(
-        Logprobs
-    )  # not the constructor: tree_map may put anything in the place of the tensor
-    object.__setattr__(logprobs, "values", values[0])
-    object.__setattr__(logprobs, "kind", kind)
-    return logprobs
-
-
-pytree.register_pytree_node(
-    Logprobs, lambda x: ([x.values], x.kind), _unflatten, serialized_type_name="nemorl.Logprobs"
-)
+register_pytree(Logprobs, constant="kind")
 
 
 def log_ratio(a: Logprobs, b: Logprobs) -> Float[Tensor, "*shape"]:
-    """log(π_a / π_b): the two may be of different policy versions, but not of different
-    temperatures or filters (LogprobKindError).
+    """Return log(π_a / π_b), of two policy versions but the same temperature and filters.
+
+    Raises: LogprobKindError.
 
     >>> import torch
-    >>> new, old = LogprobKind(policy_version=2), LogprobKind(policy_version=1)
-    >>> log_ratio(Logprobs(torch.tensor([-1.0]), new), Logprobs(torch.tensor([-3.0]), old)).tolist()
+    >>> one = Logprobs(torch.tensor([-1.0]), LogprobKind(policy_version=2))
+    >>> log_ratio(one, Logprobs(torch.tensor([-3.0]), LogprobKind(policy_version=1))).tolist()
     [2.0]
     """
     require_same_support(a.kind, b.kind)

@@ -1,8 +1,7 @@
-"""Log-probabilities and entropies of tokens: from logits, and straight from hidden states without
-ever holding `[batch, seq, vocab]`.
+"""Log-probabilities and entropies of tokens, from logits or from hidden states.
 
-The shift by one happens here and nowhere else (docs/numerics.md, Conventions): index t of every result describes token t,
-drawn from the distribution that position t − 1 predicts.
+The shift by one happens here alone (docs/numerics.md, Conventions): index t of every result is
+about token t, drawn from what position t − 1 predicts.
 """
 
 import math
@@ -20,6 +19,7 @@ from nemorl.losses.logprob_kind import (
     require_same_support,
 )
 from nemorl.losses.segments import at_least_float32, same_segment
+from nemorl.losses.types import PerToken, TokenIds
 
 __all__ = [
     "LogprobKind",
@@ -53,10 +53,7 @@ def _outside_support(
     min_p: float | Tensor,
     keep: Tensor | None,
 ) -> Tensor:
-    """True for the tokens that the filters exclude.
-
-    Each filter is a threshold, so that equal logits stay or go together.
-    """
+    """True for the tokens that the filters exclude: thresholds, so equal logits stay together."""
     top = scaled.amax(-1, keepdim=True)
     threshold = torch.full_like(top, -math.inf)
     if _is_on(min_p, 0.0):
@@ -92,23 +89,24 @@ def filter_logits(
     min_p: PerRow = 0.0,
     keep: Int[Tensor, "*rows"] | None = None,
 ) -> Float[Tensor, "*rows vocab"]:
-    """The logits of the distribution that is sampled from: divided by `temperature` (above 0), and
-    -inf outside the filters' support.
+    """Return the logits that are sampled from: divided by `temperature`, -inf outside the support.
 
     In vLLM's order: temperature; `min_p` keeps tokens with at least min_p times the largest
     probability; `top_k` keeps the k largest (0 = off); `top_p` keeps the fewest largest tokens
-    whose mass, within what is left, reaches top_p. (Hugging Face applies min_p last, which gives
-    the same support unless top_p is on as well.) Tokens with equal logits stay or go together.
-    `keep` names one token per row that is never excluded: the one that was drawn, which rounding in
-    another engine may put on the other side of the border.
+    whose mass, within what is left, reaches top_p. (Hugging Face applies min_p last: another
+    support only if top_p is on.) Tokens with equal logits stay or go together. Options that are off
+    cost nothing.
 
-    Each option may be a tensor with one value per row (off = 0, 1, 0 as for the numbers). Numbers
-    that are off cost nothing; `top_p` and per-row `top_k` sort.
+    Args:
+        logits: [..., vocab].
+        temperature, top_k, top_p, min_p: a number, or a tensor [...] with one per row.
+        keep: [...], a token per row that is never excluded: the one that was drawn, which another
+            engine's rounding may put on the other side of the border.
 
     >>> filter_logits(torch.tensor([2.0, 1.0, 0.0]), temperature=0.5, top_k=2).tolist()
     [4.0, 2.0, -inf]
-    >>> filter_logits(torch.tensor([[2.0, 1.0, 0.0], [2.0, 1.0, 0.0]]), top_k=torch.tensor([1, 0]), keep=torch.tensor([2, 2])).tolist()
-    [[2.0, -inf, 0.0], [2.0, 1.0, 0.0]]
+    >>> filter_logits(torch.tensor([[2.0, 1.0, 0.0]]), top_k=1, keep=torch.tensor([2])).tolist()
+    [[2.0, -inf, 0.0]]
     """
     scaled = logits / _column(temperature) if _is_on(temperature, 1.0) else logits
     if not (_is_on(top_k, 0) or _is_on(top_p, 1.0) or _is_on(min_p, 0.0)):
@@ -130,35 +128,22 @@ def _filtered(logits: Tensor, kind: LogprobKind, keep: Tensor | None) -> Tensor:
 
 
 def _predictions(logits: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """The logits that predict tokens 1.. of each row, in float32 at least; 0, whatever they hold,
-    where there is no token to predict.
-    """
+    """The logits that predict tokens 1.. of each row, in float32 at least, or 0."""
     logits = at_least_float32(logits[:, :-1])
-    return (
-        logits
-        if segment_ids is None
-        else torch.where(same_segment(segment_ids)[:, 1:, None], logits, 0.0)
-    )
+    if segment_ids is None:
+        return logits
+    return torch.where(same_segment(segment_ids)[:, 1:, None], logits, 0.0)
 
 
 def _describe(values: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """[batch seq-1] by predicted token → [batch seq] by the token itself, 0 at the tokens that
-    nothing predicts.
-    """
-    return pad(
-        (
-            values
-            if segment_ids is None
-            else torch.where(same_segment(segment_ids)[:, 1:], values, 0.0)
-        ),
-        (1, 0),
-    )
+    """[batch seq-1] by predicted token → [batch seq] by the token itself, else 0."""
+    if segment_ids is not None:
+        values = torch.where(same_segment(segment_ids)[:, 1:], values, 0.0)
+    return pad(values, (1, 0))
 
 
 def _finite(logprobs: Tensor) -> Tensor:
-    """Log-probabilities that times their probability are a number: exp(-1e4) is 0 in every type, so
-    that nothing else is changed.
-    """
+    """Log-probabilities to multiply by their probability: exp(-1e4) is 0 in every type."""
     return logprobs.clamp(min=-1e4)
 
 
@@ -168,15 +153,15 @@ def _entropy(logprobs: Tensor) -> Tensor:
 
 def token_logprobs_and_entropy(
     logits: Float[Tensor, "batch seq vocab"],
-    input_ids: Int[Tensor, "batch seq"],
+    input_ids: TokenIds,
     *,
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    segment_ids: TokenIds | None = None,
     kind: LogprobKind = LogprobKind(),
-) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"]]:
-    """`token_logprobs` and `entropy` in one pass, both of the same distribution (in whose support
-    the tokens themselves always are).
+) -> tuple[PerToken, PerToken]:
+    """Return `token_logprobs` and `entropy` of the same distribution in one pass.
 
-    >>> logprobs, entropies = token_logprobs_and_entropy(torch.zeros(1, 2, 4), torch.tensor([[1, 2]]))
+    >>> logits, ids = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
+    >>> logprobs, entropies = token_logprobs_and_entropy(logits, ids)
     >>> logprobs.tolist(), entropies.tolist()
     ([[0.0, -1.3862943649291992]], [[0.0, 1.3862943649291992]])
     """
@@ -189,21 +174,27 @@ def token_logprobs_and_entropy(
 
 def token_logprobs(
     logits: Float[Tensor, "batch seq vocab"],
-    input_ids: Int[Tensor, "batch seq"],
+    input_ids: TokenIds,
     *,
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    segment_ids: TokenIds | None = None,
     kind: LogprobKind = LogprobKind(),
-) -> Float[Tensor, "batch seq"]:
-    """log π(x_t | x_<t) at index t, from the logits as a causal model gives them:
-    `log_softmax(filter_logits(logits[:, t - 1]))[x_t]`.
+) -> PerToken:
+    """Return log π(x_t | x_<t) at index t: `log_softmax(filter_logits(logits[:, t - 1]))[x_t]`.
 
-    Index 0 of every row is 0. With `segment_ids` (0 = padding) so are the first token of every
-    sequence and the padding, and the logits that would predict those are not read: NaN there
-    changes neither value nor gradient. Computed in float32 at least. `kind` is the distribution the
-    tokens were drawn from; its support always includes the token itself. Every `input_ids` must be
-    a valid id, on padding too (-100 is not).
+    Index 0 of every row is 0. With `segment_ids` (0 = padding) so are each sequence's first token
+    and
+    the padding, and their logits are not read: NaN there changes neither value nor gradient.
+        Computed
+    in float32 at least.
 
-    >>> token_logprobs(torch.tensor([[[0.0, 0.0], [0.0, 9.0]]]), torch.tensor([[1, 1]])).tolist()
+    Args:
+        logits: as a causal model gives them, [batch, seq, vocab].
+        input_ids: valid ids, on padding too (-100 is none), [batch, seq].
+        kind: the distribution that the tokens were drawn from; its support includes the token
+            itself.
+
+    >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 9.0]]])
+    >>> token_logprobs(logits, torch.tensor([[1, 1]])).tolist()
     [[0.0, -0.6931471824645996]]
     """
     targets = input_ids[:, 1:, None].long()
@@ -214,11 +205,12 @@ def token_logprobs(
 def entropy(
     logits: Float[Tensor, "batch seq vocab"],
     *,
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    segment_ids: TokenIds | None = None,
     kind: LogprobKind = LogprobKind(),
-) -> Float[Tensor, "batch seq"]:
-    """−Σ_v p_v log p_v in nats, at index t of the (filtered) distribution that token t was drawn
-    from; 0 where `token_logprobs` is 0 by convention.
+) -> PerToken:
+    """Return −Σ_v p_v log p_v in nats of the distributions that tokens were drawn from.
+
+    0 where `token_logprobs` is 0 by convention.
 
     >>> entropy(torch.zeros(1, 2, 4), kind=LogprobKind(top_k=4)).tolist()
     [[0.0, 1.3862943649291992]]
@@ -230,12 +222,10 @@ def entropy(
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """log p(ids) and entropy of softmax(hidden @ weightᵀ / temperature), a chunk of tokens at a
-    time; backward computes each chunk's logits again.
+    """log p(ids) and entropy of softmax(hidden @ weightᵀ / temperature), chunk by chunk.
 
-    An output that nobody differentiates costs nothing backward (its gradient is None). In place is
-    changed only what no second derivative and no `vmap` has to remember, so that both follow from
-    the code as it stands.
+    Backward computes each chunk's logits again. An output without gradient costs nothing backward.
+    Changed in place is only what no second derivative and no `vmap` has to remember.
     """
 
     generate_vmap_rule = True
@@ -252,9 +242,7 @@ class _LinearLogprobs(torch.autograd.Function):
                     entropies.append(
                         -every.exp().mul_(_finite(every) if kind.filtered else every).sum(-1)
                     )
-                del (
-                    every
-                )  # not kept while the next chunk is made: a [chunk, vocab] array less at the peak
+                del every  # one [chunk, vocab] array less at the peak
         result = torch.cat(logprobs)
         return result, torch.cat(entropies) if with_entropy else torch.zeros_like(result)
 
@@ -279,14 +267,11 @@ class _LinearLogprobs(torch.autograd.Function):
             - (0.0 if ge is None else ge * entropies[:, None])
         )
         grad_hidden, grad_weight = [], None
-        final = (
-            not torch.is_grad_enabled()
-        )  # nobody will differentiate this again, so that sums may grow in place
+        final = not torch.is_grad_enabled()  # no second derivative: sums may grow in place
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(dtype)
-            for start in range(
-                0, max(len(hidden), 1), chunk
-            ):  # no tokens: one empty chunk, and gradients of zeros
+            # Without tokens: one empty chunk, and gradients of zeros.
+            for start in range(0, max(len(hidden), 1), chunk):
                 rows = slice(start, start + chunk)
                 h, y = hidden[rows].to(dtype), ids[rows]
                 if ge is None:
@@ -302,16 +287,15 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad = grad.to(dtype)
                 if ctx.needs_input_grad[0]:
                     grad_hidden.append(grad @ head)
-                if ctx.needs_input_grad[
-                    1
-                ]:  # partial products in the model's type, their sum over chunks in float32
+                # Partial products in the model's type, their sum over chunks in float32.
+                if ctx.needs_input_grad[1]:
                     if grad_weight is None:
                         grad_weight = at_least_float32(grad.t() @ h)
                     elif final and grad_weight.dtype == dtype:
                         grad_weight.addmm_(grad.t(), h)
                     else:
                         grad_weight.add_(at_least_float32(grad.t() @ h))
-                del grad  # not kept while the next chunk is made
+                del grad
         return (
             torch.cat(grad_hidden).to(hidden.dtype) if grad_hidden else None,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
@@ -332,10 +316,13 @@ def flat_linear_logprobs(
     chunk: int = 1024,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-    """log p(ids) under softmax(states @ weight.T), without any shift, and its entropy (0 unless
-    asked for); see `linear_token_logprobs`.
+    """Return log p(ids) under softmax(states @ weight.T), unshifted, and its entropy.
 
-    >>> flat_linear_logprobs(torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([1]))[0].tolist()
+    The entropy is 0 unless asked for. Arguments: as `linear_token_logprobs`, flat: states [tokens,
+    hidden], ids [tokens].
+
+    >>> states, weight = torch.ones(1, 1), torch.zeros(2, 1)
+    >>> flat_linear_logprobs(states, weight, torch.tensor([1]))[0].tolist()
     [-0.6931471824645996]
     """
     if chunk < 1:
@@ -351,23 +338,26 @@ def flat_linear_logprobs(
 def linear_token_logprobs(
     hidden: Float[Tensor, "batch seq hidden"],
     weight: Float[Tensor, "vocab hidden"],
-    input_ids: Int[Tensor, "batch seq"],
+    input_ids: TokenIds,
     *,
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    segment_ids: TokenIds | None = None,
     kind: LogprobKind = LogprobKind(),
     chunk: int = 1024,
     with_entropy: bool = False,
-) -> tuple[Float[Tensor, "batch seq"], Float[Tensor, "batch seq"] | None]:
-    """`token_logprobs` (and the entropy) of the logits `hidden @ weight.T`, which are computed
-    `chunk` tokens at a time, forward and again backward.
+) -> tuple[PerToken, PerToken | None]:
+    """Return `token_logprobs` (and the entropy) of the logits `hidden @ weight.T`, chunk by chunk.
 
-    Memory beyond the arguments and their gradients is O(chunk · vocab), whatever batch and seq are.
-    Products run in the type of `hidden` (under autocast in autocast's), softmax and the sum of
-    `weight`'s gradient over chunks in float32 at least. Conventions and `kind` are those of
-    `token_logprobs_and_entropy`, and the entropy is None unless asked for. Differentiable in
-    `hidden` and `weight`, also under `torch.func` (grad, vmap).
+    Logits are computed `chunk` tokens at a time, forward and again backward: memory beyond
+    arguments and gradients is O(chunk · vocab). Products run in the type of `hidden` (under
+    autocast in autocast's), softmax and the sum of `weight`'s gradient in float32 at least.
+    Differentiable in `hidden` and `weight`, also under `torch.func` (grad, vmap).
 
-    Raises ValueError if `chunk` is less than 1.
+    Args:
+        hidden: [batch, seq, hidden].
+        weight: of the LM head, [vocab, hidden].
+        input_ids, segment_ids, kind: as `token_logprobs`.
+        with_entropy: otherwise the entropy is None.
+    Raises: ValueError if `chunk` is less than 1.
 
     >>> hidden, weight = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.0], [0.0]])
     >>> linear_token_logprobs(hidden, weight, torch.tensor([[1, 1]]), with_entropy=True)

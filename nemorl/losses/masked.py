@@ -1,22 +1,21 @@
-"""The four or five lines that every loss of this package shares: mask first, compute in float32 at
-least, report as monoids.
-"""
+"""What every loss shares: mask first, compute in float32 at least, report metrics that add up."""
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemorl.losses.segments import at_least_float32
-from nemorl.losses.types import Max, Mean, Min
+from nemorl.losses.types import Max, Mean, Min, Scalar
 
 
 def masked(
     mask: Bool[Tensor, "*shape"], values: Float[Tensor, "*shape"], fill: float = 0.0
 ) -> Float[Tensor, "*shape"]:
-    """`values` where `mask`, `fill` elsewhere, in float32 at least.
+    """Return `values` where `mask`, `fill` elsewhere, in float32 at least.
 
-    Every loss calls this on every input before anything else: from here on nothing can see what a
-    masked slot held, and its gradient is exactly 0.
+    Every loss calls this on every input first: what a masked slot held can't be seen any more, and
+        its
+    gradient is exactly 0.
 
     >>> masked(torch.tensor([True, False]), torch.tensor([2.0, float("nan")]))
     tensor([2., 0.])
@@ -24,10 +23,8 @@ def masked(
     return torch.where(mask, at_least_float32(values), fill)
 
 
-def weighted_sum(
-    loss_weights: Float[Tensor, "*shape"], losses: Float[Tensor, "*shape"]
-) -> Float[Tensor, ""]:
-    """Σ w·ℓ over the slots with w ≠ 0.
+def weighted_sum(loss_weights: Float[Tensor, "*shape"], losses: Float[Tensor, "*shape"]) -> Scalar:
+    """Return Σ w·ℓ over the slots with w ≠ 0.
 
     >>> weighted_sum(torch.tensor([0.5, 0.0]), torch.tensor([2.0, float("inf")]))
     tensor(1.)
@@ -37,7 +34,7 @@ def weighted_sum(
 
 
 def mean_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Mean:
-    """The mean over `mask` as a metric.
+    """Return the mean over `mask` as a metric.
 
     >>> mean_of(torch.tensor([2.0, 4.0, 9.0]), torch.tensor([True, True, False])).finalize()
     3.0
@@ -47,16 +44,16 @@ def mean_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Me
 
 
 def share_of(condition: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Mean:
-    """The share of `mask` on which `condition` holds, as a metric.
+    """Return the share of `mask` on which `condition` holds, as a metric.
 
-    >>> share_of(torch.tensor([True, False, True]), torch.tensor([True, True, False])).finalize()
+    >>> share_of(torch.tensor([True, False]), torch.tensor([True, True])).finalize()
     0.5
     """
     return Mean((condition & mask).sum().float(), mask.sum().float())
 
 
 def max_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Max:
-    """The maximum over `mask` as a metric; -inf, the identity of Max, when there is nothing.
+    """Return the maximum over `mask` as a metric; -inf, the identity of Max, if it is empty.
 
     >>> max_of(torch.tensor([2.0, 4.0, 9.0]), torch.tensor([True, True, False])).finalize()
     4.0
@@ -66,7 +63,7 @@ def max_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Max
 
 
 def min_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Min:
-    """The minimum over `mask` as a metric; +inf, the identity of Min, when there is nothing.
+    """Return the minimum over `mask` as a metric; +inf, the identity of Min, if it is empty.
 
     >>> min_of(torch.tensor([2.0, 4.0, 1.0]), torch.tensor([True, True, False])).finalize()
     2.0
@@ -76,7 +73,7 @@ def min_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Min
 
 
 def require_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:
-    """A ValueError that names the field, its value and what it may be.
+    """Raise a ValueError that names the field, its value and the choices.
 
     >>> require_one_of("level", "word", ("token", "sequence"))
     Traceback (most recent call last):

@@ -1,13 +1,11 @@
-"""`loss_weights`: how a loss is reduced, decided once for the whole optimizer step, before the
-batch is cut into anything (docs/numerics.md, Weighted sums).
+"""Builders of `loss_weights`: how a loss is reduced (docs/numerics.md, Weighted sums).
 
-Every builder takes the mask of the *whole step* and returns weights that are 0 off the mask. A loss
-is then `Σ_t w_t ℓ_t`, and parts of the step add up.
+Each takes the mask of the *whole step*, before the batch is cut, and returns weights [batch, seq]
+that are 0 off the mask. `segment_ids`: 0 = padding, 1.. = the sequences of a row; None = one
+sequence a row.
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
 
 from nemorl.losses.segments import (
     group_labels,
@@ -16,11 +14,11 @@ from nemorl.losses.segments import (
     segment_sum,
     segment_totals,
 )
+from nemorl.losses.types import PerToken, ResponseIds, TokenIds, TokenMask
 
 
-def token_mean_weights(loss_mask: Bool[Tensor, "batch seq"]) -> Float[Tensor, "batch seq"]:
-    """w = mask / (included tokens of the step): every token counts the same. An empty mask gives
-    zeros.
+def token_mean_weights(loss_mask: TokenMask) -> PerToken:
+    """Return weights by which every token counts the same: mask / (included tokens of the step).
 
     Source: DAPO; NeMo RL `token_level_loss=True`, verl `token-mean`, TRL `loss_type="dapo"`.
 
@@ -31,14 +29,12 @@ def token_mean_weights(loss_mask: Bool[Tensor, "batch seq"]) -> Float[Tensor, "b
     return mask / mask.sum().clamp(min=1)
 
 
-def sequence_mean_weights(
-    loss_mask: Bool[Tensor, "batch seq"], segment_ids: Int[Tensor, "batch seq"] | None = None
-) -> Float[Tensor, "batch seq"]:
-    """w = mask / (included tokens of this sequence · sequences that have any): the mean over
-    sequences of each one's token mean.
+def sequence_mean_weights(loss_mask: TokenMask, segment_ids: TokenIds | None = None) -> PerToken:
+    """Return weights by which every sequence counts the same, whatever its length.
 
-    Without `segment_ids` every row is one sequence. Source: GRPO as published; NeMo RL
-    `token_level_loss=False`, verl `seq-mean-token-mean`, TRL `loss_type="grpo"`.
+    w = mask / (included tokens of this sequence · sequences that have any).
+    Source: GRPO as published; NeMo RL `token_level_loss=False`, verl `seq-mean-token-mean`, TRL
+    `loss_type="grpo"`.
 
     >>> sequence_mean_weights(torch.tensor([[True, True], [False, True], [False, False]])).tolist()
     [[0.25, 0.25], [0.0, 0.5], [0.0, 0.0]]
@@ -54,18 +50,18 @@ def sequence_mean_weights(
 
 
 def constant_weights(
-    loss_mask: Bool[Tensor, "batch seq"],
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    loss_mask: TokenMask,
+    segment_ids: TokenIds | None = None,
     *,
     length: int,
-) -> Float[Tensor, "batch seq"]:
-    """w = mask / (number of sequences · length), the same for every token of the run: long answers
-    are neither favoured nor spared.
+) -> PerToken:
+    """Return the same weight for every token of a run: mask / (number of sequences · length).
 
-    `length` is a constant in tokens, usually the longest answer allowed. Without `segment_ids`
-    every row is one sequence; with them every segment is, also one with an empty mask, while rows
-    of nothing but padding are not counted. Raises ValueError if `length` is less than 1. Source:
-    Dr. GRPO; verl `seq-mean-token-sum-norm`, TRL `loss_type="dr_grpo"`.
+    So long answers are neither favored nor spared. `length` is a constant in tokens, usually the
+    longest answer allowed. A segment with an empty mask is a sequence, a row of padding is none.
+
+    Raises: ValueError if `length` is less than 1.
+    Source: Dr. GRPO; verl `seq-mean-token-sum-norm`, TRL `loss_type="dr_grpo"`.
 
     >>> constant_weights(torch.tensor([[True, True], [False, True]]), length=4).tolist()
     [[0.125, 0.125], [0.0, 0.125]]
@@ -80,16 +76,15 @@ def constant_weights(
     return loss_mask / (segment_starts(segment_ids).sum().clamp(min=1).float() * length)
 
 
-def group_mean_weights(
-    loss_mask: Bool[Tensor, "batch seq"], group_id: Int[Tensor, "batch"] | Int[Tensor, "batch seq"]
-) -> Float[Tensor, "batch seq"]:
-    """w = mask / (included tokens of this prompt's group · groups that have any): token mean inside
-    a group, mean over groups.
+def group_mean_weights(loss_mask: TokenMask, group_id: ResponseIds | TokenIds) -> PerToken:
+    """Return weights of the token mean inside a prompt's group, and the mean over groups.
 
-    `group_id` holds any integer labels, one per row, or one per token where rows are packed.
-    Source: DAPO's objective as its equation is written (its code is `token_mean_weights`).
+    w = mask / (included tokens of this group · groups that have any). `group_id`: any integer
+    labels, one per row, or one per token of packed rows.
+    Source: DAPO's equation (its code is `token_mean_weights`).
 
-    >>> group_mean_weights(torch.tensor([[True, True], [True, True], [False, True]]), torch.tensor([7, 7, 3])).tolist()
+    >>> mask = torch.tensor([[True, True], [True, True], [False, True]])
+    >>> group_mean_weights(mask, torch.tensor([7, 7, 3])).tolist()
     [[0.125, 0.125], [0.125, 0.125], [0.0, 0.5]]
     """
     labels = group_labels(

@@ -1,25 +1,25 @@
-"""Sums and means over the sequences of a row and over the groups of a batch, with static shapes
-(they run under `torch.compile` and `vmap`).
-"""
+"""Sums and means over the sequences of a row and the groups of a batch, with static shapes."""
 
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
+
+from nemorl.losses.types import PerToken, TokenIds, TokenMask
 
 
 def at_least_float32(values: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`values` in the type that reductions are computed in: float64 stays, everything else becomes
-    float32.
+    """Return `values` as float32, or as they are if float64: the type of all reductions.
 
-    >>> at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype, at_least_float32(torch.ones(1, dtype=torch.float64)).dtype
-    (torch.float32, torch.float64)
+    >>> at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype
+    torch.float32
     """
     return values if values.dtype == torch.float64 else values.float()
 
 
-def same_segment(segment_ids: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
-    """True where a token is not padding and the token before it belongs to the same sequence: the
-    tokens that have a prediction.
+def same_segment(segment_ids: TokenIds) -> TokenMask:
+    """Return True where a token and the one before it are of one sequence.
+
+    These tokens have a prediction.
 
     >>> same_segment(torch.tensor([[1, 1, 2, 2, 2, 0]])).int().tolist()
     [[0, 1, 0, 1, 1, 0]]
@@ -32,8 +32,8 @@ def same_segment(segment_ids: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch s
     return (segment_ids > 0) & (segment_ids == before)
 
 
-def segment_starts(segment_ids: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch seq"]:
-    """True at the first token of every sequence. Its number of True is the number of sequences.
+def segment_starts(segment_ids: TokenIds) -> TokenMask:
+    """Return True at the first token of every sequence.
 
     >>> segment_starts(torch.tensor([[1, 1, 2, 2, 2, 0]])).int().tolist()
     [[1, 0, 1, 0, 0, 0]]
@@ -42,10 +42,9 @@ def segment_starts(segment_ids: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch
 
 
 def segment_totals(
-    values: Shaped[Tensor, "batch seq"], segment_ids: Int[Tensor, "batch seq"]
+    values: Shaped[Tensor, "batch seq"], segment_ids: TokenIds
 ) -> Float[Tensor, "batch segments"]:
-    """The sum over every sequence of a row: column s is segment s, column 0 the padding, and there
-    are seq + 1 columns (the most it can need).
+    """Return the sum over every sequence of a row: column s for segment s, column 0 for padding.
 
     >>> segment_totals(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 1, 2, 0]])).tolist()
     [[8.0, 3.0, 4.0, 0.0, 0.0]]
@@ -57,13 +56,12 @@ def segment_totals(
 
 
 def segment_sum(
-    values: Shaped[Tensor, "batch seq"], segment_ids: Int[Tensor, "batch seq"] | None = None
-) -> Float[Tensor, "batch seq"]:
-    """At every token the sum of `values` over its sequence, and 0 on padding. Without `segment_ids`
-    every row is one sequence.
+    values: Shaped[Tensor, "batch seq"], segment_ids: TokenIds | None = None
+) -> PerToken:
+    """Return at every token the sum of `values` over its sequence, 0 on padding.
 
-    Mask `values` first (`torch.where`): what they hold off the mask is summed like the rest. At
-    least float32, also for Bool and Int values (a count).
+    Without `segment_ids` every row is one sequence. Mask `values` first: off the mask they are
+    summed like the rest. Bool and Int values give float32.
 
     >>> segment_sum(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 1, 2, 0]])).tolist()
     [[3.0, 3.0, 4.0, 0.0]]
@@ -75,14 +73,14 @@ def segment_sum(
 
 
 def segment_mean(
-    values: Float[Tensor, "batch seq"],
-    mask: Bool[Tensor, "batch seq"],
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
-) -> Float[Tensor, "batch seq"]:
-    """At every token the mean of `values` over the masked tokens of its sequence, 0 where it has
-    none; off the mask they are not read.
+    values: PerToken,
+    mask: TokenMask,
+    segment_ids: TokenIds | None = None,
+) -> PerToken:
+    """Return at every token the mean of `values` over its sequence's masked tokens, else 0.
 
-    >>> values, mask = torch.tensor([[1.0, 3.0, 4.0, float("nan")]]), torch.tensor([[True, True, True, False]])
+    >>> values = torch.tensor([[1.0, 3.0, 4.0, float("nan")]])
+    >>> mask = torch.tensor([[True, True, True, False]])
     >>> segment_mean(values, mask, torch.tensor([[1, 1, 2, 2]])).tolist()
     [[2.0, 2.0, 4.0, 4.0]]
     """
@@ -91,11 +89,10 @@ def segment_mean(
 
 
 def group_labels(group_id: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
-    """Any integer labels as labels below the number of elements, equal where the given ones are:
-    what `group_sum` and `group_extremes` scatter by.
+    """Return any integer labels as labels below the number of elements, to scatter by.
 
-    The label of a group is the count of elements with a smaller `group_id`, so that no
-    data-dependent shape (`torch.unique`) is needed.
+    A group's label is the count of elements with a smaller `group_id`, which needs no shape that
+    depends on data (`torch.unique`).
 
     >>> group_labels(torch.tensor([70, -3, 70, 9])).tolist()
     [2, 0, 2, 1]
@@ -107,10 +104,10 @@ def group_labels(group_id: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
 def group_sum(
     values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """At every element the sum of `values` over its group; `labels` come from `group_labels`.
+    """Return at every element the sum of `values` over its group; `labels` are of `group_labels`.
 
-    >>> group_sum(torch.tensor([1.0, 2.0, 4.0, 8.0]), group_labels(torch.tensor([70, -3, 70, 9]))).tolist()
-    [5.0, 2.0, 5.0, 8.0]
+    >>> group_sum(torch.tensor([1.0, 2.0, 4.0]), group_labels(torch.tensor([70, -3, 70]))).tolist()
+    [5.0, 2.0, 5.0]
     """
     flat, index = at_least_float32(values).flatten(), labels.flatten()
     return torch.zeros_like(flat).scatter_add(0, index, flat)[index].reshape(values.shape)
@@ -119,12 +116,13 @@ def group_sum(
 def group_extremes(
     values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]
 ) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
-    """At every element the smallest and the largest of `values` in its group; they are the same
-    exactly where a group's values are all equal.
+    """Return at every element the smallest and the largest of `values` in its group.
 
-    >>> low, high = group_extremes(torch.tensor([1.0, 2.0, 4.0, 8.0]), group_labels(torch.tensor([70, -3, 70, 9])))
+    They are the same exactly where a group's values are all equal.
+
+    >>> low, high = group_extremes(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 2]))
     >>> low.tolist(), high.tolist()
-    ([1.0, 2.0, 1.0, 8.0], [4.0, 2.0, 4.0, 8.0])
+    ([1.0, 2.0, 1.0], [4.0, 2.0, 4.0])
     """
     flat, index = values.flatten(), labels.flatten()
     low = flat.scatter_reduce(0, index, flat, "amin", include_self=False)

@@ -1,24 +1,21 @@
-"""Negative log-likelihood."""
+"""The loss of supervised fine-tuning."""
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from nemorl.losses.masked import masked, mean_of, weighted_sum
-from nemorl.losses.types import LossOutput, Metrics, Sum
+from nemorl.losses.types import LossOutput, Metrics, PerToken, Sum
 
 
-def nll(
-    token_logprobs: Float[Tensor, "batch seq"], loss_weights: Float[Tensor, "batch seq"]
-) -> LossOutput:
-    """Supervised fine-tuning: −Σ w · log π. With `token_mean_weights` it is the cross-entropy per
-    token in nats.
+def nll(token_logprobs: PerToken, loss_weights: PerToken) -> LossOutput:
+    """Return the negative log-likelihood −Σ w · log π, in nats.
+
+    With `token_mean_weights` it is the cross-entropy per token.
 
     Metrics over the trained tokens: `nll` (the mean, whatever the weights; perplexity is its
-    exponential, taken after merging), `token_probability` (mean π of the right token),
-    `num_tokens`. Source: TRL SFTTrainer `loss_type="nll"`, NeMo RL `NLLLossFn`.
+    exponential, after merging), `token_probability` (mean π of the right token), `num_tokens`.
+    Source: TRL SFTTrainer `loss_type="nll"`, NeMo RL `NLLLossFn`.
 
-    >>> nll(torch.tensor([[0.5, 0.25, 0.9]]).log(), torch.tensor([[0.5, 0.5, 0.0]])).loss  # (log 2 + log 4) / 2
+    >>> nll(torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.5, 0.5]])).loss  # (log 8) / 2
     tensor(1.0397)
     """
     mask = loss_weights != 0

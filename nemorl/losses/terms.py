@@ -1,22 +1,17 @@
-"""Optional terms of a policy loss (docs/numerics.md, Policy losses).
-
-Each is a `LossOutput` of its own; the caller adds those it wants: `clipped(...) + kl_loss(...)`.
-"""
+"""Optional terms of a policy loss, each a `LossOutput` to add: `clipped(...) + kl_loss(...)`."""
 
 import torch
-from jaxtyping import Bool, Float
-from torch import Tensor
 
 from nemorl.losses.kl import kl
 from nemorl.losses.masked import masked, mean_of, share_of, weighted_sum
-from nemorl.losses.types import LossOutput
+from nemorl.losses.types import LossOutput, PerToken, TokenMask
 
 
 def kl_loss(
-    token_logprobs: Float[Tensor, "batch seq"],
-    reference_logprobs: Float[Tensor, "batch seq"],
-    loss_weights: Float[Tensor, "batch seq"],
-    generation_logprobs: Float[Tensor, "batch seq"] | None = None,
+    token_logprobs: PerToken,
+    reference_logprobs: PerToken,
+    loss_weights: PerToken,
+    generation_logprobs: PerToken | None = None,
     *,
     coef: float,
     estimator: str = "k3",
@@ -24,11 +19,10 @@ def kl_loss(
     input_clamp: float | None = 20.0,
     output_clamp: float | None = 10.0,
 ) -> LossOutput:
-    """coef · Σ w · KL(π‖π_ref), estimated per token as `kl` does: see there for `estimator`,
-    `gradient` and the clamps. Metric: `kl`, the mean estimate in nats.
+    """Return coef · Σ w · KL(π‖π_ref), estimated per token by `kl`, which has the other options.
 
-    `coef=0` reports the metric and trains nothing. Source: NeMo RL `reference_policy_kl_penalty`,
-    TRL `beta`, verl `kl_loss_coef`.
+    Metric: `kl`, the mean estimate in nats; coef=0 reports it and trains nothing.
+    Source: NeMo RL `reference_policy_kl_penalty`, TRL `beta`, verl `kl_loss_coef`.
 
     >>> policy, reference = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
     >>> output = kl_loss(policy, reference, torch.ones(1, 1), coef=0.1)
@@ -49,12 +43,10 @@ def kl_loss(
     return LossOutput(coef * weighted_sum(loss_weights, values), {"kl": mean_of(values, mask)})
 
 
-def entropy_bonus(
-    entropy: Float[Tensor, "batch seq"], loss_weights: Float[Tensor, "batch seq"], *, coef: float
-) -> LossOutput:
-    """−coef · Σ w · H: a positive `coef` keeps the policy random. Metric: `entropy`, the mean in
-    nats; `coef=0` reports it and trains nothing.
+def entropy_bonus(entropy: PerToken, loss_weights: PerToken, *, coef: float) -> LossOutput:
+    """Return −coef · Σ w · H: a positive `coef` keeps the policy random.
 
+    Metric: `entropy`, the mean in nats; coef=0 reports it and trains nothing.
     Source: Mnih et al. 2016; verl `entropy_coeff`.
 
     >>> entropy_bonus(torch.tensor([[2.0, 4.0]]), torch.tensor([[0.5, 0.5]]), coef=0.1).loss
@@ -67,23 +59,24 @@ def entropy_bonus(
 
 
 def positive_nll(
-    token_logprobs: Float[Tensor, "batch seq"],
-    positive: Bool[Tensor, "batch seq"],
-    loss_weights: Float[Tensor, "batch seq"],
+    token_logprobs: PerToken,
+    positive: TokenMask,
+    loss_weights: PerToken,
     *,
     coef: float = 0.1,
 ) -> LossOutput:
-    """−coef · Σ_{t positive} w · log π: imitation of the sequences that were rewarded.
+    """Return −coef · Σ_{t positive} w · log π: imitation of rewarded sequences.
 
-    `positive` is True on the tokens of rewarded sequences. The weights are the step's, like
-    everybody's: VAPO's mean over the positive tokens is `loss_weights=token_mean_weights(loss_mask
-    & positive)`; with the policy loss's own weights the term shrinks with the share of positive
-    tokens. Metrics: `positive_nll` (mean over the positive tokens), `positive_fraction`. Source:
-    VAPO (2025), coefficient 0.1; NeMo RL `positive_example_nll_weight` (a mean over each
-    microbatch's own positive tokens there).
+    `positive` is True on their tokens. VAPO's mean over the positive tokens is
+    `loss_weights=token_mean_weights(loss_mask & positive)`; with the policy loss's weights the term
+    shrinks with the share of positive tokens.
 
-    >>> output = positive_nll(torch.tensor([[-2.0, -3.0]]), torch.tensor([[True, False]]), torch.tensor([[0.5, 0.5]]), coef=0.1)
-    >>> output.loss
+    Metrics: `positive_nll` (mean over the positive tokens), `positive_fraction`.
+    Source: VAPO (2025), coefficient 0.1; NeMo RL `positive_example_nll_weight` (there a mean over
+    each microbatch's positive tokens).
+
+    >>> logprobs, positive = torch.tensor([[-2.0, -3.0]]), torch.tensor([[True, False]])
+    >>> positive_nll(logprobs, positive, torch.tensor([[0.5, 0.5]]), coef=0.1).loss
     tensor(0.1000)
     """
     mask = loss_weights != 0

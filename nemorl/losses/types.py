@@ -1,4 +1,4 @@
-"""What a loss returns, and metrics that add up the same way however the batch was cut."""
+"""What a loss returns, metrics that add up however a batch was cut, and names of shapes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,26 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 Scalar = Float[Tensor, ""]
+PerToken = Float[Tensor, "batch seq"]
+TokenMask = Bool[Tensor, "batch seq"]
+TokenIds = Int[Tensor, "batch seq"]
+PerResponse = Float[Tensor, "batch"]
+ResponseMask = Bool[Tensor, "batch"]
+ResponseIds = Int[Tensor, "batch"]
+PerPair = Float[Tensor, "pairs"]
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean as its parts: `total / count`, which add over shards. An empty mean finalizes to 0.
+    """A mean as total and count, which add over shards. An empty mean finalizes to 0.
 
-    >>> (Mean(torch.tensor(6.0), torch.tensor(2.0)) + Mean(torch.tensor(0.0), torch.tensor(1.0))).finalize()
+    >>> one, two = torch.tensor(1.0), torch.tensor(2.0)
+    >>> (Mean(3 * two, two) + Mean(0 * one, one)).finalize()
     2.0
     """
 
@@ -35,7 +43,7 @@ class Mean:
 
 @dataclass(frozen=True)
 class Sum:
-    """A sum over everything that was seen.
+    """A sum over everything.
 
     >>> (Sum(torch.tensor(6.0)) + Sum(torch.tensor(2.0))).finalize()
     8.0
@@ -52,7 +60,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest value that was seen; -inf (nothing seen) finalizes to 0.
+    """A maximum; -inf (no value) finalizes to 0.
 
     >>> (Max(torch.tensor(6.0)) + Max(torch.tensor(2.0))).finalize()
     6.0
@@ -70,7 +78,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """The smallest value that was seen; +inf (nothing seen) finalizes to 0.
+    """A minimum; +inf (no value) finalizes to 0.
 
     >>> (Min(torch.tensor(6.0)) + Min(torch.tensor(2.0))).finalize()
     2.0
@@ -92,8 +100,7 @@ Metrics = Mapping[str, Metric]
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss, already weighted (`Σ_t w_t ℓ_t`), and its metrics. Two outputs of two shards
-    add to the whole's.
+    """A weighted loss Σ_t w_t·ℓ_t and its metrics; outputs of two shards add up to the whole's.
 
     >>> one = LossOutput(torch.tensor(1.0), {"n": Sum(torch.tensor(1.0))})
     >>> both = one + one
@@ -108,40 +115,41 @@ class LossOutput:
         return LossOutput(self.loss + other.loss, merge(self.metrics, other.metrics))
 
 
-def _register(cls: type) -> None:
-    names = [field.name for field in fields(cls)]
+def register_pytree(cls: type, *, constant: str = "") -> None:
+    """Register a frozen dataclass as a pytree: all fields but `constant` are its leaves."""
+    names = [field.name for field in fields(cls) if field.name != constant]
 
-    def unflatten(values: Iterable[Any], _: Any) -> Any:
-        instance: Any = object.__new__(
-            cls
-        )  # not the constructor: tree_map and vmap may put anything in the place of a tensor
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(instance, name, value)
+    def flatten(node: Any) -> tuple[list[Any], Any]:
+        return [getattr(node, name) for name in names], getattr(node, constant, None)
+
+    def unflatten(values: Iterable[Any], context: Any) -> Any:
+        # Not the constructor: tree_map and vmap may put anything in the place of a tensor.
+        instance: Any = object.__new__(cls)
+        for name, value in (*zip(names, values, strict=True), (constant, context)):
+            if name:
+                object.__setattr__(instance, name, value)
         return instance
 
-    pytree.register_pytree_node(
-        cls,
-        lambda node: ([getattr(node, name) for name in names], None),
-        unflatten,
-        serialized_type_name=f"nemorl.{cls.__name__}",
-    )
+    name = f"nemorl.{cls.__name__}"
+    pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=name)
 
 
 for _class in (Mean, Sum, Max, Min, LossOutput):
-    _register(_class)
+    register_pytree(_class)
 
 
 def merge(a: Metrics, b: Metrics) -> Metrics:
-    """Combine the metrics of two shards; a name that only one side has is kept.
+    """Return the metrics of two shards combined; a name that only one side has is kept.
 
-    >>> finalize(merge({"x": Sum(torch.tensor(1.0))}, {"x": Sum(torch.tensor(2.0)), "y": Max(torch.tensor(3.0))}))
-    {'x': 3.0, 'y': 3.0}
+    >>> one, two = Sum(torch.tensor(1.0)), Sum(torch.tensor(2.0))
+    >>> finalize(merge({"x": one}, {"x": two, "y": two}))
+    {'x': 3.0, 'y': 2.0}
     """
     return {**a, **{name: a[name] + metric if name in a else metric for name, metric in b.items()}}  # type: ignore[operator]
 
 
 def finalize(metrics: Metrics) -> dict[str, float]:
-    """Metrics as plain numbers: the one place where the host waits for the device.
+    """Return metrics as plain numbers: the one place where the host waits for the device.
 
     >>> finalize({"x": Mean(torch.tensor(3.0), torch.tensor(2.0))})
     {'x': 1.5}

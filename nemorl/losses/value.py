@@ -3,33 +3,39 @@
 from collections.abc import Mapping
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from nemorl.losses.masked import masked, mean_of, share_of, weighted_sum
-from nemorl.losses.types import LossOutput
+from nemorl.losses.types import LossOutput, PerToken
 
 
 def value_loss(
-    values: Float[Tensor, "batch seq"],
-    old_values: Float[Tensor, "batch seq"],
-    returns: Float[Tensor, "batch seq"],
-    loss_weights: Float[Tensor, "batch seq"],
+    values: PerToken,
+    old_values: PerToken,
+    returns: PerToken,
+    loss_weights: PerToken,
     *,
     clip: float | None = 0.2,
 ) -> LossOutput:
-    """ℓ = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), ε = `clip`; None: ½(V − G)² and
-    `old_values` does nothing.
+    """Return the loss of a critic's values V against returns G.
 
-    V_old and G are constants: no gradient goes into them. Units of V, G and ε: those of the reward.
+    ℓ = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), ε = `clip`, in the reward's unit;
+    None: ½(V − G)².
+
+    Args, each [batch, seq]:
+        values: V, the only one that gets a gradient.
+        old_values: V_old, before the update.
+        returns: G, of `gae`.
+        loss_weights: w; 0 = not trained.
     Metrics over the trained tokens: `value_clip_fraction` (the clipped square is the larger one),
     `value_mean`, `return_mean`, `return_square_mean`, `value_error_mean` (G − V),
-    `value_error_square_mean`; from the finalized last four `explained_variance` follows. Raises:
-    ValueError unless clip > 0 or None. Source: Schulman et al. 2017; verl `cliprange_value` = 0.5,
-    TRL `cliprange_value` = 0.2, NeMo RL `cliprange`.
+    `value_error_square_mean`; the last four, finalized, give `explained_variance`.
+    Raises: ValueError unless clip > 0 or None.
+    Source: Schulman et al. 2017; verl `cliprange_value` = 0.5, TRL `cliprange_value` = 0.2, NeMo RL
+    `cliprange`.
 
-    >>> values, old, returns = torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 1.0]]), torch.tensor([[2.0, 2.0]])
-    >>> value_loss(values, old, returns, torch.tensor([[0.5, 0.5]]), clip=0.5).loss  # ½ · mean of max(1, 2.25) and 1
+    >>> values, old = torch.tensor([[1.0, 1.0]]), torch.tensor([[0.0, 1.0]])
+    >>> returns, weights = torch.tensor([[2.0, 2.0]]), torch.tensor([[0.5, 0.5]])
+    >>> value_loss(values, old, returns, weights, clip=0.5).loss  # ½ · mean of max(1, 2.25) and 1
     tensor(0.8125)
     """
     if clip is not None and clip <= 0:
@@ -61,14 +67,15 @@ def value_loss(
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:
-    """1 − Var(G − V)/Var(G) of finalized `value_loss` metrics: 1 = perfect, 0 = no better than the
-    mean return, negative = worse. 0 where all returns are equal.
+    """Return 1 − Var(G − V)/Var(G) of finalized `value_loss` metrics.
 
-    From merged moments, so it is the whole step's and not a mean over microbatches.
+    1 = perfect, 0 = no better than the mean return, negative = worse; 0 where all returns are
+    equal. From merged moments, so it is the whole step's.
 
     >>> from nemorl.losses.types import finalize
     >>> values, returns = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0]])
-    >>> explained_variance(finalize(value_loss(values, values, returns, torch.ones(1, 2)).metrics))  # 1 - 0.25 / 1
+    >>> metrics = value_loss(values, values, returns, torch.ones(1, 2)).metrics
+    >>> explained_variance(finalize(metrics))  # 1 - 0.25 / 1
     0.75
     """
     variance = metrics["return_square_mean"] - metrics["return_mean"] ** 2

@@ -1,6 +1,4 @@
-"""Log-probabilities where each rank of a group has a part of the vocabulary (tensor parallelism):
-from logits, and straight from hidden states.
-"""
+"""Log-probabilities where each rank of a group has a part of the vocabulary."""
 
 from typing import Any
 
@@ -12,14 +10,11 @@ from torch import Tensor
 from nemorl.losses.logprob_kind import LogprobKind
 from nemorl.losses.logprobs import _describe, _filtered, _finite, _predictions, flat_linear_logprobs
 from nemorl.losses.segments import at_least_float32
-
-__all__ = ["vocab_parallel_linear_logprobs", "vocab_parallel_token_logprobs"]
+from nemorl.losses.types import PerToken, TokenIds
 
 
 class _SumOverGroup(torch.autograd.Function):
-    """All-reduce forward, identity backward: every rank of the group goes on with the same value
-    and the same gradient.
-    """
+    """All-reduce forward, identity backward: all ranks have the same value and gradient."""
 
     @staticmethod
     def forward(values, group):
@@ -38,20 +33,20 @@ class _SumOverGroup(torch.autograd.Function):
 
 def vocab_parallel_token_logprobs(
     local_logits: Float[Tensor, "batch seq shard"],
-    input_ids: Int[Tensor, "batch seq"],
+    input_ids: TokenIds,
     group: dist.ProcessGroup | None = None,
     *,
-    segment_ids: Int[Tensor, "batch seq"] | None = None,
+    segment_ids: TokenIds | None = None,
     temperature: float = 1.0,
-) -> Float[Tensor, "batch seq"]:
-    """`token_logprobs` from logits whose vocabulary is sharded over `group`, in equal parts in the
-    order of the ranks, without gathering them.
+) -> PerToken:
+    """Return `token_logprobs` from logits whose vocabulary is sharded over `group`.
 
-    `group=None`: this process holds the whole vocabulary. Every rank of the group gets the same
-    result and, if all go on to the same loss, the gradient of its own shard. Filters of the
-    sampling support need the whole vocabulary and are not offered.
+    Nothing is gathered. Shards are equal, in the order of ranks; group=None: this process has the
+    whole vocabulary. Every rank gets the same result and, if all go on to the same loss, its own
+    shard's gradient. Filters need the whole vocabulary and are not offered.
 
-    >>> vocab_parallel_token_logprobs(torch.tensor([[[0.0, 0.0], [0.0, 9.0]]]), torch.tensor([[1, 1]])).tolist()
+    >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 9.0]]])
+    >>> vocab_parallel_token_logprobs(logits, torch.tensor([[1, 1]])).tolist()
     [[0.0, -0.6931471824645996]]
     """
     logits = _predictions(local_logits, segment_ids) / temperature
@@ -71,10 +66,7 @@ def vocab_parallel_token_logprobs(
 
 
 class _VocabParallelLinearLogprobs(torch.autograd.Function):
-    """`_LinearLogprobs` with a rank's rows of the head.
-
-    Backward, the gradient of the hidden states is this rank's summand.
-    """
+    """`_LinearLogprobs` with a rank's rows of the head; `hidden`'s gradient is its summand."""
 
     @staticmethod
     def forward(ctx, hidden, weight, ids, group, kind, chunk, with_entropy):
@@ -99,7 +91,7 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
                 logprobs.append(target - total.log())
                 normalizers.append(top + total.log())
                 entropies.append(total.log() - moments / total if with_entropy else moments)
-                del logits, shifted, weights  # not kept while the next chunk is made
+                del logits, shifted, weights
         result = torch.cat(logprobs), torch.cat(entropies)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, ids, torch.cat(normalizers), result[1])
@@ -156,10 +148,9 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
 def _local_logits(
     hidden: Tensor, head: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's logits in this rank's part of the vocabulary, divided by the temperature and
-    filtered; which tokens are in it, and where.
+    """A chunk's logits in this rank's part of the vocabulary, which tokens are in it, and where.
 
-    Filters need the whole vocabulary: the chunk's logits are gathered for them.
+    Filters need the whole vocabulary: logits are gathered for them.
     """
     size, first = len(head), dist.get_rank(group) * len(head)
     local = at_least_float32(hidden @ head.t())
@@ -183,14 +174,15 @@ def vocab_parallel_linear_logprobs(
     chunk: int = 1024,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
-    """`flat_linear_logprobs` where each rank of `group` has an equal part of the head's rows, in
-    the order of ranks, and all have the same states. `group=None`: this process has them all.
+    """Return `flat_linear_logprobs` where each rank of `group` has equally many rows of the head.
 
-    No rank ever holds more than the logits of `chunk` tokens. All ranks get the same result and, if
-    all go on to the same loss, the gradient of their own rows of `weight`, but only their summand
-    of the gradient of `states`: whoever shared the states out sums it.
+    All have the same states, and parts are in the order of ranks; group=None: this process has all.
+    No rank holds more than the logits of `chunk` tokens. All ranks get the same result and, if all
+    go on to the same loss, the gradient of their rows of `weight`, but only their summand of the
+    gradient of `states`, which the caller sums.
 
-    >>> vocab_parallel_linear_logprobs(torch.ones(1, 1), torch.zeros(2, 1), torch.tensor([1]), None)[0].tolist()
+    >>> states, weight = torch.ones(1, 1), torch.zeros(2, 1)
+    >>> vocab_parallel_linear_logprobs(states, weight, torch.tensor([1]), None)[0].tolist()
     [-0.6931471824645996]
     """
     if group is None:

@@ -10,8 +10,7 @@ from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from nemorl.data.batch import TokenBatch, take
-from nemorl.data.bins import Plan
-from nemorl.data.packing import pack, pack_plan, unpack
+from nemorl.data.packing import Plan, pack, pack_plan, unpack
 from nemorl.data.sharding import shard_by_rank, split, split_microbatches
 from nemorl.parallel.config import TrainerConfig
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import prompt_of
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.rollout.environment import EnvironmentInterface, checked
+from nemorl.rollout.environment import EnvironmentInterface, check_counts, reward_tensor
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 
@@ -125,11 +125,9 @@ def collect(
         [*prompts.messages(i), {"role": "assistant", "content": c.text}]
         for i, c in zip(index, completions, strict=True)
     ]
-    result = checked(
-        environment.step(logs, [prompts.rows[i] for i in index]),
-        len(logs),
-        type(environment).__name__,
-    )
+    size, name = len(logs), type(environment).__name__
+    result = environment.step(logs, [prompts.rows[i] for i in index])
+    check_counts(result, size, name)
     if not all(result.terminateds):
         raise ValueError(
             "the environment must end every conversation after the first response: conversations of"
@@ -144,29 +142,21 @@ def collect(
             "truncated": [c.truncated for c in completions],
         }
     )
-    rewards, components = (
-        [float(reward) for reward in changed["rewards"]],
-        changed.get("components", {}),
-    )
-    result = checked(
-        replace(result, rewards=rewards, components=components),
-        len(logs),
-        type(environment).__name__,
-    )
+    components = {
+        key: reward_tensor(values, size, name, key)
+        for key, values in changed.get("components", {}).items()
+    }
     return Rollouts(
         rows=[prompts.rows[i] for i in index],
         prompts=[prompts.token_ids[i] for i in index],
         texts=texts,
         completions=completions,
-        rewards=torch.tensor(result.rewards, dtype=torch.float32),
+        rewards=reward_tensor(changed["rewards"], size, name),
         group_id=torch.tensor(index, dtype=torch.long) + first_group,
         answers=result.answers or [None] * len(completions),
         kind=kind_of(sampling, version=completions[0].policy_version if completions else 0),
         metrics=metrics,
-        components={
-            name: torch.tensor(values, dtype=torch.float32)
-            for name, values in result.components.items()
-        },
+        components=components,
     )
 
 

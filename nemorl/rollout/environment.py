@@ -3,8 +3,12 @@
 import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from nemorl.data.rows import in_row, origin_of
 from nemorl.rollout.signature import RESPONSE, columns_of, read_signature
@@ -210,36 +214,41 @@ def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> N
         check(rows)
 
 
-def checked(result: EnvironmentReturn, count: int, name: str) -> EnvironmentReturn:
-    """What an environment returned for `count` conversations, with rewards as plain numbers.
-    ValueError where one is missing or not finite.
-
-    >>> wrong = EnvironmentReturn(observations=[], metadata=[], next_stop_strings=[], rewards=[1.0], terminateds=[True, True])
-    >>> checked(wrong, 2, "mine")
-    Traceback (most recent call last):
-    ValueError: environment 'mine' must return one of rewards per conversation, but it returned 1 for 2 conversations: return as many
-    """
-    lists: dict[str, Sequence[Any]] = {
-        "rewards": result.rewards,
-        "terminateds": result.terminateds,
-        **result.components,
-    }
+def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:
+    """Raise a ValueError unless an environment returned one of everything per conversation."""
+    lists = {"rewards": result.rewards, "terminateds": result.terminateds, **result.components}
     if result.answers:
         lists["answers"] = result.answers
     for field_name, values in lists.items():
-        if len(values) != count:
-            raise ValueError(
-                f"environment {name!r} must return one of {field_name} per conversation, but it"
-                f" returned {len(values)} for {count} conversations: return as many"
-            )
-    rewards = [float(reward) for reward in result.rewards]
-    wrong = next((i for i, reward in enumerate(rewards) if not math.isfinite(reward)), None)
-    if wrong is not None:
+        _require_count(values, count, name, field_name)
+
+
+def reward_tensor(
+    values: Any, count: int, name: str, field_name: str = "rewards"
+) -> Float[Tensor, "batch"]:
+    """Return an environment's rewards as float32 [count]; ValueError if one is missing or not finite.
+
+    >>> reward_tensor([1.0, float("nan")], 2, "mine")
+    Traceback (most recent call last):
+    ValueError: environment 'mine' must return finite rewards, but it returned nan for ...
+    """
+    _require_count(values, count, name, field_name)
+    rewards = torch.as_tensor(values, dtype=torch.float32)
+    if not rewards.isfinite().all():
+        wrong = int((~rewards.isfinite()).nonzero()[0])
         raise ValueError(
-            f"environment {name!r} must return finite rewards, but it returned {rewards[wrong]} for"
-            f" conversation {wrong}: return 0.0, for example"
+            f"environment {name!r} must return finite {field_name}, but it returned"
+            f" {values[wrong]} for conversation {wrong}: return 0.0, for example"
         )
-    return replace(result, rewards=rewards)
+    return rewards
+
+
+def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
+    if len(values) != count:
+        raise ValueError(
+            f"environment {name!r} must return one of {field_name} per conversation, but it"
+            f" returned {len(values)} for {count} conversations: return as many"
+        )
 
 
 def _shown(prompt: str, response: str) -> str:

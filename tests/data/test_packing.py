@@ -2,29 +2,25 @@
 tight the plans are.
 """
 
-import itertools
-import subprocess
-import sys
+import math
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
 from nemorl.data.batch import take
-from nemorl.data.bins import ALGORITHMS
-from nemorl.data.packing import num_segments, pack, pack_plan, unpack
+from nemorl.data.packing import _with_multiple, num_segments, pack, pack_plan, unpack
 from tests.data.batches import SPECS, assert_equal, batch_of, built, tokens_of
-from tests.helpers import shapes_checked
 
-ALGORITHM = st.sampled_from(sorted(ALGORITHMS))
 WEIGHTS = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 60)), max_size=40)
 
 
-@given(WEIGHTS, st.integers(1, 20), ALGORITHM, st.integers(1, 9))
-def test_plan_holds_every_index_once_within_capacity(lengths, spare, algorithm, multiple):
+@given(WEIGHTS, st.integers(1, 20), st.integers(1, 9))
+def test_plan_holds_every_index_once_within_capacity(lengths, spare, multiple):
     capacity = max([1, *lengths]) + spare - 1
-    plan = pack_plan(lengths, capacity, algorithm=algorithm, num_rows_multiple=multiple)
+    plan = pack_plan(lengths, capacity, num_rows_multiple=multiple)
     assert sorted(index for row in plan for index in row) == list(range(len(lengths)))
     assert all(sum(lengths[index] for index in row) <= capacity for row in plan)
     assert all(list(row) == sorted(row) for row in plan)
@@ -36,32 +32,15 @@ def test_plan_holds_every_index_once_within_capacity(lengths, spare, algorithm, 
     assert plan == pack_plan(
         torch.tensor(lengths, dtype=torch.int64),
         capacity,
-        algorithm=algorithm,
         num_rows_multiple=multiple,
     )
 
 
-@given(WEIGHTS.filter(any), st.integers(0, 20), ALGORITHM)
-def test_plan_has_no_two_rows_that_fit_into_one(lengths, spare, algorithm):
+@given(WEIGHTS.filter(any), st.integers(0, 20))
+def test_plan_has_no_two_rows_that_fit_into_one(lengths, spare):
     capacity = max(lengths) + spare
-    used = sorted(
-        sum(lengths[index] for index in row)
-        for row in pack_plan(lengths, capacity, algorithm=algorithm)
-    )
-    if algorithm != "concatenative":
-        assert len(used) == 1 or used[0] + used[1] > capacity
-
-
-def naive_first_fit_decreasing(lengths, capacity):
-    bins = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for row in bins:
-            if sum(lengths[i] for i in row) + lengths[index] <= capacity:
-                row.append(index)
-                break
-        else:
-            bins.append([index])
-    return bins
+    used = sorted(sum(lengths[index] for index in row) for row in pack_plan(lengths, capacity))
+    assert len(used) == 1 or used[0] + used[1] > capacity
 
 
 def naive_best_fit_decreasing(lengths, capacity):
@@ -77,104 +56,13 @@ def naive_best_fit_decreasing(lengths, capacity):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(0, 20))
 def test_indexed_search_finds_what_a_linear_search_finds(lengths, spare):
     capacity = max(lengths) + spare
-    assert ALGORITHMS["first_fit_decreasing"](lengths, capacity) == naive_first_fit_decreasing(
-        lengths, capacity
-    )
-    rooms = sorted(
-        capacity - sum(lengths[i] for i in row)
-        for row in ALGORITHMS["best_fit_decreasing"](lengths, capacity)
-    )
+    rooms = sorted(capacity - sum(lengths[i] for i in row) for row in pack_plan(lengths, capacity))
     assert rooms == naive_best_fit_decreasing(lengths, capacity)
-
-
-def naive_modified_first_fit_decreasing(lengths, capacity):
-    """The five phases with plain lists, as lengths in rows."""
-    bounds = (capacity / 2, capacity / 3, capacity / 6, 0)
-    large, *kinds = (
-        sorted(x for x in lengths if low < x and (k == 0 or x <= bounds[k - 1]))
-        for k, low in enumerate(bounds)
-    )
-    medium, small, _ = kinds
-    rows = [[x] for x in reversed(large)]
-
-    def room(row):
-        return capacity - sum(row)
-
-    def move(kind, row, size):
-        kind.remove(size)
-        row.append(size)
-
-    bare = []
-    for row in rows:
-        fitting = [x for x in medium if x <= room(row)]
-        if fitting:
-            move(medium, row, max(fitting))
-        else:
-            bare.append(row)
-    for row in reversed(bare):
-        if len(small) >= 2 and small[0] + small[1] <= room(row):
-            move(small, row, small[0])
-            move(small, row, max(x for x in small if x <= room(row)))
-    for row in rows:
-        for kind in kinds:
-            while fitting := [x for x in kind if x <= room(row)]:
-                move(kind, row, max(fitting))
-    rest = sorted(itertools.chain(*kinds), reverse=True)
-    return rows + [[rest[i] for i in row] for row in naive_first_fit_decreasing(rest, capacity)]
-
-
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(30, 90))
-def test_modified_first_fit_decreasing_is_its_five_phases(lengths, capacity):
-    plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, capacity)
-    assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(
-        lengths, capacity
-    )
-
-
-def test_modified_first_fit_decreasing_at_its_borders():
-    """Exactly a half is medium, exactly a third small, exactly a sixth tiny."""
-    for lengths in (
-        [6, 6],
-        [7, 6, 5],
-        [8, 4, 4, 4],
-        [8, 3, 2, 2],
-        [9, 2, 2, 1],
-        [7, 4, 4],
-        [7, 3, 2, 3],
-        [8, 2, 2, 4, 4],
-        [7, 2, 2, 3, 3],
-        [12, 1],
-    ):
-        plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, 12)
-        assert [[lengths[i] for i in row] for row in plan] == naive_modified_first_fit_decreasing(
-            lengths, 12
-        ), lengths
-    for lengths, rows in (
-        ([51, 40, 20, 25], [[51, 40], [25, 20]]),
-        ([51, 17, 20], [[51, 17, 20]]),
-        ([60, 17, 20], [[60, 17, 20]]),
-    ):
-        plan = ALGORITHMS["modified_first_fit_decreasing"](lengths, 100)
-        assert (
-            [[lengths[i] for i in row] for row in plan]
-            == naive_modified_first_fit_decreasing(lengths, 100)
-            == rows
-        )
-    assert ALGORITHMS["modified_first_fit_decreasing"]([16, 10, 6, 7], 30) == [
-        [0, 2, 3],
-        [1],
-    ], "as medium, 10 would stand beside 16"
-
-
-def test_concatenative_takes_empty_sequences_along():
-    assert ALGORITHMS["concatenative"]([0, 3, 7, 0, 1], 10) == [[0, 1, 2, 3], [4]]
 
 
 def test_worked_plans():
     lengths = [6, 7, 3, 4, 2, 2]
     assert pack_plan(lengths, 10) == ((1, 2), (0, 3), (4, 5))
-    assert pack_plan(lengths, 10, algorithm="first_fit_decreasing") == ((1, 2), (0, 3), (4, 5))
-    assert pack_plan(lengths, 10, algorithm="concatenative") == ((0,), (1, 2), (3, 4, 5))
     assert pack_plan(lengths, 10, num_rows_multiple=4) == ((1,), (0, 3), (4, 5), (2,))
     assert pack_plan([5, 5], 10, num_rows_multiple=4) == ((0,), (1,), (), ())
     assert pack_plan([1, 1], 10, num_rows_multiple=2) == ((0,), (1,))
@@ -183,74 +71,29 @@ def test_worked_plans():
         (0, 1),
     ), "halves of three tokens each"
     # The fullest row first, then the fuller half of it before a row that holds less.
-    assert pack_plan([1, 2, 2, 2], 4, algorithm="concatenative", num_rows_multiple=3) == (
-        (0, 1),
-        (2,),
-        (3,),
-    )
-    assert pack_plan([2, 2, 2, 2, 1, 2], 8, algorithm="concatenative", num_rows_multiple=4) == (
-        (0,),
-        (4, 5),
-        (1, 3),
-        (2,),
-    )
+    split = _with_multiple([[0, 1], [2, 3]], [1, 2, 2, 2], 3)
+    assert list(map(sorted, split)) == [[0, 1], [2], [3]]
+    split = _with_multiple([[0, 1, 2, 3], [4, 5]], [2, 2, 2, 2, 1, 2], 4)
+    assert list(map(sorted, split)) == [[0], [4, 5], [1, 3], [2]]
     assert pack_plan([], 10, num_rows_multiple=4) == ()
 
 
-def test_modified_first_fit_decreasing_wins_where_johnson_and_garey_say():
-    """51, 27, 26 and 23 in 100: first fit decreasing joins 51 and 27, which leaves 22 free; phase 3
-    joins 51, 26 and 23. (The optimum is 9 rows.)
-    """
-    lengths = [51] * 6 + [27] * 6 + [26] * 6 + [23] * 12
-    assert len(pack_plan(lengths, 100, algorithm="first_fit_decreasing")) == 11
-    assert len(pack_plan(lengths, 100, algorithm="modified_first_fit_decreasing")) == 10
-    # Phase 3 begins with the row that has most room: 51 gets the smallest (20) and the largest that
-    # fits beside it (25).
-    assert pack_plan([60, 51, 25, 20, 20], 100, algorithm="modified_first_fit_decreasing") == (
-        (0, 3),
-        (1, 2, 4),
-    )
-    # The two smallest just fit beside 60; beside 58 the two smallest, 20 and 25, don't.
-    assert pack_plan([60, 25, 20, 20], 100, algorithm="modified_first_fit_decreasing") == (
-        (0, 2, 3),
-        (1,),
-    )
-    assert pack_plan([58, 20, 25], 100, algorithm="modified_first_fit_decreasing") == ((0, 2), (1,))
+@pytest.mark.parametrize(
+    ("mean", "sigma", "capacity"), [(6.0, 1.0, 8192), (6.0, 1.0, 2048), (3.7, 0.8, 1024)]
+)
+def test_log_normal_lengths_pack_tight(mean: float, sigma: float, capacity: int):
+    """100,000 lengths: at most 1 % above the lower bound."""
+    lengths = np.random.default_rng(0).lognormal(mean, sigma, 100_000).astype(int) + 1
+    lengths = np.minimum(lengths, capacity)
+    assert len(pack_plan(lengths, capacity)) <= 1.01 * math.ceil(lengths.sum() / capacity)
+    assert len(pack_plan([3] * 100_000, 5)) == 100_000
 
 
-MEASURE = """
-import math
-import numpy as np
-from nemorl.data.packing import pack_plan
-for algorithm in ("best_fit_decreasing", "first_fit_decreasing", "modified_first_fit_decreasing"):
-    for mean, sigma, capacity in ((6.0, 1.0, 8192), (6.0, 1.0, 2048), (3.7, 0.8, 1024)):
-        lengths = np.minimum(np.random.default_rng(0).lognormal(mean, sigma, 100_000).astype(int) + 1, capacity)
-        plan = pack_plan(lengths, capacity, algorithm=algorithm)
-        print(algorithm, capacity, len(plan) / math.ceil(lengths.sum() / capacity))
-    assert len(pack_plan([3] * 100_000, 5, algorithm=algorithm)) == 100_000
-"""
-
-
-def test_log_normal_lengths_pack_tight():
-    """100,000 lengths: at most 1 % above the lower bound (without this run's checks of each call;
-    benchmarks/packing.py takes the time).
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE], capture_output=True, text=True, check=True
-    )
-    measured = [line.split() for line in done.stdout.splitlines()]
-    assert len(measured) == 9
-    for algorithm, capacity, ratio in measured:
-        assert float(ratio) <= 1.01, (algorithm, capacity, ratio)
-
-
-@given(SPECS, st.integers(0, 20), ALGORITHM, st.integers(1, 4), st.integers(1, 8))
-def test_unpack_undoes_pack(spec, spare, algorithm, multiple, multiple_of):
+@given(SPECS, st.integers(0, 20), st.integers(1, 4), st.integers(1, 8))
+def test_unpack_undoes_pack(spec, spare, multiple, multiple_of):
     batch = built(spec)
     lengths = batch.lengths
-    plan = pack_plan(
-        lengths, int(lengths.max()) + spare, algorithm=algorithm, num_rows_multiple=multiple
-    )
+    plan = pack_plan(lengths, int(lengths.max()) + spare, num_rows_multiple=multiple)
     packed = pack(batch, plan, multiple_of=multiple_of)
     assert packed.input_ids.shape[1] % multiple_of == 0
     assert tokens_of(packed) == tokens_of(batch)
@@ -326,17 +169,15 @@ def rows_of(batch):
     return rows
 
 
-@given(several_per_row(), st.integers(0, 20), ALGORITHM, st.integers(1, 4))
-def test_rows_of_several_segments_are_packed_whole(drawn, spare, algorithm, multiple):
+@given(several_per_row(), st.integers(0, 20), st.integers(1, 4))
+def test_rows_of_several_segments_are_packed_whole(drawn, spare, multiple):
     """Preference pairs are such rows: no packing parts them, and unpacking gives them back bit for
     bit.
     """
     spec, rows = drawn
     batch = pack(built(spec), rows)
     lengths = batch.lengths
-    plan = pack_plan(
-        lengths, max(1, int(lengths.max())) + spare, algorithm=algorithm, num_rows_multiple=multiple
-    )
+    plan = pack_plan(lengths, max(1, int(lengths.max())) + spare, num_rows_multiple=multiple)
     packed = pack(batch, plan)
     before, after = rows_of(batch), rows_of(packed)
     assert after == [[sequence for index in row for sequence in before[index]] for row in plan]
@@ -412,7 +253,6 @@ def test_errors_say_what_is_wrong():
     packed = pack(batch, ((0, 1),))
     cases = [
         (lambda: pack_plan([3, 11], 10), "sequence 1 has 11 tokens, but a row holds 10"),
-        (lambda: pack_plan([3], 10, algorithm="worst"), "best_fit_decreasing"),
         (
             lambda: pack_plan([3], 0),
             "^capacity and num_rows_multiple must be at least 1, got 0 and 1",
@@ -446,13 +286,6 @@ def test_errors_name_the_sequence_that_is_wrong():
         pack_plan([-1, 3], 10)
     with pytest.raises(ValueError, match=r"^multiple_of must be at least 1"):
         pack(batch_of([1]), ((0,),), multiple_of=0)
-    with (
-        shapes_checked(False),
-        pytest.raises(
-            ValueError, match=r"^algorithm must be one of best_fit_decreasing, .*, got 'worst'"
-        ),
-    ):
-        pack_plan([3], 10, algorithm="worst")
     with pytest.raises(ValueError, match="sequence 1 is there 2 times"):
         pack(batch_of([1, 1, 1]), ((0, 1, 1),))
     for wrong in (-1, 5):

@@ -1,5 +1,5 @@
-"""`python -m tests.losses.compiled BACKEND [CASE...]`: law 16 for torch.compile, one JSON line a
-case: [name, error or null].
+"""`python -m tests.losses.compiled BACKEND 1|all CASE...`: law 16 for torch.compile, with the first
+or all options of each case; one JSON line a case: [name, error or null].
 
 A program of its own, run by test_compile.py, because the shape checks of the test run wrap every
 function and dataclass, and Dynamo can't trace through them. What is compiled here is what a user's
@@ -21,11 +21,11 @@ from tests.strategies import problem
 LENGTHS = (3, 5, 1, 4)
 
 
-def check(case: Case, backend: str) -> None:
+def check(case: Case, backend: str, variants: int) -> None:
     """Every variant compiles into one graph, gives the eager result, and is not compiled again for
     other numbers and masks of the same shape.
     """
-    for variant in range(len(case.options)):
+    for variant in range(variants):
         torch.compiler.reset()
         compiled = torch.compile(
             lambda arrays, variant=variant: case(arrays, variant),
@@ -49,12 +49,13 @@ class _Compiled:
         return self.function(arrays)
 
 
-def main(backend: str, *names: str) -> None:
+def main(backend: str, options: str, *names: str) -> None:
     torch.set_num_threads(1)
     torch._dynamo.config.error_on_recompile = True
-    for name in names or CASES:
+    for name in names:
+        case = (CASES | UNCOMPILABLE)[name]
         try:
-            check((CASES | UNCOMPILABLE)[name], backend)
+            check(case, backend, len(case.options) if options == "all" else 1)
             error = None
         except Exception as exception:
             error = f"{type(exception).__name__}: {exception}"

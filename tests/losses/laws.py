@@ -1,5 +1,5 @@
-"""The laws of docs/numerics.md that make sense for any loss: each is a function that raises when `case`
-breaks the law on `problem`.
+"""The laws of docs/numerics.md that make sense for any loss: each is a function that raises when
+`case` breaks the law on `problem`.
 
 `test_laws.py` runs every law on every case, `test_negative_controls.py` shows that wrong losses are
 caught. Laws 10 to 14 speak of single functions and live in their test files, law 15 in

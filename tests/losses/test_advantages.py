@@ -14,7 +14,6 @@ from nemorl.losses.advantages import (
     dr_grpo,
     gae,
     gdpo,
-    group_advantages,
     grpo,
     length_adaptive_lambda,
     max_rl,
@@ -26,7 +25,7 @@ from nemorl.losses.advantages import (
     to_tokens,
     whiten,
 )
-from nemorl.losses.baselines import BASELINES, SCALES
+from nemorl.losses.baselines import BASELINES, SCALES, group_advantages
 
 CHOICES = st.tuples(st.sampled_from(BASELINES), st.sampled_from(SCALES))
 OF_GROUP = [(b, s) for b in ("group_mean", "leave_one_out", "length_weighted") for s in SCALES]

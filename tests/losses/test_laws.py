@@ -1,4 +1,4 @@
-"""Every law on every case, 200 derandomised examples each.
+"""Every law on every case, in derandomised examples.
 
 What a case cannot have is in `EXCEPTIONS`, and is tried as well: an exception that holds after all
 is stale.
@@ -36,8 +36,7 @@ def test_law(case: str, law: str):
     def holds(drawn: Problem) -> None:
         LAWS[law](CASES[case], drawn)
 
-    # The checks take more time than the losses: 200 examples of each case run under them, the other
-    # laws call the same functions without.
+    # The shape checks take more time than the losses: one law of each case runs under them.
     with shapes_checked(law == "1 padding"):
         holds()
 
@@ -114,9 +113,10 @@ def test_the_other_laws_are_property_tests(law: str):
         assert is_hypothesis_test(getattr(importlib.import_module(f"tests.{module}"), name)), path
 
 
-def test_the_profile_is_derandomised_and_has_200_examples():
-    profile = settings.get_profile("ci")
-    assert profile.max_examples >= 200 and profile.derandomize and profile.deadline is None
+@pytest.mark.parametrize(("name", "examples"), [("ci", 50), ("thorough", 200)])
+def test_the_profile_is_derandomised(name: str, examples: int):
+    profile = settings.get_profile(name)
+    assert profile.max_examples == examples and profile.derandomize and profile.deadline is None
 
 
 WITHOUT_CASE = {

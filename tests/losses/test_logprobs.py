@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
@@ -27,6 +26,7 @@ from nemorl.losses.logprobs import (
     token_logprobs_and_entropy,
 )
 from nemorl.losses.vocab_parallel import vocab_parallel_token_logprobs
+from tests.ranks import run_ranks
 
 INF = math.inf
 
@@ -690,33 +690,28 @@ def test_vocabulary_parallel_keeps_to_numbers_that_float32_holds():
         ]
 
 
-def _shard_of_the_vocabulary(rank: int, store: str, results: str):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _shard_of_the_vocabulary() -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
     logits = randn(2, 4, 6)[..., 3 * rank : 3 * rank + 3].clone().requires_grad_()
     values = vocab_parallel_token_logprobs(
         logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), dist.group.WORLD, temperature=0.7
     )
     (values * torch.arange(8.0).view(2, 4)).sum().backward()
-    torch.save((values.detach(), logits.grad), f"{results}{rank}")
     # Each process in a group of its own: nothing of the other may come in.
     alone, own = [dist.new_group([other]) for other in range(2)][rank], (rank + 1) * randn(1, 3, 6)
     plain = token_logprobs(own, torch.tensor([[0, 1, 2]]))
     torch.testing.assert_close(
         vocab_parallel_token_logprobs(own, torch.tensor([[0, 1, 2]]), alone), plain, **EXACT
     )
-    dist.destroy_process_group()
+    assert logits.grad is not None
+    return values.detach(), logits.grad
 
 
-def test_vocabulary_parallel_over_two_processes(tmp_path):
-    torch.multiprocessing.spawn(
-        _shard_of_the_vocabulary, (str(tmp_path / "store"), str(tmp_path / "result")), nprocs=2
-    )
+def test_vocabulary_parallel_over_two_processes():
+    (values_0, grad_0), (values_1, grad_1) = run_ranks(2, _shard_of_the_vocabulary)
     logits = randn(2, 4, 6).requires_grad_()
     expected = token_logprobs(
         logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), kind=LogprobKind(0.7)
-    )
-    (values_0, grad_0), (values_1, grad_1) = (
-        torch.load(tmp_path / f"result{rank}") for rank in (0, 1)
     )
     torch.testing.assert_close(values_0, expected.detach(), **EXACT)
     assert torch.equal(values_0, values_1)

@@ -38,10 +38,7 @@ IN_OTHER_PROCESSES = {
     "tests/losses/test_logprobs.py::test_vocabulary_parallel_over_two_processes": (
         "nemorl/losses/logprobs.py",
     ),
-    "tests/data/test_packing.py::test_log_normal_lengths_pack_tight": (
-        "nemorl/data/bins.py",
-        "nemorl/data/packing.py",
-    ),
+    "tests/data/test_packing.py::test_log_normal_lengths_pack_tight": ("nemorl/data/packing.py",),
 }
 """Tests whose lines are executed where nobody counts them, and the files that they are about."""
 REASONS = Path(__file__).parent / "survivors.toml"

@@ -10,8 +10,9 @@ from nemorl.rollout.environment import (
     EnvironmentInterface,
     EnvironmentReturn,
     FunctionalRewardWrapper,
+    check_counts,
     check_rows,
-    checked,
+    reward_tensor,
     text_of,
 )
 from nemorl.rollout.environments import REWARDS, contains_answer, exact_match, make_environment
@@ -304,9 +305,12 @@ def test_what_an_environment_returns_is_checked(part, message):
         "rewards": [1, 0.5],
         "terminateds": [True, True],
     }
-    assert checked(EnvironmentReturn(**sound), 2, "mine").rewards == [1.0, 0.5]
+    check_counts(EnvironmentReturn(**sound), 2, "mine")
+    assert reward_tensor(sound["rewards"], 2, "mine").tolist() == [1.0, 0.5]
     with pytest.raises(ValueError, match=message):
-        checked(EnvironmentReturn(**{**sound, **part}), 2, "mine")
+        wrong = EnvironmentReturn(**{**sound, **part})
+        check_counts(wrong, 2, "mine")
+        reward_tensor(wrong.rewards, 2, "mine")
 
 
 def test_a_missing_column_is_named():

@@ -100,16 +100,19 @@ def test_grpo() -> None:
 
 def test_sft() -> None:
     settings, notes = flat_settings(FILES / "sft.yaml")
-    assert settings.items() >= {
-        "num_epochs": 2,
-        "max_num_steps": 60,
-        "run.val_at_start": True,
-        "model.tokenizer": "other/tokenizer",
-        "trainer.train_micro_batch_size": 1,
-        "run.metric": "val_loss",
-        "run.higher_is_better": False,
-        "optimizer.max_grad_norm": None,
-    }.items()
+    assert (
+        settings.items()
+        >= {
+            "num_epochs": 2,
+            "max_num_steps": 60,
+            "run.val_at_start": True,
+            "model.tokenizer": "other/tokenizer",
+            "trainer.train_micro_batch_size": 1,
+            "run.metric": "val_loss",
+            "run.higher_is_better": False,
+            "optimizer.max_grad_norm": None,
+        }.items()
+    )
     assert set(notes) == {
         "checkpointing.enabled",
         "policy.precision",
@@ -124,27 +127,33 @@ def test_sft() -> None:
 def test_dpo() -> None:
     settings, notes = flat_settings(FILES / "dpo.yaml")
     assert notes == {}
-    assert settings.items() >= {
-        "loss.beta": 0.05,
-        "loss.average_logprobs": True,
-        "sft_coef": 0.1,
-        "sft_reduction": "sequence_mean",
-        "train_global_batch_size": 128,
-        "data.prompt_column": "context",
-        "data.chosen_column": "good",
-        "data.rejected_column": "bad",
-    }.items()
+    assert (
+        settings.items()
+        >= {
+            "loss.beta": 0.05,
+            "loss.average_logprobs": True,
+            "sft_coef": 0.1,
+            "sft_reduction": "sequence_mean",
+            "train_global_batch_size": 128,
+            "data.prompt_column": "context",
+            "data.chosen_column": "good",
+            "data.rejected_column": "bad",
+        }.items()
+    )
 
 
 def test_a_recipe_builds_on_its_defaults() -> None:
     settings, _ = flat_settings(FILES / "recipe.yaml")
-    assert settings.items() >= {
-        "num_generations_per_prompt": 4,
-        "num_prompts_per_step": 16,
-        "loss.name": "gspo",
-        "loss.clip_high": 0.28,
-        "reduction": "sequence_mean",
-    }.items()
+    assert (
+        settings.items()
+        >= {
+            "num_generations_per_prompt": 4,
+            "num_prompts_per_step": 16,
+            "loss.name": "gspo",
+            "loss.clip_high": 0.28,
+            "reduction": "sequence_mean",
+        }.items()
+    )
 
 
 EIGHT = "gpus_per_node: 8"
@@ -233,4 +242,6 @@ def test_the_command(tmp_path: Path) -> None:
     assert load_config(ALGORITHMS["grpo"].config, tmp_path / "ours.yaml").run.project == "mine"
     missing = call(Path("no.yaml"))
     assert missing.returncode == 1
-    assert missing.stderr == "error: can't read the config file no.yaml: No such file or directory\n"
+    assert (
+        missing.stderr == "error: can't read the config file no.yaml: No such file or directory\n"
+    )

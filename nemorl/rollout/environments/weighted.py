@@ -10,8 +10,8 @@ from nemorl.rollout.environment import (
     EnvironmentReturn,
     MessageLog,
     Metadata,
+    check_counts,
     check_rows,
-    checked,
 )
 
 
@@ -61,12 +61,11 @@ class WeightedRewards:
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
     ) -> EnvironmentReturn:
         returns = {
-            name: checked(
-                environment.step(message_log_batch, metadata), len(message_log_batch), name
-            )
+            name: environment.step(message_log_batch, metadata)
             for name, environment in self.environments.items()
         }
         for name, result in returns.items():
+            check_counts(result, len(message_log_batch), name)
             if not all(result.terminateds):
                 raise ValueError(
                     f"reward {name!r} must end every conversation after the first response to be"

@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from nemorl.checks import require
+from nemorl.checks import closest, require
 from nemorl.models.pretrained import load_tokenizer
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.presets import preset_overrides
-from nemorl.runtime.config.tree import ConfigError, closest, construct, dotted_keys, layer, to_dict
+from nemorl.runtime.config.tree import construct, dotted_keys, layer, to_dict
+from nemorl.runtime.config.yaml_io import ConfigError
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.job import Reward, Rows
 from nemorl.runtime.run.result import TrainResult

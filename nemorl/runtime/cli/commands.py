@@ -6,7 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from nemorl.checks import at_least, require
 from nemorl.parallel.config import ModelConfig
@@ -35,7 +37,7 @@ class EvalConfig:
     """Rewards by name, or module:function of your own, as in training."""
     reward_weights: tuple[float, ...] = ()
     """One for each of several rewards; all 1 unless given."""
-    n: int = field(default=1, metadata={"alias": "-n"})
+    n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
     """Answers per prompt; more than one wants a temperature above 0."""
     max_rows: int | None = None
     """Only the first this many rows."""
@@ -61,7 +63,7 @@ class EvalConfig:
     """torch: cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the engine computes in."""
-    generation: GenerationConfig = field(default_factory=_greedy, metadata={"flat": True})
+    generation: tyro.conf.OmitArgPrefixes[GenerationConfig] = field(default_factory=_greedy)
 
     def __post_init__(self) -> None:
         at_least(1, n=self.n, max_rows=self.max_rows)
@@ -77,11 +79,11 @@ class GenerateConfig:
     """A folder with a Hugging Face causal language model, its name on the hub, or a run directory
     (its export is taken).
     """
-    prompt: tuple[str, ...] = field(default=(), metadata={"append": True})
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A prompt; may be given several times."""
     file: str | None = None
     """A text file with a prompt in each line."""
-    n: int = field(default=1, metadata={"alias": "-n"})
+    n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
     """Answers per prompt; more than one wants a temperature above 0."""
     json: bool = False
     """Print one JSON object a line instead of a table."""
@@ -103,7 +105,9 @@ class GenerateConfig:
     """torch: cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the engine computes in."""
-    generation: GenerationConfig = field(default_factory=GenerationConfig, metadata={"flat": True})
+    generation: tyro.conf.OmitArgPrefixes[GenerationConfig] = field(
+        default_factory=GenerationConfig
+    )
 
     def __post_init__(self) -> None:
         at_least(1, n=self.n)
@@ -174,7 +178,7 @@ class ReportConfig:
     Works for a run in progress and for one that crashed, too.
     """
 
-    run: str = field(metadata={"positional": True})
+    run: tyro.conf.Positional[str]
     """The run's directory."""
     output: str | None = None
     """The .html file to write; report.html in the run's directory unless given."""

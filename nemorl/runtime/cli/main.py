@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
-from nemorl.checks import require
+from nemorl.checks import closest, require
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.commands import (
     EvalConfig,
@@ -29,7 +29,7 @@ from nemorl.runtime.cli.commands import (
     write_answers,
 )
 from nemorl.runtime.config.base import BaseConfig, GRPOConfig
-from nemorl.runtime.config.tree import closest, construct, dump_yaml, layer, yaml_layer
+from nemorl.runtime.config.tree import construct, dump_yaml, layer, unions, yaml_layer
 from nemorl.runtime.ranks.following import FollowedRunFailed, follows, wait_for_rank_zero
 from nemorl.runtime.run.directory import RunDirectory, free_directory
 from nemorl.runtime.run.signals import Terminated
@@ -158,7 +158,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 def parse(command: str, args: Sequence[str]) -> Any:
     """The config of a command from all layers, checked; None where --print-config has printed it."""
-    from nemorl.runtime.config.flags import Extra, parse_flags, peek, unions
+    from nemorl.runtime.config.flags import Extra, parse_flags, peek
     from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, preset_overrides
 
     cls = ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
@@ -233,11 +233,8 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> str | None:
     from nemorl.runtime.config.flags import peek
     from nemorl.runtime.run.record import read_record
 
-    resumed = any(
-        argument in ("--run.resume", "--run.resume=True", "--run.resume=true") for argument in args
-    )
     directory = RunDirectory(Path(peek(args, "--run.dir") or ""))
-    if not resumed or not directory.config.exists():
+    if "--run.resume" not in args or not directory.config.exists():
         return None
     record = read_record(directory)
     algorithm = command if record is None else record.algorithm

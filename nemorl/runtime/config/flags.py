@@ -1,27 +1,26 @@
-"""Config dataclasses as command-line flags: one flag per key, `--section.key`, with the key's
-docstring as its help.
+"""Settings as command-line flags: `--section.key` for each key, its docstring as help.
 
-The parser is made for one complete tree of values (see config_io): they are the defaults that
---help shows, and the variant that a union holds there is the one whose flags exist. What comes back
-is a tree again, so that checks across fields see file and flags together.
+The parser is made for one tree of values: they are the defaults that --help shows, and the variant
+of a union that they name is the one whose flags exist. The result is a tree again, so that checks
+across fields see file and flags together.
 """
 
-import ast
+import copy
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, cast, get_origin
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import tyro
+from docstring_parser import parse_from_object
 
-from nemorl.runtime.config.tree import by_name, fields_of, to_dict, variants
+from nemorl.runtime.config.tree import by_name, defaults, to_dict, variants
 
 Extra = tuple[str, Any, Any, str]
-"""A flag besides the config's own: name, type, default and help."""
+"""A flag that is no setting: name, type, default and help."""
 
 
 def parse_flags(
@@ -32,18 +31,32 @@ def parse_flags(
     prog: str,
     extra: Sequence[Extra] = (),
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tree with the flags of `args` laid over it, and the values of `extra`. --help and bad
-    flags end in SystemExit, as in argparse.
+    """Return the tree with the flags of `args` laid over it, and the values of `extra`.
+
+    --help and bad flags end in SystemExit, as in argparse.
     """
-    flags = _flag_class(cls, tree, extra)
-    values = to_dict(
-        tyro.cli(flags, prog=prog, args=_plain_booleans(cls, args), description=inspect.getdoc(cls))
+    options = [
+        (
+            name,
+            Annotated[hint, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff],
+            dataclasses.field(default=default, metadata={"help": text}),
+        )
+        for name, hint, default, text in extra
+    ]
+    settings = _with_defaults(cls, tree)
+    flags = dataclasses.make_dataclass(
+        cls.__name__,
+        [*options, ("settings", Annotated[settings, tyro.conf.arg(name="")])],
+        kw_only=True,
     )
-    return values, {name: values.pop(name) for name, *_ in extra}
+    found: Any = tyro.cli(
+        flags, prog=prog, args=args, description=inspect.getdoc(cls), registry=_REGISTRY
+    )
+    return to_dict(found.settings), {name: getattr(found, name) for name, *_ in extra}
 
 
 def peek(args: Sequence[str], flag: str) -> str | None:
-    """The value that a flag will have, before there is a parser; the last one counts.
+    """Return the value that a flag will have, before there is a parser; the last one counts.
 
     >>> peek(["--loss.clip-low", "0.1", "--loss=gspo"], "--loss")
     'gspo'
@@ -51,117 +64,58 @@ def peek(args: Sequence[str], flag: str) -> str | None:
     found = None
     for i, argument in enumerate(args):
         name, equals, value = argument.partition("=")
-        if _spelling(name) == flag:
+        if name.replace("_", "-") == flag:
             found = value if equals else next(iter(args[i + 1 : i + 2]), None)
     return found
 
 
-def unions(cls: type[Any]) -> dict[str, dict[str, type]]:
-    """The sections of which there are several variants, by name."""
-    return {
-        field.name: by_name(variants(hint))
-        for field, hint in fields_of(cls)
-        if len(variants(hint)) > 1
-    }
-
-
 def field_docs(cls: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass (or of one that it derives from) that stands at
-    the top of its module.
-    """
+    """Return the docstring below each field of a dataclass, as one line."""
     return {
-        name: text
+        field.arg_name: " ".join((field.description or "").split())
         for base in reversed(cls.__mro__[:-1])
-        for name, text in _module_docs(base.__module__).get(base.__name__, {}).items()
+        for field in parse_from_object(base).params
     }
 
 
-@functools.cache
-def _module_docs(module: str) -> dict[str, dict[str, str]]:
-    docs: dict[str, dict[str, str]] = {}
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (OSError, TypeError):  # typed in, as in a notebook
-        return docs
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ClassDef):
-            fields = docs.setdefault(node.name, {})
-            for statement, following in itertools.pairwise(node.body):
-                if (
-                    isinstance(statement, ast.AnnAssign)
-                    and isinstance(statement.target, ast.Name)
-                    and isinstance(following, ast.Expr)
-                ):
-                    fields[statement.target.id] = " ".join(
-                        str(ast.literal_eval(following.value)).split()
-                    )
-    return docs
-
-
-def _flag_class(
-    cls: type[Any],
-    tree: Mapping[str, Any],
-    extra: Sequence[Extra] = (),
-    *,
-    about: str = "",
-    members: Mapping[str, type] | None = None,
+def _with_defaults(
+    cls: type, tree: Mapping[str, Any], members: Mapping[str, type] | None = None
 ) -> type:
-    """A dataclass like `cls`, without its checks and unions, whose defaults are the values of
-    `tree`.
+    """A subclass of `cls` that has the values of `tree` as defaults, and no checks.
+
+    `members` are the variants of a union, by name: the flag of a name is the section, --loss gspo.
     """
-    docs = field_docs(cls)
-    fields: list[Any] = [
-        (
-            name,
-            _annotate(hint, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff),
-            dataclasses.field(default=default, metadata={"help": text}),
-        )
-        for name, hint, default, text in extra
-    ]
-    for field, hint in fields_of(cls):
-        section = variants(hint)
+    hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
+    tree, fields = defaults(cls) | dict(tree), []
+    for name in (field.name for field in dataclasses.fields(cls)):
+        hint, about = hints[name], docs.get(name, "")
+        value: Any = tree.get(name)
+        markers = getattr(hint, "__metadata__", ())
+        section = variants(hint.__origin__ if markers else hint)
         if section:
-            value = tree[field.name]
-            alternatives = unions(cls).get(field.name)
-            inner = _flag_class(
-                alternatives[value["name"]] if alternatives else section[0],
-                value,
-                about=docs.get(field.name, ""),
-                members=alternatives,
-            )
-            fields.append(
-                (
-                    field.name,
-                    _styled(inner, field.metadata),
-                    dataclasses.field(default_factory=inner, metadata={"help": inner.__doc__}),
-                )
-            )
-        elif members and field.name == "name":
-            # The flag of a union's name is the section itself: --loss gspo.
-            selector = _annotate(cast(Any, Literal)[tuple(members)], tyro.conf.arg(name=""))
+            names = by_name(section) if len(section) > 1 else None
+            value = _with_defaults(names[value["name"]] if names else section[0], value, names)
+            hint = Annotated[(value, *markers)] if markers else value
+            about = f"{inspect.getdoc(value)} {about}"
+        elif members and name == "name":
             text = "\n".join(
-                f"{name}: {inspect.getdoc(member)}" for name, member in members.items()
+                f"{each}: {inspect.getdoc(member)}" for each, member in members.items()
             )
-            fields.append(
-                ("name", selector, dataclasses.field(default=tree["name"], metadata={"help": text}))
-            )
-        else:
-            options: dict[str, Any] = {"metadata": {"help": docs.get(field.name, "")}}
-            if field.name in tree:
-                value = tree[field.name]
-                if isinstance(value, dict):
-                    options["default_factory"] = functools.partial(dict, value)
-                else:
-                    options["default"] = tuple(value) if isinstance(value, list) else value
-            styled = (
-                _annotate(hint, _JSON)
-                if get_origin(hint) is dict
-                else _styled(hint, field.metadata)
-            )
-            fields.append((field.name, styled, dataclasses.field(**options)))
-    doc = " ".join(filter(None, [inspect.getdoc(cls), about]))
+            hint = Annotated[Literal[tuple(members)], tyro.conf.arg(name="", help=text)]
+        elif isinstance(value, list):
+            value = tuple(value)
+        options: dict[str, Any] = {"metadata": {"help": about}}
+        if name in tree:
+            factory = value if section else functools.partial(copy.copy, value)
+            options["default_factory"] = factory
+        fields.append((name, hint, dataclasses.field(**options)))
     return dataclasses.make_dataclass(
-        cls.__name__, fields, kw_only=True, frozen=True, namespace={"__doc__": doc}
+        cls.__name__,
+        fields,
+        bases=(cls,),
+        kw_only=True,
+        frozen=True,
+        namespace={"__post_init__": lambda self: None, "__doc__": cls.__doc__},
     )
 
 
@@ -172,66 +126,20 @@ def _mapping(arguments: list[str]) -> dict[str, Any]:
     return value
 
 
-_JSON = tyro.constructors.PrimitiveConstructorSpec(
-    nargs=1,
-    metavar="JSON",
-    instance_from_str=_mapping,
-    is_instance=lambda value: isinstance(value, dict),
-    str_from_instance=lambda value: [json.dumps(value)],
-)
-"""How a mapping is given: --model.chat-template-kwargs '{"enable_thinking": false}'."""
+_REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
-def _styled(hint: Any, metadata: Mapping[str, Any]) -> Any:
-    """What a command's config says about its flags: a short alias, repetition, a section without
-    prefix.
-    """
-    if "alias" in metadata:
-        return _annotate(hint, tyro.conf.arg(aliases=(metadata["alias"],)))
-    if metadata.get("positional"):
-        return _annotate(hint, tyro.conf.Positional)
-    if metadata.get("append"):
-        return _annotate(hint, tyro.conf.UseAppendAction)
-    return _annotate(hint, tyro.conf.OmitArgPrefixes) if metadata.get("flat") else hint
-
-
-def _annotate(hint: Any, *markers: Any) -> Any:
-    return cast(Any, Annotated)[(hint, *markers)]
-
-
-def _plain_booleans(cls: type[Any], args: Sequence[str]) -> list[str]:
-    """`--run.resume True` and `--run.resume=true` as the flags that they mean: --run.resume or
-    --run.no-resume.
-    """
-    negations = dict(_negations(cls))
-    result: list[str] = []
-    for argument in args:
-        flag, equals, value = argument.partition("=")
-        if (
-            not equals
-            and result
-            and _spelling(result[-1]) in negations
-            and argument.lower() in ("true", "false")
-        ):
-            flag, value = result.pop(), argument
-        if _spelling(flag) in negations and value.lower() in ("true", "false"):
-            argument = flag if value.lower() == "true" else negations[_spelling(flag)]
-        result.append(argument)
-    return result
-
-
-def _negations(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for field, hint in fields_of(cls):
-        for member in variants(hint):
-            yield from _negations(
-                member,
-                "" if field.metadata.get("flat") else f"{prefix}{field.name}.".replace("_", "-"),
-            )
-        if hint is bool:
-            name = field.name.replace("_", "-")
-            yield f"--{prefix}{name}", f"--{prefix}no-{name}"
-
-
-def _spelling(flag: str) -> str:
-    """--print_config is --print-config."""
-    return flag.replace("_", "-") if flag.startswith("--") else flag
+@_REGISTRY.primitive_rule
+def _json(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    """How a mapping is given: --model.chat-template-kwargs '{"enable_thinking": false}'."""
+    if typing.get_origin(info.type) is not dict:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=_mapping,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )

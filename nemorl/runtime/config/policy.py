@@ -3,7 +3,9 @@ correction, overlong responses, gap.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from nemorl.checks import at_least, require
 
@@ -74,7 +76,9 @@ class ReinforceLoss:
     name: Literal["reinforce"] = "reinforce"
 
 
-PolicyLossConfig = ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss
+PolicyLossConfig = Annotated[
+    ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss, Field(discriminator="name")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +112,9 @@ class ReinforcePlusPlusAdvantage:
         at_least(0, advantage__kl_coef=self.kl_coef)
 
 
-AdvantageConfig = GroupAdvantage | ReinforcePlusPlusAdvantage
+AdvantageConfig = Annotated[
+    GroupAdvantage | ReinforcePlusPlusAdvantage, Field(discriminator="name")
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,9 @@ the data.
 """
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from nemorl.checks import at_least, require
 from nemorl.runtime.config.base import BaseConfig
@@ -150,7 +152,9 @@ class KTOLoss:
         )
 
 
-PreferenceLossConfig = DPOLoss | IPOLoss | HingeLoss | SimPOLoss | ORPOLoss | KTOLoss
+PreferenceLossConfig = Annotated[
+    DPOLoss | IPOLoss | HingeLoss | SimPOLoss | ORPOLoss | KTOLoss, Field(discriminator="name")
+]
 
 
 @dataclass(frozen=True, kw_only=True)

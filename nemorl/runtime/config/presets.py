@@ -15,8 +15,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemorl.checks import closest
 from nemorl.runtime.config.base import GRPOConfig
-from nemorl.runtime.config.tree import closest, construct, layer
+from nemorl.runtime.config.tree import construct, layer
 
 PRESETS: dict[str, dict[str, Any]] = {
     # DeepSeekMath (arXiv 2402.03300) §4.2

@@ -1,87 +1,79 @@
-"""YAML as people write it: 1e-5 is a number and 10:12 is none, a key given twice is an error, and
-every key knows its line.
-"""
+"""YAML 1.2: 1e-5 is a number, 10:12 and off are strings, a key given twice is an error."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import DuplicateKeyError
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode
 
 
 class ConfigError(ValueError):
-    """A key or value that a config can't take; `key` is its full dotted name."""
+    """A key or value that a config can't have; `key` is its dotted name."""
 
     def __init__(self, message: str, key: str = ""):
         super().__init__(message)
         self.key = key
 
 
-class _Loader(yaml.SafeLoader):
-    pass
-
-
-class _Dumper(yaml.SafeDumper):
-    pass
-
-
-_EXPONENT = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
-for _class in (_Loader, _Dumper):
-    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
-_COLONS = re.compile(r"[-+]?[\d_]+(?::\d+)+(?:\.\d*)?$")
-for _first in "-+0123456789":  # 10:12 is no number to base 60
-    _Loader.yaml_implicit_resolvers[_first].insert(0, ("tag:yaml.org,2002:str", _COLONS))
-
-
-def dump(mapping: Mapping[str, Any]) -> str:
-    """Nested plain values as YAML that `read` reads back as they are."""
-    return yaml.dump(dict(mapping), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=150)
+def dump(mapping: Mapping[str, Any], indent: str = "") -> str:
+    """Return nested plain values as YAML that parsers of versions 1.1 and 1.2 read alike."""
+    text = ""
+    for key, value in mapping.items():
+        nested = isinstance(value, Mapping) and value
+        text += f"{indent}{key}:" + ("\n" if nested else f" {_inline(value)}\n")
+        text += dump(value, indent + "  ") if nested else ""
+    return text
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """The mapping in a YAML file and the line of every dotted key; a `ConfigError` names file and
-    line of what can't be read.
+    """Return the mapping in a YAML file, and the line of every dotted key.
+
+    Raises ConfigError, with file and line, for what can't be read.
     """
+    yaml = YAML(typ="safe", pure=True)
     try:
         text = Path(path).read_text(encoding="utf-8")
+        tree, node = yaml.load(text), yaml.compose(text)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"can't read the config file {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        lines = dict(_lines(node, path)) if node is not None else {}
-        mapping = loader.construct_document(node) if node is not None else {}
-    except yaml.MarkedYAMLError as error:
-        raise ConfigError(
-            f"{path}{f', line {error.problem_mark.line + 1}' if error.problem_mark else ''}: not"
-            f" valid YAML: {error.problem}"
-        ) from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from None
-    if not isinstance(mapping, dict):
-        raise ConfigError(
-            f"{path} must hold keys and sections (`key: value`), but it holds {mapping!r:.40}"
-        )
-    return mapping, lines
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"can't read the config file {path}: {why}") from None
+    except YAMLError as error:
+        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
+        where = f", line {mark.line + 1}" if mark else ""
+        why = getattr(error, "problem", None) or error
+        remedy = ": keep one" if isinstance(error, DuplicateKeyError) else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {why}{remedy}") from None
+    plain = json.loads(json.dumps({} if tree is None else tree, default=str))
+    if not isinstance(plain, dict):
+        held = f"{plain!r:.40}"
+        raise ConfigError(f"{path} must hold keys and sections (`key: value`), but it holds {held}")
+    return plain, _lines(node)
 
 
-def _lines(node: yaml.Node, path: str | Path, prefix: str = "") -> Iterator[tuple[str, int]]:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    seen: dict[str, int] = {}
-    for key, value in node.value:
-        name, line = str(key.value), key.start_mark.line + 1
-        if key.tag != "tag:yaml.org,2002:merge":
-            key.tag = "tag:yaml.org,2002:str"  # `3:` and `off:` are names, too
-        if name in seen and name != "<<":
-            raise ConfigError(
-                f"{path}, line {line}: {prefix}{name} is given twice, first in line {seen[name]}:"
-                " keep one of the two",
-                prefix + name,
-            )
-        seen[name] = line
-        yield prefix + name, line
-        yield from _lines(value, path, f"{prefix}{name}.")
+def _lines(node: Any, prefix: str = "") -> dict[str, int]:
+    lines: dict[str, int] = {}
+    for key, value in node.value if isinstance(node, MappingNode) else ():
+        name = f"{prefix}{key.value}"
+        lines |= {name: key.start_mark.line + 1} | _lines(value, f"{name}.")
+    return lines
+
+
+_PLAIN = re.compile(r"(?!(y|n|yes|no|on|off|true|false|null|none)$)[a-z_/][\w/.-]*", re.I)
+"""Strings that need no quotes in any version of YAML."""
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inline, value))}]"
+    if isinstance(value, str) and _PLAIN.fullmatch(value):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, float):
+        text = text.replace("Infinity", ".inf").replace("NaN", ".nan")
+        return text if "." in text else text.replace("e", ".0e")
+    return text

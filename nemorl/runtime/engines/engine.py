@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from nemorl.checks import closest
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.config.tree import closest
 from nemorl.runtime.engines.spec import EngineSpec, Finished, Request, Sample, vocabulary_hash
 
 REPORT_TOKENS = 16

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
+from nemorl.runtime.config.yaml_io import dump
 
 Phase = Literal["train", "validation"]
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
@@ -115,7 +115,7 @@ class RunDirectory:
 
     def write_config(self, config_yaml: str) -> None:
         """config.yaml: the settings below a section `environment` (versions, commit, host system)."""
-        header = yaml.safe_dump({"environment": environment()}, sort_keys=False, allow_unicode=True)
+        header = dump({"environment": environment()})
         write_atomically(self.config, f"{header}\n{config_yaml}")
 
     def read_data(self) -> dict[str, Any]:

@@ -9,10 +9,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemorl.checks import require
+from nemorl.checks import closest, require
 from nemorl.runtime.config.base import BaseConfig, GRPOConfig, SFTConfig
 from nemorl.runtime.config.preference import DPOConfig
-from nemorl.runtime.config.tree import closest
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import TrainingBackend

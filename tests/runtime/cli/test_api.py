@@ -87,7 +87,7 @@ def test_trainers_are_run(folder: Path, tmp_path: Path) -> None:
             r"unknown setting optimizer__lrr of grpo; did you mean optimizer__lr\?",
         ),
         ({"zzz": 1}, "unknown setting zzz of grpo; nemorl grpo --help lists them"),
-        ({"lr": "fast"}, r"optimizer\.lr must be a number, but it is 'fast'"),
+        ({"lr": "fast"}, r"optimizer\.lr must be a valid number, but it is 'fast'"),
         ({"optimizer": {"lrr": 1}}, r"unknown key optimizer\.lrr; did you mean optimizer\.lr\?"),
         ({"clip_high": 0.3, "loss": "reinforce"}, "unknown key loss.clip_high"),
         ({"lr": 1e-3, "optimizer__lr": 1e-4}, "optimizer__lr must be given once"),

@@ -1270,7 +1270,7 @@ RUNS = {
         NONE_WHOLE, resume_damaged("state.json", Path.unlink), CheckpointError
     ),
     "a checkpoint of another version": with_run(
-        r"it has format 99, and this version of nemorl reads format 2",
+        r"it has format 99, and this version of nemorl reads format 3",
         lambda place, run: (
             damage(
                 run,

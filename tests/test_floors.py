@@ -26,7 +26,6 @@ ATTIC = 7
 ROOMS = ("config", "run", "cluster", "engines", "ranks", "watch", "start", "algorithms", "cli")
 """The rooms of runtime, bottom up. Each imports only itself and those before it."""
 ALLOWED = {
-    "models/tensor_files.py: nemorl.parallel.shares",
     "runtime/ranks/peers.py: nemorl.runtime.start.registry",
     "runtime/ranks/processes.py: nemorl.runtime.start.registry",
     "runtime/ranks/ray_ranks.py: nemorl.runtime.start.registry",

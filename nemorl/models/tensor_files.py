@@ -1,34 +1,29 @@
-"""Safetensors files written one tensor at a time, whole or in pieces, and read by slices: nobody
-ever holds more than what he needs.
+"""Safetensors files, written one tensor or one piece of a tensor at a time and read by slices.
 
-A file of pieces has in its header where each belongs, the way torch.distributed.checkpoint's
-HuggingFaceStorageWriter puts it, so that its reader and tools understand our files. We don't write
-with it: it serialises a file in memory (twice the size of a rank's part), agrees by collective
-calls and pickles on what is written, which a thread beside a training step must not, and its
-consolidation loses tensors without dimensions.
+A file of pieces says in its header where each belongs, as torch.distributed.checkpoint's
+HuggingFaceStorageWriter does, so that torch's reader understands it. That writer is not used: it
+serializes a whole file in memory, and plans by collective calls, which a thread beside a training
+step must not make.
 """
 
-import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from nemorl.parallel.shares import Written
+from nemorl.models.checked_files import CheckedFile, CheckedWriter, Checksum, DamagedFile
 
 NAMES = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
-    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""What the format calls the types of numbers."""
+"""The names of number types in the format."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 OFFSETS, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
 INDEX = "model.safetensors.index.json"
@@ -36,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Piece:
-    """A box out of a tensor: its shape, and where it begins."""
+    """A box of a tensor: its shape, and its place in the tensor."""
 
     name: str
     dtype: torch.dtype
@@ -49,91 +44,99 @@ class Piece:
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> "Piece":
-        """All of a tensor."""
         return cls(name, tensor.dtype, tuple(tensor.shape), (0,) * tensor.ndim)
 
 
-def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]) -> Written:
-    """Write a file of `pieces`, whose numbers `tensors` gives one after the other, and have it on
-    the disk. Returns what was written.
-    """
+def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]) -> Checksum:
+    """Write a file of `pieces`, whose values `tensors` yields in the same order, to the disk."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if any(any(piece.offsets) for piece in pieces):
         places = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
         entries["__metadata__"] |= {OFFSETS: json.dumps(places), VERSION: "1.0"}
-    position = 0
+    end = 0
     for piece in pieces:
-        end = position + piece.num_bytes
+        begin, end = end, end + piece.num_bytes
         entries[piece.name] = {
             "dtype": NAMES[piece.dtype],
             "shape": piece.shape,
-            "data_offsets": [position, end],
+            "data_offsets": [begin, end],
         }
-        position = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for part in (len(header).to_bytes(8, "little"), header):
-            file.write(part)
-            digest.update(part)
+    with CheckedWriter(path) as file:
+        file.write(len(header).to_bytes(8, "little") + header)
         for piece, tensor in zip(pieces, tensors, strict=True):
             if tuple(tensor.shape) != piece.shape or tensor.dtype != piece.dtype:
                 raise ValueError(
                     f"{piece.name} must be {piece.dtype} of shape {piece.shape}, but is"
                     f" {tensor.dtype} of shape {tuple(tensor.shape)}"
                 )
-            if tensor.numel():
-                numbers: Any = (
-                    tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                )
-                file.write(numbers)
-                digest.update(numbers)
-        file.flush()
-        os.fsync(file.fileno())
-        return Written(file.tell(), digest.hexdigest())
+            flat = tensor.detach().cpu().contiguous().flatten()
+            file.write(flat.view(torch.uint8).numpy())
+        return file.checksum()
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A piece in a file, where its bytes begin at `position`."""
+
+    file: CheckedFile
+    piece: Piece
+    position: int
+
+    def read(self, begins: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """Return the box from `begins` to `ends` of the whole tensor."""
+        piece = self.piece
+        inner = _slices(begins, ends, piece.offsets)
+        first, last = (inner[0].start, inner[0].stop) if inner else (0, 1)
+        row = math.prod(piece.shape[1:]) * piece.dtype.itemsize
+        data = self.file.read(self.position + first * row, self.position + last * row)
+        rows = torch.frombuffer(data, dtype=piece.dtype).view(
+            (last - first, *piece.shape[1:]) if inner else ()
+        )
+        return rows[(slice(None), *inner[1:])] if inner else rows
 
 
 class TensorFiles:
-    """The tensors in a set of files, wherever their pieces are; read when they are asked for."""
+    """The tensors in a set of files, wherever their pieces are.
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        self._files = ExitStack()
-        self._pieces: dict[str, dict[tuple[int, ...], tuple[Any, Piece]]] = {}
+    With `checksums`, by file name, each byte is checked when it is read. Tensors that are read may
+    be views of the files.
+
+    Raises:
+        DamagedFile: a file is not whole or, where it is read, not as it was written.
+    """
+
+    def __init__(
+        self, paths: Iterable[Path], checksums: Mapping[str, Checksum] | None = None
+    ) -> None:
+        self._pieces: dict[str, dict[tuple[int, ...], _Stored]] = {}
         for path in sorted(paths):
-            file = self._files.enter_context(safe_open(path, framework="pt"))
-            offsets = json.loads((file.metadata() or {}).get(OFFSETS, "{}"))
-            for name in file.keys():  # noqa: SIM118  # it is no dict
-                stored = file.get_slice(name)
-                shape = tuple(stored.get_shape())
-                begin = (
-                    tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(shape)
-                )
-                piece = Piece(name, DTYPES[stored.get_dtype()], shape, begin)
-                self._pieces.setdefault(name, {})[begin] = (
-                    file,
-                    piece,
-                )  # ranks that hold the same may both have written it
+            file = CheckedFile(path, None if checksums is None else checksums.get(path.name))
+            for stored in _stored(file):
+                # Ranks that hold the same piece may both have written it.
+                self._pieces.setdefault(stored.piece.name, {})[stored.piece.offsets] = stored
 
     def __enter__(self) -> "TensorFiles":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._files.close()
+        self._pieces.clear()
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the whole tensors, by name. Raises ValueError where a piece is missing."""
+        """The whole tensors' shapes by name. Raises ValueError if a piece is missing."""
         return {name: self._shape(name) for name in self._pieces}
 
     def read(
         self, name: str, offsets: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> Tensor:
-        """A box out of a tensor, or all of it."""
+        """Return a box of a tensor, or all of it."""
         shape = self._shape(name) if shape is None else tuple(shape)
         offsets = (0,) * len(shape) if offsets is None else tuple(offsets)
         box: Tensor | None = None
-        for file, piece in self._pieces[name].values():
+        for stored in self._pieces[name].values():
+            piece = stored.piece
             begins = [max(a, b) for a, b in zip(offsets, piece.offsets, strict=True)]
             ends = [
                 min(a + n, b + m)
@@ -141,30 +144,41 @@ class TensorFiles:
             ]
             if any(begin >= end for begin, end in zip(begins, ends, strict=True)):
                 continue
-            if not shape:
-                return file.get_tensor(name)
-            inside = file.get_slice(name)[_slices(begins, ends, piece.offsets)]
+            inside = stored.read(begins, ends)
             if tuple(inside.shape) == shape:
                 return inside
             box = torch.empty(shape, dtype=piece.dtype) if box is None else box
             box[_slices(begins, ends, offsets)] = inside
-        return torch.empty(shape) if box is None else box
+        return torch.empty(shape, dtype=piece.dtype) if box is None else box
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """The least box that holds all pieces; they must fill it."""
-        pieces = [piece for _, piece in self._pieces[name].values()]
-        shape = tuple(
-            max(ends)
-            for ends in zip(
-                *(map(sum, zip(p.offsets, p.shape, strict=True)) for p in pieces), strict=True
-            )
-        )
+        """Return the smallest box around all pieces, which must fill it."""
+        pieces = [stored.piece for stored in self._pieces[name].values()]
+        ends = [[a + n for a, n in zip(p.offsets, p.shape, strict=True)] for p in pieces]
+        shape = tuple(map(max, zip(*ends, strict=True)))
         if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
             raise ValueError(
                 f"{name} must be there in full, but a part of it is missing: was a file of the"
                 " checkpoint lost?"
             )
         return shape
+
+
+def _stored(file: CheckedFile) -> Iterator[_Stored]:
+    try:
+        begin = 8 + int.from_bytes(file.read(0, 8), "little")
+        header = json.loads(bytes(file.read(8, begin)))
+        offsets = json.loads(header.pop("__metadata__", {}).get(OFFSETS, "{}"))
+        size = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedFile(f"{file.path} is no safetensors file ({error!r})") from error
+    if size != file.size:
+        raise DamagedFile(f"{file.path} is incomplete: it has {file.size} bytes instead of {size}")
+    for name, entry in header.items():
+        shape = tuple(entry["shape"])
+        place = tuple(offsets[name]["saved_offsets"]) if name in offsets else (0,) * len(shape)
+        piece = Piece(name, DTYPES[entry["dtype"]], shape, place)
+        yield _Stored(file, piece, begin + entry["data_offsets"][0])
 
 
 def _slices(begins: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
@@ -175,36 +189,28 @@ def _slices(begins: Sequence[int], ends: Sequence[int], origin: Sequence[int]) -
 
 
 def file_name(kind: str, index: int, count: int) -> str:
-    """As Hugging Face names the `index`-th of `count` files, counted from 0.
+    """Return Hugging Face's name of the `index`-th of `count` files, counted from 0.
 
     >>> file_name("model", 0, 1), file_name("model", 2, 8)
     ('model.safetensors', 'model-00003-of-00008.safetensors')
     """
-    return (
-        f"{kind}.safetensors" if count == 1 else f"{kind}-{index + 1:05}-of-{count:05}.safetensors"
-    )
+    numbers = "" if count == 1 else f"-{index + 1:05}-of-{count:05}"
+    return f"{kind}{numbers}.safetensors"
 
 
-def index_text(files: Mapping[str, Sequence[Piece]]) -> str:
-    """What `transformers` finds the tensors of several files by."""
+def write_index(folder: Path, files: Mapping[str, Sequence[Piece]]) -> None:
+    """Write the file by which `transformers` finds the tensors of several files."""
     places = {piece.name: file for file, pieces in files.items() for piece in pieces}
     total = sum(piece.num_bytes for pieces in files.values() for piece in pieces)
-    return (
-        json.dumps(
-            {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))},
-            indent=2,
-        )
-        + "\n"
-    )
+    values = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def write_model_files(
     folder: Path, weights: Iterable[tuple[str, Tensor]], *, max_bytes: float = 5e9
 ) -> None:
-    """Weights as they come, in files of at most `max_bytes` (but for a single tensor that is
-    larger), as `transformers` loads them.
-
-    No more than one file's tensors are held at a time.
+    """Write weights as `transformers` loads them, in files of at most `max_bytes` unless a single
+    tensor is larger. No more than one file's tensors are in memory at a time.
     """
     written: list[list[Piece]] = []
     for tensors in _batches(weights, max_bytes):
@@ -215,9 +221,7 @@ def write_model_files(
     for index, name in enumerate(names):
         (folder / f".{index}").rename(folder / name)
     if len(names) > 1:
-        (folder / INDEX).write_text(
-            index_text(dict(zip(names, written, strict=True))), encoding="utf-8"
-        )
+        write_index(folder, dict(zip(names, written, strict=True)))
 
 
 def _batches(

@@ -1,12 +1,8 @@
-"""Safetensors written as a stream and read by slices, and what processes tell each other about them
-through files.
-"""
+"""Safetensors written as a stream and read by slices, checked on the way."""
 
-import errno
 import json
-import threading
+import zlib
 from dataclasses import replace
-from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from nemorl.models import checked_files
+from nemorl.models.checked_files import Checksum, DamagedFile, checksum
 from nemorl.models.tensor_files import (
     DTYPES,
     Piece,
@@ -24,8 +22,6 @@ from nemorl.models.tensor_files import (
     write_model_files,
     write_tensors,
 )
-from nemorl.parallel import shares
-from nemorl.parallel.shares import Written
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -39,7 +35,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
     )
 
 
-def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> Written:
+def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> Checksum:
     return write_tensors(
         path, [Piece.whole(name, tensor) for name, tensor in tensors.items()], tensors.values()
     )
@@ -58,10 +54,66 @@ def test_what_is_written_is_read_by_others_and_the_other_way_round(tmp_path: Pat
                 torch.testing.assert_close(found[name], tensor, atol=0, rtol=0)
 
 
-def test_size_and_hash_are_those_of_the_file(tmp_path: Path):
+@pytest.fixture
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(checked_files, "BLOCK", 64)
+
+
+def test_checksums_are_those_of_the_file(tmp_path: Path, small_blocks):
     written = write_whole(tmp_path / "file", some_tensors())
     content = (tmp_path / "file").read_bytes()
-    assert written == Written(len(content), sha256(content).hexdigest())
+    blocks = [content[i : i + 64] for i in range(0, len(content), 64)]
+    assert written == Checksum(
+        len(content), "".join(f"{zlib.crc32(block):08x}" for block in blocks)
+    )
+    assert written == checksum(tmp_path / "file")
+
+
+def write_two(folder: Path) -> tuple[Path, dict[str, Checksum], torch.Tensor]:
+    tensors = {"a": torch.arange(64.0).reshape(16, 4), "b": torch.zeros(16, 4)}
+    return folder / "file", {"file": write_whole(folder / "file", tensors)}, tensors["a"]
+
+
+def test_what_is_read_is_checked_and_the_rest_is_not(tmp_path: Path, small_blocks):
+    path, checksums, a = write_two(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # in the last row of b
+    path.write_bytes(content)
+    with TensorFiles([path], checksums) as stored:
+        assert torch.equal(stored.read("a"), a)
+        assert torch.equal(stored.read("b", (0, 0), (8, 4)), torch.zeros(8, 4))
+        for begin in (0, 15):
+            with pytest.raises(DamagedFile, match=r"file is damaged \(its CRC-32"):
+                stored.read("b", (begin, 0), (16 - begin, 1))
+    with TensorFiles([path]) as stored:
+        assert stored.read("b")[-1, -1] != 0, "without checksums nothing is checked"
+
+
+@pytest.mark.parametrize("place", range(0, 760, 40))
+@pytest.mark.parametrize("how", ["flipped", "zeroed"])
+def test_no_damage_is_missed(tmp_path: Path, small_blocks, place, how):
+    path, checksums, _ = write_two(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[place : place + 4] = bytes(4) if how == "zeroed" else content[place : place + 4][::-1]
+    changed = bytes(content) != path.read_bytes()
+    path.write_bytes(content)
+    try:
+        with TensorFiles([path], checksums) as stored:
+            for name in stored.shapes:
+                stored.read(name)
+        assert not changed
+    except DamagedFile:
+        assert changed
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -1])
+def test_a_file_that_is_cut_is_an_error_with_and_without_checksums(tmp_path: Path, size):
+    path, checksums, _ = write_two(tmp_path)
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(DamagedFile, match="bytes instead of"):
+        TensorFiles([path], checksums)
+    with pytest.raises(DamagedFile, match=r"incomplete|no safetensors file"):
+        TensorFiles([path])
 
 
 def test_numbers_of_another_form_than_announced_are_an_error(tmp_path: Path):
@@ -198,88 +250,6 @@ def test_no_more_than_a_file_is_held(tmp_path: Path):
 
     write_model_files(tmp_path, tensors(), max_bytes=200)
     assert seen == [0, 0, 0, 1, 1, 2]
-
-
-def test_everyone_is_waited_for(tmp_path: Path):
-    for rank in range(3):
-        shares.reserve(tmp_path, rank, 3)
-    assert shares.begun(tmp_path) == 3
-    (tmp_path / "file").write_bytes(b"12")
-    shares.report(tmp_path, 0, 3, {"file": Written(2, "abc")})
-    shares.report(tmp_path, 2, 3)
-    times = []
-
-    def check() -> None:
-        times.append(1)
-        if len(times) == 3:
-            shares.report(tmp_path, 1, 3)
-
-    shares.wait_for_all(tmp_path, 3, check=check)
-    assert len(times) == 3
-    assert shares.files_of(tmp_path) == {"file": Written(2, "abc")}
-    shares.clear(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_the_check_ends_the_waiting(tmp_path: Path):
-    def check() -> None:
-        raise RuntimeError("rank 1 is dead")
-
-    with pytest.raises(RuntimeError, match="rank 1 is dead"):
-        shares.wait_for_all(tmp_path, 2, check=check)
-
-
-def test_whoever_fails_is_named(tmp_path: Path):
-    for rank in range(2):
-        shares.reserve(tmp_path, rank, 2)
-    shares.report(tmp_path, 1, 2, error="No space left on device")
-    with pytest.raises(
-        OSError, match="rank 1 of 2 could not write its part: No space left on device"
-    ):
-        shares.wait_for_all(tmp_path, 2)
-    shares.reserve(tmp_path, 1, 2)
-    assert not list(tmp_path.glob("written-*"))
-
-
-@pytest.mark.parametrize("breaks", ["open", "write"])
-def test_a_report_is_there_on_a_full_disk_too(tmp_path: Path, monkeypatch, breaks):
-    shares.reserve(tmp_path, 0, 1)
-
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(
-        "nemorl.parallel.shares.json.dumps" if breaks == "write" else "pathlib.Path.open", full
-    )
-    shares.report(tmp_path, 0, 1, {"file": Written(2, "abc")})
-    monkeypatch.undo()
-    with pytest.raises(OSError, match="is the disk full"):
-        shares.wait_for_all(tmp_path, 1)
-
-
-def test_a_file_that_changed_since_is_an_error(tmp_path: Path):
-    (tmp_path / "file").write_bytes(b"123")
-    shares.reserve(tmp_path, 0, 1)
-    shares.report(tmp_path, 0, 1, {"file": Written(2, "abc")})
-    with pytest.raises(OSError, match="has 3 bytes, but 2 were written"):
-        shares.files_of(tmp_path)
-
-
-def test_a_long_error_has_room(tmp_path: Path):
-    shares.reserve(tmp_path, 0, 1)
-    shares.report(tmp_path, 0, 1, error="é" * 100_000)
-    assert next(tmp_path.glob("written-*")).stat().st_size <= shares.RESERVED
-    with pytest.raises(OSError, match="éé"):
-        shares.wait_for_all(tmp_path, 1)
-
-
-def test_waiting_from_another_thread(tmp_path: Path):
-    shares.reserve(tmp_path, 0, 1)
-    thread = threading.Thread(target=shares.wait_for_all, args=(tmp_path, 1))
-    thread.start()
-    shares.report(tmp_path, 0, 1)
-    thread.join(10)
-    assert not thread.is_alive()
 
 
 def test_pieces_know_their_size():

@@ -3,7 +3,6 @@
 import json
 import os
 import resource
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nemorl.losses.types import finalize
+from nemorl.models.checked_files import (
+    DamagedFile,
+    checksum,
+    read_manifest,
+    write_manifest,
+)
 from nemorl.models.tensor_files import TensorFiles
-from nemorl.parallel import shares
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
@@ -222,6 +226,34 @@ def test_another_models_checkpoint_changes_nothing_on_any_rank(tmp_path: Path):
     assert len(set(run_ranks(2, refuse, tmp_path))) == 1
 
 
+def meet_damage(root: Path, file: str) -> str:
+    made = backend(root / "model", {"dp_shard": 2})
+    step(made)
+    made.save_checkpoint(root / "first")
+    expected = {name: tensor.clone() for name, tensor in made.export_weights()}
+    step(made)
+    made.save_checkpoint(root / "second")
+    if made.world.rank == 0:
+        content = bytearray((root / "second" / file).read_bytes())
+        content[-1] ^= 1
+        (root / "second" / file).write_bytes(content)
+    with pytest.raises(DamagedFile) as caught:
+        made.load_checkpoint(root / "second")
+    made.load_checkpoint(root / "first")
+    assert made.step == 1
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in made.export_weights())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_damage_that_one_rank_reads_is_raised_by_all(tmp_path: Path, kind):
+    """And then all of them can load another checkpoint."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    file = f"{kind}-00002-of-00002.safetensors"
+    first, second = run_ranks(2, meet_damage, tmp_path, file)
+    assert first == second and f"{file} is damaged (its CRC-32" in first
+
+
 def fail_on_the_second(root: Path, how: str, background: bool) -> str:
     made = backend(root / "model", {"dp_shard": 2})
     step(made)
@@ -296,7 +328,7 @@ def test_the_next_checkpoint_waits_for_the_one_before(tmp_path: Path):
     made.wait_for_checkpoint()
     for number in range(3):
         assert contents(tmp_path / str(number))["backend.json"]["step"] == number + 1
-        shares.wait_for_all(tmp_path / str(number), 1)
+        read_manifest(tmp_path / str(number))
 
 
 def test_a_checkpoint_in_the_place_of_another_plans(tmp_path: Path):
@@ -306,8 +338,13 @@ def test_a_checkpoint_in_the_place_of_another_plans(tmp_path: Path):
     made = backend(tmp_path / "model", {})
     made.save_checkpoint(tmp_path / "fsdp 3")
     assert sorted(path.name for path in (tmp_path / "fsdp 3").iterdir()) == [
-        "backend.json", "config.json", "generation_config.json", "model.safetensors", "optimizer.safetensors", "written-00001-of-00001.json",
-    ]  # fmt: skip
+        "backend.json",
+        "config.json",
+        "generation_config.json",
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+    ]
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
@@ -318,6 +355,8 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
     path = tmp_path / "saved" / "optimizer.safetensors"
     content = path.read_bytes()
     path.write_bytes(content.replace(b"model.norm.weight.", b"model.morn.weight."))
+    manifest = {**read_manifest(tmp_path / "saved"), path.name: checksum(path)}
+    write_manifest(tmp_path / "saved", manifest)
     with pytest.raises(
         ValueError,
         match=(
@@ -326,11 +365,3 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path):
         ),
     ):
         made.load_checkpoint(tmp_path / "saved")
-
-
-def test_no_time_is_spent_on_waiting_for_oneself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    tiny_model().save_pretrained(tmp_path / "model")
-    made = backend(tmp_path / "model", {})
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits"))
-    made.save_checkpoint(tmp_path / "saved")
-    made.wait_for_checkpoint()

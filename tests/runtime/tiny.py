@@ -80,6 +80,10 @@ class TinyTrainer:
     def shutdown(self) -> None: ...
 
 
+def save(directory: Path, run: Run, *, keep: int = 2, background: bool = False) -> Path:
+    return checkpoint.begin(directory, run, background=background).publish(keep=keep)
+
+
 def tiny_run(*, step: int = 0, value: float = 0.0, directory: Path | None = None) -> Run:
     trainer = TinyTrainer()
     trainer.tensors["weight"] += value
@@ -178,17 +182,14 @@ def die_while_saving(root: Path, scenario: str) -> None:
     for place in itertools.count(1):
         folder = root / str(place)
         old_step, keep = (2, 1) if scenario == "replace" else (1, 2)
-        checkpoint.save(folder, tiny_run(step=old_step, value=1.0), keep=keep)
+        save(folder, tiny_run(step=old_step, value=1.0), keep=keep)
 
-        def save(place=place, folder=folder, keep=keep):
+        def die(place=place, folder=folder, keep=keep):
             die_at(place, folder / "died.txt")
-            if scenario == "background":
-                begun = checkpoint.begin(folder, tiny_run(step=2, value=2.0), background=True)
-                ThreadPoolExecutor(1).submit(begun.publish, keep=keep, ranking=None).result()
-            else:
-                checkpoint.save(folder, tiny_run(step=2, value=2.0), keep=keep)
+            background = scenario == "background"
+            save(folder, tiny_run(step=2, value=2.0), keep=keep, background=background)
 
-        if not in_a_process(save):
+        if not in_a_process(die):
             print(json.dumps(place))
             return
 

@@ -28,9 +28,8 @@ from nemorl.parallel.dtensor.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.dtensor.build import build, export
 from nemorl.parallel.dtensor.checkpoint import (
     CheckpointWriter,
-    load_optimizer,
+    Saved,
     load_state,
-    load_weights,
 )
 from nemorl.parallel.dtensor.head import plain_logprobs, sharded_logprobs
 from nemorl.parallel.dtensor.lora import (
@@ -269,7 +268,8 @@ class DTensorBackend:
             self._writer.wait()
 
     def load_checkpoint(self, path: Path) -> None:
-        state, with_adapters = load_state(path), (path / adapters.CONFIG).exists()
+        saved, state = Saved(path, self.world), load_state(path)
+        with_adapters = (path / adapters.CONFIG).exists()
         rank = self.config.lora.rank
         requirement = f"must be {'above 0' if with_adapters else '0'}, as when {path} was written"
         remedy = "resume with the settings of that run"
@@ -278,8 +278,7 @@ class DTensorBackend:
             check_base(state["base"], self._base, path)
         elif self.config.keep_reference:
             check_initial(state["base"], self._base, path)
-        load_weights(self.model, path)
-        load_optimizer(self.optimizer, self.model, path)
+        saved.load(self.model, self.optimizer)
         # The weights that the run began with, whatever this backend was set up with.
         self.step, self._base = state["step"], state["base"]
 

@@ -89,12 +89,12 @@ class World:
             **place,
         )
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in their order; a collective call."""
+    def gather_objects(self, value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Return the values of all ranks, in their order; a collective call, by `group` if given."""
         if self.control_group is None:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.control_group)
+        dist.all_gather_object(found, value, group=group or self.control_group)
         return found
 
 

@@ -9,12 +9,12 @@ from nemorl.models.tensor_files import TensorFiles
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that ranks share; a collective call."""
+    """Return the whole of a tensor that ranks share; a collective call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank has of a tensor, and where it begins in the whole."""
+    """Return this rank's part of a tensor, and where it begins in the whole."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return tensor, (0,) * tensor.ndim
@@ -29,9 +29,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def replicas(tensor: DTensor) -> tuple[int, int]:
-    """How many ranks have the same part of a tensor as this one, and the how-manieth of them this
-    is.
-    """
+    """Return how many ranks have the same part of a tensor, and this rank's index among them."""
     count, this = 1, 0
     for axis, placement in enumerate(tensor.placements):
         if isinstance(placement, Replicate):

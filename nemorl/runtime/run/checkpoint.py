@@ -1,97 +1,81 @@
-"""Checkpoints that are whole or not there: what a run needs to go on bit for bit, in
-`checkpoints/step_N/`.
+"""Checkpoints: everything that a run needs to go on bit for bit, in `checkpoints/step_N/`.
 
-    trainer/             what the training backend writes: model, optimizer, schedule
+    trainer/             the training backend's files: model, optimizer, schedule
     state.json           the LoopState
-    metrics.json         what was measured in that step, with the validation's as val_…
     rng.json             generators of Python's random and numpy
     rng.safetensors      generators of torch, one for the CPU and one for every GPU
-    manifest.json        size and SHA-256 of all of these
+    manifest.json        size and CRC-32 of all of these; a backend that writes a manifest.json of
+                         its own into trainer/ checks its files itself while it reads them
 
-Everything is written to a temporary folder and flushed to the disk, by each rank its own part, and,
-if asked for, while training goes on; then the folder is renamed to `step_N`, and last of all the
-file `checkpoints/latest` names it (and `checkpoints/best` the best one, where a run ranks them). A
-process that dies at any point of this leaves the previous checkpoint in force. No pickle is read or
-written.
+A checkpoint is written into a temporary folder and flushed to the disk, each rank its own part, if
+asked for while training goes on; then the folder is renamed, and last `checkpoints/latest` names it
+(and `checkpoints/best` the best one, by `checkpoints/metrics.json`). A process that dies at any
+point of this leaves the previous checkpoint in force. No pickle is read or written.
 """
 
-import hashlib
 import json
+import math
 import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save_file
 
-from nemorl.parallel import shares
+from nemorl.models.checked_files import (
+    MANIFEST,
+    CheckedFile,
+    checksum,
+    read_manifest,
+    write_manifest,
+)
 from nemorl.runtime.config.metric_rules import Ranking
-from nemorl.runtime.run.directory import step_of, to_json, write_atomically
-from nemorl.runtime.run.files import flush, link, lives, replace_text
-from nemorl.runtime.run.random_state import RandomState, random_state, restore_generators
+from nemorl.runtime.run.directory import step_of, to_json
+from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.run.files import flush, write_atomically
+from nemorl.runtime.run.rng import RandomState, random_state, restore_generators
 from nemorl.runtime.run.state import LoopState, Run
 
-FORMAT = 2
-"""Of the layout above; a checkpoint of another one is refused."""
 TEMPORARY = ".tmp-"
 REPLACED = ".replaced-"
+SMALL = 1 << 20
+"""Bytes of files that are checked when a checkpoint is looked for, before anything is loaded."""
 
 
 class CheckpointError(OSError):
-    """A checkpoint that can't be written or read; says which, why, and what is left."""
-
-
-def save(
-    directory: Path,
-    run: Run,
-    *,
-    keep: int = 2,
-    ranking: Ranking | None = None,
-    metrics: Mapping[str, float] | None = None,
-    generators: RandomState | None = None,
-) -> Path:
-    """Write the checkpoint of `run.state.step` below `directory`, the run's, and remove all but the
-    newest `keep`; with a ranking, all but the best `keep` and the newest. `metrics` are what it is
-    ranked by, `generators` the random state (the present one unless given).
-
-    Raises CheckpointError if it can't be written (disk full, no permission, …). The previous
-    checkpoint is then as it was.
-    """
-    return begin(directory, run, metrics=metrics, generators=generators).publish(
-        keep=keep, ranking=ranking
-    )
+    """A checkpoint that cannot be written or read."""
 
 
 def begin(
     directory: Path,
     run: Run,
     *,
-    metrics: Mapping[str, float] | None = None,
     generators: RandomState | None = None,
     background: bool = False,
 ) -> "Unpublished":
-    """The first half of `save`: everything is written or, with `background`, copied, so that
-    training may go on. Raises as `save`.
+    """Write the checkpoint of `run.state.step` aside, or with `background` copy it so that training
+    may go on. `generators` is the random state to save, the present one by default.
+
+    Raises:
+        CheckpointError: it cannot be written. The previous checkpoint is then as it was.
     """
-    unpublished = Unpublished(
-        Path(directory) / "checkpoints", run.state.step, run.trainer, background
-    )
-    with unpublished.or_not_at_all():
-        unpublished.checkpoints.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(unpublished.temporary, ignore_errors=True)
-        _write(
-            unpublished.temporary,
-            run,
-            metrics or {},
-            generators or random_state(),
-            background=background,
-        )
-    return unpublished
+    begun = Unpublished(Path(directory) / "checkpoints", run.state.step, run.trainer, background)
+    folder, trainer = begun.temporary, begun.temporary / "trainer"
+    with begun.complete_or_removed():
+        shutil.rmtree(folder, ignore_errors=True)
+        trainer.mkdir(parents=True)
+        run.trainer.save_checkpoint(trainer, **({"background": True} if background else {}))
+        values, tensors = generators or random_state()
+        save_file(tensors, folder / "rng.safetensors")
+        (folder / "rng.json").write_text(json.dumps(values))
+        state = {"algorithm": algorithm_of(run), **run.state.to_dict()}
+        (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+    return begun
 
 
 @dataclass(frozen=True)
@@ -105,29 +89,36 @@ class Unpublished:
 
     @property
     def target(self) -> Path:
-        """Where it will be."""
         return self.checkpoints / f"step_{self.step}"
 
     @property
     def temporary(self) -> Path:
-        """Where it is until then."""
-        return self.checkpoints / f"{TEMPORARY}{self.target.name}-{os.getpid()}"
+        return self.checkpoints / f"{TEMPORARY}{self.target.name}"
 
-    def publish(self, *, keep: int, ranking: Ranking | None) -> Path:
-        """The second half of `save`, which may run in a thread while training goes on."""
-        with self.or_not_at_all():
+    def publish(
+        self,
+        *,
+        keep: int,
+        ranking: Ranking | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Path:
+        """Put it in place, and remove all but the newest `keep`, or with a ranking all but the best
+        `keep` and the newest. This may run in a thread while training goes on.
+
+        `metrics` are measurements of this step. Raises as `begin`.
+        """
+        with self.complete_or_removed():
             if self.background:
                 self.trainer.wait_for_checkpoint()
             _seal(self.temporary)
             _put_in_place(self.temporary, self.target)
             write_atomically(self.checkpoints / "latest", self.target.name + "\n")
             flush(self.checkpoints)
-            _prune(self.checkpoints, self.step, keep, ranking)
+            rank(self.checkpoints.parent, self.step, metrics or {}, keep=keep, ranking=ranking)
         return self.target
 
     @contextmanager
-    def or_not_at_all(self) -> Iterator[None]:
-        """Clear up after an error, and raise it as a CheckpointError."""
+    def complete_or_removed(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -137,14 +128,13 @@ class Unpublished:
                 if self.checkpoints.exists()
                 else ""
             )
-            reason = (
+            raise CheckpointError(
                 f"the checkpoint {self.target} could not be written ({error}){free}. The previous"
                 " one, if any, is intact."
-            )
-            raise CheckpointError(reason) from error
+            ) from error
 
 
-def add_metrics(
+def rank(
     directory: Path,
     step: int,
     metrics: Mapping[str, float],
@@ -152,50 +142,36 @@ def add_metrics(
     keep: int = 2,
     ranking: Ranking | None = None,
 ) -> None:
-    """Add what was measured after the checkpoint of `step` was written, such as a validation, and
-    rank it anew.
-
-    A new folder with links to the old one's files takes its place, so that it is whole at any time.
-    Raises CheckpointError if that can't be written.
+    """Record measurements of the checkpoint of `step`, and remove the ones that are not to be kept,
+    also those of later steps: they are of a run that then went back.
     """
-    checkpoints = Path(directory) / "checkpoints"
-    target = checkpoints / f"step_{step}"
-    temporary = checkpoints / f"{TEMPORARY}{target.name}-{os.getpid()}"
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.copytree(target, temporary, copy_function=link)
-        manifest = json.loads((target / "manifest.json").read_text(encoding="utf-8"))
-        replace_text(
-            temporary / "metrics.json",
-            json.dumps(to_json({**_metrics_of(target), **metrics}), indent=2) + "\n",
-        )
-        size, digest = _fingerprint(temporary / "metrics.json") or (0, "")
-        manifest["files"]["metrics.json"] = {"size": size, "sha256": digest}
-        replace_text(temporary / "manifest.json", json.dumps(manifest, indent=2) + "\n")
-        for path in (*(path for path in temporary.rglob("*") if path.is_dir()), temporary):
-            flush(path)
-        _put_in_place(temporary, target)
-        _prune(checkpoints, step, keep, ranking)
-    except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"the metrics of the checkpoint {target} could not be written ({error})."
-        ) from error
+    checkpoints, there = Path(directory) / "checkpoints", present(directory)
+    measured = metrics_by_step(directory)
+    if metrics:
+        measured[step] = {**measured.get(step, {}), **to_json(metrics)}
+        write_atomically(checkpoints / "metrics.json", json.dumps(measured, indent=1) + "\n")
+    earlier = [at for at in there if at <= step]
+    kept = set(earlier[-keep:])
+    if ranking is not None:
+        ranked = ranking.best({at: measured[at] for at in earlier}, keep)
+        kept = {*ranked, step}
+        if ranked:
+            write_atomically(checkpoints / "best", there[ranked[0]].name + "\n")
+    for at in there.keys() - kept:
+        _discard(there[at])
+    if best(directory) is None:
+        (checkpoints / "best").unlink(missing_ok=True)
 
 
 def latest(directory: Path) -> Path | None:
-    """The checkpoint to go on from: the one that `checkpoints/latest` names, or else the newest
-    that is whole; None if there is none.
+    """Return the checkpoint to go on from: the one that `checkpoints/latest` names, or else the
+    newest of which no file is missing or cut; None if there is none.
 
-    One that is damaged is passed over with a warning that names the file and what is wrong with it.
+    One that is passed over is a warning that names the file and what is wrong with it.
     """
-    checkpoints = Path(directory) / "checkpoints"
-    pointed = _pointed_at(checkpoints / "latest")
-    for path in sorted(
-        present(directory).values(), key=lambda path: (path != pointed, -step_of(path))
-    ):
+    for path in _in_order(directory):
         try:
-            verify(path)
+            verify(path, largest=SMALL)
             return path
         except CheckpointError as error:
             warnings.warn(f"{error} Trying an older one.", stacklevel=2)
@@ -203,39 +179,58 @@ def latest(directory: Path) -> Path | None:
 
 
 def best(directory: Path) -> Path | None:
-    """The best checkpoint of a run that ranks them; None where there is none."""
+    """Return the best checkpoint of a run that ranks them; None where there is none."""
     path = _pointed_at(Path(directory) / "checkpoints" / "best")
     return path if path is not None and path.exists() else None
 
 
 def present(directory: Path) -> dict[int, Path]:
-    """Every checkpoint below the run's directory by its step, the oldest first, whole or not."""
+    """Return every checkpoint of a run by its step, the oldest first, whole or not."""
     found = {step_of(path): path for path in (Path(directory) / "checkpoints").glob("step_*")}
     return {step: found[step] for step in sorted(found) if step >= 0}
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
-    """What was measured in the step of each checkpoint, the oldest first."""
-    return {step: _metrics_of(path) for step, path in present(directory).items()}
+    """Return the measurements at the step of each checkpoint, the oldest first."""
+    try:
+        found = json.loads((Path(directory) / "checkpoints" / "metrics.json").read_bytes())
+        return {step: dict(found.get(str(step), {})) for step in present(directory)}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {step: {} for step in present(directory)}
+
+
+def load_latest(directory: Path, run: Run) -> tuple[Path, LoopState] | None:
+    """Load the checkpoint to go on from, an older one if that turns out to be damaged; None if
+    none is whole. Raises as `load`.
+    """
+    for path in _in_order(directory):
+        try:
+            return path, load(path, run)
+        except CheckpointError as error:
+            warnings.warn(f"{error} Trying an older one.", stacklevel=2)
+    return None
 
 
 def load(path: Path, run: Run) -> LoopState:
     """Give trainer and random generators the state that they had when `path` was written, and
     return the loop's.
 
-    Before anything has been changed it raises CheckpointError if a file is missing or damaged, and
-    ValueError if the checkpoint is of a run with another algorithm or seed.
+    Raises:
+        ValueError: the checkpoint is of another algorithm or seed; nothing has been changed.
+        CheckpointError: a file is missing or damaged. The trainer may then have read a part, and
+            must load another checkpoint.
     """
-    path = Path(path)
-    verify(path)
-    try:
-        values = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    verify(path, largest=SMALL)
+    with _as_checkpoint_error(path):  # a trainer without a manifest of its own does not check files
+        files = {
+            name: CheckedFile(path / name, expected).read()
+            for name, expected in read_manifest(path).items()
+        }
+        values = json.loads(bytes(files["state.json"]))
         algorithm = values.pop("algorithm")
         state = LoopState.from_dict(values)
-        generators = json.loads((path / "rng.json").read_text(encoding="utf-8"))
-        tensors = load_file(path / "rng.safetensors")
-    except Exception as error:
-        raise CheckpointError(f"the checkpoint {path} can't be read ({error}).") from error
+        generators = json.loads(bytes(files["rng.json"]))
+        tensors = load_tensors(bytes(files["rng.safetensors"]))
     if algorithm != algorithm_of(run):
         raise ValueError(
             f"a run must be resumed by its own algorithm, but {path} is of {algorithm}, not"
@@ -244,53 +239,38 @@ def load(path: Path, run: Run) -> LoopState:
     if state.seed != run.state.seed:
         raise ValueError(
             f"run.seed must stay as it was when a run is resumed ({state.seed}), but it is"
-            f" {run.state.seed}: leave it out"
+            f" {run.state.seed}: omit it"
         )
-    run.trainer.load_checkpoint(path / "trainer")
+    try:
+        run.trainer.load_checkpoint(path / "trainer")
+    except (WorkerDied, WorkerTimeout):
+        raise
+    except OSError as error:
+        raise CheckpointError(f"the checkpoint {path} is not used: {error}.") from error
     restore_generators(generators, tensors)  # last: loading may have drawn from them
     return state
 
 
 def algorithm_of(run: Run) -> str:
-    """The name that a checkpoint remembers, so that no other algorithm goes on with it."""
+    """Return the name that a checkpoint remembers, so that no other algorithm goes on with it."""
     return type(run.config).__name__.removesuffix("Config").lower()
 
 
-def verify(path: Path) -> None:
-    """Compare a checkpoint with its manifest. Raises CheckpointError, naming file and difference."""
-    try:
-        manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
-        files, version = manifest["files"], manifest["format"]
-        expected = {name: (entry["size"], entry["sha256"]) for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"the checkpoint {path} is not used: its manifest.json is missing or damaged"
-            f" ({error!r})."
-        ) from error
-    if version != FORMAT:
-        raise CheckpointError(
-            f"the checkpoint {path} is not used: it has format {version}, and this version of"
-            f" nemorl reads format {FORMAT}."
-        )
-    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        for name, found in zip(
-            expected, pool.map(lambda name: _fingerprint(path / name), expected), strict=True
-        ):
-            size, digest = expected[name]
-            if found is None:
-                raise CheckpointError(f"the checkpoint {path} is not used: {name} can't be read.")
-            if found != (size, digest):
-                difference = (
-                    f"has {found[0]} bytes instead of {size}"
-                    if found[0] != size
-                    else "is damaged (its SHA-256 differs from the manifest's)"
-                )
-                raise CheckpointError(f"the checkpoint {path} is not used: {name} {difference}.")
+def verify(path: Path, *, largest: float = math.inf) -> None:
+    """Raise CheckpointError unless all files are there in full size, and those of up to `largest`
+    bytes as they were written.
+    """
+    with _as_checkpoint_error(path):
+        for folder in (path, path / "trainer"):
+            if folder == path or (folder / MANIFEST).exists():
+                for name, expected in read_manifest(folder).items():
+                    if expected.size <= largest:
+                        CheckedFile(folder / name, expected).read()
 
 
 def sweep(directory: Path) -> None:
-    """Clear up after killed processes, at a run's start: remove their unfinished folders and put
-    back a checkpoint that was just being replaced.
+    """Remove what killed processes left unfinished, and put back a checkpoint that was just being
+    replaced. Call it at a run's start, when no other process writes there.
     """
     checkpoints = Path(directory) / "checkpoints"
     for path in checkpoints.glob(f"{REPLACED}*"):
@@ -300,68 +280,42 @@ def sweep(directory: Path) -> None:
         else:
             path.rename(original)
     for path in checkpoints.glob(f"{TEMPORARY}*"):
-        if not lives(path.name.rpartition("-")[2]):
-            shutil.rmtree(path)
-    half_written = [path for name in ("latest", "best") for path in checkpoints.glob(f".{name}.*")]
-    for path in (
-        *half_written,
-        *checkpoints.parent.glob(".metrics.jsonl.*"),
-        *checkpoints.parent.glob(".config.yaml.*"),
+        shutil.rmtree(path)
+    for folder, names in (
+        (checkpoints, ("latest", "best", "metrics.json")),
+        (checkpoints.parent, ("metrics.jsonl", "config.yaml")),
     ):
-        if not lives(path.name.rpartition(".")[2]):
-            path.unlink()
+        for name in names:
+            for path in folder.glob(f".{name}.*"):
+                path.unlink()
 
 
-def _write(
-    folder: Path,
-    run: Run,
-    metrics: Mapping[str, float],
-    random_state: RandomState,
-    *,
-    background: bool,
-) -> None:
-    trainer = folder / "trainer"
-    trainer.mkdir(parents=True)
-    if background:
-        run.trainer.save_checkpoint(trainer, background=True)
-    else:
-        run.trainer.save_checkpoint(trainer)
-    generators, tensors = random_state
-    save_file(tensors, folder / "rng.safetensors")
-    (folder / "rng.json").write_text(json.dumps(generators), encoding="utf-8")
-    (folder / "state.json").write_text(
-        json.dumps({"algorithm": algorithm_of(run), **run.state.to_dict()}, indent=2) + "\n",
-        encoding="utf-8",
-    )
-    (folder / "metrics.json").write_text(
-        json.dumps(to_json(metrics), indent=2) + "\n", encoding="utf-8"
-    )
+@contextmanager
+def _as_checkpoint_error(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"the checkpoint {path} is not used: {error}.") from error
 
 
 def _seal(folder: Path) -> None:
-    """Add the manifest, with everything on the disk.
-
-    What the trainer's ranks have written they have flushed and summed up themselves.
+    """Add the manifest, with everything on the disk. A backend's own manifest stands for the files
+    that it lists, which are on the disk already.
     """
-    known = {
-        f"trainer/{name}": (file.size, file.sha256)
-        for name, file in shares.files_of(folder / "trainer").items()
-    }
-    shares.clear(folder / "trainer")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {}
-    for path in files:
-        name = path.relative_to(folder).as_posix()
-        size, digest = known.get(name) or _fingerprint(path) or (0, "")
-        entries[name] = {"size": size, "sha256": digest}
-    manifest = folder / "manifest.json"
-    manifest.write_text(
-        json.dumps({"format": FORMAT, "files": entries}, indent=2) + "\n", encoding="utf-8"
+    trainer = folder / "trainer"
+    own = read_manifest(trainer) if (trainer / MANIFEST).exists() else {}
+    known = {trainer / name for name in own}
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
+    write_manifest(
+        folder,
+        {
+            name: checksum(path)
+            for name, path in files.items()
+            if path.is_file() and path not in known
+        },
     )
-    flushed = {folder / name for name in known}
-    for path in (*files, manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
-        if path not in flushed:
-            flush(path)
+    for path in (*(path for path in files.values() if path.is_dir()), folder):
+        flush(path)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
@@ -379,52 +333,22 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         _discard(aside)
 
 
-def _prune(checkpoints: Path, step: int, keep: int, ranking: Ranking | None) -> None:
-    """Of those up to `step` keep the newest `keep`, or the best `keep` and that of `step`.
-
-    Later ones are of a run that then went back.
-    """
-    everything = present(checkpoints.parent)
-    earlier = [path for at, path in everything.items() if at <= step]
-    kept = earlier[-keep:]
-    if ranking is not None:
-        ranked = ranking.best({path: _metrics_of(path) for path in earlier}, keep)
-        kept = [*ranked, earlier[-1]]
-        if ranked:
-            write_atomically(checkpoints / "best", ranked[0].name + "\n")
-    for path in everything.values():
-        if path not in kept:
-            _discard(path)
-    if best(checkpoints.parent) is None:
-        (checkpoints / "best").unlink(missing_ok=True)
+def _in_order(directory: Path) -> list[Path]:
+    """All checkpoints, the one that `latest` names first, then the newest first."""
+    pointed = _pointed_at(Path(directory) / "checkpoints" / "latest")
+    paths = present(directory).values()
+    return sorted(paths, key=lambda path: (path != pointed, -step_of(path)))
 
 
 def _pointed_at(pointer: Path) -> Path | None:
-    """The checkpoint that a file such as `latest` names."""
     try:
         return pointer.parent / pointer.read_text(encoding="utf-8").strip()
     except (FileNotFoundError, UnicodeDecodeError):
         return None
 
 
-def _metrics_of(path: Path) -> dict[str, Any]:
-    try:
-        metrics = json.loads((path / "metrics.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return metrics if isinstance(metrics, dict) else {}
-
-
 def _discard(path: Path) -> None:
-    """Remove a folder so that nobody ever finds half of it under its name."""
+    """Remove a folder so that half of it is never found under its name."""
     doomed = path.with_name(f"{TEMPORARY}{path.name.lstrip('.')}-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)
-
-
-def _fingerprint(path: Path) -> tuple[int, str] | None:
-    try:
-        with path.open("rb") as file:
-            return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError:
-        return None

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.runtime.config.yaml_io import dump
+from nemorl.runtime.run.files import write_atomically
 
 Phase = Literal["train", "validation"]
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
@@ -270,22 +271,6 @@ def git_commit() -> str | None:
         if commit and git("status", "--porcelain", "--untracked-files=no")
         else commit
     )
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file's contents so that a reader (or a crash) sees the old ones or the new ones,
-    never a mixture.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import psutil
 
-from nemorl.runtime.run.directory import RunDirectory, write_atomically
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.files import write_atomically
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 

@@ -1,10 +1,8 @@
-"""The callbacks that end a run in time and keep what it has learned.
-
-They come last: a checkpoint vouches for what was written before it.
+"""The callbacks that end a run in time and save it. They come last, so that a checkpoint covers
+everything that was written before it.
 """
 
 import logging
-import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,17 +14,16 @@ from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.random_state import RandomState, random_state
+from nemorl.runtime.run.files import flush
+from nemorl.runtime.run.rng import RandomState, random_state
 from nemorl.runtime.run.state import Run
 
 LOGGER = logging.getLogger(__name__)
 
 
 class EarlyStop(Callback):
-    """Ends the run after the step in which a metric meets the condition. A run that had met it
-    already does nothing more when it is resumed.
-
-    The log is told why, and (unless `quiet`) the terminal once nothing is drawn there any more.
+    """Ends the run after the step in which a metric meets the condition, or, if it had met it
+    before, as soon as it is resumed. Unless `quiet` the reason is printed at the end.
     """
 
     def __init__(
@@ -37,15 +34,11 @@ class EarlyStop(Callback):
         self.reason: str | None = None
 
     def on_train_begin(self, trainer: Run) -> None:
-        for line in self.directory.read_metrics() if self.directory and trainer.state.step else []:
+        step, name = trainer.state.step, self.condition.metric.removeprefix(VALIDATION)
+        for line in self.directory.read_metrics() if self.directory and step else []:
             validation = line.get("phase") == "validation"
-            name = self.condition.metric.removeprefix(VALIDATION)
-            if (
-                line.get("step") == trainer.state.step
-                and validation == self.watch.of_validation
-                and name in line
-            ):
-                self._check(trainer.state.step, line, validation=validation)
+            if line.get("step") == step and validation == self.watch.of_validation and name in line:
+                self._check(step, line, validation=validation)
 
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self._check(step, metrics, validation=True)
@@ -70,15 +63,12 @@ class EarlyStop(Callback):
 
 @dataclass(frozen=True)
 class WholeStep:
-    """What tells whether the weights still are those of a finished step, and what else a checkpoint
-    of it needs.
-    """
+    """The last finished step, and what a checkpoint of it needs besides the weights."""
 
     step: int
     updates: int
-    """Optimizer steps that the trainer had taken."""
+    """Optimizer steps of the trainer by then; more of them: the weights are of a later step."""
     generators: RandomState
-    """Of the moment when the step was over: a run that goes on from it draws the same numbers."""
     metrics: dict[str, float]
 
 
@@ -88,21 +78,19 @@ class Publication:
 
     step: int
     previous: int | None
-    """The step that was saved before it, which counts if this one fails."""
+    """The step that was saved before."""
     path: "Future[Path]"
 
 
 class CheckpointCallback(Callback):
-    """A checkpoint after every `period` steps (0: none of these) and at the end; after an error,
-    too, if the weights still are those of a whole step.
+    """Saves a checkpoint every `period` steps (0: none of these) and at the end, and the last whole
+    step after an error.
 
-    The newest `keep` are kept. With a `ranking` it is the best `keep` and the newest, and where
-    that goes by a metric of the validation, a step whose validation is among the best gets a
-    checkpoint, too. `observers` are told of each through `on_checkpoint`.
+    The newest `keep` are kept; with a `ranking` the best `keep` and the newest, and a step whose
+    validation is among the best by its metric is saved, too. `observers` see `on_checkpoint`.
 
-    With `background` the run goes on while a checkpoint is written and published in a thread. As a
-    later step begins or ends observers are told, or what went wrong is raised. The next checkpoint,
-    the end and an error wait for it.
+    With `background` a checkpoint is written in a thread. When a later step begins or ends,
+    observers are notified, or its error is raised. The next checkpoint and the end wait for it.
     """
 
     def __init__(
@@ -115,13 +103,8 @@ class CheckpointCallback(Callback):
         observers: tuple[Callback, ...] = (),
         background: bool = False,
     ) -> None:
-        self.directory, self.period, self.keep, self.ranking, self.observers = (
-            directory,
-            period,
-            keep,
-            ranking,
-            observers,
-        )
+        self.directory, self.period, self.observers = directory, period, observers
+        self.keep, self.ranking = keep, ranking
         self.watch = MetricWatch("run.metric", ranking.metric) if ranking else None
         self.saved_step: int | None = None
         self.whole: WholeStep | None = None
@@ -131,17 +114,14 @@ class CheckpointCallback(Callback):
         self.pending: Publication | None = None
 
     def on_train_begin(self, trainer: Run) -> None:
-        able = self.thread is None or hasattr(trainer.trainer, "wait_for_checkpoint")
         require(
-            able,
+            self.thread is None or hasattr(trainer.trainer, "wait_for_checkpoint"),
             "run.async_save",
             "needs a training backend with wait_for_checkpoint",
             True,
-            "leave it out, or give yours that method",
+            "omit it, or give yours that method",
         )
-        self.saved_step = (
-            trainer.state.step
-        )  # what a run starts from is on the disk already, or is its untrained model
+        self.saved_step = trainer.state.step  # a run starts from a checkpoint or a given model
         self.whole = WholeStep(trainer.state.step, trainer.trainer.step, random_state(), {})
 
     def on_step_begin(self, trainer: Run, step: int) -> None:
@@ -151,28 +131,21 @@ class CheckpointCallback(Callback):
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         found = {VALIDATION + name: value for name, value in metrics.items()}
         self.metrics = {**self.metrics, **found}
-        if (
-            self.whole and self.whole.step == step
-        ):  # the validation of a run that ended early, after the step's end
+        if self.whole and self.whole.step == step:  # of a run that ended early, after the step
             self.whole = replace(self.whole, metrics=self.metrics)
         ranked = self.watch is not None and self.watch.look(metrics, validation=True) is not None
-        self.settle(
-            trainer, wait=self.ranking is not None or step == self.saved_step
-        )  # a rival, or the one that this validation belongs to
+        # One that is being written is this step's, or competes with it.
+        self.settle(trainer, wait=self.ranking is not None or step == self.saved_step)
         if step == self.saved_step:
             if (self.directory.checkpoints / f"step_{step}").exists():
-                checkpoint.add_metrics(
+                checkpoint.rank(
                     self.directory.path, step, found, keep=self.keep, ranking=self.ranking
                 )
         elif self.ranking and ranked:
-            rivals = {
-                other: known
-                for other, known in checkpoint.metrics_by_step(self.directory.path).items()
-                if other < step
-            }
-            self.is_among_the_best = step in self.ranking.best(
-                {**rivals, step: self.metrics}, self.keep
-            )
+            saved = checkpoint.metrics_by_step(self.directory.path)
+            rivals = {other: saved[other] for other in saved if other < step}
+            best = self.ranking.best({**rivals, step: self.metrics}, self.keep)
+            self.is_among_the_best = step in best
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self.metrics = {**self.metrics, **metrics}
@@ -190,48 +163,47 @@ class CheckpointCallback(Callback):
             self.settle(trainer, wait=True)
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
-        """Save the last whole step unless it is saved or an update has begun since then; tell the
-        error where the run goes on from.
+        """Save the last whole step unless it is saved or an update has begun since, and add a note
+        that says how to go on.
         """
         if self.saved_step is None or self.whole is None:
             return  # it never began
-        step, kept = trainer.state.step, self._settled_after(error, trainer)
-        of_this_step = (
-            self.whole.step == step
-        )  # otherwise the step is whole, but something came before this callback was told
-        if of_this_step and self.whole.updates != trainer.trainer.step:
-            kept += (
-                f"the update of step {step + 1} had begun, so the weights of step {step} are gone; "
+        step, notes = trainer.state.step, []
+        pending = self.pending
+        try:
+            self.settle(trainer, wait=True)
+        except Exception as failure:
+            assert pending is not None
+            notes.append(self._failure(pending.step, failure))
+        # Otherwise the step is whole, but another callback failed before this one was called.
+        current = self.whole.step == step
+        if current and self.whole.updates != trainer.trainer.step:
+            notes.append(
+                f"the update of step {step + 1} had begun, so the weights of step {step} are gone"
             )
         elif self.saved_step != step and not isinstance(error, CheckpointError):
             try:
-                self._save(trainer, self.whole if of_this_step else None)
+                self._save(trainer, self.whole if current else None)
                 self.settle(trainer, wait=True)
             except Exception as failure:
-                whole = self.saved_step == step
-                failed = (
-                    "was saved, but a callback's on_checkpoint failed"
-                    if whole
-                    else "could not be saved"
-                )
-                kept += f"step {step} {failed} ({failure}); "
+                notes.append(self._failure(step, failure))
         if (self.directory.checkpoints / f"step_{self.saved_step}").exists():
-            where = f"{self.directory.path} has a checkpoint of step {self.saved_step}"
-            error.add_note(
-                f"{kept}{where}: go on from there with --run.dir {self.directory.path} --run.resume"
-                " once the cause is mended."
+            notes.append(
+                f"{self.directory.path} has a checkpoint of step {self.saved_step}: go on from"
+                f" there with --run.dir {self.directory.path} --run.resume once the cause is fixed."
             )
-        elif kept:
-            error.add_note(f"{kept}there is no checkpoint to go on from.")
+        elif notes:
+            notes.append("there is no checkpoint to go on from.")
+        if notes:
+            error.add_note("; ".join(notes))
 
     def close(self) -> None:
         if self.thread is not None:
             self.thread.shutdown()
 
     def settle(self, trainer: Run, *, wait: bool) -> None:
-        """Take note of a checkpoint that was being written: if it is done by now, or once it is.
-
-        Raises CheckpointError if that failed.
+        """Notify observers of a checkpoint that was being written, if it is done by now or, with
+        `wait`, when it is. Raises CheckpointError if it failed.
         """
         pending = self.pending
         if pending is None or not (wait or pending.path.done()):
@@ -246,51 +218,33 @@ class CheckpointCallback(Callback):
                 self.pending = None
         notify(self.observers, "on_checkpoint", trainer, pending.step, path)
 
-    def _settled_after(self, error: BaseException, trainer: Run) -> str:
-        """The same after an error, of which it must hide nothing: what went wrong, in words."""
-        pending = self.pending
-        try:
-            self.settle(trainer, wait=True)
-        except Exception as failure:
-            assert pending is not None
-            what = (
-                f"step {pending.step} could not be saved"
-                if self.saved_step == pending.previous
-                else "a callback's on_checkpoint failed"
-            )
-            return f"{what} ({failure}); "
-        return ""
+    def _failure(self, step: int, failure: Exception) -> str:
+        if self.saved_step == step:
+            return f"step {step} was saved, but a callback's on_checkpoint failed ({failure})"
+        return f"step {step} could not be saved ({failure})"
 
     def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
         self.settle(trainer, wait=True)
-        for file in (
-            self.directory.metrics,
-            *self.directory.samples.glob(f"step_{trainer.state.step}.jsonl"),
-        ):
-            flush_to_disk(file)
-        metrics, generators = (
-            (whole.metrics, whole.generators) if whole else (self.metrics, random_state())
+        step, directory = trainer.state.step, self.directory
+        for file in (directory.metrics, directory.samples / f"step_{step}.jsonl"):
+            if file.exists():
+                flush(file)
+        begun = checkpoint.begin(
+            directory.path,
+            trainer,
+            generators=whole.generators if whole else None,
+            background=self.thread is not None,
         )
-        options: dict[str, Any] = {"metrics": metrics, "generators": generators}
-        before, step = self.saved_step, trainer.state.step
+        options: dict[str, Any] = {
+            "keep": self.keep,
+            "ranking": self.ranking,
+            "metrics": whole.metrics if whole else self.metrics,
+        }
         if self.thread is None:
-            path = checkpoint.save(
-                self.directory.path, trainer, keep=self.keep, ranking=self.ranking, **options
-            )
+            path = begun.publish(**options)
             self.saved_step = step
             notify(self.observers, "on_checkpoint", trainer, step, path)
-            return
-        begun = checkpoint.begin(self.directory.path, trainer, background=True, **options)
-        self.saved_step = step
-        self.pending = Publication(
-            step, before, self.thread.submit(begun.publish, keep=self.keep, ranking=self.ranking)
-        )
-
-
-def flush_to_disk(path: Path) -> None:
-    """Have a file's contents on the disk, so that they survive a power cut; nothing where there is
-    no such file.
-    """
-    if path.exists():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        else:
+            publication = self.thread.submit(begun.publish, **options)
+            self.pending = Publication(step, self.saved_step, publication)
+            self.saved_step = step

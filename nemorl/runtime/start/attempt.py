@@ -32,6 +32,7 @@ from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.run.export import ExportCallback
 from nemorl.runtime.run.job import Job
 from nemorl.runtime.run.result import TrainResult
+from nemorl.runtime.run.rng import random_state, restore_generators
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
@@ -91,7 +92,7 @@ def with_restarts(prepared: Prepared) -> TrainResult:
 
 
 def _with_restarts(prepared: Prepared) -> TrainResult:
-    config, generators = prepared.config, checkpoint.random_state()
+    config, generators = prepared.config, random_state()
     for restart in itertools.count(1):
         try:
             return attempt(prepared)
@@ -112,7 +113,7 @@ def _with_restarts(prepared: Prepared) -> TrainResult:
             f" {reason}",
             stacklevel=4,
         )
-        checkpoint.restore_generators(*generators)  # a run that begins anew draws the same numbers
+        restore_generators(*generators)  # a run that begins anew draws the same numbers
         prepared = replace(
             prepared,
             config=replace(
@@ -177,8 +178,8 @@ def attempt(prepared: Prepared) -> TrainResult:
         )
         if job.with_initial_model is not None:
             job = job.with_initial_model(current)
-        current = resumed(
-            current, directory, found, last_step=job.num_steps, lengths=prepared.lengths
+        current, found = resumed(
+            current, directory, last_step=job.num_steps, lengths=prepared.lengths
         )
         if found is not None and (before := num_ranks(found)) not in (0, devices.plan.num_ranks):
             warnings.warn(
@@ -261,19 +262,19 @@ def set_up(trainer: Any, config: BackendConfig) -> None:
 def resumed(
     run: Run,
     directory: RunDirectory,
-    found: Path | None,
     *,
     last_step: int,
     lengths: Mapping[str, Any],
-) -> Run:
-    """The run where its last checkpoint, `found`, left it, if it is to be resumed; with a directory
-    that shows this state and these settings.
+) -> tuple[Run, Path | None]:
+    """The run where its last whole checkpoint left it, if it is to be resumed, and that checkpoint;
+    with a directory that shows this state and these settings.
 
     Settings and data (`lengths`: see `show_lengths`) that are not those of before are a warning.
     """
     config = run.config
-    if found is not None:
-        run = replace(run, state=checkpoint.load(found, run))
+    loaded = checkpoint.load_latest(directory.path, run) if config.run.resume else None
+    if loaded is not None:
+        run = replace(run, state=loaded[1])
         for change in changes(directory.config, config):
             warnings.warn(
                 f"the run goes on with other settings than before: {change}", stacklevel=3
@@ -297,8 +298,8 @@ def resumed(
             stacklevel=3,
         )
     directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
-    directory.truncate(run.state.step if found is not None else -1)
-    return run
+    directory.truncate(run.state.step if loaded is not None else -1)
+    return run, None if loaded is None else loaded[0]
 
 
 def num_ranks(found: Path) -> int:

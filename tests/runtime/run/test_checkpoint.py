@@ -1,7 +1,6 @@
 """A checkpoint is whole or not there, whatever happens while it is written."""
 
 import errno
-import hashlib
 import json
 import os
 import pickle
@@ -18,21 +17,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemorl.parallel import shares
-from nemorl.parallel.shares import Written, report
+from nemorl.models.checked_files import MANIFEST, checksum, read_manifest, write_manifest
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.directory import RunDirectory
-from tests.runtime.tiny import TinyTrainer, seed_everything, tiny_run
+from tests.runtime.tiny import TinyTrainer, save, seed_everything, tiny_run
 
 REPOSITORY = Path(__file__).parents[3]
 
 
 def saved(directory: Path, *steps: int, keep: int = 9) -> list[Path]:
     """One checkpoint for each step, whose weights are the step's number."""
-    return [
-        checkpoint.save(directory, tiny_run(step=step, value=step), keep=keep) for step in steps
-    ]
+    return [save(directory, tiny_run(step=step, value=step), keep=keep) for step in steps]
 
 
 def loaded(path: Path) -> tuple[int, float]:
@@ -62,7 +58,7 @@ def names(directory: Path) -> list[str]:
 def test_everything_comes_back(tmp_path):
     run = tiny_run(step=3, value=0.5)
     run.trainer.train_step()
-    path = checkpoint.save(tmp_path, run)
+    path = save(tmp_path, run)
     assert path == tmp_path / "checkpoints" / "step_3" == checkpoint.latest(tmp_path)
     other = tiny_run()
     assert checkpoint.load(path, other) == run.state
@@ -89,7 +85,7 @@ def test_random_generators_come_back_bit_for_bit(tmp_path):
         )
 
     run = tiny_run(step=1)
-    path = checkpoint.save(tmp_path, run)
+    path = save(tmp_path, run)
     expected = draw()
     seed_everything(99)
     checkpoint.load(path, run)
@@ -101,7 +97,7 @@ def test_random_generators_of_gpus_come_back(tmp_path):
     torch.cuda.manual_seed_all(1)
     torch.randn(3, device="cuda")
     run = tiny_run(step=1)
-    path = checkpoint.save(tmp_path, run)
+    path = save(tmp_path, run)
     expected = torch.randn(20, device="cuda")
     torch.cuda.manual_seed_all(99)
     checkpoint.load(path, run)
@@ -131,7 +127,7 @@ def test_killed_at_any_point_of_writing(tmp_path, scenario):
                 f"what `latest` names is in force: {died}"
             )
         assert [name for name in names(folder) if name.startswith(".")] == [], died
-        checkpoint.save(folder, tiny_run(step=2, value=5.0), keep=2)
+        save(folder, tiny_run(step=2, value=5.0), keep=2)
         assert loaded(checkpoint.latest(folder)) == (2, 5.0), died
     assert seen == {1.0, 2.0}
 
@@ -168,12 +164,17 @@ def flip_a_bit(path: Path) -> None:
     path.write_bytes(content)
 
 
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
 def cut_in_half(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
 DAMAGES = {
-    "a bit flipped": (flip_a_bit, "SHA-256"),
+    "a bit flipped": (flip_a_bit, "CRC-32"),
+    "zeroed": (zero, "CRC-32"),
     "cut": (cut_in_half, "bytes instead of"),
     "missing": (Path.unlink, "can't be read"),
 }
@@ -194,14 +195,17 @@ def test_damaged_file_is_passed_over_with_the_reason(tmp_path, file, damage):
     first, second = saved(tmp_path, 1, 2)
     harm, reason = DAMAGES[damage]
     harm(second / file)
-    with pytest.warns(UserWarning, match=rf"step_2 is not used: {file}.*{reason}"):
-        assert checkpoint.latest(tmp_path) == first
     run = tiny_run(value=7)
-    with pytest.raises(CheckpointError, match=reason):
+    with pytest.raises(CheckpointError, match=rf"step_2 is not used: .*{file}.*{reason}"):
         checkpoint.load(second, run)
     assert float(run.trainer.tensors["weight"][0]) == 7, (
         "nothing is changed by a checkpoint that can't be loaded"
     )
+    with pytest.warns(UserWarning, match=rf"step_2 is not used: .*{file}.*{reason}"):
+        assert checkpoint.latest(tmp_path) == first
+    with pytest.warns(UserWarning, match=r"Trying an older one"):
+        path, state = checkpoint.load_latest(tmp_path, run)
+    assert (path, state.step, float(run.trainer.tensors["weight"][0])) == (first, 1, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +215,8 @@ def test_damaged_file_is_passed_over_with_the_reason(tmp_path, file, damage):
         "{",
         "[]",
         "{}",
-        '{"format": 2, "files": []}',
-        '{"format": 2, "files": {"state.json": {"size": 3}}}',
+        '{"format": 3, "files": []}',
+        '{"format": 3, "files": {"state.json": {"size": 3}}}',
         "\0\0",
     ],
 )
@@ -223,12 +227,13 @@ def test_damaged_manifest_is_passed_over(tmp_path, text):
         assert checkpoint.latest(tmp_path) == first
 
 
-def test_other_format_is_refused(tmp_path):
+@pytest.mark.parametrize("version", [2, 99])
+def test_other_format_is_refused(tmp_path, version):
     (path,) = saved(tmp_path, 1)
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": version}))
     with pytest.raises(
-        CheckpointError, match=r"format 99, and this version of nemorl reads format 2"
+        CheckpointError, match=rf"format {version}, and this version of nemorl reads format 3"
     ):
         checkpoint.load(path, tiny_run())
 
@@ -239,7 +244,7 @@ def test_without_any_checkpoint(tmp_path):
     (only,) = saved(tmp_path, 1)
     (only / "state.json").unlink()
     with pytest.warns(UserWarning, match=r"state.json can't be read"):
-        assert checkpoint.latest(tmp_path) is None
+        assert checkpoint.latest(tmp_path) is None is checkpoint.load_latest(tmp_path, tiny_run())
 
 
 @pytest.mark.parametrize("pointer", ["step_9\n", "", "../..", "step_1"])
@@ -266,19 +271,13 @@ def test_going_on_from_an_earlier_step_drops_the_later_ones(tmp_path):
     assert names(tmp_path) == ["latest", "step_2"]
 
 
-def test_leftovers_are_swept_unless_their_process_lives(tmp_path):
+def test_leftovers_are_swept(tmp_path):
     saved(tmp_path, 1)
-    process = subprocess.Popen(["sleep", "60"])
-    try:
-        folder = tmp_path / "checkpoints"
-        for name in (f".tmp-step_2-{process.pid}", f".tmp-step_2-{os.getpid()}", ".tmp-step_3-x"):
-            (folder / name).mkdir()
-        (folder / f".latest.{os.getpid()}").write_text("step")
-        checkpoint.sweep(tmp_path)
-        assert names(tmp_path) == [f".tmp-step_2-{process.pid}", "latest", "step_1"]
-    finally:
-        process.kill()
-        process.wait()
+    folder = tmp_path / "checkpoints"
+    for name in (f".tmp-step_2-{os.getpid()}", ".tmp-step_3"):
+        (folder / name).mkdir()
+    for name in (f".latest.{os.getpid()}", ".metrics.json.123"):
+        (folder / name).write_text("step")
     checkpoint.sweep(tmp_path)
     assert names(tmp_path) == ["latest", "step_1"]
 
@@ -311,7 +310,7 @@ def test_full_disk_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run.trainer, "save_checkpoint", full)
     with pytest.raises(CheckpointError, match=r"No space left on device.*GB are free there"):
-        checkpoint.save(tmp_path, run)
+        save(tmp_path, run)
 
 
 def test_folder_that_can_not_be_written(tmp_path):
@@ -338,10 +337,8 @@ def test_no_pickle_is_read_or_written(tmp_path, monkeypatch):
 def test_load_checks_the_state_before_it_changes_the_trainer(tmp_path):
     (path,) = saved(tmp_path, 1)
     (path / "state.json").write_text('{"algorithm": "nonetype", "step": 1}')
-    manifest = json.loads((path / "manifest.json").read_text())
-    size, digest = checkpoint._fingerprint(path / "state.json")
-    manifest["files"]["state.json"] = {"size": size, "sha256": digest}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    manifest = json.loads((path / MANIFEST).read_text())["files"]
+    write_manifest(path, {name: checksum(path / name) for name in manifest})
     run = tiny_run(value=7)
     with pytest.raises(
         CheckpointError, match=r"exactly the fields seed, step, cursor, policy_version"
@@ -356,47 +353,51 @@ def test_a_moved_run_directory_still_loads(tmp_path):
     assert loaded(checkpoint.latest(tmp_path / "b")) == (2, 2.0)
 
 
-class Reporting(TinyTrainer):
-    """One that says itself what it has written, and has it on the disk."""
+class Checking(TinyTrainer):
+    """One that writes a manifest of its own, and checks its files itself."""
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        shares.reserve(path, 0, 1)
         super().save_checkpoint(path)
-        files = {
-            file.name: Written(file.stat().st_size, hashlib.sha256(file.read_bytes()).hexdigest())
-            for file in path.glob("*.safetensors")
-        }
-        shares.report(path, 0, 1, files)
+        write_manifest(path, {file.name: checksum(file) for file in path.glob("*.safetensors")})
+
+    def load_checkpoint(self, path: Path) -> None:
+        if read_manifest(path)["model.safetensors"] != checksum(path / "model.safetensors"):
+            raise OSError("model.safetensors is damaged")
+        super().load_checkpoint(path)
 
 
-def test_what_the_trainer_has_summed_up_is_not_read_again(tmp_path, monkeypatch):
-    run = replace(tiny_run(step=1), trainer=Reporting())
-    seen = []
-    fingerprint = checkpoint._fingerprint
-    monkeypatch.setattr(
-        checkpoint, "_fingerprint", lambda path: seen.append(path.name) or fingerprint(path)
-    )
-    path = checkpoint.save(tmp_path, run)
-    assert sorted(seen) == ["metrics.json", "rng.json", "rng.safetensors", "state.json"]
-    checkpoint.verify(path)
-    assert sorted(file.name for file in (path / "trainer").iterdir()) == [
-        "model.safetensors",
-        "optimizer.safetensors",
+def test_files_that_the_trainer_checks_are_not_read_besides(tmp_path, monkeypatch):
+    for step in (1, 2):
+        path = save(tmp_path, replace(tiny_run(step=step, value=step), trainer=Checking()))
+    manifest = read_manifest(path)
+    assert sorted(manifest) == [
+        "rng.json",
+        "rng.safetensors",
+        "state.json",
+        "trainer/manifest.json",
     ]
     flip_a_bit(path / "trainer" / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"trainer/model.safetensors is damaged"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
         checkpoint.verify(path)
+    monkeypatch.setattr(checkpoint, "SMALL", 10)
+    assert checkpoint.latest(tmp_path) == path
+    run = replace(tiny_run(), trainer=Checking())
+    with pytest.warns(UserWarning, match=r"step_2 is not used: model.safetensors is damaged"):
+        found = checkpoint.load_latest(tmp_path, run)
+    assert found == (tmp_path / "checkpoints" / "step_1", tiny_run(step=1).state)
+    cut_in_half(path / "trainer" / "model.safetensors")
+    with pytest.warns(UserWarning, match=r"model.safetensors has \d+ bytes instead of"):
+        assert checkpoint.latest(tmp_path).name == "step_1"
 
 
-def test_a_file_that_is_not_as_the_trainer_said_is_not_published(tmp_path, monkeypatch):
+class Truncating(Checking):
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
+        super().save_checkpoint(path)
+        cut_in_half(path / "model.safetensors")
+
+
+def test_a_file_that_is_not_as_the_trainer_wrote_it_is_not_published(tmp_path):
     saved(tmp_path, 1)
-    monkeypatch.setattr(
-        shares,
-        "report",
-        lambda path, rank, size, files: report(
-            path, rank, size, {name: Written(3, "") for name in files}
-        ),
-    )
-    with pytest.raises(CheckpointError, match=r"safetensors has \d+ bytes, but 3 were written"):
-        checkpoint.save(tmp_path, replace(tiny_run(step=2), trainer=Reporting()))
+    with pytest.raises(CheckpointError, match=r"could not be written \(.*bytes instead of"):
+        save(tmp_path, replace(tiny_run(step=2), trainer=Truncating()))
     assert names(tmp_path) == ["latest", "step_1"]

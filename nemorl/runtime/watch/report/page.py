@@ -14,7 +14,8 @@ from markupsafe import Markup
 
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump
-from nemorl.runtime.run.directory import RunDirectory, to_json, write_atomically
+from nemorl.runtime.run.directory import RunDirectory, to_json
+from nemorl.runtime.run.files import write_atomically
 from nemorl.runtime.watch.metrics import (
     LABELS,
     SECTIONS,

@@ -1,4 +1,4 @@
-"""The state of every global random generator, as values that a file without pickle holds."""
+"""The state of the global random generators of Python, numpy and torch, without pickle."""
 
 import random
 from typing import Any
@@ -7,11 +7,11 @@ import numpy as np
 import torch
 
 RandomState = tuple[dict[str, Any], dict[str, torch.Tensor]]
-"""Of every global random generator, as JSON values and as tensors."""
+"""JSON values of Python's and numpy's generators, and tensors of torch's."""
 
 
 def random_state() -> RandomState:
-    """The present state of every global random generator."""
+    """Return the present state of every global random generator."""
     version, internal, gauss_next = random.getstate()
     kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()
     values = {
@@ -20,20 +20,18 @@ def random_state() -> RandomState:
     }
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # a run on the CPU should not wake the GPUs of its machine
-        tensors |= {
-            f"cuda:{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())
-        }
+        states = torch.cuda.get_rng_state_all()
+        tensors |= {f"cuda:{index}": state for index, state in enumerate(states)}
     return values, tensors
 
 
 def restore_generators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """The inverse; GPUs that this machine doesn't have are passed over."""
+    """Set the generators to a `random_state`, except those of GPUs that this machine lacks."""
     version, internal, gauss_next = values["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
-    np.random.set_state(
-        (kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached_gaussian)
-    )
+    keys = np.array(keys, dtype=np.uint32)
+    np.random.set_state((kind, keys, position, has_gauss, cached_gaussian))
     torch.set_rng_state(tensors["cpu"])
     for index in range(torch.cuda.device_count()):
         if f"cuda:{index}" in tensors:

@@ -214,9 +214,9 @@ def resize(batch: TokenBatch, length: int) -> TokenBatch:
 def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
     """Return a batch without the columns on the right in which no row has a token.
 
-    >>> batch = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}], length=9)
-    >>> trim(batch).input_ids.shape[1], trim(batch, multiple_of=4).input_ids.shape[1]
-    (1, 4)
+    >>> masks = {"loss_mask": [False], "response_mask": [False]}
+    >>> trim(collate([{"input_ids": [5], **masks}], length=9), multiple_of=4).input_ids.shape[1]
+    4
     """
     longest = int(extents(batch).max()) if len(batch) else 0
     return resize(batch, round_up(max(longest, 1), multiple_of))
@@ -225,8 +225,8 @@ def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
 def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:
     """Return per row the columns up to its last token: its cost in a padded batch.
 
-    >>> batch = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}], length=9)
-    >>> extents(batch).tolist()
+    >>> masks = {"loss_mask": [False], "response_mask": [False]}
+    >>> extents(collate([{"input_ids": [5], **masks}], length=9)).tolist()
     [1]
     """
     place = torch.arange(1, batch.segment_ids.shape[1] + 1, device=batch.segment_ids.device)

@@ -1,6 +1,4 @@
-"""Rows as people have them, under the names that the library knows, and the prompts and examples
-made of them.
-"""
+"""Rows under the names that the library knows, and the prompts and examples made of them."""
 
 import difflib
 import json
@@ -29,36 +27,26 @@ def load_rows(
     rejected_column: str = "rejected",
     label_column: str = "label",
 ) -> list[Row]:
-    """All rows of a source, or of a list of several, one behind the other; each knows where it came
-    from and which source it belongs to.
+    """Return all rows of a source, or of a list of several, one behind the other.
 
-    `source` is a path to a .jsonl, .json, .csv or .parquet file, a folder (with such files, or
-    written by `save_to_disk`), the name of a data set on the hub (`NAME:CONFIGURATION` where it has
-    several; `data_files` chooses among its files), a list of dicts, a `datasets.Dataset` or
-    `DatasetDict`, or a `DataModule`. A source without splits is all "train"; several sources may
-    have a `split` each. Values of CSV files are text.
-
-    The `*_column` arguments say under which name a source has its `prompt`, `response` and so on;
-    all columns keep their own names besides. Of several sources, one without that column must have
-    the standard name. Where they say nothing, a row without `prompt` and `response` may have
-    `input` and `output`, or `prompt` and `completion`.
-
-    Raises ValueError that names file and line of a malformed row, the columns there are where one
-    is missing, and the splits there are.
+    Args:
+        source: a .jsonl, .json, .csv (values are text) or .parquet file; a folder of such files or
+            of `save_to_disk`; a data set on the hub (`NAME:CONFIGURATION` where it has several); a
+            list of dicts; a `datasets.Dataset` or `DatasetDict`; a `DataModule`.
+        split: one for all sources or one for each; a source without splits is all "train".
+        data_files: chooses files of a data set on the hub or in a folder.
+        *_column: the source's name of a column, which keeps its own name besides. One of several
+            sources may have the standard name instead. By default a row without `prompt` and
+            `response` may have `input` and `output`, or `prompt` and `completion`.
+    Raises: ValueError that names file and line of a malformed row, the columns where one is
+    missing, or the splits.
 
     >>> load_rows([{"question": "1+1", "answer": "2"}], prompt_column="question")
     [{'question': '1+1', 'answer': '2', 'prompt': '1+1'}]
-    >>> [row.source for row in load_rows([[{"prompt": "1+1"}], [{"input": "a"}, {"input": "b"}]])]
-    [0, 1, 1]
     """
     names = (
-        prompt_column,
-        response_column,
-        answer_column,
-        messages_column,
-        chosen_column,
-        rejected_column,
-        label_column,
+        *(prompt_column, response_column, answer_column, messages_column),
+        *(chosen_column, rejected_column, label_column),
     )
     columns = {name: column for name, column in zip(COLUMNS, names, strict=True) if column != name}
     sources = sources_of(source)
@@ -77,16 +65,14 @@ def load_rows(
 
 
 def with_standard_names(row: Row) -> Row:
-    """`prompt` and `response` from the names that other libraries have for them, where the row has
-    none of its own.
+    """Return a row with `prompt` and `response` from other libraries' names, where it has none.
 
     >>> with_standard_names(Row({"input": "1+1=", "output": "2"}))
     {'input': '1+1=', 'output': '2', 'prompt': '1+1=', 'response': '2'}
     """
     added = {}
-    if (
-        not {"messages", "instruction"} & row.keys()
-    ):  # beside an instruction, `input` is not the prompt
+    # Beside an instruction, `input` is not the prompt.
+    if not {"messages", "instruction"} & row.keys():
         if row.keys().isdisjoint(("prompt", "context")) and "input" in row:
             added["prompt"] = row["input"]
         for name in ("output", "completion"):
@@ -96,10 +82,11 @@ def with_standard_names(row: Row) -> Row:
 
 
 def prompt_of(row: Mapping[str, Any]) -> str | list[Message]:
-    """A row's prompt: its `prompt` (text or messages), else its `messages` without the assistant's
-    answer at their end. ValueError without either.
+    """Return a row's `prompt` (text or messages), else its `messages` without a final answer.
 
-    >>> prompt_of({"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]})
+    Raises: ValueError without either.
+
+    >>> prompt_of({"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant"}]})
     [{'role': 'user', 'content': '1+1'}]
     """
     if isinstance(row.get("prompt"), str):
@@ -118,10 +105,9 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message]:
 def to_prompts(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, **template: Any
 ) -> list[list[int]]:
-    """The token ids of each row's prompt, as `prompt_of` finds it. A row's `tools` go to the chat
-    template.
+    """Return the token ids of each row's prompt; a row's `tools` go to the chat template.
 
-    `template` takes `tokenize_prompt`'s arguments. Raises ValueError that names the row.
+    `template` takes `tokenize_prompt`'s arguments. Raises: ValueError that names the row.
 
     >>> from transformers import ByT5Tokenizer
     >>> to_prompts([{"prompt": "ab"}], ByT5Tokenizer())
@@ -136,13 +122,11 @@ def to_prompts(
 def to_examples(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
 ) -> list[Example]:
-    """Each row as an example to imitate: all that the assistant says in its `messages`, or the
-    `response` to its `prompt`.
+    """Return each row as an example: all assistant turns of its `messages`, or its `response`.
 
-    A response is text or messages. A prompt of messages goes through the chat template together
-    with its response (as does a prompt of text whose response is messages, as the user's message).
-    `template` takes `tokenize_messages`'s arguments; a row's `tools` go to the chat template;
-    `add_eos` is about plain text. Raises ValueError that names the row.
+    If prompt or response are messages, both go through the chat template with the row's `tools`;
+    `template` takes `tokenize_messages`'s arguments, `add_eos` is about plain text.
+    Raises: ValueError that names the row.
 
     >>> from transformers import ByT5Tokenizer
     >>> to_examples([{"prompt": "ab", "response": "c"}], ByT5Tokenizer())[0].input_ids
@@ -197,11 +181,11 @@ def answered(
     add_eos: bool,
     template: Mapping[str, Any],
 ) -> Example:
-    """The prompt with one answer to it, which is trained on. The answer is what `row` has in
-    `column`; its `tools` go to the chat template.
+    """Return the prompt with the answer in `row[column]`, which is trained on.
 
     >>> from transformers import ByT5Tokenizer
-    >>> answered("ab", "c", "response", {"response": "c"}, ByT5Tokenizer(), add_eos=True, template={}).loss_mask
+    >>> row, tokenizer = {"response": "c"}, ByT5Tokenizer()
+    >>> answered("ab", "c", "response", row, tokenizer, add_eos=True, template={}).loss_mask
     [False, False, True, True]
     """
     options = with_tools(row, template)
@@ -225,7 +209,7 @@ def answered(
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
-    """A column's messages, checked. Raises ValueError where it holds something else.
+    """Return a column's messages, checked. Raises: ValueError where it holds something else.
 
     >>> messages_of([{"role": "user", "content": "hello", "tool_calls": None}], "messages")
     [{'role': 'user', 'content': 'hello'}]
@@ -247,8 +231,7 @@ def messages_of(value: Any, column: str) -> list[Message]:
 
 
 def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments for the chat template, with the row's own `tools` (a list, or one as JSON text)
-    where it has any.
+    """Return the chat template's arguments with the row's own `tools` (a list, or its JSON text).
 
     >>> with_tools({"tools": '[{"name": "add"}]'}, {"chat_template": None})
     {'chat_template': None, 'tools': [{'name': 'add'}]}
@@ -273,7 +256,7 @@ def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str,
 
 
 def _placed(rows: list[Row], sources: list[Any]) -> list[Row]:
-    """Rows of one of several sources, with its number where their place doesn't tell it."""
+    """Add the data set's number to origins that don't tell it."""
     if len(sources) > 1 and not isinstance(sources[rows[0].source], str | Path):
         for row in rows:
             row.origin = f"{row.origin} of data set {row.source + 1}"

@@ -1,5 +1,5 @@
-"""Conversations and plain text as token ids with exact masks: which tokens are the response, and
-which the model is trained to say (docs/numerics.md, Conventions).
+"""Conversations and plain text as token ids, with exact masks of the response and of what is
+trained on (docs/numerics.md, Conventions).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,31 +19,30 @@ def tokenize_messages(
     given: int = 0,
     add_eos: bool = True,
 ) -> Example:
-    """A conversation through its chat template; the loss mask is True on what the assistant says
-    behind the first `given` messages, and nowhere else.
+    """Return a conversation through its chat template; trained on is what the assistant says.
 
-    A turn is what stands between `{% generation %}` marks where the template has them. Otherwise it
-    is what the template adds to the conversation so far with its generation prompt, up to and
-    including the turn's end token (white space that the template puts behind that isn't the
-    model's). The response mask begins with the first of these tokens and includes all that follows
-    (user and tool messages too). Each turn's begin and end are verified by tokenising the text up
-    to there anew: what is trained on is, to the token, what a sampler would have returned for what
-    it would have been given. `chat_template` replaces the tokenizer's own; `template_kwargs` are
-    passed to the template. `chat_template="passthrough"` takes the contents as they are, each
-    assistant message tokenised apart, and adds the end token to the last one (unless `add_eos` is
-    False, which other templates don't ask for).
+    A turn is what stands between `{% generation %}` marks, or else what the template adds to the
+    conversation so far with its generation prompt, up to and including the turn's end token. Each
+    border is verified by tokenizing the text up to there anew: what is trained on is, to the token,
+    what a sampler would have returned. The response mask begins with the first trained token and
+    includes all that follows.
 
-    Raises ValueError where there is no assistant message or no template, where a template without
-    marks renders earlier turns differently later on, and where a token crosses a turn's border.
+    Args:
+        messages: the conversation.
+        chat_template: replaces the tokenizer's own. "passthrough" takes the contents as they are,
+            each assistant message tokenized apart.
+        tools, template_kwargs: passed to the template.
+        given: so many first messages are not trained on.
+        add_eos: with passthrough, add the end token to the last message.
+    Raises: ValueError where there is no assistant message or no template, where a template without
+    marks renders earlier turns differently later, and where a token crosses a turn's border.
 
     >>> from transformers import ByT5Tokenizer
     >>> tokenizer = ByT5Tokenizer()
-    >>> tokenizer.chat_template = (
-    ...     "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    ... )
-    >>> example = tokenize_messages(tokenizer, [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}])
-    >>> tokenizer.decode([token for token, trained in zip(example.input_ids, example.loss_mask) if trained])
-    '2</s>'
+    >>> chat = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    >>> example = tokenize_messages(tokenizer, chat, chat_template="passthrough")
+    >>> tokenizer.decode(example.input_ids), example.loss_mask
+    ('1+12</s>', [False, False, False, True, True])
     """
     if not any(message.get("role") == "assistant" for message in messages[given:]):
         raise ValueError(
@@ -85,11 +84,11 @@ def tokenize_prompt(
     tools: Sequence[dict | Callable] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """What a sampler is given: plain text with the tokenizer's own special tokens in front, or
-    messages with the chat template's generation prompt.
+    """Return what a sampler is given, as token ids.
 
-    Messages that end with the assistant's are continued where they stop. Raises ValueError where
-    messages meet a tokenizer without a chat template.
+    Plain text gets the tokenizer's own special tokens in front, messages the chat template's
+    generation prompt; messages that end with the assistant's are continued.
+    Raises: ValueError where messages meet a tokenizer without a chat template.
 
     >>> from transformers import ByT5Tokenizer
     >>> tokenize_prompt(ByT5Tokenizer(), "ab")
@@ -119,12 +118,12 @@ def tokenize_prompt_response(
     add_eos: bool = True,
     **template: Any,
 ) -> Example:
-    """A prompt and its response, tokenised apart and put together, just as a sampler sees them.
-    Trained on: the response and its end token.
+    """Return a prompt and its response, tokenized apart and joined, as a sampler sees them.
 
-    The prompt is plain text, or messages (`template` takes `tokenize_prompt`'s other arguments).
-    Raises ValueError where `add_eos` meets a tokenizer without an end token, and where there is
-    nothing to train on.
+    Trained on: the response and its end token. The prompt is text, or messages (`template` takes
+    `tokenize_prompt`'s other arguments).
+    Raises: ValueError where `add_eos` meets a tokenizer without an end token, or nothing is trained
+    on.
 
     >>> from transformers import ByT5Tokenizer
     >>> example = tokenize_prompt_response(ByT5Tokenizer(), "ab", "c")
@@ -147,17 +146,11 @@ def tokenize_prompt_response(
 def _passed_through(
     tokenizer: Any, messages: Sequence[Message], given: int, add_eos: bool
 ) -> tuple[list[int], list[tuple[int, int]]]:
-    """The contents as they are, and the token ranges of what the assistant says behind the first
-    `given` messages.
-
-    Each of its messages is tokenised apart, as a sampler would have returned it; what stands
-    between them, together.
-    """
+    """The contents as they are, and the token ranges of assistant messages after `given`."""
     ids: list[int] | None = None
     turns, between = [], ""
-    for number, message in enumerate(
-        [*messages, {"role": "assistant", "content": None}]
-    ):  # one more, to close what comes before it
+    # One message more, to close what comes before it.
+    for number, message in enumerate([*messages, {"role": "assistant", "content": None}]):
         content = message.get("content") or ""
         if not isinstance(content, str):
             raise ValueError(
@@ -178,11 +171,9 @@ def _passed_through(
 def _plain_prompt(tokenizer: Any, text: str) -> list[int]:
     ids = list(tokenizer(text)["input_ids"])
     # Some tokenizers close every text; a prompt goes on.
-    return (
-        ids[:-1]
-        if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token)
-        else ids
-    )
+    if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
+        return ids[:-1]
+    return ids
 
 
 def _answer(tokenizer: Any, text: str, add_eos: bool) -> list[int]:
@@ -202,9 +193,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def _tokens_before(tokenizer: Any, ids: list[int], text: str, place: int) -> int:
-    """How many tokens the text before `place` has; an error where they aren't the first of the
-    whole text's.
-    """
+    """The number of tokens before `place`; ValueError unless they begin the whole text's."""
     before = _ids(tokenizer, text[:place])
     if ids[: len(before)] != before:
         raise ValueError(

@@ -1,6 +1,4 @@
-"""The order in which training visits the rows: seeded, and a pure function of how many were
-visited, so that a run goes on where it stopped.
-"""
+"""The order in which training visits rows: seeded, a function of how many were visited."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,20 +11,18 @@ import numpy as np
 RowLike = TypeVar("RowLike", bound=Mapping[str, Any])
 
 BLOCK = 1000
-"""Places after which the shares of a mixture are met exactly."""
+"""Places in which the shares of a mixture are exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowOrder:
-    """An endless run through one or several data sets, whose rows are numbered as in their
-    concatenation.
+    """An endless run through one or several data sets, whose rows are numbered as if concatenated.
 
-    Without weights, an epoch visits each row once, in an order of its own (or the rows' own,
-    without `shuffle`). With weights, each set has its share of every 1,000 places, exactly (rounded
-    by largest remainder), and goes through its own rows epoch by epoch: it repeats none before it
-    has visited all. A cursor counts the places visited so far; what comes after it depends on
-    nothing else, so that a resumed run neither repeats nor drops a row. Raises ValueError for
-    weights that can't be met.
+    Without weights, an epoch visits each row once, in an order of its own. With weights, each set
+    has its share of every 1,000 places, exactly (rounded by largest remainder), and goes through
+    its own rows epoch by epoch. What comes after a cursor (the places visited) depends on nothing
+    else: a resumed run neither repeats nor drops a row. Raises: ValueError for weights that can't
+        be met.
 
     >>> RowOrder(sizes=(4,), seed=0, shuffle=False).take(2, 4)
     [2, 3, 0, 1]
@@ -38,7 +34,7 @@ class RowOrder:
     sizes: tuple[int, ...]
     """Rows of each set."""
     weights: tuple[float, ...] = ()
-    """Shares of the sets, relative to each other; none: by their sizes, each row once an epoch."""
+    """Relative shares of the sets; none: each row once an epoch."""
     seed: int = 0
     shuffle: bool = True
 
@@ -84,8 +80,7 @@ class RowOrder:
         seed: int = 0,
         shuffle: bool = True,
     ) -> "RowOrder":
-        """The order of rows that know which set they belong to (`Row.source`), set after set; plain
-        dicts are one set.
+        """Return the order of rows that stand set after set (`Row.source`).
 
         >>> RowOrder.of([{"prompt": "a"}, {"prompt": "b"}]).sizes
         (2,)
@@ -106,12 +101,12 @@ class RowOrder:
 
     @property
     def num_rows(self) -> int:
-        """Rows of all sets together; as many places are an epoch."""
+        """Rows of all sets together, and places of an epoch."""
         return sum(self.sizes)
 
     @property
     def quotas(self) -> tuple[int, ...]:
-        """How many places of each block the sets get, where there are weights."""
+        """Each set's places in a block, where there are weights."""
         exact = [weight / sum(self.weights) * BLOCK for weight in self.weights]
         quotas = [int(share) for share in exact]
         by_remainder = sorted(range(len(exact)), key=lambda i: (quotas[i] - exact[i], i))
@@ -120,11 +115,11 @@ class RowOrder:
         return tuple(quotas)
 
     def epoch(self, cursor: int) -> int:
-        """How often as many rows as there are have been visited."""
+        """Return how many epochs were completed before a place."""
         return cursor // self.num_rows
 
     def take(self, cursor: int, count: int) -> list[int]:
-        """The rows at places cursor, cursor + 1, ..., cursor + count - 1."""
+        """Return the rows at places cursor, ..., cursor + count - 1."""
         if not self.weights:
             return rows_at(self.num_rows, cursor, count, self.seed, self.shuffle)
         if cursor < 0 or count < 0:
@@ -153,16 +148,12 @@ class RowOrder:
 
 
 def rows_at(num_rows: int, cursor: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
-    """The rows at places cursor, cursor + 1, ... of an endless run through the data; each epoch
-    visits each row once, in an order of its own.
+    """Return the rows at places cursor, cursor + 1, ... of an endless run through the data.
 
-    A pure function of its arguments: a run that knows its cursor goes on just where it stopped,
-    also in the middle of an epoch or at its end.
+    Each epoch visits each row once, in an order of its own.
 
     >>> rows_at(3, 0, 7, 0, shuffle=False)
     [0, 1, 2, 0, 1, 2, 0]
-    >>> rows_at(3, 0, 2, seed=5) + rows_at(3, 2, 4, seed=5) == rows_at(3, 0, 6, seed=5)
-    True
     """
     if num_rows < 1 or cursor < 0 or count < 0 or seed < 0:
         raise ValueError(
@@ -175,8 +166,9 @@ def rows_at(num_rows: int, cursor: int, count: int, seed: int, shuffle: bool = T
 def split_rows(
     rows: Sequence[RowLike], *, validation: int | float, seed: int = 0
 ) -> tuple[list[RowLike], list[RowLike]]:
-    """Training and validation rows without overlap, both in their first order. `validation` is a
-    number of rows, or a share if it is a float below 1.
+    """Return training and validation rows without overlap, both in their first order.
+
+    `validation`: a number of rows, or a share if it is a float below 1.
 
     >>> train, held_out = split_rows([{"n": n} for n in range(5)], validation=0.4)
     >>> len(train), len(held_out)
@@ -212,9 +204,7 @@ def _visits(
 
 @lru_cache(maxsize=64)
 def _permutation(num_rows: int, seed: int, epoch: int, stream: int) -> np.ndarray:
-    """An order of its own for every epoch of every stream (0: all rows as one set; n: set n of a
-    mixture).
-    """
+    """An order for every epoch of every stream (0: all rows as one set; n: set n of a mixture)."""
     return np.random.default_rng((seed, epoch, stream) if stream else (seed, epoch)).permutation(
         num_rows
     )
@@ -222,9 +212,7 @@ def _permutation(num_rows: int, seed: int, epoch: int, stream: int) -> np.ndarra
 
 @lru_cache(maxsize=8)
 def _mixture(quotas: tuple[int, ...], seed: int | None, block: int) -> np.ndarray:
-    """The set at each place of a block; without a seed as evenly spread as the quotas allow, always
-    alike.
-    """
+    """The set at each place of a block; without a seed spread evenly."""
     sets = np.repeat(np.arange(len(quotas)), quotas)
     if seed is not None:
         return sets[_permutation(len(sets), seed, block, len(quotas) + 1)]

@@ -1,6 +1,4 @@
-"""Preferences as data sets have them: pairs of a better and a worse answer, ranked answers, or
-single answers with a verdict.
-"""
+"""Preferences: pairs of a better and a worse answer, ranked answers, or labelled single answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +11,12 @@ from nemorl.data.rows import Row, in_row, origin_of
 from nemorl.data.sources import short
 
 VERDICTS = {"true": True, "false": False, "1": True, "0": False}
-"""How a label may be written in a file that knows only text."""
+"""Labels as text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two answers to the same prompt, tokenised; trained on (`loss_mask`) are the tokens of the
-    answers alone.
-    """
+    """Two tokenized answers to the same prompt; only the answers are trained on."""
 
     chosen: Example
     rejected: Example
@@ -32,35 +28,31 @@ class Pair:
 
 
 def pair_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Each pair that the rows hold as a row of its own, with the columns `prompt`, `chosen` and
-    `rejected` besides the row's others.
+    """Return each pair as a row with `prompt`, `chosen` and `rejected` besides the other columns.
 
-    A row has one of two forms:
-     - `chosen` and `rejected`, each text or messages, and a `prompt` (text or messages). Where both
-       begin with the prompt's messages (with or without a column `prompt`), what they have in
-       common is the prompt, after what the column says before that (a system message, say).
-     - `context` (text or messages) and `completions`, a list of {"rank": 0, "completion": text or
-       messages}; rank 0 is the best. Every two of unlike rank are a pair: three answers of ranks 0,
-       1 and 2 make three.
+    A row has `chosen` and `rejected`, each text or messages, and a `prompt` (text or messages): the
+    messages that both begin with are the prompt, after what the column has before them (a system
+    message). Or it has a `context` and `completions`, a list of {"rank": 0, "completion": text or
+    messages}, 0 is best: every two of different rank are a pair.
+    Raises: ValueError that names the row.
 
-    Raises ValueError that names the row. Rows that have the first form already stay as they are.
-
-    >>> ranked = {"context": "1+1=", "completions": [{"rank": 1, "completion": "3"}, {"rank": 0, "completion": "2"}]}
-    >>> [(row["prompt"], row["chosen"], row["rejected"]) for row in pair_rows([ranked])]
-    [('1+1=', '2', '3')]
+    >>> answers = [{"rank": 1, "completion": "3"}, {"rank": 0, "completion": "2"}]
+    >>> row, = pair_rows([{"context": "1+1=", "completions": answers}])
+    >>> row["prompt"], row["chosen"], row["rejected"]
+    ('1+1=', '2', '3')
     """
     return [pair for number, row in enumerate(rows) for pair in _expanded(row, number, _pairs)]
 
 
 def labelled_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Each answer with a verdict as a row of its own, with the columns `prompt`, `response` and
-    `label` besides the row's others.
+    """Return each labelled answer as a row with `prompt`, `response`, `label`, and the rest.
 
-    A row has a `response` and a `label` (true: desirable, false: undesirable), or is a preference
-    as in `pair_rows`: of a pair, the chosen answer is desirable and the rejected one undesirable.
-    Raises ValueError that names the row.
+    A row has a `response` and a `label` (true: desirable), or is a preference as in `pair_rows`,
+    whose chosen answer is desirable and rejected one undesirable. Raises: ValueError that names the
+    row.
 
-    >>> [(row["response"], row["label"]) for row in labelled_rows([{"prompt": "1+1=", "chosen": "2", "rejected": "3"}])]
+    >>> rows = labelled_rows([{"prompt": "1+1=", "chosen": "2", "rejected": "3"}])
+    >>> [(row["response"], row["label"]) for row in rows]
     [('2', True), ('3', False)]
     """
     return [
@@ -71,10 +63,9 @@ def labelled_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
 def to_pairs(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
 ) -> list[Pair]:
-    """The pairs of `pair_rows(rows)` as tokens, one for each of them (so a row may give several).
+    """Return the pairs of `pair_rows(rows)` as tokens; a row may give several.
 
-    Trained on are the answers alone, with masks as exact as those of `to_examples`, which takes the
-    same arguments. Raises ValueError that names the row.
+    Arguments, masks: as `to_examples`. Raises: ValueError that names the row.
 
     >>> from transformers import ByT5Tokenizer
     >>> pair, = to_pairs([{"prompt": "a", "chosen": "b", "rejected": "cd"}], ByT5Tokenizer())
@@ -95,8 +86,7 @@ def to_pairs(
 def to_labelled(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
 ) -> list[tuple[Example, bool]]:
-    """The answers of `labelled_rows(rows)` as tokens, each with whether it is desirable (a pair
-    gives one of each).
+    """Return the answers of `labelled_rows(rows)` as tokens, each with whether it is desirable.
 
     >>> from transformers import ByT5Tokenizer
     >>> to_labelled([{"prompt": "a", "response": "b", "label": False}], ByT5Tokenizer())[0][1]
@@ -124,7 +114,7 @@ def _side(
 
 
 def _expanded(row: Mapping[str, Any], number: int, parts: Any) -> list[Row]:
-    """What a row is made of, each part with its place."""
+    """A row's parts, each with its place."""
     whole = Row(row, origin=origin_of(row, number), source=getattr(row, "source", 0))
     return [whole.but(**columns) for columns in in_row(whole, number, parts)]
 
@@ -168,9 +158,7 @@ def _pairs(row: Row) -> list[dict[str, Any]]:
 
 
 def _with_column(shared: list[Any], row: Row) -> list[Any]:
-    """The messages that both answers begin with, after those of the column `prompt` that are
-    missing there. ValueError where the two don't agree.
-    """
+    """The messages that both answers begin with, after the missing ones of the column `prompt`."""
     if not row.get("prompt"):
         return shared
     given = prompt_of(row)
@@ -242,7 +230,7 @@ def _ranked(row: Row) -> list[dict[str, Any]]:
 
 
 def _shared(chosen: list[Any], rejected: list[Any]) -> int:
-    """How many messages are the prompt: those that both begin with, but for the answers."""
+    """How many messages that both begin with are the prompt."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1

@@ -1,6 +1,4 @@
-"""Where rows come from: files, folders, the hub, `datasets`, lists and data modules, each row with
-the place it was found at.
-"""
+"""Where rows come from: files, folders, the hub, `datasets`, lists and data modules."""
 
 import csv
 import json
@@ -11,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from nemorl.data.rows import Row
 
 Placed = tuple[str, Any]
-"""What is meant to be a row, and where it is."""
+"""A place, and what should be a row."""
 
 
 @runtime_checkable
@@ -19,16 +17,16 @@ class DataModule(Protocol):
     """Any object with these two methods is a source of rows."""
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
-        """What split="train" reads."""
+        """Return the rows of split="train"."""
         ...
 
     def validation_rows(self) -> Sequence[Mapping[str, Any]]:
-        """What split="validation" reads."""
+        """Return the rows of split="validation"."""
         ...
 
 
 def sources_of(source: Any) -> list[Any]:
-    """The data sets that a source names: those of a list of sources, or itself alone.
+    """Return the data sets that a source names: those of a list of sources, or itself.
 
     >>> sources_of(("a.jsonl", "b.jsonl")), sources_of([{"prompt": "a row"}])
     (['a.jsonl', 'b.jsonl'], [[{'prompt': 'a row'}]])
@@ -44,8 +42,7 @@ def sources_of(source: Any) -> list[Any]:
 
 
 def has_splits(source: Any) -> bool:
-    """Whether a source has a split called "validation" by custom: a data set on the hub or in a
-    folder, a `DatasetDict`, a `DataModule`.
+    """Return whether a source may have a split "validation": of the hub, a folder, a `DataModule`.
 
     >>> has_splits("openai/gsm8k"), has_splits("test.jsonl")
     (True, False)
@@ -56,8 +53,9 @@ def has_splits(source: Any) -> bool:
 
 
 def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 0) -> list[Row]:
-    """All rows of one source, of which it is number `number` among several. Raises ValueError that
-    names file and line of what is no row.
+    """Return all rows of one source, which is number `number` among several.
+
+    Raises: ValueError that names file and line of what is no row.
 
     >>> [row.origin for row in read_rows([{"prompt": "a"}, {"prompt": "b"}], split="train")]
     ['row 1', 'row 2']
@@ -77,7 +75,7 @@ def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 
 
 
 def name_of(source: Any) -> str:
-    """What an error calls a source.
+    """Return what an error calls a source.
 
     >>> name_of("rows.jsonl"), name_of([])
     ("'rows.jsonl'", 'a list')
@@ -86,11 +84,7 @@ def name_of(source: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """A value as errors show it: at most 120 characters.
-
-    >>> short("x" * 200)[-6:]
-    'xxx...'
-    """
+    """Return a value as errors show it: at most 120 characters."""
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -131,7 +125,7 @@ def _numbered(rows: Any, before: str = "") -> Iterator[Placed]:
 
 
 def _named(data: Any, split: str, source: Any) -> Any:
-    """The rows of something loaded: a `Dataset`, a `DatasetDict`, or a plain sequence."""
+    """The rows of a `Dataset`, a `DatasetDict`, or a plain sequence."""
     if isinstance(data, Mapping):
         if split not in data:
             raise ValueError(

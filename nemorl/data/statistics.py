@@ -1,6 +1,4 @@
-"""How long the sequences of a data set are, and what a limit did to them: what a person wants to
-know before a run.
-"""
+"""How long the sequences of a data set are, and what a limit did to them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,12 +9,12 @@ import numpy as np
 from nemorl.data.packing import pack_plan
 
 SAMPLE = 20_000
-"""Sequences of which the fill of packed rows is worked out; of more it is estimated."""
+"""Sequences whose packed fill is computed; of more it is estimated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lengths:
-    """Token counts of a data set as a run uses it, after the limit was applied."""
+    """Token counts of a data set after the limit was applied."""
 
     tokens: Sequence[int]
     """Of each sequence (of a pair: of its longer side)."""
@@ -59,8 +57,7 @@ class LengthStatistics:
 def length_statistics(
     lengths: Lengths | Sequence[int], limit: int | None = None
 ) -> LengthStatistics:
-    """The numbers of a data set's lengths. Plain counts want a `limit` besides. No sequence at all
-    gives zeros.
+    """Return the statistics of a data set's lengths; plain counts need a `limit` besides.
 
     >>> found = length_statistics([2, 4, 4, 10], limit=16)
     >>> found.mean, found.max, found.padded_fill, found.packed_fill

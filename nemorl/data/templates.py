@@ -1,6 +1,4 @@
-"""Chat templates: a tokenizer's own, a Jinja template, a file with one, or none at all
-(passthrough); rendered with the places of every turn.
-"""
+"""Chat templates: rendered with the places of every turn."""
 
 import copy
 import json
@@ -14,23 +12,23 @@ Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PASSTHROUGH = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""What the name `passthrough` stands for: the messages' contents as they are, one behind the other.
-"""
+"""What `passthrough` stands for: the messages' contents, one behind the other."""
 
 
 def with_chat_template(
     tokenizer: Any, template: str | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """A copy of the tokenizer with this chat template: a Jinja template, the path of a file with
-    one, or `passthrough`. None: its own.
+    """Return a copy of the tokenizer with this chat template, and defaults for its names.
 
-    `kwargs` become the template's defaults (`{"enable_thinking": False}`), so that whoever uses the
-    tokenizer later, also from a model folder that it was saved in, renders as training did. Raises
-    ValueError for a file that can't be read, a template that is no Jinja, and a name that the
-    template doesn't ask for.
+    Args:
+        template: a Jinja template, the path of a file with one, or `passthrough`; None: its own.
+        kwargs: the template's defaults (`{"enable_thinking": False}`). They are saved with the
+            tokenizer, so that later users render as training did.
+    Raises: ValueError for an unreadable file, a template that is no Jinja, an unknown name.
 
     >>> from transformers import ByT5Tokenizer
-    >>> tokenizer = with_chat_template(ByT5Tokenizer(), "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}", {"end": "!"})
+    >>> template = "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}"
+    >>> tokenizer = with_chat_template(ByT5Tokenizer(), template, {"end": "!"})
     >>> tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     'hi!'
     """
@@ -109,7 +107,7 @@ def _variables(template: str) -> set[str]:
 
 
 def _literal(value: Any) -> str:
-    """A plain value in Jinja's words."""
+    """A plain value in Jinja."""
     if isinstance(value, Mapping):
         return (
             "{"
@@ -171,9 +169,7 @@ class Template:
     def turns(
         self, messages: Sequence[Message], *, given: int = 0
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the character ranges of what the assistant says in the messages behind the
-        first `given`.
-        """
+        """Return the text, and the character ranges of assistant turns after `given`."""
         if not self.has_marks:
             return self._rendered(messages, given)
         text, spans = self._marked(messages)
@@ -205,9 +201,7 @@ class Template:
     def _rendered(
         self, messages: Sequence[Message], given: int
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and the character ranges that each assistant message adds to the conversation
-        before it with its generation prompt.
-        """
+        """The text, and the ranges that assistant messages add to the conversation before them."""
         text = self.render(messages)
         turns = []
         for number, message in enumerate(messages):
@@ -235,9 +229,7 @@ class Template:
         return text, turns
 
     def _end_of_turn(self, text: str, begin: int, end: int) -> int:
-        """Without the white space that a template puts behind the token that ends a turn: a sampler
-        stops at that token.
-        """
+        """Without the white space after the token that ends a turn: a sampler stops there."""
         turn = text[begin:end].rstrip()
         return begin + len(turn) if turn.endswith(tuple(self.tokenizer.all_special_tokens)) else end
 
@@ -246,7 +238,7 @@ class Template:
 
 
 def roles(messages: Sequence[Message]) -> str:
-    """Who speaks, in order, for errors.
+    """Return who speaks, in order, for errors.
 
     >>> roles([{"role": "user"}, {"role": "assistant"}])
     'user, assistant'

@@ -1,6 +1,4 @@
-"""From prompts to judged responses (`collect`), and from those to a batch to train on
-(`to_token_batch`).
-"""
+"""From prompts to judged responses (`collect`), and to a batch to train on (`to_token_batch`)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,19 +34,19 @@ class Prompts:
         )
 
     def messages(self, index: int) -> list[Mapping[str, Any]]:
-        """A row's prompt as a conversation."""
+        """Return a row's prompt as a conversation."""
         prompt = prompt_of(self.rows[index])
         return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Responses and their rewards, prompt by prompt; everything has one entry per response."""
+    """Responses and their rewards, prompt by prompt: one entry per response."""
 
     rows: Sequence[Mapping[str, Any]]
     prompts: Sequence[Sequence[int]]
     texts: Sequence[str]
-    """The prompts' texts."""
+    """Of the prompts."""
     completions: Sequence[Completion]
     rewards: Float[Tensor, "batch"]
     group_id: Int[Tensor, "batch"]
@@ -58,24 +56,18 @@ class Rollouts:
     metrics: Mapping[str, float]
     """Of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
-    """The rewards of which `rewards` is the weighted sum, by name and before they are weighted;
-    empty where there is one reward alone.
-    """
+    """Of several rewards, each by name before it is weighted; empty for one reward."""
 
     def __len__(self) -> int:
         return len(self.completions)
 
     @property
     def correct(self) -> Bool[Tensor, "batch"]:
-        """Whose reward is at least 1; of several rewards the first one is meant, whatever its
-        weight.
-        """
+        """Whose reward is at least 1; of several rewards the first counts."""
         return next(iter(self.components.values()), self.rewards) >= 1
 
     def reward_metrics(self) -> dict[str, float]:
-        """Mean reward and accuracy (the share of `correct` responses), and of several rewards the
-        mean of each as reward/<name>.
-        """
+        """Return mean reward, share of `correct` responses, and reward/NAME of each component."""
         parts = {f"reward/{name}": float(values.mean()) for name, values in self.components.items()}
         return {
             "reward": float(self.rewards.mean()),
@@ -84,7 +76,7 @@ class Rollouts:
         }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
-        """The components of one response's reward for a log: {"rewards": {name: value}}, or nothing where there is one reward alone."""
+        """Return one response's components for a log: {"rewards": {name: value}}, or nothing."""
         return (
             {"rewards": {name: float(values[index]) for name, values in self.components.items()}}
             if self.components
@@ -112,9 +104,9 @@ def collect(
 ) -> Rollouts:
     """Sample `sampling.n` responses to each prompt and have them judged.
 
-    Group i, counted from `first_group`, samples from its own seed `derive_seed(seed, i)`, so that a
-    response depends on nothing else in the batch. Raises ValueError where the environment wants to
-    go on with a conversation: turns beyond the first are not supported yet.
+    Group i, counted from `first_group`, samples from the seed `derive_seed(seed, i)`: a response
+    depends on nothing else in the batch. Raises: ValueError where the environment goes on with a
+    conversation: turns beyond the first are not supported yet.
     """
     requests = [
         replace(sampling, seed=derive_seed(seed, first_group + i)) for i in range(len(prompts))
@@ -161,9 +153,7 @@ def collect(
 
 
 def kind_of(sampling: SamplingParams, *, version: int | None = None) -> LogprobKind:
-    """Which distribution the logprobs of these completions are about (greedy ones: the model's own,
-    at temperature 1).
-    """
+    """Return the distribution that logprobs of `sampling` are of (greedy: the model's own)."""
     if sampling.temperature == 0:
         return LogprobKind(policy_version=version)
     return LogprobKind(
@@ -172,7 +162,7 @@ def kind_of(sampling: SamplingParams, *, version: int | None = None) -> LogprobK
 
 
 def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
-    """Some of the responses, in the order given."""
+    """Return some of the responses, in the order given."""
     index = torch.tensor(list(keep), dtype=torch.long)
     columns: dict[str, Any] = {
         name: [getattr(rollouts, name)[i] for i in keep]
@@ -189,11 +179,9 @@ def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
 
 
 def join(parts: Sequence[Rollouts]) -> Rollouts:
-    """Several rollouts as one; each of the environment's metrics is averaged by size over the parts
-    that have it.
+    """Return several rollouts as one; metrics are averaged by size over the parts that have them.
 
-    Raises ValueError if they were sampled from unlike distributions, or have unlike reward
-    components.
+    Raises: ValueError unless sampled from one distribution, with the same reward components.
     """
     first = parts[0]
     unlike = [part.kind for part in parts if part.kind != first.kind]
@@ -235,8 +223,9 @@ def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
 
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:
-    """One row per response: its prompt and its tokens, just as they were sampled, with
-    `generation_logprobs`. All response tokens are trained on.
+    """Return one row per response: prompt and tokens as sampled, with `generation_logprobs`.
+
+    All response tokens are trained on.
     """
     examples = []
     for prompt, completion in zip(rollouts.prompts, rollouts.completions, strict=True):

@@ -15,37 +15,33 @@ from nemorl.rollout.signature import RESPONSE, columns_of, read_signature
 
 Message = Mapping[str, Any]
 MessageLog = Sequence[Message]
-"""A conversation so far: {"role": "user" | "assistant" | "environment" …, "content": text}."""
+"""A conversation: {"role": "user" | "assistant" | "environment" …, "content": text}, ..."""
 Metadata = Mapping[str, Any]
-"""What an environment knows of one conversation: at first the row of the data set."""
+"""What an environment knows of a conversation: first the data set's row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentReturn:
-    """An environment's answer to a batch of conversations; every list has one entry per
-    conversation.
-    """
+    """An environment's answer to a batch of conversations: one entry per conversation."""
 
     observations: list[dict[str, str]]
-    """The message that follows; not used where the conversation is over."""
+    """The message that follows, unless the conversation is over."""
     metadata: list[Metadata | None]
-    """What the environment wants to be given back with the next step."""
+    """Returned to the environment with the next step."""
     next_stop_strings: list[tuple[str, ...] | None]
-    """Where the next response is to stop, besides the usual places."""
+    """Additional stop strings of the next response."""
     rewards: list[float]
     terminateds: list[bool]
     """True: the conversation is over."""
     answers: list[str | None] = field(default_factory=list)
-    """What the environment read as the answer, for the sample log."""
+    """What was read as the answer, for the sample log."""
     components: dict[str, list[float]] = field(default_factory=dict)
-    """Where the rewards are a weighted sum: its parts by name, before they are weighted, to be
-    logged apart.
-    """
+    """Of a weighted sum: its parts by name, before they are weighted."""
 
 
 @runtime_checkable
 class EnvironmentInterface(Protocol):
-    """What `collect` talks to after each response."""
+    """What judges responses and may continue conversations."""
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
@@ -55,33 +51,32 @@ class EnvironmentInterface(Protocol):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """See the whole rollout batch at once ({"rewards", "components", "texts", "truncated"}): a changed batch and metrics to log."""
+        """Return the rollout batch, maybe changed, and metrics to log.
+
+        `batch` has "rewards", "components", "texts" and "truncated".
+        """
 
 
 RewardFunction = Callable[..., Any]
-"""`fn(prompt, response) -> float` or `fn(prompts, responses) -> list[float]`; further parameters
-get the data set's columns of their name.
+"""`fn(prompt, response) -> float` or `fn(prompts, responses) -> list[float]`; other parameters get
+the columns of their name.
 """
 
 
 class FunctionalRewardWrapper:
     """A reward function as a single-turn environment.
 
-    `fn` is called with the texts of prompt and response, and the columns of the row that it names
-    as parameters (all, if it takes `**columns`). With parameters in the plural (`prompts`,
-    `responses` or `completions`), or with batch=True, it is called once for the whole batch: with
-    lists, columns too, and it returns one number per response, as a list, array or tensor. `name`
-    is what metrics and errors call it.
+    `fn` is called with the texts of prompt and response and the columns that it names as parameters
+    (all, if it takes `**columns`). With parameters in the plural (`prompts`, `responses`,
+    `completions`) or batch=True it is called once per batch, with lists, and returns one number per
+    response: a list, array or tensor. `name`: for metrics and errors.
 
-    Raises ValueError if the function can't take a response, wants a column that the rows don't
-    have, or returns something else than finite numbers, one per response. An exception in the
-    function itself comes through, with a note that shows prompt and response.
+    Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
+    but one finite number per response. Its own exceptions get a note with prompt and response.
 
-    >>> environment = FunctionalRewardWrapper(lambda prompt, response, answer: float(response == answer))
+    >>> environment = FunctionalRewardWrapper(lambda prompt, response, answer: response == answer)
     >>> log = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     >>> environment.step([log], [{"answer": "2"}]).rewards
-    [1.0]
-    >>> FunctionalRewardWrapper(lambda prompts, responses: [len(r) for r in responses]).step([log], [{}]).rewards
     [1.0]
     """
 
@@ -120,11 +115,11 @@ class FunctionalRewardWrapper:
         return batch, {}
 
     def check(self, rows: Sequence[Metadata]) -> None:
-        """Raise a ValueError that names the first row without a column that the function wants, or
-        with one that it takes for the response.
+        """Raise a ValueError that names the first row that can't be judged.
 
-        A function with an attribute `check_row` has that look at each row, too: `check_row(row)`
-        raises a ValueError for one that it can't judge.
+        That is one without a column that the function names, with one that is taken for the
+        response, or for which the function's attribute `check_row(row)`, if any, raises a
+        ValueError.
         """
         self._check_columns(rows)
         check_row = getattr(self.fn, "check_row", None)
@@ -206,9 +201,7 @@ class FunctionalRewardWrapper:
 
 
 def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> None:
-    """Have an environment look at the rows before a run, if it has a method `check(rows)`: it
-    raises a ValueError for one that it can't judge.
-    """
+    """Call an environment's `check(rows)`, if any: it raises a ValueError for a bad row."""
     check = getattr(environment, "check", None)
     if check is not None:
         check(rows)
@@ -226,7 +219,7 @@ def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:
 def reward_tensor(
     values: Any, count: int, name: str, field_name: str = "rewards"
 ) -> Float[Tensor, "batch"]:
-    """Return an environment's rewards as float32 [count]; ValueError if one is missing or not finite.
+    """Return an environment's rewards as float32 [count], which must be finite.
 
     >>> reward_tensor([1.0, float("nan")], 2, "mine")
     Traceback (most recent call last):
@@ -256,9 +249,7 @@ def _shown(prompt: str, response: str) -> str:
 
 
 def _short(text: str, limit: int = 500) -> str:
-    """A text as it stands in an error: the end of a long one is what an answer is read from, so its
-    middle is left out.
-    """
+    """A text in an error: without the middle if it is long."""
     half = limit // 2
     return (
         repr(text)
@@ -268,8 +259,7 @@ def _short(text: str, limit: int = 500) -> str:
 
 
 def text_of(log: MessageLog) -> str:
-    """A conversation as a reward function sees its prompt: the text of a lone message, else one
-    `role: text` per line.
+    """Return a conversation as text: that of a lone message, else one `role: text` per line.
 
     >>> text_of([{"role": "user", "content": "1+1="}])
     '1+1='

@@ -1,6 +1,4 @@
-"""What is asked of a generator, what it answers, and the Protocol that every generation backend
-keeps.
-"""
+"""Requests to a generation engine, its answers, and the Protocol of engines."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,16 +12,15 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Temperature 0 is greedy.
+    """How one request is sampled; temperature 0 is greedy.
 
-    The seed belongs to the request: in float32 the same prompt, parameters and weights give the
-    same tokens whatever else is being generated (with bfloat16, rounding may differ with the size
-    of a batch). Sample j of a request draws from (seed, j). Without a seed each call draws a new
-    one.
+    The seed belongs to the request, sample j draws from (seed, j): in float32 the same prompt,
+    parameters and weights give the same tokens whatever else is generated (in bfloat16, rounding
+    may differ with the batch's size). Without a seed each call draws one.
 
     >>> SamplingParams(temperature=-1.0)
     Traceback (most recent call last):
-    ValueError: temperature must be 0 (greedy) or more, but it is -1.0: 1.0 samples from the model's own distribution
+    ValueError: temperature must be 0 (greedy) or more, but it is -1.0: 1.0 samples from ...
     """
 
     temperature: float = 1.0
@@ -78,20 +75,16 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One sampled response, as the engine made it: its token ids are never re-tokenised."""
+    """One sampled response; its token ids are the engine's, never re-tokenized."""
 
     token_ids: tuple[int, ...]
     """Includes the stop token that ended it, if one did."""
     logprobs: tuple[float, ...]
-    """Of each token, under the distribution that it was sampled from (temperature and filters
-    applied).
-    """
+    """Of each token, under the distribution that it was sampled from, filters included."""
     finish_reason: FinishReason
     """stop: a stop token or string came; length: max_new_tokens was reached."""
     text: str
-    """The decoded response, without special tokens and without what follows (and includes) a stop
-    string.
-    """
+    """The decoded response without special tokens, up to a stop string."""
     policy_version: int = 0
     """Of the weights that sampled it."""
 
@@ -107,12 +100,13 @@ def checked_requests(
     vocab_size: int,
     max_positions: int,
 ) -> list[SamplingParams]:
-    """The parameters of each prompt's request. Raises ValueError for what no engine can answer, so
-    that each backend says it alike.
+    """Return the parameters of each prompt's request.
 
-    >>> checked_requests([[2], []], SamplingParams(), vocab_size=10, max_positions=64)
+    Raises: ValueError for what no engine can answer, so that all backends say it alike.
+
+    >>> checked_requests([[]], SamplingParams(), vocab_size=10, max_positions=64)
     Traceback (most recent call last):
-    ValueError: prompts must have at least one token, but prompt 1 is empty: begin it with the tokenizer's bos token, for example
+    ValueError: prompts must have at least one token, but prompt 0 is empty: ...
     """
     params = (
         [sampling_params] * len(prompts)
@@ -144,7 +138,7 @@ def checked_requests(
 
 
 def text_before(stop_strings: Sequence[str], text: str) -> str:
-    """A response's text without what follows, and includes, the first of its stop strings.
+    """Return a text up to the first of its stop strings.
 
     >>> text_before(["b", "cd"], "abcd")
     'a'
@@ -156,54 +150,47 @@ def text_before(stop_strings: Sequence[str], text: str) -> str:
 
 @runtime_checkable
 class GenerationBackend(Protocol):
-    """An engine that turns prompts into completions. tests/rollout/test_generation_conformance.py
-    is the contract that each one passes.
+    """An engine that turns prompts into completions.
+
+    Its contract is tests/rollout/test_generation_conformance.py.
     """
 
     policy_version: int | None
-    """Of its weights, as the last update said. None: it has none, or an update failed."""
+    """Of its weights. None: an update failed."""
 
     def __init__(self, *, model: Any, tokenizer: Any, precision: str = "float32") -> None:
-        """`model` is the trainer's, live: an engine in the same process shares it, another one
-        makes a copy that follows by `update_weights`.
+        """Take the trainer's live `model`: share it, or copy it and follow by `update_weights`.
 
-        Where the trainer's is spread over ranks it is another one of the same configuration, which
-        `update_weights` fills; for a class with the attribute `shares_model = False`, which only
-        looks at the configuration, it is on the meta device.
+        Where the trainer's is spread over ranks, `model` is another of its configuration, which
+        `update_weights` fills; on the meta device for a class with `shares_model = False`.
         """
 
     def setup(self, config: Any) -> None:
-        """Load what is needed to generate. Called once, first."""
+        """Load what is needed to generate. The first call."""
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        """`n` completions for each prompt (token ids), prompt by prompt in the order given."""
+        """Return `n` completions for each prompt (token ids), in the order given."""
 
     def update_weights(self, weights: Iterable[tuple[str, "Tensor"]], version: int) -> None:
-        """Take over new weights (Hugging Face names); completions carry `version` from now on.
-        After an update that failed nothing is generated.
+        """Take new weights (Hugging Face names); completions carry `version` from now on.
 
-        The loops give weights that can be iterated again until the next update, so that an engine
-        that has to start anew gets the present ones. The tensors must not change before that
-        either: engines would have different weights under one version.
+        After a failed update nothing is generated. The weights can be iterated again until the next
+        update, so that an engine that starts anew gets them; the tensors must not change before
+        that.
         """
 
     def sleep(self) -> None:
-        """Give memory back while the trainer works; generating while asleep is an error.
-
-        Nothing happens to one that sleeps.
-        """
+        """Free memory while the trainer works; generating is an error then. May be repeated."""
 
     def wake(self) -> None:
-        """Be ready to generate again. Nothing happens to one that is awake."""
+        """Be ready to generate again. May be repeated."""
 
     def metrics(self) -> dict[str, float]:
-        """What the engine measured of itself since this was last asked, by name: a run's metrics
-        show it as generation/NAME. May be empty.
-        """
+        """Return measurements since the last call, logged as generation/NAME. May be empty."""
 
     def shutdown(self) -> None:
         """Free everything. The last call."""

@@ -7,13 +7,11 @@ from torch import Tensor
 
 
 class SlotCache:
-    """Keys and values of up to `num_slots` sequences of up to `length` tokens, `[slots, kv_heads,
-    length, head_dim]` a layer.
+    """Keys and values of up to `num_slots` sequences.
 
-    It stands in for a `transformers` cache: the model calls `update` in every layer, and `prefill`
-    or `decode` said before where the new keys belong. The layers' tensors are made on first use,
-    when their shapes are known. They start as zeros, because a masked slot's weight 0 times NaN is
-    NaN.
+    `[slots, kv_heads, length, head_dim]` a layer. It stands in for a `transformers` cache: models
+    call `update` in every layer, after `prefill` or `decode` said where new keys belong. Tensors
+    are made on first use, as zeros: a masked slot's weight 0 times NaN is NaN.
     """
 
     def __init__(self, num_slots: int, length: int) -> None:
@@ -26,26 +24,22 @@ class SlotCache:
         self._lines: Tensor | None = None
 
     def prefill(self, slots: Tensor, sources: Tensor) -> None:
-        """The next forward pass computes whole prompts: keep a copy of prompt `sources[i]` in slot
-        `slots[i]`.
-        """
+        """Announce a pass of whole prompts: slot `slots[i]` keeps a copy of prompt `sources[i]`."""
         self._prefill = (slots, sources)
 
     def decode(self, positions: Tensor, width: int) -> None:
-        """The next forward pass computes one token for each of the first `len(positions)` slots;
-        `width` = the largest position + 1.
-        """
+        """Announce a pass of one token for the first `len(positions)` slots, up to `width`."""
         self._prefill, self._positions, self._width, self._lines = None, positions, width, None
 
     def move(self, targets: Tensor, sources: Tensor) -> None:
-        """Copy whole slots, to close gaps that finished sequences left."""
+        """Copy whole slots, to close gaps of finished sequences."""
         for store in (*self.keys, *self.values):
             store[targets] = store[sources]
 
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by each attention layer: store the new keys and values, return those to attend to."""
+        """Store a layer's new keys and values; return the ones to attend to."""
         if layer_idx == len(self.keys):
             for stores, new in ((self.keys, key), (self.values, value)):
                 stores.append(
@@ -59,9 +53,8 @@ class SlotCache:
             return key, value
         assert self._positions is not None
         rows, heads = key.shape[:2]
-        if (
-            self._lines is None
-        ):  # of all layers alike: where keys and values go in a store seen as lines of head_dim numbers
+        # The same for all layers: places in a store seen as lines of head_dim numbers.
+        if self._lines is None:
             self._lines = (
                 torch.arange(rows * heads, device=key.device).view(rows, heads) * self.length
                 + self._positions[:, None]

@@ -1,6 +1,4 @@
-"""Random numbers by counting: what a request draws depends on its own seed and position, never on
-who else is in the batch.
-"""
+"""Random numbers by counting: a request's depend on its seed and position, never on the batch."""
 
 import torch
 from jaxtyping import Float64, Int64
@@ -17,9 +15,7 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    return (x >> bits) & (
-        (1 << (64 - bits)) - 1
-    )  # int64 shifts keep the sign; the mask makes the shift logical
+    return (x >> bits) & ((1 << (64 - bits)) - 1)  # logical: int64 shifts keep the sign
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -31,15 +27,12 @@ def _mix(x: Tensor) -> Tensor:
 def uniform(
     seed: Int64[Tensor, "batch"], stream: Int64[Tensor, "batch"], counter: Int64[Tensor, "batch"]
 ) -> Float64[Tensor, "batch"]:
-    """One number in [0, 1) for each (seed, stream, counter), by SplitMix64's mixing function
-    (Steele et al. 2014) on 64-bit integers.
+    """Return a number in [0, 1) for each (seed of a request, stream = sample, counter = token).
 
-    Here the seed is a request's, the stream its sample, the counter the token's place in the
-    response.
+    SplitMix64's mixing function (Steele et al. 2014) on 64-bit integers.
 
-    >>> one = torch.tensor([1])
-    >>> alone = uniform(one, one, one)
-    >>> bool(alone == uniform(torch.tensor([5, 1]), torch.tensor([0, 1]), torch.tensor([9, 1]))[1])
+    >>> one, two = torch.tensor([1]), torch.tensor([5, 1])
+    >>> bool(uniform(one, one, one) == uniform(two, two, two)[1])
     True
     """
     state = _mix(seed + _GOLDEN)
@@ -49,8 +42,7 @@ def uniform(
 
 
 def derive_seed(seed: int, *path: int) -> int:
-    """A seed for one part of a run (a step, a row), from the run's seed and the part's numbers;
-    below 2^62.
+    """Return a seed below 2^62 for a part of a run (a step, a row), from the part's numbers.
 
     >>> derive_seed(0, 1, 2) == derive_seed(0, 1, 2), derive_seed(0, 1, 2) == derive_seed(0, 2, 1)
     (True, False)

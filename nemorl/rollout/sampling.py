@@ -1,4 +1,4 @@
-"""The responses on their way, and how the next token of each is drawn."""
+"""Responses in progress, and how the next token of each is drawn."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from nemorl.losses.logprobs import filter_logits
 from nemorl.rollout.generation import FinishReason, SamplingParams
 from nemorl.rollout.random import uniform
 
+FILTERS_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
 
 @dataclass
 class Slot:
-    """One response on its way: what the host knows of a slot."""
+    """A response in progress, on the host."""
 
     request: int
     sample: int
@@ -24,39 +26,34 @@ class Slot:
     seed: int
     prompt_length: int
     limit: int
-    """Tokens that it may have: max_new_tokens, or what the model's positions leave."""
+    """Its tokens at most: max_new_tokens, or what the model's positions leave."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
     def position(self) -> int:
-        """Where the newest token stands, prompt included."""
+        """Of the newest token, prompt included."""
         return self.prompt_length + len(self.token_ids) - 1
 
 
 @dataclass
 class SlotTensors:
-    """What the device knows of the active slots.
-
-    Made anew when slots come or go; from token to token only the last four change.
-    """
+    """The active slots on the device; from token to token only the last four fields change."""
 
     slots: list[Slot]
     seeds: Tensor
     samples: Tensor
     greedy: Tensor | None
-    """Which rows take the likeliest token; None: none does."""
+    """Rows that take the most likely token; None: no row."""
     filters: dict[str, Any]
-    """temperature, top_k, top_p and min_p: numbers where all slots have the same, otherwise a value
-    for each.
-    """
+    """temperature, top_k, top_p and min_p: a number for all slots, or one for each."""
     places: Tensor
     """Tokens that each has so far."""
     positions: Tensor
     """Where the newest token of each stands."""
     tokens: Tensor
-    """The newest token of each; of a prompt's end, which is no response's, 0."""
+    """The newest token of each; 0 after a prompt."""
     width: int
     """The largest position + 1."""
 
@@ -76,18 +73,11 @@ class SlotTensors:
             samples=column([s.sample for s in slots]),
             greedy=column(greedy, torch.bool) if any(greedy) else None,
             filters={
-                "temperature": same_or_column(
-                    [p.temperature or 1.0 for p in params], torch.float32
-                ),
-                "top_k": same_or_column(
-                    [0 if p.temperature == 0 else p.top_k for p in params], torch.int64
-                ),
-                "top_p": same_or_column(
-                    [1.0 if p.temperature == 0 else p.top_p for p in params], torch.float32
-                ),
-                "min_p": same_or_column(
-                    [0.0 if p.temperature == 0 else p.min_p for p in params], torch.float32
-                ),
+                name: same_or_column(
+                    [getattr(p, name) if p.temperature else off for p in params],
+                    torch.int64 if name == "top_k" else torch.float32,
+                )
+                for name, off in FILTERS_OFF.items()
             },
             places=column([len(s.token_ids) for s in slots]),
             positions=column([s.position for s in slots]),
@@ -96,7 +86,7 @@ class SlotTensors:
         )
 
     def advance(self, tokens: Tensor) -> None:
-        """Each slot has one more token."""
+        """Add a token to each slot."""
         self.tokens, self.places, self.positions, self.width = (
             tokens,
             self.places + 1,
@@ -106,11 +96,11 @@ class SlotTensors:
 
 
 def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
-    """The next token of each row and its logprob under the distribution that it was sampled from
-    (greedy: the model's own, at temperature 1).
+    """Return each row's next token and its logprob under the distribution that it was drawn from.
 
-    Sampling inverts the cumulative distribution at the row's own number of `uniform(seed, sample,
-    place)`.
+    Greedy rows: the model's own, at temperature 1. Sampling inverts the cumulative distribution at
+        the
+    row's `uniform(seed, sample, place)`.
     """
     logits = filter_logits(logits.float(), **batch.filters)
     logprobs = logits.log_softmax(-1)

@@ -1,4 +1,4 @@
-"""How a reward function wants to be called, read from the names of its parameters."""
+"""How a reward function is called, read from the names of its parameters."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -16,27 +16,23 @@ class Signature:
 
     name: str
     batch: bool
-    """It takes lists, one entry per response, and returns as many numbers."""
+    """It takes and returns lists, one entry per response."""
     prompt: str | None
-    """The parameter that gets the prompt; None: it isn't asked for."""
+    """The parameter that gets the prompt."""
     response: str
     columns: Mapping[str, bool]
-    """The data columns that are asked for by name; False: the parameter has a default, so that the
-    column may be missing.
-    """
+    """The columns that it names; False: the parameter has a default."""
     any_columns: bool
-    """It takes `**columns`: all that the row has."""
+    """It takes `**columns`."""
     leading: tuple[str, ...]
-    """The parameters that are given by place."""
+    """Positional-only parameters."""
     defaults: Mapping[str, Any]
-    """What those of `leading` get whose column is missing, so that the ones behind them keep their
-    places.
-    """
+    """For those of `leading` whose column is missing."""
 
     def arguments(
         self, prompt: Any, response: Any, columns: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """What to call the function with: `fn(*args, **kwargs)`."""
+        """Return what to call the function with: `fn(*args, **kwargs)`."""
         values = {
             name: value
             for name, value in columns.items()
@@ -54,21 +50,16 @@ class Signature:
 
 
 def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = None) -> Signature:
-    """The signature of a reward function.
+    """Return the signature of a reward function.
 
-    Parameters called `prompt` and `response` (or `completion`) get those, others the data columns
-    of their name. A function that calls its response something else gets it as its first parameter
-    that is not the prompt, and one that names neither gets both as its first two. Names in the
-    plural (`prompts`, `responses`, `completions`) make it a function of a whole batch, as does
-    batch=True.
-
-    Raises ValueError for what is not a function, can't take a response, or is `async`.
+    Parameters called `prompt` and `response` (or `completion`) get those, others the columns of
+    their name. If it names no response, its first other parameter gets it; if neither, its first
+    two get both. Plural names (`prompts`, `responses`, `completions`) or batch=True make it a
+    function of a batch. Raises: ValueError for what is no function, can't take a response, or is
+    `async`.
 
     >>> read_signature(lambda prompts, responses, answer: [0.0]).batch
     True
-    >>> read_signature(lambda text: 0.0, name="short")
-    Traceback (most recent call last):
-    ValueError: reward 'short' must take at least (prompt, response), but its parameters are ['text']: add them
     """
     if not callable(fn):
         raise ValueError(
@@ -127,7 +118,7 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
 
 
 def name_of(fn: Any) -> str:
-    """What a reward is called in metrics and errors.
+    """Return a reward's name for metrics and errors.
 
     >>> name_of(lambda prompt, response: 0.0), name_of(len)
     ('lambda', 'len')
@@ -137,10 +128,10 @@ def name_of(fn: Any) -> str:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[str, list[Any]]:
-    """The rows' columns as lists for a function of a batch; None where a row doesn't have one that
-    others have.
+    """Return the rows' columns as lists for a function of a batch; None where a row lacks one.
 
-    >>> columns_of([{"answer": 1}, {"level": 2}], read_signature(lambda responses, **columns: [0.0, 0.0]))
+    >>> signature = read_signature(lambda responses, **columns: [0.0, 0.0])
+    >>> columns_of([{"answer": 1}, {"level": 2}], signature)
     {'answer': [1, None], 'level': [None, 2]}
     """
     there = dict.fromkeys(name for row in rows for name in row)

@@ -1,6 +1,4 @@
-"""The embedded generation engine: plain PyTorch in the trainer's process, on the trainer's own
-weights.
-"""
+"""The embedded generation engine: plain PyTorch in the trainer's process, on its weights."""
 
 from __future__ import annotations
 
@@ -33,15 +31,15 @@ from nemorl.rollout.kv_cache import SlotCache
 from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens that are computed at a time, padding included."""
+"""Prompt tokens of a pass, padding included."""
 
 
 class TorchGenerationBackend:
-    """`GenerationBackend` "torch". Given the trainer's model it shares its weights: no copy and
-    nothing to sync.
+    """`GenerationBackend` "torch". It shares the trainer's model: no copy, nothing to sync.
 
-    Decoding is continuous: sequences that finish leave the batch and waiting prompts take their
-    slots. A prompt is computed once for all its samples.
+    Decoding is continuous: waiting prompts take the slots of finished sequences. A prompt is
+        computed
+    once for all its samples.
     """
 
     def __init__(
@@ -65,10 +63,7 @@ class TorchGenerationBackend:
         self.asleep = False
 
     def setup(self, config: Any) -> None:
-        """`config` is the run's generation section:
-
-        `max_batch_size` is read of it; how to sample comes with each request.
-        """
+        """Read `max_batch_size` from `config`, the run's generation section."""
         self.max_batch_size = config.max_batch_size
         if self.model is None:
             self.model = load_causal_lm(self.model_path)
@@ -76,15 +71,13 @@ class TorchGenerationBackend:
         self.end_tokens = end_tokens(self.model, self.tokenizer)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy what is not already the same memory; with the trainer's own model that is nothing,
-        also where it has adapters.
-        """
+        """Copy what is not already the same memory: nothing, with the trainer's own model."""
         own, adapted = self._model.state_dict(keep_vars=True), has_adapters(self._model)
         self.policy_version = None  # until all of them are there
         with torch.no_grad():
             for name, tensor in weights:
                 if adapted and name in own and own[name].data_ptr() == tensor.data_ptr():
-                    break  # the trainer's own model: the weights to come have its adapters merged, and are for others
+                    break  # merged adapters are for others
                 if adapted:
                     raise ValueError(
                         "a generator whose model has adapters must share it with the trainer, but"
@@ -174,7 +167,7 @@ class TorchGenerationBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> deque[list[Slot]]:
-        """The samples of each prompt, together up to the batch size, so that they share a prefill.
+        """The samples of each prompt, together up to the batch size to share a prefill.
 
         Short prompts first: they pad each other least.
         """
@@ -202,11 +195,7 @@ class TorchGenerationBackend:
             self.cache = SlotCache(slots, length)
 
     def _room_for(self, waiting: deque[list[Slot]], num_active: int) -> bool:
-        """Whether to admit a group now.
-
-        While others decode it waits until an eighth of the slots is free: one prefill of several
-        costs less.
-        """
+        """Whether to admit a group now: while others decode, once an eighth is free."""
         assert self.cache is not None
         free = self.cache.num_slots - num_active
         return bool(waiting) and free >= (
@@ -216,9 +205,7 @@ class TorchGenerationBackend:
     def _admit(
         self, prompts: Sequence[Sequence[int]], waiting: deque[list[Slot]], num_active: int
     ) -> list[Slot]:
-        """Fill free slots with waiting groups: compute their prompts in one pass of up to
-        PREFILL_TOKENS and sample their first tokens.
-        """
+        """Compute waiting prompts in one pass of up to PREFILL_TOKENS and sample."""
         assert self.cache is not None
         free = self.cache.num_slots - num_active
         groups: list[list[Slot]] = []
@@ -299,9 +286,7 @@ class TorchGenerationBackend:
         return "length" if len(s.token_ids) >= s.limit else None
 
     def _retire(self, active: list[Slot], finished: list[Slot]) -> list[Slot]:
-        """Take finished sequences out, and move the last active ones into their slots so that the
-        active slots are the first.
-        """
+        """Take finished sequences out; the last active ones move into their slots."""
         assert self.cache is not None
         done = [s for s in active if s.finish_reason]
         if not done:

@@ -37,8 +37,8 @@ LEFT_OUT = ("tests/losses/test_compile.py",)
 IN_OTHER_PROCESSES = {
     "tests/losses/test_logprobs.py::test_vocabulary_parallel_over_two_processes": (
         "nemorl/losses/logprobs.py",
+        "nemorl/losses/vocab_parallel.py",
     ),
-    "tests/data/test_packing.py::test_log_normal_lengths_pack_tight": ("nemorl/data/packing.py",),
 }
 """Tests whose lines are executed where nobody counts them, and the files that they are about."""
 REASONS = Path(__file__).parent / "survivors.toml"

@@ -1,6 +1,5 @@
-"""Rewards by name.
-
-A reward is a function `fn(prompt, response, **columns)`; see `nemorl.rollout.environment`.
+"""Rewards by name (`REWARDS`), and `make_environment`, which makes an environment of any reward: a
+name, `module:function`, a function `fn(prompt, response, **columns)`, or several.
 """
 
 import difflib
@@ -32,23 +31,20 @@ REWARDS: dict[str, Callable[..., float]] = {
 Reward = str | Callable[..., Any] | EnvironmentInterface
 """A reward's name, `module:function`, a function, or an environment."""
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
-"""One reward, several, or several under names of one's own."""
+"""One reward, several, or several by name."""
 
 
 def make_environment(reward: Rewards, weights: Sequence[float] = ()) -> EnvironmentInterface:
-    """An environment of a reward: its name in REWARDS, `module:function`, a function, or an
-    environment, which is returned as it is.
+    """Return an environment of a reward: a name in REWARDS, `module:function`, a function, itself.
 
-    Several, as a sequence or a mapping of names, become their sum with `weights` (1 each where none
-    are given; see `WeightedRewards`). In a sequence they have their functions' names; a second one
-    of the same name gets _2.
+    Several, a sequence or a mapping of names, become their sum with `weights` (default: 1 each; see
+    `WeightedRewards`). In a sequence they have their functions' names; a second one gets _2.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
-    ValueError: reward must be one of contains_answer, exact_match, last_number, math, think_format, or module:function, but it is 'exact_mach': \
-did you mean 'exact_match'?
-    >>> list(make_environment([exact_match, "think_format", "exact_match"], weights=(1, 0.2, 0)).weights.items())
-    [('exact_match', 1.0), ('think_format', 0.2), ('exact_match_2', 0.0)]
+    ValueError: reward must be one of contains_answer, exact_match, ... did you mean 'exact_match'?
+    >>> list(make_environment([exact_match, "think_format"], weights=(1, 0.2)).weights.items())
+    [('exact_match', 1.0), ('think_format', 0.2)]
     """
     if isinstance(reward, Mapping):
         return WeightedRewards(

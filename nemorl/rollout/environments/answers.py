@@ -1,4 +1,4 @@
-"""Rewards that need nothing but the response and, most of them, the row's `answer`."""
+"""Rewards that need nothing but the response and the row's `answer`."""
 
 import importlib.util
 import re
@@ -7,19 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 MINUS = r"(?:(?<![0-9A-Za-z)\]}])-)?"
-"""The sign of a number; behind a digit, a letter or a closing bracket it is a minus between two
-things, or a hyphen.
-"""
+"""The sign of a number; behind a digit, letter or closing bracket it is a minus or a hyphen."""
 NUMBER = re.compile(rf"{MINUS}(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 Function = TypeVar("Function", bound=Callable[..., float])
 
 
 def checking(read: Callable[[Any], Any]) -> Callable[[Function], Function]:
-    """Have a reward function's rows looked at before a run:
-
-    `read(answer)` raises ValueError for an answer that it can't compare with.
-    """
+    """Check a reward function's rows before a run: `read(answer)` raises ValueError."""
 
     def with_check(fn: Function) -> Function:
         def check_row(row: Mapping[str, Any]) -> None:
@@ -32,7 +27,7 @@ def checking(read: Callable[[Any], Any]) -> Callable[[Function], Function]:
 
 
 def exact_match(prompt: str, response: str, answer: Any) -> float:
-    """1 where the response, without white space around it, is the answer; else 0.
+    """Return 1 if the response, without white space around it, is the answer, else 0.
 
     >>> exact_match("1+1=", " 2\\n", "2")
     1.0
@@ -52,7 +47,7 @@ def _some_text(answer: Any) -> str:
 
 @checking(_some_text)
 def contains_answer(prompt: str, response: str, answer: Any) -> float:
-    """1 where the response contains the answer; else 0.
+    """Return 1 if the response contains the answer, else 0.
 
     >>> contains_answer("1+1=", "It is 2.", 2)
     1.0
@@ -72,15 +67,12 @@ def _number_of(answer: Any) -> float:
 
 @checking(_number_of)
 def last_number(prompt: str, response: str, answer: Any) -> float:
-    """1 where the last number of the response equals the last one of the answer (which may be
-    GSM8K's, with its solution); else 0.
+    """Return 1 if the response's last number equals the answer's (or GSM8K solution's), else 0.
 
     A minus is a sign where no digit, letter or closing bracket stands before it.
 
     >>> last_number("", "So it costs $1,000.50 today.", "500 + 500.5 = 1000.5 #### 1000.5")
     1.0
-    >>> last_number("", "I don't know.", 3)
-    0.0
     """
     given, wanted = NUMBER.findall(response), _number_of(answer)
     return float(bool(given) and float(given[-1].replace(",", "")) == wanted)
@@ -108,11 +100,11 @@ def _unreadable(answer: Any) -> ValueError:
 
 @checking(_solution)
 def math_equal(prompt: str, response: str, answer: Any) -> float:
-    """1 where the response's final answer (boxed, in LaTeX, or as plain text) is the same
-    mathematically as `answer`; else 0. Needs math-verify.
+    """Return 1 if the response's final answer equals `answer` mathematically, else 0.
 
-    `answer` is plain text or LaTeX, or a solution that ends in `#### answer` (GSM8K) or holds
-    `\\boxed{answer}` (MATH).
+    The response's answer is boxed, LaTeX or plain text; `answer` is plain text or LaTeX, or a
+    solution that ends in `#### answer` (GSM8K) or holds `\\boxed{answer}` (MATH). Needs
+    math-verify.
 
     >>> math_equal("", r"Thus the probability is $\\boxed{0.5}$.", r"\\frac{1}{2}")
     1.0
@@ -129,11 +121,12 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
 
 
 def think_format(prompt: str, response: str) -> float:
-    """1 where the response is one block of thoughts, <think>...</think>, and an answer after it;
-    else 0. The prompt may hold the opening tag.
+    """Return 1 if the response is one block <think>...</think> and an answer after it, else 0.
 
-    >>> think_format("", "<think>1 and 1 are 2.</think> 2"), think_format("", "<think>2</think>"), think_format("Add. <think>", "two</think>2")
-    (1.0, 0.0, 1.0)
+    The prompt may hold the opening tag.
+
+    >>> think_format("", "<think>1 and 1 are 2.</think> 2"), think_format("", "<think>2</think>")
+    (1.0, 0.0)
     """
     text = "<think>" * prompt.rstrip().endswith("<think>") + response.strip()
     thoughts, _, answer = text.removeprefix("<think>").partition("</think>")

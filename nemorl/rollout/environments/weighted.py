@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum, with each of them kept apart for the log."""
+"""Several rewards as one: their weighted sum, with each of them logged."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,18 @@ from nemorl.rollout.environment import (
 
 
 class WeightedRewards:
-    """Single-turn environments by name as one environment; reward = Σ weight · reward of each,
-    `components` has each before it is weighted.
+    """Single-turn environments by name as one: reward = Σ weight · reward of each.
 
-    Without `weights` each counts 1; with weight 0 a reward is only logged. Raises ValueError for a
-    weight too many or too few, or if one of the environments wants to go on with a conversation:
-    several rewards of a conversation of several turns don't go together.
+    `components` has each before it is weighted. Without `weights` each counts 1; with weight 0 a
+    reward is only logged. Raises: ValueError unless there is one weight per environment, and if an
+    environment goes on with a conversation.
 
     >>> from nemorl.rollout.environment import FunctionalRewardWrapper
-    >>> parts = {"right": lambda prompt, response: response == "2", "short": lambda prompt, response: -len(response)}
-    >>> environment = WeightedRewards({name: FunctionalRewardWrapper(fn) for name, fn in parts.items()}, weights=(1.0, 0.1))
-    >>> environment.step([[{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]], [{}]).rewards
+    >>> right = FunctionalRewardWrapper(lambda prompt, response: response == "2")
+    >>> short = FunctionalRewardWrapper(lambda prompt, response: -len(response))
+    >>> environment = WeightedRewards({"right": right, "short": short}, weights=(1.0, 0.1))
+    >>> log = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    >>> environment.step([log], [{}]).rewards
     [0.9]
     """
 
@@ -87,9 +88,7 @@ class WeightedRewards:
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Each environment sees the batch with its own rewards, and may change those alone; its
-        metrics get its name before theirs.
-        """
+        """Let each environment change its own rewards; its metrics get its name before theirs."""
         components: dict[str, list[float]] = {}
         metrics: dict[str, float] = {}
         for name, environment in self.environments.items():
@@ -101,7 +100,7 @@ class WeightedRewards:
         return {**batch, "rewards": self.total(components), "components": components}, metrics
 
     def total(self, components: Mapping[str, Sequence[float]]) -> list[float]:
-        """The weighted sum for each response."""
+        """Return the weighted sum for each response."""
         return [
             sum(
                 weight * reward

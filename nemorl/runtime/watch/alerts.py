@@ -11,7 +11,7 @@ from nemorl.runtime.run.state import Run
 
 
 class SignalWatch(Callback):
-    """Warn when for `patience` steps the rewards differed in no group, so that nothing is learned."""
+    """Warn when for `patience` steps the rewards differed in no group: nothing is learned."""
 
     def __init__(self, patience: int = 10) -> None:
         self.patience, self.silent = patience, 0

@@ -1,22 +1,19 @@
-import errno
 import io
 import os
 import pty
 import re
 import select
-import subprocess
+import signal
 import sys
 import termios
-import textwrap
-import time
-from pathlib import Path
+import traceback
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.watch import display
 from nemorl.runtime.watch.display import (
     LiveDisplay,
@@ -28,7 +25,6 @@ from nemorl.runtime.watch.display import (
 from nemorl.runtime.watch.metrics import LABELS, duration, number
 from tests.runtime.tiny import tiny_run
 
-REPOSITORY = Path(__file__).parents[3]
 METRICS = {
     "reward": 0.8125,
     "accuracy": 0.75,
@@ -69,10 +65,11 @@ def clock(monkeypatch) -> FakeTime:
 def plain_run(clock: FakeTime, *, steps: int, seconds_per_step: float, first: int = 0) -> list[str]:
     file = io.StringIO()
     shown = PlainDisplay(steps, Console(file=file, width=60))
-    shown.on_train_begin(tiny_run(step=first))
+    run = tiny_run(step=first)
+    shown.on_train_begin(run)
     for step in range(first + 1, steps + 1):
         clock.now += seconds_per_step
-        shown.on_step_end(tiny_run(step=step), step, METRICS)
+        shown.on_step_end(run, step, METRICS)
     return file.getvalue().splitlines()
 
 
@@ -245,87 +242,60 @@ def test_display_that_is_chosen(mode, terminal, term, expected):
     assert type(make_display(mode, total_steps=3, console=console)) is expected
 
 
-SCRIPT = """
-import os, signal, sys, time
-from nemorl.runtime.run.callbacks import closing
-from nemorl.runtime.watch.display import make_display
-from tests.runtime.watch.test_display import METRICS, SAMPLES
-from tests.runtime.tiny import tiny_run
-shown = make_display("auto", total_steps=40)
-def train():
-    shown.on_train_begin(tiny_run())
+def train(shown: Callback, ending: str) -> None:
+    run = tiny_run()
+    shown.on_train_begin(run)
     for step in range(1, 41):
-        shown.on_samples(tiny_run(), step, SAMPLES)
-        shown.on_step_end(tiny_run(step=step), step, METRICS)
-        time.sleep(0.02)
+        shown.on_samples(run, step, SAMPLES)
+        shown.on_step_end(run, step, METRICS)
         if step == 35:
             print("a word from the loop")
-            {ending}
-{call}
-"""
-ENDINGS = {
-    "to the end": (
-        "pass",
-        "with closing([shown]): train(); shown.on_train_end(tiny_run(step=40), {})",
-    ),
-    "raises": ("raise RuntimeError('out of luck')", "with closing([shown]): train()"),
-    "interrupted": (
-        "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)",
-        "with closing([shown]): train()",
-    ),
-    "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "train()"),
-}
+            if ending == "raises":
+                raise RuntimeError("out of luck")
+            if ending == "interrupted":
+                signal.raise_signal(signal.SIGINT)
+            if ending == "killed":
+                shown.live.refresh()
+                os.kill(os.getpid(), signal.SIGKILL)
+    shown.on_train_end(tiny_run(step=40), {})
 
 
-def in_a_terminal(script: str) -> tuple[str, bool]:
-    """What a script writes to a pseudo-terminal, and whether that has the settings that it had
-    before.
-    """
+def in_a_terminal(ending: str) -> tuple[str, bool]:
+    """Return what a run writes to a pseudo-terminal, and whether that keeps its settings."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (40, 110))
     before = termios.tcgetattr(theirs)
-    environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-    for name in ("NO_COLOR", "COLUMNS", "LINES", "CI"):
-        environment.pop(name, None)
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        cwd=REPOSITORY,
-        env=environment,
-        start_new_session=True,
-    )
-    output, deadline = b"", time.monotonic() + 60
-    try:
-        while time.monotonic() < deadline:
-            if select.select([ours], [], [], 0.1)[0]:
-                try:
-                    output += os.read(ours, 65536)
-                except OSError as error:
-                    if error.errno != errno.EIO:
-                        raise
-                    break
-            elif process.poll() is not None:
-                break
-        return output.decode(), termios.tcgetattr(theirs) == before
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-        os.close(theirs)
+    pid = os.fork()
+    if pid == 0:
+        with os.fdopen(theirs, "w", encoding="utf-8") as terminal:
+            sys.stdout = sys.stderr = terminal
+            environment = {"TERM": "xterm-256color", "COLUMNS": "110", "LINES": "40"}
+            console = Console(file=terminal, _environ=environment)
+            shown = make_display("auto", total_steps=40, console=console)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            try:
+                with closing([shown]):
+                    train(shown, ending)
+            except BaseException:
+                traceback.print_exc()
+            terminal.flush()
+        os._exit(0)
+    os.set_blocking(ours, False)
+    output = b""
+    while os.waitpid(pid, os.WNOHANG) == (0, 0) or select.select([ours], [], [], 0)[0]:
+        if select.select([ours], [], [], 0.1)[0]:
+            output += os.read(ours, 65536)
+    kept = termios.tcgetattr(theirs) == before
+    os.close(ours)
+    os.close(theirs)
+    return output.decode(), kept
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("ending", ["to the end", "raises", "interrupted", "killed"])
 def test_terminal_is_as_it_was(ending):
-    ending_code, call = ENDINGS[ending]
-    output, settings_kept = in_a_terminal(
-        SCRIPT.replace("{ending}", ending_code).replace("{call}", call)
-    )
+    output, settings_kept = in_a_terminal(ending)
     assert settings_kept
-    assert "0.812" in output and "12.3k" in output and "╭─" in output and "\x1b[1A" in output, (
-        "a live panel was drawn"
-    )
+    assert "╭─" in output and "0.812" in output and "12.3k" in output, "a live panel was drawn"
     assert re.findall(r"\x1b\[\?25[hl]", output)[-1] == "\x1b[?25h", "the cursor is there"
     assert "\x1b[?1049" not in output, "no other screen, which would take the history along"
     assert "a word from the loop" in output or ending == "killed"
@@ -338,16 +308,11 @@ def test_terminal_is_as_it_was(ending):
         assert "40/40" in output[output.rindex("╭─") :], "the last panel shows the last step"
 
 
-def test_plain_in_a_pipe():
-    script = SCRIPT.replace("{ending}", "pass").replace("{call}", "with closing([shown]): train()")
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    lines = result.stdout.splitlines()
-    assert result.returncode == 0, result.stderr
-    assert lines[0].startswith("step  1/40  reward 0.812") and lines[-1].startswith("step 40/40")
-    assert "\x1b" not in result.stdout
+def test_plain_in_a_pipe(capsys):
+    shown = make_display("auto", total_steps=40)
+    assert type(shown) is PlainDisplay
+    train(shown, "to the end")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("step  1/40  reward 0.812")
+    assert lines[-2].startswith("step 40/40") and lines[-1].startswith("step 40/40  done in")
+    assert "\x1b" not in "".join(lines)

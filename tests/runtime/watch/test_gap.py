@@ -347,10 +347,12 @@ def test_the_command_fails(
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     settings = {
-        "model.path": tmp_path / "model", "data.train": tmp_path / "rows.jsonl", "run.dir": tmp_path / "run", "trainer.device": "cpu",
-        "generation.backend": "skewed", "generation.max-new-tokens": 4, "num-prompts-per-step": 2, "num-generations-per-prompt": 2,
-        "max-num-steps": 2, "gap.stop": 1.2, "run.display": "none", "reward": "exact_match",
-    }  # fmt: skip
+        **{"model.path": tmp_path / "model", "data.train": tmp_path / "rows.jsonl"},
+        **{"run.dir": tmp_path / "run", "run.display": "none", "trainer.device": "cpu"},
+        **{"generation.backend": "skewed", "generation.max-new-tokens": 4},
+        **{"num-prompts-per-step": 2, "num-generations-per-prompt": 2, "max-num-steps": 2},
+        **{"gap.stop": 1.2, "reward": "exact_match"},
+    }
     assert (
         cli.main(
             [

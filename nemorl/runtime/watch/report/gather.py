@@ -1,6 +1,4 @@
-"""What a report shows, read from a run's directory. What a run in progress, or one that crashed, has
-not written is missing.
-"""
+"""What a report shows, read from a run's directory, also of a run in progress or a crashed one."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -4,21 +4,11 @@ const data = JSON.parse(document.getElementById("report-data").textContent);
 const id = (name) => document.getElementById(name);
 const all = (selector) => [...document.querySelectorAll(selector)];
 
-function make(name, className, text) {
-  const found = document.createElement(name);
-  if (className) found.className = className;
-  if (text !== undefined) found.textContent = text;
-  return found;
-}
+const make = (name, className = "", text = "") => Object.assign(document.createElement(name), { className, textContent: text });
+const fmt = (value) => Number.isInteger(value) && Math.abs(value) < 1e4 ? String(value) : String(Number(value.toPrecision(3)));
 
-function fmt(value) {
-  if (typeof value !== "number") return "–";
-  return Number.isInteger(value) && Math.abs(value) < 1e4 ? String(value) : String(Number(value.toPrecision(3)));
-}
-
-const tip = document.body.appendChild(make("div", ""));
-tip.id = "tip";
-tip.hidden = true;
+const tip = document.body.appendChild(Object.assign(make("div"), { id: "tip", hidden: true }));
+const hide = () => { tip.hidden = true; };
 
 function tell(event, lines) {
   tip.textContent = lines.join("\n");
@@ -31,15 +21,13 @@ function tell(event, lines) {
 // Curves: the values at the pointer; a click shows the samples of the step.
 const BOX = [0.12, 0.975]; // the axes' left and right edge: plots.BOX
 
-function nearest(sorted, value) {
-  return sorted.reduce((best, each, i) => (Math.abs(each - value) < Math.abs(sorted[best] - value) ? i : best), 0);
-}
+const nearest = (sorted, value) => sorted.reduce((best, each, i) => (Math.abs(each - value) < Math.abs(sorted[best] - value) ? i : best), 0);
 
 for (const figure of all("figure.chart")) {
   const { edges, train, validation } = data.curves[figure.dataset.curve], picture = figure.querySelector("svg");
   const stepAt = (event) => {
-    const area = picture.getBoundingClientRect(), place = (event.clientX - area.left) / area.width;
-    return edges[0] + (place - BOX[0]) / (BOX[1] - BOX[0]) * (edges[1] - edges[0]);
+    const area = picture.getBoundingClientRect(), share = (event.clientX - area.left) / area.width;
+    return edges[0] + (share - BOX[0]) / (BOX[1] - BOX[0]) * (edges[1] - edges[0]);
   };
   picture.onpointermove = (event) => {
     const lines = [];
@@ -49,7 +37,7 @@ for (const figure of all("figure.chart")) {
     }
     tell(event, lines);
   };
-  picture.onpointerleave = () => { tip.hidden = true; };
+  picture.onpointerleave = hide;
   picture.onclick = (event) => {
     if (!steps.length) return;
     show(nearest(steps, stepAt(event)));
@@ -96,7 +84,7 @@ function response(sample) {
     text.append(span);
   });
   if (sample.cut) text.append(make("small", "", ` … and ${sample.cut} more tokens`));
-  text.onpointerleave = () => { tip.hidden = true; };
+  text.onpointerleave = hide;
   return text;
 }
 
@@ -104,15 +92,13 @@ function card(sample) {
   const found = make("article", "sample"), meta = make("div", "meta"), pair = ["chosen", "rejected"].filter((name) => name in sample);
   found.append(make("div", "text prompt", sample.prompt), ...(pair.length ? [] : [response(sample)]));
   for (const name of pair) {
-    const side = make("div", `side ${name}`);
-    side.append(make("small", "", name), make("div", "text", sample[name] || "(empty)"));
-    found.append(side);
+    found.append(make("div", `side ${name}`));
+    found.lastChild.append(make("small", "", name), make("div", "text", sample[name] || "(empty)"));
   }
   if (sample.reward !== undefined) meta.append(make("span", `reward ${sample.reward > middle ? "up" : sample.reward < middle ? "down" : ""}`, `reward ${fmt(sample.reward)}`));
   for (const [name, value] of Object.entries(sample.chips)) {
-    const chip = make("span", "chip", `${name.replace(/_id$/, "").replaceAll("_", " ")} `);
-    chip.append(make("b", "", value));
-    meta.append(chip);
+    meta.append(make("span", "chip", `${name.replace(/_id$/, "").replaceAll("_", " ")} `));
+    meta.lastChild.append(make("b", "", value));
   }
   found.append(meta);
   return found;

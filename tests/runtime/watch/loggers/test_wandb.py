@@ -1,4 +1,4 @@
-"""Weights & Biases without a network: the real client in its offline mode, and what its files hold."""
+"""Weights & Biases without a network: the real client offline, and what its files hold."""
 
 import json
 import struct

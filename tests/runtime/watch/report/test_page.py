@@ -327,10 +327,14 @@ def test_the_same_warning_is_shown_once(tmp_path):
 
 
 METRICS = [
-    {"step": step, "phase": "train", "reward": step / 10, "reward/brief": 0.1 * step, "lr": 1e-5, "my_own": step, "ratio_max": 1.0,
-     "seconds": 2.0, "seconds_generate": 1.5, "seconds_train": 0.4, "generation/replica_0/busy": step, "flag": True, "nothing": None}
+    {
+        **{"step": step, "phase": "train", "reward": step / 10, "reward/brief": 0.1 * step},
+        **{"lr": 1e-5, "my_own": step, "ratio_max": 1.0, "flag": True, "nothing": None},
+        **{"seconds": 2.0, "seconds_generate": 1.5, "seconds_train": 0.4},
+        "generation/replica_0/busy": step,
+    }
     for step in range(1, 8)
-] + [{"step": 4, "phase": "validation", "reward": 0.5, "accuracy": 0.25}]  # fmt: skip
+] + [{"step": 4, "phase": "validation", "reward": 0.5, "accuracy": 0.25}]
 
 
 def groups_of(run: RunDirectory, metrics: list[dict]) -> dict[str, dict]:
@@ -349,7 +353,7 @@ def test_every_number_has_its_place(run):
         "Other": ["my own"],
     }
     constant = [(curve["title"], curve["now"]) for curve in groups["Updates"]["constant"]]
-    assert constant == [("Learning rate", 1e-5), ("ratio_max".replace("_", " "), 1.0)]
+    assert constant == [("Learning rate", 1e-5), ("ratio max", 1.0)]
     assert groups["Engines"]["drawn"][0]["meaning"].startswith("share of the time")
     shares = groups["Speed and resources"]["shares"]
     assert shares == pytest.approx({"generate": 0.75, "train": 0.2, "other": 0.05})

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from nemorl.runtime.cli.api import GRPOTrainer as GRPOTrainer
     from nemorl.runtime.cli.api import SFTTrainer as SFTTrainer
     from nemorl.runtime.cli.api import train as train
-    from nemorl.runtime.cli.commands import EvalConfig as EvalConfig
-    from nemorl.runtime.cli.commands import ExportConfig as ExportConfig
-    from nemorl.runtime.cli.commands import GenerateConfig as GenerateConfig
     from nemorl.runtime.cli.inference import evaluate as evaluate
     from nemorl.runtime.cli.inference import export as export
     from nemorl.runtime.cli.inference import generate as generate
     from nemorl.runtime.cli.main import main as main
+    from nemorl.runtime.cli.settings import EvalConfig as EvalConfig
+    from nemorl.runtime.cli.settings import ExportConfig as ExportConfig
+    from nemorl.runtime.cli.settings import GenerateConfig as GenerateConfig
     from nemorl.runtime.cluster.placement import Bundle as Bundle
     from nemorl.runtime.cluster.placement import RayVirtualCluster as RayVirtualCluster
     from nemorl.runtime.cluster.workers import RayWorkerGroup as RayWorkerGroup
@@ -97,7 +97,7 @@ _NAMES = {
     "nemorl.runtime.run.callbacks": ["Callback", "StopTraining"],
     "nemorl.runtime.cli.main": ["main"],
     "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
-    "nemorl.runtime.cli.commands": ["EvalConfig", "ExportConfig", "GenerateConfig"],
+    "nemorl.runtime.cli.settings": ["EvalConfig", "ExportConfig", "GenerateConfig"],
     "nemorl.runtime.config.base": [
         "BaseConfig",
         "DataConfig",

@@ -2,6 +2,8 @@
 
 import difflib
 from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
 
 
 def require(condition: bool, field_name: str, requirement: str, value: object, remedy: str) -> None:
@@ -35,3 +37,17 @@ def closest(word: str, words: Iterable[str]) -> str:
     """
     matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.7)
     return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def refuse_unused(
+    section: str, config: Any, requirement: str, remedy: str, *, names: Iterable[str] | None = None
+) -> None:
+    """Raise a ValueError for a setting that nothing would use.
+
+    That is a field of `config`, the dataclass of `section`, with another value than its default;
+    `names` says which fields are not used, None that none is.
+    """
+    default = type(config)()
+    for name in [item.name for item in fields(config)] if names is None else names:
+        value = getattr(config, name)
+        require(value == getattr(default, name), f"{section}.{name}", requirement, value, remedy)

@@ -404,7 +404,7 @@ DEVICES = {
         r" 'Qwen2ForCausalLM': save_pretrained\(\) it",
     ),
     "norms split between no ranks": devices(
-        r"parallel\.sequence_parallel is for parallel\.tp above 1, but it is False: leave it out",
+        r"parallel\.sequence_parallel is for parallel\.tp above 1, but it is False: remove it",
         parallel={"sequence_parallel": False},
     ),
     "restarts of no ranks": devices(
@@ -1069,7 +1069,7 @@ MODELS = {
     "a device that isn't there": Case(
         lambda place: nemorl.run(place.sft(trainer={"device": "cuda:99"})),
         r"trainer\.device must be one that torch can use here, where it finds \d+ GPUs, but it is"
-        r" 'cuda:99': leave it out",
+        r" 'cuda:99': remove it",
     ),
     "unknown training backend": Case(
         lambda place: nemorl.run(place.sft(trainer={"backend": "dtenser"})),
@@ -1171,7 +1171,7 @@ REWARDS = {
             algorithm="dpo",
             reward_fn="exact_match",
         ),
-        r"reward can't be given here, because DPOConfig has none: leave it out",
+        r"reward can't be given here, because DPOConfig has none, but it is .*: remove it",
     ),
 }
 

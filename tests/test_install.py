@@ -3,7 +3,9 @@ the packages that would break it.
 """
 
 import subprocess
+import sys
 import tomllib
+import venv
 from collections.abc import Iterable
 from importlib.metadata import packages_distributions, requires, version
 from pathlib import Path
@@ -113,3 +115,30 @@ def test_make_refuses_vllm_where_it_has_no_wheel():
     command = ["make", "-n", "quickstart", "ENGINE=vllm", "VLLM=", "VENV=none"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "no CPU wheel for this machine" in made
+
+
+def run_base(python: Path | str, folder: Path) -> None:
+    done = subprocess.run(
+        [python, "-m", "tests.base_install", str(folder)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.endswith("everything works\n")
+
+
+def test_one_device_needs_no_extra(tmp_path: Path):
+    """Training, sampling, evaluation, export and report, with the packages of the extras hidden."""
+    run_base(sys.executable, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_plain_installation_works_on_one_device(tmp_path: Path):
+    """In an environment of its own, with nothing but what a plain `pip install` brings."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    command = [python, "-m", "pip", "install", "-q", "-c", "constraints.txt", "-e", "."]
+    subprocess.run(command, cwd=ROOT, check=True)
+    run_base(python, tmp_path)

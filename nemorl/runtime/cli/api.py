@@ -1,8 +1,4 @@
-"""Training in a few lines of Python:
-
-`nemorl.train`, and a trainer class for each built-in algorithm. They build a config and call
-`launch.run`.
-"""
+"""Training in a few lines of Python: `nemorl.train`, and a trainer class for each algorithm."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,7 +32,7 @@ def train(
     preset: str | None = None,
     **overrides: Any,
 ) -> TrainResult:
-    """Train a model on a data set by an algorithm: everything that has a default may be left out.
+    """Train a model on a data set by an algorithm.
 
     - `model`: a folder, a hub name, or a loaded Hugging Face model (then `tokenizer` too, unless
       the model knows where it came from)
@@ -67,14 +63,14 @@ def train(
 
 
 def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) -> Any:
-    """The config of an algorithm from overrides as `train` takes them.
+    """Return the config of an algorithm with overrides as `train` takes them.
 
-    >>> config = make_config("grpo", preset="dapo", lr=1e-6, generation={"max_new_tokens": 64}, trainer__sequence_packing=True)
-    >>> config.optimizer.lr, config.generation.max_new_tokens, config.trainer.sequence_packing, config.loss.clip_high
-    (1e-06, 64, True, 0.28)
+    >>> config = make_config("grpo", preset="dapo", lr=1e-6, generation={"max_new_tokens": 64})
+    >>> config.optimizer.lr, config.generation.max_new_tokens, config.loss.clip_high
+    (1e-06, 64, 0.28)
     >>> make_config("grpo", learning_rat=1e-6)
     Traceback (most recent call last):
-    nemorl.runtime.config.yaml_io.ConfigError: unknown setting learning_rat of grpo; did you mean learning_rate?
+    ConfigError: unknown setting learning_rat of grpo; did you mean learning_rate?
     """
     cls = get_algorithm(algorithm).config
     require(
@@ -82,7 +78,7 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
         "preset",
         "is for grpo",
         preset,
-        'leave it out, or use algorithm="grpo"',
+        'remove it, or use algorithm="grpo"',
     )
     tree = layer(cls, {}, preset_overrides(preset) if preset is not None else {})
     mapping: dict[str, Any] = {}
@@ -92,58 +88,40 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
 
 
 def _join(mapping: dict[str, Any], more: dict[str, Any], name: str) -> None:
-    """Put one override beside the others: `loss="gspo", clip_low=0.1` is about one section."""
+    """Add one override to the others: `loss="gspo", clip_low=0.1` is about one section."""
     for key, value in more.items():
         before, now = (
             {"name": part} if isinstance(part, str) and key in mapping else part
             for part in (mapping.get(key), value)
         )
         if isinstance(before, dict) and isinstance(now, dict):
-            twice = sorted(before.keys() & now.keys())
-            require(
-                not twice,
-                name,
-                "must be given once",
-                now,
-                f"{key}.{', '.join(twice)} is given in two ways; keep one",
-            )
+            twice = ", ".join(sorted(before.keys() & now.keys()))
+            remedy = f"{key}.{twice} is given in two ways; keep one"
+            require(not twice, name, "must be given once", now, remedy)
             value = before | now
         mapping[key] = value
 
 
 def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> dict[str, Any]:
-    """One override as nested sections."""
-    value = (
-        to_dict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-    )
-    value = (
-        list(value)
-        if isinstance(value, tuple)
-        else str(value)
-        if isinstance(value, Path)
-        else value
-    )
+    """Return one override as nested sections."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = to_dict(value)
+    elif isinstance(value, tuple | Path):
+        value = list(value) if isinstance(value, tuple) else str(value)
     keys = dotted_keys(cls)
-    if name in {
-        key.partition(".")[0] for key in keys
-    }:  # a whole section, a top-level setting, or another library's spelling of one
+    # A whole section, a top-level setting, or another library's spelling of one.
+    if name in {key.partition(".")[0] for key in keys}:
         return {name: value}
-    dotted = name.replace("__", ".")
-    found = (
-        [dotted]
-        if dotted in keys
-        else [key for key, own in keys.items() if own and key.rpartition(".")[2] == name]
-    )
+    found = [name.replace("__", ".")]
+    if found[0] not in keys:
+        found = [key for key, own in keys.items() if own and key.rpartition(".")[2] == name]
     if len(found) > 1:
         spelled = " or ".join(key.replace(".", "__") for key in found)
         raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)
     if not found:
         known = [part for key in keys for part in (key.rpartition(".")[2], key.replace(".", "__"))]
-        raise ConfigError(
-            f"unknown setting {name} of"
-            f" {algorithm}{closest(name, known) or f'; nemorl {algorithm} --help lists them'}",
-            name,
-        )
+        hint = closest(name, known) or f"; nemorl {algorithm} --help lists them"
+        raise ConfigError(f"unknown setting {name} of {algorithm}{hint}", name)
     section, _, key = found[0].rpartition(".")
     return {section: {key: value}}
 
@@ -159,7 +137,7 @@ def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: An
         require(
             bool(origin),
             "tokenizer",
-            "must be given with a model that is loaded and doesn't say from where",
+            "must be given with a loaded model that doesn't say where it came from",
             tokenizer,
             "pass tokenizer=",
         )
@@ -169,10 +147,7 @@ def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: An
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """A model with the settings of an algorithm, ready to `fit` data.
-
-    Use one of SFTTrainer, GRPOTrainer, DPOTrainer.
-    """
+    """A model with the settings of an algorithm: use SFTTrainer, GRPOTrainer or DPOTrainer."""
 
     algorithm: ClassVar[str]
     model: str | Path | nn.Module
@@ -188,10 +163,7 @@ class Trainer:
         preset: str | None = None,
         **overrides: Any,
     ) -> "Trainer":
-        """`model`: a folder, a hub name or a loaded model; `overrides` as in `nemorl.train`.
-
-        Nothing is loaded yet.
-        """
+        """Return a trainer with the arguments of `nemorl.train`; nothing is loaded yet."""
         return cls(model, make_config(cls.algorithm, preset=preset, **overrides), tokenizer)
 
     def fit(
@@ -202,9 +174,7 @@ class Trainer:
         validation: Rows = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainResult:
-        """Train on `dataset` (and judge by `reward_fn`, where the algorithm has rewards); arguments
-        and result as of `nemorl.train`.
-        """
+        """Train on `dataset`, with arguments and result as of `nemorl.train`."""
         return _run(
             self.config,
             self.model,
@@ -217,18 +187,27 @@ class Trainer:
 
 
 class SFTTrainer(Trainer):
-    """Supervised fine-tuning: `SFTTrainer.from_pretrained("Qwen/Qwen3-0.6B", lr=1e-5).fit("demonstrations.jsonl")`."""
+    """Supervised fine-tuning.
+
+    `SFTTrainer.from_pretrained("Qwen/Qwen3-0.6B", lr=1e-5).fit("demonstrations.jsonl")`
+    """
 
     algorithm = "sft"
 
 
 class GRPOTrainer(Trainer):
-    """GRPO and its relatives: `GRPOTrainer.from_pretrained("runs/sft", preset="dapo").fit("questions.jsonl", reward_fn=my_reward)`."""
+    """GRPO and its relatives.
+
+    `GRPOTrainer.from_pretrained("runs/sft", preset="dapo").fit(rows, reward_fn=my_reward)`
+    """
 
     algorithm = "grpo"
 
 
 class DPOTrainer(Trainer):
-    """Learning from preferences: `DPOTrainer.from_pretrained("runs/sft", loss="simpo").fit("pairs.jsonl")`."""
+    """Learning from preferences.
+
+    `DPOTrainer.from_pretrained("runs/sft", loss="simpo").fit("pairs.jsonl")`
+    """
 
     algorithm = "dpo"

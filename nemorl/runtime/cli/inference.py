@@ -1,6 +1,4 @@
-"""Using a model rather than training it: answers to a data set (`evaluate`), to prompts
-(`generate`), and a folder for others (`export`).
-"""
+"""Using a model without training it: `evaluate`, `generate` and `export`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.algorithms.common import evaluate as evaluate_prompts
-from nemorl.runtime.cli.commands import EvalConfig, ExportConfig, GenerateConfig
+from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config.base import DataConfig
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.directory import RunDirectory
@@ -30,8 +28,8 @@ from nemorl.runtime.watch.waiting import waiting_for_engines
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """Answer the prompts of a data set: accuracy (see `Rollouts.correct`), mean rewards and length,
-    and every answer.
+    """Return accuracy (see `Rollouts.correct`), mean rewards and response length of a model's
+    answers to a data set, and every answer.
     """
     environment = make_environment(config.reward, config.reward_weights)
     data = DataConfig(
@@ -75,7 +73,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
 
 
 def generate(config: GenerateConfig) -> list[dict[str, Any]]:
-    """Answers to prompts, with the log-probability of each as it was sampled, in nats."""
+    """Return answers to prompts, with the log-probability of each as it was sampled, in nats."""
     texts = config.prompts()
     rows: list[dict[str, Any]] = [
         {"prompt": [{"role": "user", "content": text}] if config.chat else text} for text in texts
@@ -100,7 +98,7 @@ def generate(config: GenerateConfig) -> list[dict[str, Any]]:
 
 
 def export(config: ExportConfig) -> Path:
-    """A checkpoint of a run as a Hugging Face folder."""
+    """Write a checkpoint of a run as a Hugging Face folder, and return the folder."""
     directory = RunDirectory.open(config.run)
     match config.step:
         case None:
@@ -110,12 +108,11 @@ def export(config: ExportConfig) -> Path:
         case step:
             found = directory.checkpoints / f"step_{step}"
     if found is None or not found.exists():
-        there = sorted(path.name for path in directory.checkpoints.glob("step_*"))
+        steps = ", ".join(sorted(path.name for path in directory.checkpoints.glob("step_*")))
+        unranked = " and no run.metric that ranks them" if config.step == "best" else ""
         raise ValueError(
             f"step must be that of a checkpoint in {directory.checkpoints}, but there is none for"
-            f" {config.step}: "
-            "there are"
-            f" {', '.join(there) or 'none at all'}{' and no run.metric that ranks them' if config.step == 'best' else ''}"
+            f" {config.step}: there are {steps or 'none at all'}{unranked}"
         )
     checkpoint.verify(found)
     require_replaceable(Path(config.output).resolve())
@@ -129,9 +126,7 @@ def export(config: ExportConfig) -> Path:
 def _loaded(
     config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Prompts, GenerationBackend]]:
-    """The prompts as tokens, and a generator with the model, which is shut down at the end of the
-    block.
-    """
+    """Load the model, and yield the prompts as tokens and a generator."""
     folder = model_folder(config.model)
     tokenizer = with_chat_template(
         load_tokenizer(config.tokenizer or folder),
@@ -157,7 +152,7 @@ def _loaded(
 
 
 def _with_progress(prompts: Prompts, size: int) -> Any:
-    """Slices of the prompts with the number of each one's first, under a progress bar."""
+    """Yield slices of the prompts and the index of each one's first, under a progress bar."""
     from rich.progress import track
 
     starts = range(0, len(prompts), size)

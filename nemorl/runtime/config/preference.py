@@ -2,14 +2,13 @@
 the data.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemorl.checks import at_least, require
+from nemorl.checks import at_least, refuse_unused, require
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.generation import GenerationConfig
 
 
 def check_beta(beta: float) -> None:
@@ -207,16 +206,12 @@ class DPOConfig(BaseConfig):
             self.reference,
             "leave it out, or choose --loss dpo",
         )
-        default = GenerationConfig()
-        for item in fields(default):
-            value = getattr(self.generation, item.name)
-            require(
-                value == getattr(default, item.name),
-                f"generation.{item.name}",
-                "can't be set for dpo, which samples nothing",
-                value,
-                "leave it out",
-            )
+        refuse_unused(
+            "generation",
+            self.generation,
+            "can't be set for dpo, which samples nothing",
+            "remove it",
+        )
 
     @property
     def needs_reference(self) -> bool:

@@ -28,9 +28,9 @@ class Algorithm:
     """An algorithm as the launcher and the command line know it."""
 
     config: type[BaseConfig]
-    """The dataclass of its settings; its docstring is what `nemorl NAME --help` begins with."""
+    """The dataclass of its settings; its docstring begins `nemorl NAME --help`."""
     prepare: str | Prepare
-    """prepare(config, inputs) -> Job, or where it is: "module:function"."""
+    """prepare(config, inputs) -> Job, or its place: "module:function"."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -53,32 +53,27 @@ LOGGERS: dict[str, Any] = {
 
 
 def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prepare], Prepare]:
-    """Make an algorithm known: `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and,
+    """Register an algorithm for `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and,
     through `nemorl.main`, the command `nemorl NAME`.
 
     The decorated function turns the config and the `Inputs` (rows, tokenizer, environment) into a
-    `Job` before a model is loaded. Raises ValueError where another algorithm has the name, or
-    `config` is no frozen dataclass derived from `BaseConfig`.
+    `Job` before a model is loaded. Raises ValueError where another algorithm has the name or the
+    config, or `config` is no frozen dataclass derived from `BaseConfig`.
     """
-    if not (
-        isinstance(config, type)
-        and issubclass(config, BaseConfig)
-        and "__dataclass_params__" in vars(config)
-    ):
-        raise ValueError(
-            f"config must be a dataclass derived from nemorl.BaseConfig, but it is {config!r}:"
-            " decorate it with @dataclass(frozen=True)"
-        )
-    taken = [
-        other
-        for other, algorithm in ALGORITHMS.items()
-        if algorithm.config is config and other != name
-    ]
-    if taken:
-        raise ValueError(
-            f"config must belong to one algorithm, but {config.__name__} is that of {taken[0]!r}"
-            " already: derive one of its own"
-        )
+    derived = isinstance(config, type) and issubclass(config, BaseConfig)
+    require(
+        derived and "__dataclass_params__" in vars(config),
+        "config",
+        "must be a dataclass derived from nemorl.BaseConfig",
+        config,
+        "decorate it with @dataclass(frozen=True)",
+    )
+    for other, algorithm in ALGORITHMS.items():
+        if algorithm.config is config and other != name:
+            raise ValueError(
+                f"config must belong to one algorithm, but {config.__name__} is that of {other!r}"
+                " already: derive one of its own"
+            )
     register = _register(name, ALGORITHMS, "algorithm")
 
     def decorate(prepare: Prepare) -> Prepare:
@@ -89,84 +84,69 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prep
 
 
 def register_training_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
-    """Make a class that keeps the `TrainingBackend` Protocol known as `trainer.backend=name`.
+    """Register a class with the methods of `TrainingBackend` as `trainer.backend=name`.
 
-    Raises ValueError if another has the name, or the class lacks one of the Protocol's methods.
+    Raises ValueError if another has the name, or a method is missing.
     """
-    return _register(
-        name,
-        TRAINING_BACKENDS,
-        "training backend",
-        protocol="nemorl.parallel.backend:TrainingBackend",
-    )
+    protocol = "nemorl.parallel.backend:TrainingBackend"
+    return _register(name, TRAINING_BACKENDS, "training backend", protocol=protocol)
 
 
 def register_generation_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
-    """Make a class that keeps the `GenerationBackend` Protocol known as `generation.backend=name`.
+    """Register a class with the methods of `GenerationBackend` as `generation.backend=name`.
 
-    Raises ValueError if another has the name, or the class lacks one of the Protocol's methods.
+    Raises ValueError if another has the name, or a method is missing.
     """
-    return _register(
-        name,
-        GENERATION_BACKENDS,
-        "generation backend",
-        protocol="nemorl.rollout.generation:GenerationBackend",
-    )
+    protocol = "nemorl.rollout.generation:GenerationBackend"
+    return _register(name, GENERATION_BACKENDS, "generation backend", protocol=protocol)
 
 
 def register_logger(name: str) -> Callable[[Registered], Registered]:
-    """Make a logger known as `run.loggers name`: what is made with a `LoggedRun` and keeps the
-    `MetricLogger` Protocol.
+    """Register a logger as `run.loggers name`: something that is made with a `LoggedRun` and has
+    the methods of `MetricLogger`.
     """
     return _register(name, LOGGERS, "logger")
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """An algorithm by its name; an unknown one is a ValueError with the valid ones."""
-    _require_known(name, ALGORITHMS, "algorithm")
-    return ALGORITHMS[name]
+    """Return an algorithm by its name; an unknown one is a ValueError that lists the known ones."""
+    return _get(name, ALGORITHMS, "algorithm")
 
 
 def algorithm_of(config: Any) -> str:
-    """The name of the algorithm that a config is of.
+    """Return the name of the algorithm that a config is of.
 
     >>> algorithm_of(SFTConfig())
     'sft'
     """
-    found = [name for name, algorithm in ALGORITHMS.items() if algorithm.config is type(config)]
-    if not found:
-        known, what = (
-            ", ".join(algorithm.config.__name__ for algorithm in ALGORITHMS.values()),
-            type(config).__name__,
-        )
-        raise ValueError(
-            f"config must be of a known algorithm ({known}), but it is a {what}: make yours known"
-            " with @register_algorithm"
-        )
-    return found[0]
+    for name, algorithm in ALGORITHMS.items():
+        if algorithm.config is type(config):
+            return name
+    known = ", ".join(algorithm.config.__name__ for algorithm in ALGORITHMS.values())
+    raise ValueError(
+        f"config must be of a known algorithm ({known}), but it is a {type(config).__name__}:"
+        " register yours with @register_algorithm"
+    )
 
 
 def get_training_backend(name: str) -> "type[TrainingBackend]":
-    """The class of a training backend.
+    """Return the class of a training backend.
 
     >>> get_training_backend("dtenosr")
     Traceback (most recent call last):
     ValueError: unknown training backend 'dtenosr'; did you mean dtensor? Valid names: dtensor
     """
-    _require_known(name, TRAINING_BACKENDS, "training backend")
-    return load(TRAINING_BACKENDS[name])
+    return load(_get(name, TRAINING_BACKENDS, "training backend"))
 
 
 def get_generation_backend(name: str) -> "type[GenerationBackend]":
-    """The class of a generation backend; an unknown name is a ValueError with the valid ones."""
-    _require_known(name, GENERATION_BACKENDS, "generation backend")
-    return load(GENERATION_BACKENDS[name])
+    """Return the class of a generation backend."""
+    return load(_get(name, GENERATION_BACKENDS, "generation backend"))
 
 
 def get_logger(name: str) -> "LoggerFactory":
-    """What makes a logger; an unknown name is a ValueError with the valid ones."""
-    _require_known(name, LOGGERS, "logger")
-    return load(LOGGERS[name])
+    """Return the class of a logger, or the function that makes it."""
+    return load(_get(name, LOGGERS, "logger"))
 
 
 def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":
@@ -204,18 +184,19 @@ def installed(package: str) -> bool:
 
 
 def load(target: Any) -> Any:
-    """What "module:name" names; anything else is returned as it is."""
+    """Return the object at "module:name"; anything but a string is returned as it is."""
     if not isinstance(target, str):
         return target
     module, _, attribute = target.partition(":")
     return getattr(import_module(module), attribute)
 
 
-def _require_known(name: str, known: dict[str, Any], kind: str) -> None:
+def _get(name: str, known: dict[str, Any], kind: str) -> Any:
     if name not in known:
         raise ValueError(
             f"unknown {kind} {name!r}{closest(name, known) or '.'} Valid names: {', '.join(known)}"
         )
+    return known[name]
 
 
 def _register(
@@ -228,19 +209,11 @@ def _register(
 
     def decorate(value: Any) -> Any:
         present = known.get(name)
-        if present is not None and _home(present) != _home(
-            value
-        ):  # a module that is loaded twice may register twice
-            raise ValueError(f"the {kind} {name!r} is there already: choose another name")
-        methods = (
-            []
-            if protocol is None
-            else [
-                key
-                for key, of in vars(load(protocol)).items()
-                if callable(of) and not key.startswith("_")
-            ]
-        )
+        # A module that is loaded twice may register twice.
+        if present is not None and _home(present) != _home(value):
+            raise ValueError(f"the {kind} {name!r} is registered already: choose another name")
+        attributes = vars(load(protocol)) if protocol else {}
+        methods = [key for key, of in attributes.items() if callable(of) and key[0] != "_"]
         missing = [method for method in methods if not callable(getattr(value, method, None))]
         if missing:
             raise ValueError(
@@ -255,8 +228,6 @@ def _register(
 
 def _home(value: Any) -> Any:
     value = value.prepare if isinstance(value, Algorithm) else value
-    return (
-        value
-        if isinstance(value, str)
-        else (getattr(value, "__module__", None), getattr(value, "__qualname__", None))
-    )
+    if isinstance(value, str):
+        return value
+    return getattr(value, "__module__", None), getattr(value, "__qualname__", None)

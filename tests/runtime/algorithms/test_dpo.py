@@ -45,7 +45,13 @@ WRONG = {"dpo with label smoothing": 0.1, "robust dpo": 0.1}
 """The share of training labels that are wrong, where a loss expects such."""
 
 
-@pytest.mark.parametrize("name", LOSSES)
+QUICK = ("dpo", "kto")
+"""Of pairs and of single responses."""
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in LOSSES]
+)
 def test_it_learns_what_is_preferred(tmp_path: Path, name: str):
     """On 100 held-out pairs of words and digits that were never seen, from a model that knows
     nothing: chance is one half.
@@ -106,16 +112,15 @@ def test_both_references_give_one_run(tmp_path: Path, loss):
         )
 
 
-@pytest.mark.parametrize("loss", ["dpo", "simpo", "kto"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"sequence_packing": True},
-        {"train_micro_batch_size": 3},
-        {"sequence_packing": True, "micro_batch_tokens": 64},
-    ],
+LAYOUTS = (
+    {"sequence_packing": True},
+    {"train_micro_batch_size": 3},
+    {"sequence_packing": True, "micro_batch_tokens": 64},
 )
-def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, options, loss):
+
+
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("simpo", marks=pytest.mark.slow), "kto"])
+def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, loss):
     def losses(name: str, **trainer) -> list[float]:
         config = dpo_config(
             tmp_path / name,
@@ -127,7 +132,9 @@ def test_the_run_does_not_depend_on_the_layout(tmp_path: Path, options, loss):
             line["loss"] for line in start(config, validation=preference_rows(9, seed=1)).history
         ]
 
-    assert losses("cut", **options) == pytest.approx(losses("whole"), abs=2e-5)
+    whole = losses("whole")
+    for number, options in enumerate(LAYOUTS):
+        assert losses(str(number), **options) == pytest.approx(whole, abs=2e-5)
 
 
 def backend(*, keep_reference: bool = False, model=None) -> DTensorBackend:
@@ -489,7 +496,7 @@ def test_timing_and_rewards_are_metrics(tmp_path: Path):
             {"generation": {"temperature": 0.5}},
             (
                 r"generation.temperature can't be set for dpo, which samples nothing, but it is"
-                r" 0.5: leave it out"
+                r" 0.5: remove it"
             ),
         ),
         (

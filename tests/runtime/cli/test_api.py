@@ -150,7 +150,7 @@ def test_a_loaded_model_needs_its_tokenizer(folder: Path) -> None:
 
 
 def test_a_reward_where_none_is_learned_from() -> None:
-    from nemorl.runtime.start.run_settings import environment_of
+    from nemorl.runtime.start.settings import environment_of
 
     with pytest.raises(ValueError, match="reward can't be given here, because _Plain has none"):
         environment_of(_Plain(), "exact_match")

@@ -16,7 +16,7 @@ import pytest
 
 import nemorl
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.cli.commands import EvalConfig, ExportConfig, GenerateConfig, ReportConfig
+from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig, ReportConfig
 from nemorl.runtime.config.base import GenerationConfig, GRPOConfig, SFTConfig
 from nemorl.runtime.config.flags import field_docs, peek
 from nemorl.runtime.config.policy import (

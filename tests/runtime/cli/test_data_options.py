@@ -12,10 +12,10 @@ import pytest
 import nemorl
 from nemorl.data.order import RowOrder, rows_at, split_rows
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.cli.inspect import show_lengths
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.job import read_data
+from nemorl.runtime.start.lengths import show_lengths
 from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 

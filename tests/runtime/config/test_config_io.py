@@ -9,7 +9,7 @@ import yaml
 
 from nemorl.parallel.config import ProfileConfig
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.cli.commands import EvalConfig, ExportConfig, GenerateConfig
+from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config.base import (
     GenerationConfig,
     GRPOConfig,

@@ -13,7 +13,7 @@ from nemorl.runtime.config.base import GenerationConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend, _Live
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.start.run_settings import generation_config
+from nemorl.runtime.start.settings import generation_config
 from tests.runtime.runs import grpo_config
 from tests.tiny_models import random_prompts, tiny_tokenizer
 from tests.vllm_engines import CACHE, small_model, vllm_backend

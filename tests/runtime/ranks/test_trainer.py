@@ -12,7 +12,7 @@ from nemorl.runtime.ranks.group import Answer, Place
 from nemorl.runtime.ranks.trainer import RankedTrainer
 from nemorl.runtime.ranks.wire import dumps
 from nemorl.runtime.run.errors import WorkerDied
-from nemorl.runtime.start.attempt import failed_ranks
+from nemorl.runtime.start.launch import failed_ranks
 from tests.parallel.batches import random_batch
 
 BATCH = random_batch([3])

@@ -11,7 +11,7 @@ import pytest
 import nemorl
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.start.replica import shares_model
+from nemorl.runtime.start.live import shares_model
 from tests.tiny_models import tiny_model
 
 TORCHRUN = {

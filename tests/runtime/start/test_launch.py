@@ -1,7 +1,6 @@
 """What `nemorl.run` refuses before it starts, what it loads by name, and export."""
 
 import json
-import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -436,46 +435,11 @@ def test_a_backend_of_ones_own_that_lacks_an_attribute(name, tmp_path: Path, mon
     with pytest.raises(
         ValueError,
         match=(
-            "trainer.backend must be one with the attributes model and step .* it is 'mine': Mine"
+            "trainer.backend must have the attributes model and step .* it is 'mine': Mine"
             f" has no {name};"
         ),
     ):
         start(config)
-
-
-def test_data_that_changed_over_a_resume_are_said(tmp_path: Path):
-    """More rows, rows of other lengths in as great a number, and a validation set that wasn't
-    there; the same data say nothing.
-    """
-    rows = addition_rows(40)
-    said = []
-    for steps, train, validation in (
-        (1, rows, None),
-        (2, rows, None),
-        (3, addition_rows(77), None),
-        (4, [{**rows[0], "response": "12"}] * 77, rows),
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            start(
-                sft_config(tmp_path, steps=steps, run={"resume": steps > 1}),
-                rows=train,
-                validation=validation,
-            )
-        said.append(
-            [
-                str(w.message).partition("before: ")[2]
-                for w in caught
-                if "other data than before" in str(w.message)
-            ]
-        )
-    assert said[:2] == [[], []]
-    assert [re.sub(r" \(hash \w+\)", "", text) for text in said[2]] == [
-        "train is 77 sequences of 464 tokens in all, was 40 sequences of 241 tokens in all"
-    ]
-    assert [text.partition(" ")[0] for text in said[3]] == ["train", "validation"] and said[3][
-        1
-    ].endswith("was none")
 
 
 def test_final_metrics_are_of_the_last_step_alone():

@@ -117,12 +117,13 @@ def test_names_are_taken_once() -> None:
         pass
 
     with pytest.raises(
-        ValueError, match="the generation backend 'torch' is there already: choose another name"
+        ValueError,
+        match="the generation backend 'torch' is registered already: choose another name",
     ):
         nemorl.register_generation_backend("torch")(Other)
     nemorl.register_generation_backend("other")(Other)
     nemorl.register_generation_backend("other")(Other)  # a module that is loaded again
-    with pytest.raises(ValueError, match="the algorithm 'grpo' is there already"):
+    with pytest.raises(ValueError, match="the algorithm 'grpo' is registered already"):
         nemorl.register_algorithm("grpo", config=MyConfig)(prepare)
     with pytest.raises(
         ValueError,

@@ -20,8 +20,9 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.errors import WorkerTimeout
-from nemorl.runtime.start import attempt
-from nemorl.runtime.start.replica import replica_of
+from nemorl.runtime.start import live
+from nemorl.runtime.start.launch import failed_ranks
+from nemorl.runtime.start.live import whole_model
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
 from tests.runtime.runs import TIMES, addition_rows, digits, grpo_config, sft_config
 from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
@@ -46,7 +47,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         made["all"].append(FakeRanks(made["deaths"]))
         return made["all"][-1]
 
-    monkeypatch.setattr(attempt, "make_trainer", make)
+    monkeypatch.setattr(live, "make_trainer", make)
     return made
 
 
@@ -315,8 +316,8 @@ def test_a_death_while_a_checkpoint_is_written_is_seen_through_its_error():
         except ChildProcessError as error:
             raise CheckpointError("step_2 could not be written") from error
     except CheckpointError as error:
-        assert attempt.failed_ranks(error) is error.__cause__
-    assert attempt.failed_ranks(RuntimeError()) is None
+        assert failed_ranks(error) is error.__cause__
+    assert failed_ranks(RuntimeError()) is None
 
 
 def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_path: Path):
@@ -353,7 +354,7 @@ def test_a_replica_is_the_model(kind, tied):
     with torch.device("meta"):
         far = AutoModelForCausalLM.from_config(model.config)
     before = torch.get_rng_state()
-    replica = replica_of(far, "cpu")
+    replica = whole_model(far, "cpu")
     assert torch.equal(torch.get_rng_state(), before)
     generator = nemorl.get_generation_backend("torch")(model=replica, tokenizer=tiny_tokenizer())
     generator.setup(nemorl.GenerationConfig(max_new_tokens=4))

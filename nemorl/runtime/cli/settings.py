@@ -1,0 +1,194 @@
+"""The settings of the commands besides the algorithms. Free of torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from nemorl.checks import at_least, require
+from nemorl.parallel.config import ModelConfig
+from nemorl.runtime.config.base import DataConfig, GenerationConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerConfig:
+    """What `eval` and `generate` have in common: the model, and how it answers."""
+
+    model: str
+    """A folder with a Hugging Face causal language model, its name on the hub, or a run directory
+    (its export is taken).
+    """
+    n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
+    """Answers per prompt; more than one needs a temperature above 0."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; the model's own unless given."""
+    chat_template: str | None = None
+    """A Jinja chat template, the path of a file with one, or passthrough (contents as they are);
+    the tokenizer's own unless given.
+    """
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values that the chat template asks for by name; those that a model was trained with are in
+    its tokenizer already.
+    """
+    device: str | None = None
+    """torch: cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What the engine computes in."""
+    generation: tyro.conf.OmitArgPrefixes[GenerationConfig] = field(
+        default_factory=GenerationConfig
+    )
+
+    def __post_init__(self) -> None:
+        at_least(1, n=self.n)
+        require(
+            self.device is None or self.generation.backend != "vllm",
+            "device",
+            "is not for vllm, which takes the first GPU",
+            self.device,
+            "remove it, and set the variable CUDA_VISIBLE_DEVICES to the GPUs that vLLM is to see",
+        )
+        require(
+            self.n == 1 or self.generation.temperature > 0,
+            "n",
+            "must be 1 with temperature 0",
+            self.n,
+            "greedy answers are all the same; add --temperature 1.0",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(AnswerConfig):
+    """Answer the prompts of a data set and judge the answers by a reward."""
+
+    data: str
+    """Rows to answer: a local .jsonl, .json, .parquet or .csv file, or the name of a data set on
+    the hub.
+    """
+    output: str | None = None
+    """Write every answer to this .jsonl file."""
+    reward: str | tuple[str, ...] = "exact_match"
+    """Rewards by name, or module:function of your own, as in training."""
+    reward_weights: tuple[float, ...] = ()
+    """One for each of several rewards; all 1 unless given."""
+    max_rows: int | None = None
+    """Only the first this many rows."""
+    split: str | None = None
+    """The split that is taken of a hub data set; "test" unless given."""
+    prompt_column: str = "prompt"
+    """Column of the prompt: a string, or a list of chat messages."""
+    answer_column: str = "answer"
+    """Column that rewards such as exact_match compare the response with."""
+    seed: int = 0
+    """Of the sampling, where temperature is above 0."""
+    generation: tyro.conf.OmitArgPrefixes[GenerationConfig] = field(
+        default_factory=lambda: GenerationConfig(temperature=0.0)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(1, max_rows=self.max_rows)
+        at_least(0, seed=self.seed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(AnswerConfig):
+    """Answer prompts, with the log-probability of each answer and the reason it ended."""
+
+    prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A prompt; may be given several times."""
+    file: str | None = None
+    """A text file with a prompt in each line."""
+    json: bool = False
+    """Print one JSON object a line instead of a table."""
+    chat: bool = False
+    """Send each prompt as a user's message through the chat template."""
+    seed: int | None = None
+    """Makes sampling repeatable; new answers at each call unless given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(0, seed=self.seed)
+        if not self.chat:
+            names = ["chat_template", "chat_template_kwargs"]
+            for name in names:
+                given = getattr(self, name)
+                require(not given, name, "is for --chat", given, "add --chat, or remove it")
+        require(
+            bool(self.prompt or self.file),
+            "prompt",
+            "must be given",
+            self.prompt,
+            'add --prompt "…" or --file prompts.txt',
+        )
+
+    def prompts(self) -> list[str]:
+        """Return the prompts given, then those of the file without its empty lines."""
+        if self.file is None:
+            return list(self.prompt)
+        try:
+            lines = Path(self.file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"file must be a readable text file, but {self.file} is not ({error}): give one"
+                " prompt per line"
+            ) from None
+        found = [*self.prompt, *(line for line in lines if line.strip())]
+        require(bool(found), "file", "must hold a prompt", self.file, "write one prompt per line")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportConfig:
+    """Turn a checkpoint of a run into a folder that transformers, vLLM and others load."""
+
+    run: str
+    """The run's directory."""
+    output: str
+    """The folder to write."""
+    step: int | Literal["best"] | None = None
+    """The step whose checkpoint is taken, or best: that of the best run.metric; the newest one
+    unless given.
+    """
+    lora: Literal["merged", "adapter"] = "merged"
+    """Of a run with LoRA: the base model with the adapters merged into it, or a PEFT folder of the
+    adapters alone.
+    """
+    base_model: str | None = None
+    """Of a run with LoRA: folder or hub name of the base model, where the run doesn't know it or it
+    has moved.
+    """
+
+    def __post_init__(self) -> None:
+        at_least(0, step=None if self.step == "best" else self.step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportConfig:
+    """Show a run on a web page: curves, samples token by token, settings, warnings.
+
+    The page is one file that needs no network. It works for a run in progress and for one that
+    crashed, too.
+    """
+
+    run: tyro.conf.Positional[str]
+    """The run's directory."""
+    output: str | None = None
+    """The .html file to write; report.html in the run's directory unless given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Show training data as a model sees them: the tokens that are trained on, and lengths."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    kind: Literal["auto", "prompt", "sft", "pairs", "labels"] = "auto"
+    """What the rows are for: prompts (grpo), demonstrations (sft), preference pairs (dpo), single
+    answers with a label (dpo --loss kto). auto: what the first row looks like.
+    """
+    rows: int = 3
+    """How many rows are shown, from the top."""
+
+    def __post_init__(self) -> None:
+        at_least(0, rows=self.rows)

@@ -1,0 +1,286 @@
+"""A run whose parts are live: trainer and generator are set up, stand where the last checkpoint
+left them, and are shut down at the end.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemorl.checks import require
+from nemorl.models.causal_lm import usable_device
+from nemorl.models.pretrained import check_vocabulary
+from nemorl.parallel.config import BackendConfig
+from nemorl.rollout.generation import GenerationBackend
+from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.config.policy import GapConfig
+from nemorl.runtime.config.tree import dump_yaml, to_dict
+from nemorl.runtime.ranks.make import make_trainer
+from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.callbacks import Callback, closing
+from nemorl.runtime.run.checkpoint import CheckpointError
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.export import ExportCallback
+from nemorl.runtime.run.job import Job
+from nemorl.runtime.run.result import TrainResult
+from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
+from nemorl.runtime.run.state import LoopState, Run
+from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
+from nemorl.runtime.start.devices import Devices
+from nemorl.runtime.start.registry import get_generation_backend, get_training_backend
+from nemorl.runtime.start.settings import backend_config, changes
+from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
+from nemorl.runtime.watch.display import make_display
+from nemorl.runtime.watch.log import RunLog
+from nemorl.runtime.watch.loggers.base import LoggedRun, LoggerFactory, Recorder
+from nemorl.runtime.watch.waiting import waiting_for_engines, waiting_for_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A run before its model is loaded: everything that is read and checked once, however often
+    its ranks are started.
+    """
+
+    config: Any
+    devices: Devices
+    directory: RunDirectory
+    job: Job
+    folder: str
+    """Folder or hub name of the model."""
+    model: nn.Module | None
+    """A loaded model that was given."""
+    engines: GenerationConfig | None
+    """The set-up of the generator; None where the job samples nothing."""
+    tokenizer: Any
+    lengths: Mapping[str, Any]
+    """The contents of data.json."""
+    log: RunLog
+    loggers: Mapping[str, LoggerFactory]
+    callbacks: Sequence[Callback]
+    """The caller's own."""
+
+    @property
+    def quiet(self) -> bool:
+        return self.config.run.display == "none"
+
+
+def train(launch: Launch) -> TrainResult:
+    """Load the model, take over the last checkpoint, and run the job to its end."""
+    config, directory, job = launch.config, launch.directory, launch.job
+    found = checkpoint.latest(directory.path) if config.run.resume else None
+    with live_trainer(launch, found) as trainer, live_generator(launch, trainer) as generator:
+        state = LoopState(config.run.seed)
+        run = Run(config, trainer, generator, launch.tokenizer, state, directory.path)
+        if job.with_initial_model is not None:
+            job = job.with_initial_model(run)
+        run = resumed(run, launch)
+        launch.tokenizer.save_pretrained(directory.path / "tokenizer")
+        directory.write_data(launch.lengths)
+        if generator is not None:
+            generator.update_weights(TrainerWeights(trainer), version=run.state.policy_version)
+            prompt = probe(config, trainer.model.config.vocab_size)
+            check_agreement(trainer, generator, prompt, precision=config.parallel.param_dtype)
+            generator.sleep()  # until it is needed
+        launch.log.total_steps = job.num_steps
+        before, after = own_callbacks(launch, trainer.model)
+        with closing([*before, *after]):  # the caller's own may be needed again
+            job.run(run, callbacks=[*before, *launch.callbacks, *after])
+        model = None if launch.devices.ranked else trainer.model
+        result = TrainResult.of(directory, model=model, tokenizer=launch.tokenizer)
+        if launch.devices.torchrun:
+            trainer.farewell = result
+        return result
+
+
+@contextmanager
+def live_trainer(launch: Launch, found: Path | None) -> Iterator[Any]:
+    """Set up the training backend, in this process or on ranks, and shut it down at the end."""
+    config, devices, folder = launch.config, launch.devices, launch.directory.path
+    backend = config.trainer.backend
+    waiting: AbstractContextManager[None] = nullcontext()
+    if devices.ranked:
+        trainer: Any = make_trainer(config, backend, devices.plan, config.runtime, folder / "logs")
+        who = "processes of this machine"
+        if devices.torchrun or devices.through_ray:
+            who = "processes of torchrun" if devices.torchrun else "workers that Ray places"
+        waiting = waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
+    else:
+        make = get_training_backend(backend)
+        trainer = make() if launch.model is None else make(launch.model)
+    setup = backend_config(
+        config, launch.job, launch.folder, found, devices=devices, directory=launch.directory
+    )
+    with waiting:
+        set_up(trainer, setup)
+    try:
+        if devices.ranked:  # a backend in this process seeds the generators that a reward uses
+            torch.manual_seed(config.run.seed)
+        check_vocabulary(trainer.model, launch.tokenizer)
+        yield trainer
+    finally:
+        trainer.shutdown()
+
+
+def set_up(trainer: Any, config: BackendConfig) -> None:
+    """Set up a training backend, and shut it down if that fails.
+
+    Raises ValueError if a backend of your own has no `model` or `step` afterwards.
+    """
+    try:
+        trainer.setup(config)
+        missing = [name for name in ("model", "step") if not hasattr(trainer, name)]
+        require(
+            not missing,
+            "trainer.backend",
+            "must have the attributes model and step once it is set up",
+            config.trainer.backend,
+            f"{type(trainer).__name__} has no {' and no '.join(missing)};"
+            " see nemorl.TrainingBackend",
+        )
+    except BaseException:
+        with suppress(Exception):  # the error of the set-up is the one to show
+            trainer.shutdown()
+        raise
+
+
+@contextmanager
+def live_generator(launch: Launch, trainer: Any) -> Iterator[GenerationBackend | None]:
+    """Set up the engine that the job samples with, if any, and shut it down at the end."""
+    config, engines, model = launch.config, launch.engines, trainer.model
+    if engines is None:
+        yield None
+        return
+    backend = get_generation_backend(engines.backend)
+    if launch.devices.ranked and shares_model(backend):
+        # Where the ranks have GPUs, this machine may have none.
+        model = whole_model(model, "cpu" if config.trainer.device == "cpu" else None)
+    generator = backend(
+        model=model, tokenizer=launch.tokenizer, precision=config.parallel.param_dtype
+    )
+    try:
+        with waiting_for_engines(engines, quiet=launch.quiet):
+            generator.setup(engines)
+        yield generator
+    finally:
+        generator.shutdown()
+
+
+def shares_model(generator_class: type) -> bool:
+    """Return whether engines of this class compute with the model that they are made with."""
+    return getattr(generator_class, "shares_model", True)
+
+
+def whole_model(model: Any, device: str | None) -> nn.Module:
+    """Return a model like `model`, whose weights are on ranks, for an engine in this process.
+
+    It is in float32, on `device` (None: the best there is), and without weights until
+    `update_weights` brings them. No random number is drawn.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights(), torch.device(usable_device(device)):
+        whole = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    whole.tie_weights()  # not done where no weights are made
+    if getattr(model, "generation_config", None) is not None:
+        whole.generation_config = model.generation_config
+    return whole.eval().requires_grad_(False)
+
+
+def probe(config: Any, vocab_size: int) -> list[int]:
+    """Return a prompt for `check_agreement`, of any tokens, that leaves room for an answer."""
+    length = max(1, min(8, config.data.max_total_sequence_length // 2))
+    return [token % vocab_size for token in range(length)]
+
+
+def resumed(run: Run, launch: Launch) -> Run:
+    """Return the run where its last whole checkpoint left it, if it is to be resumed, and make its
+    directory show this state and these settings.
+
+    Changed settings are a warning.
+    """
+    config, directory, found = run.config, launch.directory, None
+    if config.run.resume:
+        found = checkpoint.load_latest(directory.path, run)
+    if found is not None:
+        run = replace(run, state=found[1])
+        for change in changes(directory.config, config):
+            warn(f"the run goes on with other settings than before: {change}")
+        now, before = launch.devices.plan.num_ranks, num_ranks(found[0])
+        if before not in (0, now):
+            warn(f"the run goes on with another number of devices than before: {now}, was {before}")
+        if run.state.step >= launch.job.num_steps:
+            warn(
+                f"the run has {run.state.step} steps already, so there is nothing to do up to step"
+                f" {launch.job.num_steps}: raise max_num_steps"
+            )
+    elif config.run.resume and checkpoint.present(directory.path):
+        raise CheckpointError(
+            f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put one"
+            " back, or begin anew in another folder (--run.dir)"
+        )
+    elif config.run.resume:
+        warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew")
+    directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
+    directory.truncate(run.state.step if found is not None else -1)
+    return run
+
+
+def warn(message: str) -> None:
+    """Warn the caller of `nemorl.run`."""
+    warnings.warn(message, stacklevel=4)
+
+
+def num_ranks(found: Path) -> int:
+    """Return the number of ranks that wrote a checkpoint; 0 for one of another backend."""
+    return len(list((found / "trainer").glob("optimizer*.safetensors")))
+
+
+def own_callbacks(launch: Launch, model: nn.Module) -> tuple[list[Callback], list[Callback]]:
+    """Return nemorl's callbacks that come before the caller's, and those that come after.
+
+    Those before show and record. Those after save: a checkpoint covers all that was recorded
+    before it.
+    """
+    config, directory = launch.config, launch.directory
+    logged = LoggedRun(
+        directory=directory,
+        run_id=launch.log.run_id,
+        config=to_dict(config),
+        project=config.run.project,
+        samples_per_step=config.run.samples_per_step,
+    )
+    before: list[Callback] = [
+        launch.log,
+        make_display(config.run.display, total_steps=launch.log.total_steps),
+        Recorder(launch.loggers, logged),
+        SignalWatch(),
+    ]
+    after: list[Callback] = []
+    if condition := config.run.stop_condition():
+        after.append(EarlyStop(condition, directory, quiet=launch.quiet))
+    after.append(
+        CheckpointCallback(
+            directory,
+            period=config.run.save_period,
+            keep=config.run.keep_checkpoints,
+            ranking=config.run.ranking(),
+            observers=(*before, *launch.callbacks),
+            background=config.run.async_save,
+        )
+    )
+    if isinstance(gap := getattr(config, "gap", None), GapConfig):
+        after.append(GapWatch(gap, directory))
+    if config.run.export:
+        after.append(ExportCallback(directory, model, adapter=config.lora.export == "adapter"))
+    if config.run.plots:
+        from nemorl.runtime.watch.plots import PlotCallback  # slow to import
+
+        after.append(PlotCallback(directory))
+    return before, after

@@ -1,0 +1,214 @@
+"""What a run's parts are set up with, worked out from its settings and its model."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nemorl.checks import require
+from nemorl.models.adapters import CONFIG, base_of
+from nemorl.parallel.config import BackendConfig, ProfileConfig
+from nemorl.parallel.profiling import profile_folder
+from nemorl.rollout.environment import EnvironmentInterface
+from nemorl.rollout.environments import make_environment
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.config.tree import flat, load_config, to_dict
+from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.job import Job, Reward, Rows
+from nemorl.runtime.start.devices import Devices
+
+
+def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | None) -> Any:
+    """Return the config with the names of what was given in Python, so that config.yaml has them.
+
+    A reward without a name is noted as given in Python, so that a resume without it is an error.
+    """
+
+    def named(value: Any) -> Any:
+        several = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
+        parts = list(value) if several else [value]
+        if not all(isinstance(part, str | Path) for part in parts):
+            return None
+        return tuple(map(str, parts)) if several else str(value)
+
+    names = {"train": named(train), "validation": named(validation)}
+    data = {key: name for key, name in names.items() if name is not None}
+    config = replace(config, data=replace(config.data, **data)) if data else config
+    if reward is None or not hasattr(config, "reward"):
+        return config
+    parts = list(reward) if isinstance(reward, Mapping | list | tuple) else [reward]
+    functions = ", ".join(
+        part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
+        for part in parts
+    )
+    return replace(config, reward=named(reward) or f"given in Python ({functions})")
+
+
+def model_config_of(model: nn.Module | str) -> Any:
+    """Return the Hugging Face configuration of a model, or of a folder or hub name.
+
+    None where it can't be read: loading the model will say what is wrong.
+    """
+    from transformers import AutoConfig
+
+    if not isinstance(model, str):
+        return model.config
+    try:
+        name = (base_of(Path(model)) or "") if (Path(model) / CONFIG).is_file() else model
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+
+
+def within_positions(config: Any, of_model: Any) -> Any:
+    """Return the config with data.max_total_sequence_length lowered, with a warning, to the number
+    of the model's positions.
+    """
+    positions = getattr(of_model, "max_position_embeddings", None)
+    wanted = config.data.max_total_sequence_length
+    if positions is None or wanted <= positions:
+        return config
+    warnings.warn(
+        f"data.max_total_sequence_length is lowered from {wanted} to {positions}, the positions"
+        " that the model has",
+        stacklevel=3,
+    )
+    return replace(config, data=replace(config.data, max_total_sequence_length=positions))
+
+
+def with_response_length(config: Any) -> tuple[Any, str | None]:
+    """Return the config with generation.max_new_tokens as a number that leaves room for a prompt,
+    and a message where that is less than the usual one.
+
+    A number that was given stays. Nothing is set for an algorithm without rewards, which samples
+    nothing.
+    """
+    if config.generation.max_new_tokens is not None or not hasattr(config, "reward"):
+        return config, None
+    usual, longest = config.generation.longest_response, config.data.max_total_sequence_length
+    fits = min(usual, max(1, longest // 2))
+    message = (
+        f"generation.max_new_tokens is {fits} instead of {usual}: half of"
+        f" data.max_total_sequence_length ({longest}), as it was not given"
+    )
+    config = replace(config, generation=replace(config.generation, max_new_tokens=fits))
+    return config, message if fits < usual else None
+
+
+def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInterface | None:
+    """Return the given reward or the configured one; None for an algorithm without rewards."""
+    if not hasattr(config, "reward"):
+        require(
+            reward is None,
+            "reward",
+            f"can't be given here, because {type(config).__name__} has none",
+            reward,
+            "remove it",
+        )
+        return None
+    return make_environment(
+        config.reward if reward is None else reward, getattr(config, "reward_weights", ())
+    )
+
+
+def backend_config(
+    config: BaseConfig,
+    job: Job,
+    folder: str,
+    found: Path | None,
+    *,
+    devices: Devices,
+    directory: RunDirectory,
+) -> BackendConfig:
+    """Return what the training backend is set up with; `found` is the checkpoint that it resumes
+    from.
+    """
+    total_steps = job.num_updates or job.num_steps
+    needs_initial_model = job.keep_reference or job.with_initial_model is not None
+    return BackendConfig(
+        model=replace(config.model, path=folder),
+        trainer=config.trainer,
+        optimizer=config.optimizer,
+        seed=config.run.seed,
+        lora=config.lora,
+        parallel=devices.plan,
+        profile=profile_config(config.profile, directory, total_steps=total_steps),
+        total_steps=total_steps,
+        keep_reference=job.keep_reference,
+        # The timeouts of the runtime come first: their errors name the rank.
+        collective_timeout_s=max(config.runtime.timeout_s, config.runtime.start_timeout_s) + 60,
+        same_initial_model_as=found / "trainer" if found and needs_initial_model else None,
+    )
+
+
+def profile_config(
+    profile: ProfileConfig, directory: RunDirectory, *, total_steps: int
+) -> ProfileConfig:
+    """Return what is profiled, in profile/ of the run unless another folder was given.
+
+    Raises ValueError where nothing would be recorded, or could be written.
+    """
+    span = profile.span()
+    if span is None:
+        return profile
+    require(
+        span[0] <= total_steps,
+        "profile.steps",
+        f"must begin within the {total_steps} optimizer steps of the run",
+        profile.steps,
+        "name earlier steps",
+    )
+    profile = replace(profile, dir=profile.dir or str(directory.path / "profile"))
+    profile_folder(profile)
+    return profile
+
+
+def generation_config(
+    config: BaseConfig, directory: RunDirectory, devices: Devices
+) -> GenerationConfig:
+    """Return what an engine is set up with: its longest sequence, the place of its logs and the
+    GPUs that it leaves to the trainer are the run's, unless they were given.
+
+    Raises ValueError where the engine's longest sequence is shorter than the run's.
+    """
+    given, longest = config.generation, config.data.max_total_sequence_length
+    if given.backend == "torch":
+        return given
+    require(
+        given.max_model_len is None or given.max_model_len >= longest,
+        "generation.max_model_len",
+        f"must be at least data.max_total_sequence_length ({longest})",
+        given.max_model_len,
+        "lower that one, or remove this one",
+    )
+    given = replace(given, max_model_len=given.max_model_len or longest)
+    if not given.num_replicas:
+        return given
+    gpus = devices.local_gpus if given.trainer_gpus is None else given.trainer_gpus
+    return replace(given, log_dir=given.log_dir or str(directory.path / "logs"), trainer_gpus=gpus)
+
+
+def changes(path: str | Path, config: Any) -> list[str]:
+    """Return the settings that differ from those in a file, if numbers depend on them and they are
+    not the length of the run.
+
+    A file that can't be read is a warning.
+    """
+    try:
+        before, now = flat(to_dict(load_config(type(config), path))), flat(to_dict(config))
+    except ValueError as error:
+        warnings.warn(
+            f"the run's earlier settings can't be compared with the present ones: {error}",
+            stacklevel=4,
+        )
+        return []
+    free = ("run.", "runtime.", "profile.", "max_num_steps", "num_epochs")
+    return [
+        f"{key} is {now.get(key)!r}, was {before.get(key)!r}"
+        for key in now | before
+        if not key.startswith(free) and now.get(key) != before.get(key)
+    ]

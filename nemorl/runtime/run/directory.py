@@ -1,8 +1,8 @@
 """The folder that a run writes: one place that knows the layout.
 
 config.yaml              the resolved configuration, under `environment` what it ran with data.json
-how long the sequences of its data sets are, see nemorl.data.statistics, with a hash that tells
-whether they changed metrics.jsonl            one JSON object a line: step, time, phase ("train" or
+how long the sequences of its data sets are, see nemorl.data.statistics
+metrics.jsonl            one JSON object a line: step, time, phase ("train" or
 "validation"), then the metrics samples/step_N.jsonl     a few responses of step N
 checkpoints/step_N/      see nemorl.runtime.run.checkpoint run.json                 which run this
 is and how it stands, see nemorl.runtime.run.record log.jsonl                what it had to say, see

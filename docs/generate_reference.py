@@ -1,10 +1,8 @@
-"""Writes docs/configuration.md from the config dataclasses:
-
-`python docs/generate_reference.py` (a test fails where the page is out of date).
-"""
+"""Write docs/configuration.md from the config dataclasses: python docs/generate_reference.py."""
 
 import dataclasses
 import inspect
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,12 +19,14 @@ INTRODUCTION = """\
 
 *Written by `python docs/generate_reference.py` from the dataclasses; change it there.*
 
-A setting is a key in YAML (`optimizer: {lr: 1e-6}`), a flag (`--optimizer.lr 1e-6`), a field in Python (`OptimizerConfig(lr=1e-6)`)
-and an argument of `nemorl.train` (`lr=1e-6`, or `optimizer__lr=1e-6` where the name alone is not unique). Later layers win: defaults,
-then `--preset`, then `--config`, then flags. `--print-config` shows what a run would use. Sections that several algorithms share come first.
+A setting is a key in YAML (`optimizer: {lr: 1e-6}`), a flag (`--optimizer.lr 1e-6`), a field in
+Python (`OptimizerConfig(lr=1e-6)`) and an argument of `nemorl.train` (`lr=1e-6`, or
+`optimizer__lr=1e-6` if the name alone is not unique). Later layers win: defaults, then `--preset`,
+then `--config`, then flags. `--print-config` shows what a run would use. Sections that several
+algorithms share come first. A flag of true or false is `--run.resume` or `--run.no-resume`.
 
-A choice between variants, such as `loss`, is a section with a `name`: `loss: {name: gspo}`, `--loss gspo`. It has only the keys of the
-variant that was chosen.
+A choice between variants, such as `loss`, is a section with a `name`: `loss: {name: gspo}`,
+`--loss gspo`. It has only the keys of the chosen variant.
 """
 
 
@@ -42,7 +42,7 @@ def page() -> str:
     for name, hint in shared.items():
         parts.append(section(f"## `{name}`", name, hint))
     for name, cls in configs.items():
-        parts.append(f"## `nemorl {name}`\n\n{inspect.getdoc(cls)}\n")
+        parts.append(f"## `nemorl {name}`\n\n{about(cls)}\n")
         own = [(field, hint) for field, hint in fields_of(cls) if field.name not in shared]
         values = [(field, hint) for field, hint in own if not variants(hint)]
         parts.append(table(cls, values, ""))
@@ -62,15 +62,20 @@ def page() -> str:
 def section(title: str, name: str, hint: Any) -> str:
     members = variants(hint)
     if len(members) == 1:
-        return f"{title}\n\n{inspect.getdoc(members[0])}\n\n{table(members[0], fields_of(members[0]), name + '.')}"
+        keys = table(members[0], fields_of(members[0]), f"{name}.")
+        return f"{title}\n\n{about(members[0])}\n\n{keys}"
     parts = [f"{title}\n\nOne of {', '.join(f'`{variant}`' for variant in by_name(members))}.\n"]
     for variant, cls in by_name(members).items():
         own = [(field, hint) for field, hint in fields_of(cls) if field.name != "name"]
         parts.append(
-            f"**`{variant}`**: {inspect.getdoc(cls)}\n\n"
-            + (table(cls, own, name + ".") if own else "")
+            f"**`{variant}`**: {about(cls)}\n\n" + (table(cls, own, name + ".") if own else "")
         )
     return "\n".join(parts)
+
+
+def about(cls: type) -> str:
+    """The docstring of a class, a line per paragraph."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(cls) or "")
 
 
 def table(cls: type, fields: list[tuple[dataclasses.Field[Any], Any]], prefix: str) -> str:

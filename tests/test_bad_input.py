@@ -255,7 +255,7 @@ SETTINGS = {
         stop_when="accuracy = 1",
     ),
     "a direction without a metric": setting(
-        r"run\.higher_is_better needs run\.metric, but it is True: name the metric",
+        r"run\.higher_is_better needs run\.metric, but it is True: name its metric",
         nemorl.RunConfig,
         higher_is_better=True,
     ),
@@ -289,7 +289,7 @@ SETTINGS = {
     ),
     "a batch that doesn't divide": grpo_setting(
         r"train_global_batch_size must divide the 24 responses of a rollout batch \(.*\), but it is"
-        r" 7: so that",
+        r" 7: all optimizer steps",
         train_global_batch_size=7,
     ),
     "greedy training": grpo_setting(
@@ -875,7 +875,7 @@ DATA = PREFERENCES | {
     ),
     "a negative weight": Case(
         lambda place: nemorl.DataConfig(train=("a", "b"), weights=(1.0, -1.0)),
-        r"data\.weights must be positive, but it is .*leave a set out instead",
+        r"data\.weights must be positive, but it is .*remove the set instead",
     ),
     "tools that are no JSON": rows(
         r"row 1: tools must be a list of tools, or one as JSON text, got '\{'",
@@ -1298,7 +1298,7 @@ RUNS = {
     ),
     "a best checkpoint by no metric": Case(
         lambda place: nemorl.run(place.sft(run={"metric": "los"})),
-        r"run\.metric must name a metric that the run has, but it is 'los': did you mean loss\?",
+        r"run\.metric must name a metric that the run has, but it is 'los'; did you mean loss\?",
         saved=1,
     ),
     "a rule about a validation without one": Case(

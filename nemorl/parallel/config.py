@@ -1,4 +1,4 @@
-"""What a training backend is set up with: frozen, free of torch, checked when made."""
+"""Sections that set up a training backend: frozen, free of torch, checked when made."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -15,17 +15,17 @@ class ModelConfig:
     path: str = ""
     """A folder with a Hugging Face causal language model, or its name on the hub."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; the model's own unless given."""
+    """Folder or hub name of the tokenizer. Default: the model's own."""
     chat_template: str | None = None
-    """A Jinja chat template, the path of a file with one, or passthrough (contents as they are);
-    the tokenizer's own unless given.
+    """Jinja chat template, path of a file with one, or passthrough (contents as they are). Default:
+    the tokenizer's own.
     """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values that the chat template asks for by name, such as enable_thinking: false; kept in the
-    tokenizer that a run exports.
+    """Values for the chat template by name, such as enable_thinking: false; kept in the tokenizer
+    that a run exports.
     """
     from_scratch: bool = False
-    """Initialise the weights at random from the model's configuration instead of loading them."""
+    """Initialize the weights at random from the model's configuration instead of loading them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,35 +35,48 @@ class TrainerConfig:
     backend: str = "dtensor"
     """Name of the training backend."""
     train_micro_batch_size: int | None = None
-    """Sequences (or packed rows) per forward pass; memory depends on it, the result does not.
-
-    None: all at once, or as micro_batch_tokens says.
+    """Sequences (or packed rows) per forward pass; changes memory, not the result. None: all at
+    once, or as micro_batch_tokens says.
     """
     micro_batch_tokens: int | None = None
-    """Instead of a fixed number of rows: tokens per forward pass, padding included."""
+    """Tokens per forward pass, padding included, instead of a fixed number of rows."""
     sequence_packing: bool = False
-    """Put several sequences into one row, so that nothing is spent on padding."""
+    """Put several sequences into one row, without padding."""
     packed_row_tokens: int | None = None
-    """Length of a packed row. None: the longest sequence, or micro_batch_tokens if that is set."""
+    """Tokens of a packed row. None: the longest sequence, or micro_batch_tokens if that is set."""
     logprob_chunk: int = 1024
-    """Tokens whose logits are held at a time; [batch, seq, vocab] never is."""
+    """Tokens whose logits are in memory at a time; those of a whole batch never are."""
     device: str | None = None
-    """cpu, cuda, cuda:1, …; the first GPU if there is one unless given.
-
-    With several ranks cpu or cuda: each takes a GPU of its own.
+    """Device: cpu, cuda, cuda:1, …; with several ranks cpu or cuda, of which each takes one GPU.
+    Default: the first GPU if there is one.
     """
     deterministic: bool = False
-    """Only use kernels that give the same bits in every run (on GPUs slower; on a CPU they do
-    anyhow).
+    """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
+    do).
     """
 
     def __post_init__(self) -> None:
-        at_least(1, trainer__train_micro_batch_size=self.train_micro_batch_size, trainer__micro_batch_tokens=self.micro_batch_tokens,
-                 trainer__packed_row_tokens=self.packed_row_tokens, trainer__logprob_chunk=self.logprob_chunk)  # fmt: skip
-        require(self.train_micro_batch_size is None or self.micro_batch_tokens is None, "trainer.micro_batch_tokens",
-                "can't be given together with trainer.train_micro_batch_size", self.micro_batch_tokens, "keep one of the two")  # fmt: skip
-        require(self.packed_row_tokens is None or self.sequence_packing, "trainer.packed_row_tokens", "needs trainer.sequence_packing",
-                self.packed_row_tokens, "add --trainer.sequence-packing")  # fmt: skip
+        at_least(
+            1,
+            trainer__train_micro_batch_size=self.train_micro_batch_size,
+            trainer__micro_batch_tokens=self.micro_batch_tokens,
+            trainer__packed_row_tokens=self.packed_row_tokens,
+            trainer__logprob_chunk=self.logprob_chunk,
+        )
+        require(
+            self.train_micro_batch_size is None or self.micro_batch_tokens is None,
+            "trainer.micro_batch_tokens",
+            "can't be given together with trainer.train_micro_batch_size",
+            self.micro_batch_tokens,
+            "keep one of the two",
+        )
+        require(
+            self.packed_row_tokens is None or self.sequence_packing,
+            "trainer.packed_row_tokens",
+            "needs trainer.sequence_packing",
+            self.packed_row_tokens,
+            "add --trainer.sequence-packing",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +86,11 @@ class OptimizerConfig:
     lr: float = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up, down to min_lr_ratio · lr at the last step."""
+    """Decay of the learning rate after the warm-up, to min_lr_ratio · lr at the last step."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     min_lr_ratio: float = 0.0
-    """Where linear and cosine schedules end, as a share of lr."""
+    """End of linear and cosine schedules, as a share of lr."""
     weight_decay: float = 0.0
     """Decoupled weight decay, on matrices only (not on biases and norms)."""
     beta1: float = 0.9
@@ -85,11 +98,11 @@ class OptimizerConfig:
     beta2: float = 0.95
     """Decay of the running mean of the squared gradient."""
     eps: float = 1e-8
-    """Added to the root of the latter before dividing."""
+    """Term added to the root of the latter before dividing."""
     max_grad_norm: float | None = 1.0
-    """Clip the global gradient norm to this; None: don't."""
+    """Largest global gradient norm; above it gradients are scaled down. None: no clipping."""
     implementation: Literal["fused", "foreach"] = "fused"
-    """One kernel for a whole step, or one for each operation on all parameters."""
+    """Kernels of a step: one for the whole step, or one for each operation on all parameters."""
 
     def __post_init__(self) -> None:
         require(
@@ -129,25 +142,24 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAConfig:
-    """Train small adapters beside the model's weights, which stay as they are (LoRA, through PEFT)."""
+    """Small adapters that are trained in place of the model's weights (LoRA, through PEFT)."""
 
     rank: int = 0
     """Rank of the adapters: 8 to 64 are usual, with about ten times the optimizer.lr of full
-    training. 0: train the whole model, without adapters.
+    training. 0: no adapters; the whole model is trained.
     """
     alpha: float = 32.0
-    """What an adapter adds is scaled by alpha / rank."""
+    """Scale of the adapters: alpha / rank."""
     dropout: float = 0.0
-    """Share of an adapter's inputs that is dropped in training.
-
-    Leave it at 0 in RL: what is trained should be what sampled.
+    """Share of an adapter's inputs dropped in training. Keep it 0 in RL, where the trained model
+    should be the one that sampled.
     """
     target_modules: tuple[str, ...] = ()
-    """Names of the linear layers that get an adapter, such as q_proj and v_proj; all but the output
-    layer unless given.
+    """Names of the linear layers that get an adapter, such as q_proj and v_proj. Default: all but
+    the output layer.
     """
     export: Literal["merged", "adapter"] = "merged"
-    """What hf/ holds: the whole model, with the adapters merged into its weights; or a PEFT folder
+    """Contents of hf/: the whole model, with the adapters merged into its weights, or a PEFT folder
     of the adapters alone, for use with their base.
     """
 
@@ -175,7 +187,7 @@ class LoRAConfig:
                     f"lora.{item.name}",
                     "needs lora.rank",
                     value,
-                    "add --lora.rank 16, or leave it out",
+                    "add --lora.rank 16, or remove it",
                 )
 
 
@@ -186,12 +198,9 @@ class ProfileConfig:
     """
 
     steps: str | None = None
-    """First and last optimizer step that are recorded, such as 10:12; a lone 10 is 10:10.
-
-    None: nothing is.
-    """
+    """First and last optimizer step to record, such as 10:12; "10" means 10:10. None: no traces."""
     dir: str | None = None
-    """Folder of the traces, one file per device; profile/ of the run unless given."""
+    """Folder of the traces, one file per device. Default: profile/ of the run."""
 
     def __post_init__(self) -> None:
         span = self.span()
@@ -204,7 +213,7 @@ class ProfileConfig:
         )
 
     def span(self) -> tuple[int, int] | None:
-        """`steps` as numbers. Raises ValueError for what can't be read."""
+        """Return `steps` as numbers. Raises ValueError for what can't be read."""
         if self.steps is None:
             return None
         first, *rest = self.steps.split(":", 1)
@@ -221,21 +230,19 @@ class ProfileConfig:
 
 
 def check_lora(lora: LoRAConfig, model: ModelConfig) -> None:
-    """Adapters beside weights that are random and stay so would teach the model nothing, and nobody
-    could find those weights again.
-    """
+    """Refuse adapters on random weights, which would stay random and could not be found again."""
     require(
         not (lora.rank and model.from_scratch),
         "lora.rank",
         "must be 0 with model.from_scratch",
         lora.rank,
-        "adapt a trained model, or leave it out",
+        "adapt a trained model, or remove it",
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendConfig:
-    """All that `TrainingBackend.setup` is told."""
+    """The settings that `TrainingBackend.setup` gets."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -244,20 +251,18 @@ class BackendConfig:
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     seed: int = 0
-    """Of random weights, adapters and dropout."""
+    """Seed of random weights, adapters and dropout."""
     total_steps: int = 1
-    """Optimizer steps of the whole run, which the learning-rate schedule is stretched over."""
+    """Optimizer steps of the whole run, for the learning-rate schedule."""
     keep_reference: bool = False
-    """Keep a frozen copy of the initial model for `get_reference_logprobs`; with LoRA none is
-    needed, as that is the model without its adapters.
+    """Keep a frozen copy of the initial model for `get_reference_logprobs`; with LoRA it is the
+    model without its adapters.
     """
     collective_timeout_s: float | None = None
-    """How long ranks may wait for each other before they give up, in seconds; None: as long as
-    torch does.
-    """
+    """Longest wait of ranks for each other, in seconds. None: torch's own."""
     same_initial_model_as: Path | None = None
-    """A checkpoint whose run must have begun with the same weights, or `setup` refuses them: where
-    a resumed run needs its initial model anew.
+    """Checkpoint whose run must have begun with the same weights, or `setup` refuses them; for a
+    resumed run that needs its initial model again.
     """
 
     def __post_init__(self) -> None:

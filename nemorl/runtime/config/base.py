@@ -1,9 +1,7 @@
-"""Every knob of a run, as frozen dataclasses: sections one level deep, free of torch, checked when
-they are made.
+"""The settings of SFT and GRPO, and the sections that every algorithm has.
 
-A choice between algorithms (the policy loss, the advantage) is a union of dataclasses: what a
-variant has no use for can't be written down. In YAML and on the command line a variant is chosen by
-its `name` (`loss: {name: gspo}`, `--loss gspo`).
+Frozen dataclasses, free of torch, that check themselves when they are made. A choice between
+variants is a union of dataclasses: a setting that a variant does not use can't be written.
 """
 
 import math
@@ -41,23 +39,21 @@ class DataConfig:
     """Where the rows come from and which of their columns are used."""
 
     train: str | tuple[str, ...] | None = None
-    """A local .jsonl, .json, .parquet or .csv file, or the name of a data set on the hub
-    (NAME:CONFIGURATION where it has several); or several.
+    """Training rows: a local .jsonl, .json, .parquet or .csv file, or the name of a data set on the
+    hub (NAME:CONFIGURATION if it has several); or several of these.
     """
     weights: tuple[float, ...] = ()
-    """The share of each of several training sets, relative to each other; unless given, each row
-    comes once an epoch.
-    """
+    """Relative share of each of several training sets. Default: each row once an epoch."""
     validation: str | tuple[str, ...] | None = None
     """Rows to validate on, named in the same way."""
     held_out: float = 0.0
-    """Training rows that are kept for validation where no validation set is given: a share (below
-    1) or a number.
+    """Training rows kept for validation if there is no validation set: a share (below 1) or a
+    number of rows.
     """
     split: str = "train"
-    """The split that is taken of a hub data set for training."""
+    """Split of a hub data set to train on."""
     validation_split: str | None = None
-    """The split that is taken of a hub data set for validation; "validation" unless given."""
+    """Split of a hub data set to validate on. Default: "validation"."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
     response_column: str = "response"
@@ -65,24 +61,25 @@ class DataConfig:
     answer_column: str = "answer"
     """Column that rewards such as exact_match compare the response with."""
     messages_column: str = "messages"
-    """Column of whole conversations, used where a row has it (SFT)."""
+    """Column of whole conversations, used for rows that have it (SFT)."""
     chosen_column: str = "chosen"
     """Column of the better answer of a preference pair (DPO)."""
     rejected_column: str = "rejected"
     """Column of the worse answer of a preference pair (DPO)."""
     label_column: str = "label"
-    """Column that says of a lone answer whether it is wanted (KTO): true or false."""
+    """Column that labels a single answer as desirable, true or false (KTO)."""
     max_total_sequence_length: int = 2048
-    """Tokens of prompt and response together."""
+    """Longest sequence, prompt and response together, in tokens."""
     too_long: Literal["error", "drop", "truncate"] = "error"
-    """What happens to a row that is longer: an error that names it, leave it out, or cut its end (a
-    prompt's beginning). Counted in either case.
+    """Handling of longer rows: an error that names the row, drop it, or cut its end (a prompt's
+    beginning). Dropped and cut rows are counted.
     """
     shuffle: bool = True
-    """A new order in every epoch, from the seed; otherwise the rows' own order."""
+    """Shuffle the rows anew in every epoch, by run.seed."""
 
     def __post_init__(self) -> None:
         at_least(2, data__max_total_sequence_length=self.max_total_sequence_length)
+        at_least(0, data__held_out=self.held_out)
         sets = self.train if isinstance(self.train, tuple) else (self.train,)
         require(
             not self.weights or self.train is None or len(self.weights) == len(sets),
@@ -96,18 +93,21 @@ class DataConfig:
             "data.weights",
             "must be positive",
             self.weights,
-            "leave a set out instead",
+            "remove the set instead",
         )
-        at_least(0, data__held_out=self.held_out)
-        require(self.held_out < 1 or self.held_out == int(self.held_out), "data.held_out", "must be a share below 1 or a whole number of rows",
-                self.held_out, "0.05 holds out every twentieth row, 100 a hundred rows")  # fmt: skip
-        alone = not (self.held_out and self.validation)
         require(
-            alone,
+            self.held_out < 1 or self.held_out == int(self.held_out),
+            "data.held_out",
+            "must be a share below 1 or a whole number of rows",
+            self.held_out,
+            "0.05 holds out every twentieth row, 100 a hundred rows",
+        )
+        require(
+            not (self.held_out and self.validation),
             "data.held_out",
             "is for runs without data.validation",
             self.held_out,
-            "leave one of the two out",
+            "remove one of the two",
         )
 
 
@@ -116,51 +116,52 @@ class RunConfig:
     """Where the run is kept, how often it validates and saves, and its seed."""
 
     dir: str | None = None
-    """The run's directory (metrics, samples, plots, checkpoints, export); unless given, the first
-    of runs/grpo, runs/grpo-2, … that is free.
+    """Directory of the run (metrics, samples, plots, checkpoints, export). Default: the first of
+    runs/grpo, runs/grpo-2, … that is free.
     """
     resume: bool = False
-    """Go on with the run in `dir` from its last checkpoint.
-
-    Without it a directory that holds a run is an error.
+    """Continue the run in `dir` from its last checkpoint. Without it, a directory that holds a run
+    is an error.
     """
     seed: int = 0
-    """Of everything random: fresh weights, the order of the data, sampling."""
+    """Seed of everything random: fresh weights, the order of the data, sampling."""
     val_period: int = 0
-    """Validate every this many steps (and at the end); 0: only at the end."""
+    """Steps between validations; there is always one at the end. 0: only that one."""
     val_at_start: bool = False
     """Validate before the first step, too."""
     max_val_samples: int = 256
-    """Validation rows that are used, from the top."""
+    """Number of validation rows that are used, from the top."""
     save_period: int = 50
-    """Write a checkpoint every this many steps (and at the end); 0: only at the end."""
+    """Steps between checkpoints; there is always one at the end. 0: only that one."""
     keep_checkpoints: int = 2
-    """How many checkpoints are kept: the newest ones, or with `metric` the best ones besides the
+    """Number of checkpoints that are kept: the newest ones, or with `metric` the best ones and the
     newest.
     """
     async_save: bool = False
-    """Go on training while a checkpoint is written, from a copy in main memory (about three times
-    the weights, shared by the ranks).
+    """Continue training while a checkpoint is written, from a copy in main memory (about three
+    times the weights, shared by the ranks).
     """
     metric: str | None = None
-    """A metric that says which checkpoints are best, such as val_accuracy; validations that are
-    among the best then get a checkpoint, too.
+    """Metric that ranks checkpoints, such as val_accuracy. A validation that ranks among the best
+    gets a checkpoint.
     """
     higher_is_better: bool | None = None
-    """Which way `metric` is better. Unless given: lower for a loss, higher for all else."""
+    """Whether a higher `metric` is better. Default: false for a loss, true for all else."""
     stop_when: str | None = None
-    """End the run when a metric has come so far: "val_accuracy >= 0.95", "loss < 0.1"."""
+    """Condition that ends the run early: "val_accuracy >= 0.95", "loss < 0.1"."""
     samples_per_step: int = 8
-    """Responses per step that are written to samples/."""
+    """Number of responses written to samples/ in each step."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
-    """Live table, one line a step, or nothing. auto: live in a terminal, plain elsewhere."""
+    """Progress display: a live table, one line a step, or nothing. auto: live in a terminal, plain
+    elsewhere.
+    """
     loggers: tuple[str, ...] | None = None
-    """Where the metrics go besides metrics.jsonl: tensorboard, wandb, mlflow, or what you
-    registered. None: to tensorboard, if it is installed.
+    """Loggers of metrics besides metrics.jsonl: tensorboard, wandb, mlflow, or one that you
+    registered. Default: tensorboard, if it is installed.
     """
     project: str | None = None
-    """What W&B calls project and MLflow experiment; as their environment variables say unless
-    given, otherwise nemorl.
+    """Project of W&B and experiment of MLflow. Default: as their environment variables say, or
+    nemorl.
     """
     plots: bool = True
     """Draw plots/*.png when the run ends."""
@@ -187,25 +188,28 @@ class RunConfig:
             run__keep_checkpoints=self.keep_checkpoints,
             run__max_val_samples=self.max_val_samples,
         )
-        require(self.metric is not None or self.higher_is_better is None, "run.higher_is_better", "needs run.metric", self.higher_is_better,
-                "name the metric that it is about (--run.metric)")  # fmt: skip
+        require(
+            self.metric is not None or self.higher_is_better is None,
+            "run.higher_is_better",
+            "needs run.metric",
+            self.higher_is_better,
+            "name its metric (--run.metric)",
+        )
         self.stop_condition()
 
     def ranking(self) -> Ranking | None:
-        """The order of the checkpoints, if there is a metric for it."""
-        return (
-            None
-            if self.metric is None
-            else Ranking(metric=self.metric, higher_is_better=self.higher_is_better)
-        )
+        """Return the order of the checkpoints, if there is a metric for it."""
+        if self.metric is None:
+            return None
+        return Ranking(metric=self.metric, higher_is_better=self.higher_is_better)
 
     def metrics_of_rules(self) -> dict[str, str | None]:
-        """The metrics that settings are about, by setting."""
+        """Return the metrics that settings name, by setting."""
         condition = self.stop_condition()
         return {"run.metric": self.metric, "run.stop_when": condition.metric if condition else None}
 
     def stop_condition(self) -> Condition | None:
-        """`stop_when` as it is understood. Raises ValueError for what can't be."""
+        """Return `stop_when` parsed. Raises ValueError for what is no condition."""
         return None if self.stop_when is None else Condition.parse(self.stop_when)
 
 
@@ -216,7 +220,7 @@ Reduction = Literal["token_mean", "sequence_mean", "constant", "group_mean"]
 class BaseConfig:
     """The sections that every algorithm has.
 
-    A config of your own derives from this one and adds its settings (see `register_algorithm`).
+    Derive your own config from this one and add its settings (see `register_algorithm`).
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -231,23 +235,21 @@ class BaseConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        """A sequence of the greatest length that the data may have must fit where it is put, so
-        that no step fails on the first long one.
-        """
-        longest = self.data.max_total_sequence_length
-        for name in ("micro_batch_tokens", "packed_row_tokens"):
-            size, remedy = (
-                getattr(self.trainer, name),
-                f"data.max_total_sequence_length is {longest}",
-            )
-            require(
-                size is None or size >= longest,
-                f"trainer.{name}",
-                "must hold the longest sequence",
-                size,
-                remedy,
-            )
+        self.require_room(self.data.max_total_sequence_length, "the longest sequence")
         check_lora(self.lora, self.model)
+
+    def require_room(self, tokens: int, what: str) -> None:
+        """Raise ValueError if a microbatch or packed row can't hold `tokens`."""
+        for name in ("micro_batch_tokens", "packed_row_tokens"):
+            size = getattr(self.trainer, name)
+            require(
+                size is None or size >= tokens,
+                f"trainer.{name}",
+                f"must hold {what}",
+                size,
+                f"data.max_total_sequence_length is {self.data.max_total_sequence_length}, so make"
+                f" it {tokens} or more",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,19 +257,19 @@ class SFTConfig(BaseConfig):
     """Supervised fine-tuning on demonstrations."""
 
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    """Used for validation by answering, where the validation rows have an answer."""
+    """Used to validate by answering, if the validation rows have an answer."""
     train_global_batch_size: int = 32
     """Sequences per optimizer step."""
     max_num_steps: int | None = None
-    """Optimizer steps; None: as num_epochs says."""
+    """Number of optimizer steps. None: as num_epochs says."""
     num_epochs: int = 1
-    """Passes over the data, where max_num_steps is not given."""
+    """Passes over the data if max_num_steps is not given."""
     reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Every token counts the same, or every sequence."""
+    """Weighting of the loss: every token counts the same, or every sequence."""
     reward: str | tuple[str, ...] = "exact_match"
-    """How validation answers are judged; as in GRPO."""
+    """Reward that judges validation answers; as in GRPO."""
     reward_weights: tuple[float, ...] = ()
-    """One for each of several rewards; all 1 unless given."""
+    """Weight of each of several rewards. Default: 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -281,9 +283,8 @@ class SFTConfig(BaseConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOConfig(BaseConfig):
-    """Reinforcement learning from groups of responses per prompt:
-
-    GRPO and its relatives (see --preset).
+    """Reinforcement learning from groups of responses per prompt: GRPO and its relatives (see
+    --preset).
     """
 
     loss: PolicyLossConfig = field(default_factory=ClippedLoss)
@@ -297,27 +298,27 @@ class GRPOConfig(BaseConfig):
     columns that it names as parameters.
     """
     reward_weights: tuple[float, ...] = ()
-    """One for each of several rewards, whose weighted sum counts; all 1 unless given."""
+    """Weight of each of several rewards in their sum. Default: 1."""
     reduction: Reduction = "sequence_mean"
-    """How tokens are weighted in the loss (constant: divided by generation.max_new_tokens, as in
-    Dr. GRPO).
+    """Weighting of tokens in the loss (constant: divided by generation.max_new_tokens, as in Dr.
+    GRPO).
     """
     num_prompts_per_step: int = 32
     """Prompts per rollout batch."""
     num_generations_per_prompt: int = 8
     """Responses per prompt: the group size."""
     max_num_steps: int = 100
-    """How many rollout batches are sampled and trained on."""
+    """Number of rollout batches that are sampled and trained on."""
     train_global_batch_size: int | None = None
-    """Sequences per optimizer step; a smaller number than the rollout batch gives several updates
-    per batch. None: one update.
+    """Sequences per optimizer step; fewer than the rollout batch give several updates per batch.
+    None: one update.
     """
     num_updates_per_batch: int = 1
     """Passes over each rollout batch."""
     dynamic_sampling: bool = False
-    """DAPO: replace groups whose rewards are all equal by fresh ones, a whole group at a time."""
+    """Replace groups whose rewards are all equal by fresh ones, a whole group at a time (DAPO)."""
     max_sampling_rounds: int = 4
-    """Rollout rounds after which dynamic sampling goes on with the groups that it has."""
+    """Rollout rounds after which dynamic sampling continues with the groups that it has."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 
@@ -332,34 +333,22 @@ class GRPOConfig(BaseConfig):
             num_updates_per_batch=self.num_updates_per_batch,
             max_sampling_rounds=self.max_sampling_rounds,
         )
-        alone = (
-            isinstance(self.advantage, ReinforcePlusPlusAdvantage)
-            and not self.advantage.group_baseline
-        )
-        if isinstance(self.advantage, GroupAdvantage):
-            alone = self.advantage.baseline in ("batch_mean", "none") and self.advantage.scale in (
-                "batch_std",
-                "none",
-            )
         require(
-            alone or self.num_generations_per_prompt > 1,
+            self.num_generations_per_prompt > 1 or not self._compares_groups,
             "num_generations_per_prompt",
             "must be at least 2 where responses are compared within their group",
             self.num_generations_per_prompt,
             "a group of one teaches nothing; use 2 or more, or --advantage.baseline batch_mean"
             " --advantage.scale batch_std",
         )
-        responses, per_step = (
-            self.num_prompts_per_step * self.num_generations_per_prompt,
-            self.train_global_batch_size,
-        )
+        responses = self.num_prompts_per_step * self.num_generations_per_prompt
         require(
-            per_step is None or responses % per_step == 0,
+            responses % (self.train_global_batch_size or 1) == 0,
             "train_global_batch_size",
             f"must divide the {responses} responses of a rollout batch (num_prompts_per_step ·"
             " num_generations_per_prompt)",
-            per_step,
-            "so that every optimizer step has as many",
+            self.train_global_batch_size,
+            "all optimizer steps must be of the same size",
         )
         require(
             self.generation.temperature > 0,
@@ -368,15 +357,23 @@ class GRPOConfig(BaseConfig):
             self.generation.temperature,
             "greedy samples of a group are all the same; 1.0 is usual",
         )
-        answer = self.generation.max_new_tokens
+        longest = self.data.max_total_sequence_length
         require(
-            answer is None or answer < self.data.max_total_sequence_length,
+            (self.generation.max_new_tokens or 0) < longest,
             "generation.max_new_tokens",
             "must be below data.max_total_sequence_length",
-            answer,
-            f"data.max_total_sequence_length is {self.data.max_total_sequence_length}; leave room"
-            " for the prompt",
+            self.generation.max_new_tokens,
+            f"data.max_total_sequence_length is {longest}; leave room for the prompt",
         )
+
+    @property
+    def _compares_groups(self) -> bool:
+        match self.advantage:
+            case ReinforcePlusPlusAdvantage(group_baseline=group_baseline):
+                return group_baseline
+            case GroupAdvantage(baseline=baseline, scale=scale):
+                alone = baseline in ("batch_mean", "none") and scale in ("batch_std", "none")
+                return not alone
 
     @property
     def needs_reference(self) -> bool:

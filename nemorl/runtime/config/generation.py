@@ -1,4 +1,4 @@
-"""How responses are sampled, and by which engines: frozen, free of torch, checked when made."""
+"""The section `generation`: how responses are sampled, and by which engines."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -20,7 +20,7 @@ OF_REPLICAS = (
 """Settings of engines in processes of their own."""
 
 LONGEST_RESPONSE = 256
-"""Tokens, where generation.max_new_tokens is not given."""
+"""Tokens of a response if generation.max_new_tokens is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,28 +28,27 @@ class GenerationConfig:
     """How responses are sampled."""
 
     backend: str = "torch"
-    """Name of the generation backend: torch is embedded and shares the trainer's weights; vllm is
-    fast on GPUs, and spreads over a cluster.
+    """Generation backend: torch is embedded and shares the trainer's weights; vllm is fast on GPUs
+    and runs on a cluster.
     """
     temperature: float = 1.0
-    """Divides the logits; 0 is greedy (evaluation only)."""
+    """Divisor of the logits; 0 is greedy (evaluation only)."""
     top_k: int = 0
-    """Sample among the k likeliest tokens; 0: all."""
+    """Number of likeliest tokens to sample from. 0: all."""
     top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
+    """Total probability of the likeliest tokens to sample from."""
     min_p: float = 0.0
-    """Drop tokens less likely than this share of the likeliest one's probability."""
+    """Share of the likeliest token's probability below which tokens are dropped."""
     max_new_tokens: int | None = None
-    """Longest response, in tokens.
-
-    Unless given: 256, or in a run half of data.max_total_sequence_length where that is less.
+    """Longest response, in tokens. Default: 256, or in a run half of
+    data.max_total_sequence_length if that is less.
     """
     stop_strings: tuple[str, ...] = ()
-    """A response ends where one of these appears in its text."""
+    """Strings that end a response when one appears in its text."""
     stop_token_ids: tuple[int, ...] = ()
-    """A response ends with one of these tokens, as with the tokenizer's end-of-sequence token."""
+    """Tokens that end a response, besides the tokenizer's end-of-sequence token."""
     max_batch_size: int = 256
-    """Sequences that an engine decodes at a time; the rest wait for a free place."""
+    """Number of sequences that an engine decodes at a time; the others wait."""
     num_replicas: int = 0
     """vllm: engines in processes of their own, which Ray places (on the cluster at RAY_ADDRESS, or
     here); 0: one engine in the trainer's process.
@@ -57,14 +56,10 @@ class GenerationConfig:
     tensor_parallel_size: int = 1
     """vllm: devices over which each engine splits the model."""
     cpus_per_replica: int = 1
-    """vllm:
-
-    CPU cores of each replica; where there is no GPU, each device's worker computes with as many
-    threads.
-    """
+    """vllm: CPU cores of each replica; without GPUs, the threads of each device's worker."""
     max_model_len: int | None = None
-    """vllm: room for prompt and response together, in tokens; in a run
-    data.max_total_sequence_length unless given, and no less.
+    """vllm: longest prompt and response together, in tokens. Default in a run:
+    data.max_total_sequence_length, which is also the least.
     """
     engine: dict[str, Any] = field(default_factory=dict)
     """vllm: further arguments of the engine by vLLM's own names, such as gpu_memory_utilization:
@@ -75,30 +70,28 @@ class GenerationConfig:
     environment from nemorl's extra NAME and keeps it.
     """
     colocated: bool = True
-    """vllm: replicas share the trainer's GPUs and sleep while it trains; false: they have GPUs of
-    their own.
+    """vllm: replicas share the trainer's GPUs and sleep while it trains. false: they have their own
+    GPUs.
     """
     sleep_level: Literal[0, 1, 2] | None = None
-    """vllm: given back while the trainer works: nothing (0), the cache, and weights to main memory
-    (1), both (2). None: 2 if colocated on GPUs.
+    """vllm: GPU memory freed while the trainer works: none (0), the cache and, to main memory, the
+    weights (1), or both for good (2). None: 2 if colocated on GPUs.
     """
     weight_transport: Literal["auto", "shared_memory", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """vllm: how new weights reach the replicas; auto: the fastest one that works where they are."""
+    """vllm: transport of new weights to the replicas. auto: the fastest that works."""
     timeout_s: float = 300.0
-    """vllm: a replica that makes no progress for so many seconds is replaced."""
+    """vllm: seconds without progress after which a replica is replaced."""
     start_timeout_s: float = 600.0
-    """vllm: how long a replica may take to start, in seconds."""
+    """vllm: longest start of a replica, in seconds."""
     max_restarts: int = 3
-    """vllm: how often in a row a replica may be replaced without finishing a prompt; then the run
-    goes on without it, or ends if it was the last.
+    """vllm: replacements of a replica in a row without a finished prompt; after these the run
+    continues without it, or ends if it was the last.
     """
     log_dir: str | None = None
-    """vllm: folder for the replicas' logs; logs/ of the run unless given."""
+    """vllm: folder of the replicas' logs. Default: logs/ of the run."""
     trainer_gpus: int | None = None
-    """vllm:
-
-    GPUs of this machine that are set aside for training where colocated is false; as many as train
-    here outside Ray unless given.
+    """vllm: GPUs of this machine reserved for training if colocated is false. Default: those that
+    train here outside Ray.
     """
 
     def __post_init__(self) -> None:
@@ -158,11 +151,11 @@ class GenerationConfig:
 
     @property
     def longest_response(self) -> int:
-        """`max_new_tokens`, or what stands for it."""
+        """Return `max_new_tokens`, or its default."""
         return LONGEST_RESPONSE if self.max_new_tokens is None else self.max_new_tokens
 
     def sampling_params(self, *, greedy: bool = False) -> SamplingParams:
-        """What a request of this run asks for; greedy: the same limits and stops, but always the
+        """Return the parameters of a request; `greedy` keeps limits and stops, but always takes the
         likeliest token.
         """
         filters: dict[str, Any] = (

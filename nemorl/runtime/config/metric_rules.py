@@ -1,11 +1,8 @@
-"""Rules about metrics that a configuration states in words: when a run has learned enough, and
-which of its checkpoints is best. Free of torch.
+"""Rules about metrics: when a run has learned enough, and which of its checkpoints is best.
 
-A metric has the name that it has in metrics.jsonl; those of the validation have `val_` before it,
-as in the results of a run.
+Metrics have their names of metrics.jsonl, those of the validation with `val_` before it.
 """
 
-import difflib
 import math
 import operator
 import re
@@ -13,7 +10,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nemorl.checks import require
+from nemorl.checks import closest, require
 
 Key = TypeVar("Key", bound=Hashable)
 VALIDATION = "val_"
@@ -33,7 +30,7 @@ class Condition:
     (True, False)
     >>> Condition.parse("accuracy = 1")
     Traceback (most recent call last):
-    ValueError: run.stop_when must be a metric, one of >= <= > <, and a number, but it is 'accuracy = 1': write it like 'val_accuracy >= 0.95'
+    ValueError: run.stop_when must be a metric, one of >= <= > <, and a number, ...
     """
 
     metric: str
@@ -42,15 +39,14 @@ class Condition:
 
     @classmethod
     def parse(cls, text: str) -> "Condition":
-        """Raises ValueError for what is no condition."""
+        """Return the condition that a text states. Raises ValueError if it states none."""
         match = _CONDITION.fullmatch(text)
-        example = "write it like 'val_accuracy >= 0.95'"
         require(
             match is not None,
             "run.stop_when",
             f"must be a metric, one of {' '.join(COMPARISONS)}, and a number",
             text,
-            example,
+            "write it like 'val_accuracy >= 0.95'",
         )
         assert match is not None
         return cls(metric=match[1], comparison=match[2], threshold=float(match[3]))
@@ -64,10 +60,10 @@ class Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking:
-    """The order of checkpoints by a metric. Which way is better follows from the metric's name,
-    unless it is said: less of a loss, more of all else.
+    """The order of checkpoints by a metric: by default less of a loss is better, more of all else.
 
-    >>> Ranking(metric="val_loss").best({1: {"val_loss": 2.0}, 2: {"val_loss": 1.0}, 3: {}, 4: {"val_loss": 1.5}}, 2)
+    >>> found = {1: {"val_loss": 2.0}, 2: {"val_loss": 1.0}, 3: {}, 4: {"val_loss": 1.5}}
+    >>> Ranking(metric="val_loss").best(found, 2)
     [2, 4]
     """
 
@@ -75,9 +71,9 @@ class Ranking:
     higher_is_better: bool | None = None
 
     def best(self, metrics: Mapping[Key, Mapping[str, Any]], count: int) -> list[Key]:
-        """The keys of the `count` best, the best one first; of equals the later one.
+        """Return the keys of the `count` best, the best first; of equals the later.
 
-        What has no finite value of the metric is not among them.
+        Keys without a finite value of the metric are not among them.
         """
         higher = (
             not self.metric.endswith("loss")
@@ -98,10 +94,7 @@ class Ranking:
 
 
 class MetricWatch:
-    """Picks one metric out of what a run measures.
-
-    Raises ValueError the first time that it could be there and is not.
-    """
+    """Picks one metric out of those that a run measures."""
 
     def __init__(self, field_name: str, metric: str) -> None:
         self.field_name, self.metric = field_name, metric
@@ -112,22 +105,18 @@ class MetricWatch:
         return self.metric.startswith(VALIDATION)
 
     def look(self, metrics: Mapping[str, Any], *, validation: bool) -> float | None:
-        """Its value in the metrics of a step or of a validation (there without `val_`); None where
-        it belongs to the other.
+        """Return the value in the metrics of a step or of a validation (there without `val_`).
+
+        None if the metric belongs to the other. Raises ValueError if it is missing the first time.
         """
         if validation != self.of_validation:
             return None
         name = self.metric.removeprefix(VALIDATION)
         if name not in metrics and not self.seen:
             known = sorted((VALIDATION if validation else "") + other for other in metrics)
-            meant = difflib.get_close_matches(self.metric, known, n=1)
-            hint = f"did you mean {meant[0]}? " if meant else ""
-            require(
-                False,
-                self.field_name,
-                "must name a metric that the run has",
-                self.metric,
-                f"{hint}there are {', '.join(known)}",
+            raise ValueError(
+                f"{self.field_name} must name a metric that the run has, but it is"
+                f" {self.metric!r}{closest(self.metric, known) or ':'} there are {', '.join(known)}"
             )
         self.seen = True
         value = metrics.get(name)
@@ -135,22 +124,19 @@ class MetricWatch:
 
 
 def require_validation(rules: Mapping[str, str | None], *, validates: bool) -> None:
-    """Raise ValueError if a rule, given by field and metric, is about a validation that there will
-    not be.
+    """Raise ValueError if a rule, given by field and metric, needs a validation and there is none.
 
     >>> require_validation({"run.metric": "val_loss"}, validates=False)
     Traceback (most recent call last):
-    ValueError: run.metric must be a metric of the training where there is no validation, but it is 'val_loss': give data.validation, or ...
+    ValueError: run.metric must be a metric of the training where there is no validation, ...
     """
-    remedy = "give data.validation, or take a metric without val_"
     for name, metric in rules.items():
-        there = validates or metric is None or not metric.startswith(VALIDATION)
         require(
-            there,
+            validates or metric is None or not metric.startswith(VALIDATION),
             name,
             "must be a metric of the training where there is no validation",
             metric,
-            remedy,
+            "give data.validation, or name a metric without val_",
         )
 
 

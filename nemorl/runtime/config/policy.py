@@ -1,5 +1,5 @@
-"""The choices that make GRPO one of its relatives: policy loss, advantage, KL penalty, off-policy
-correction, overlong responses, gap.
+"""Sections of GRPO: policy loss, advantage, KL penalty, off-policy correction, overlong responses,
+and the gap between sampler and trainer.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nemorl.checks import at_least, require
 
 
 def check_clip(low: float, high: float) -> None:
-    """The ratio is clipped to [1 - low, 1 + high]."""
+    """Raise ValueError unless [1 - low, 1 + high] is an interval for a ratio."""
     require(0 <= low <= 1, "loss.clip_low", "must lie in 0 … 1", low, "0.2 clips the ratio at 0.8")
     require(high >= 0, "loss.clip_high", "must be at least 0", high, "0.2 clips the ratio at 1.2")
 
@@ -22,11 +22,11 @@ class ClippedLoss:
 
     name: Literal["clipped"] = "clipped"
     clip_low: float = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
+    """Lower clip of the ratio: it is at least 1 - clip_low."""
     clip_high: float = 0.2
-    """The ratio is clipped above at 1 + clip_high (DAPO's clip-higher: 0.28)."""
+    """Upper clip of the ratio: it is at most 1 + clip_high (0.28 in DAPO's clip-higher)."""
     dual_clip: float | None = None
-    """Where the advantage is negative, bound the loss at this multiple of it (3 is usual)."""
+    """Bound of the loss where the advantage is negative, as a multiple of it (3 is usual)."""
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
@@ -45,11 +45,11 @@ class GSPOLoss:
 
     name: Literal["gspo"] = "gspo"
     clip_low: float = 3e-4
-    """The sequence ratio is clipped below at 1 - clip_low."""
+    """Lower clip of the sequence ratio: it is at least 1 - clip_low."""
     clip_high: float = 4e-4
-    """The sequence ratio is clipped above at 1 + clip_high."""
+    """Upper clip of the sequence ratio: it is at most 1 + clip_high."""
     token_gradient: bool = False
-    """GSPO-token: the same value, with a gradient per token."""
+    """Use GSPO-token: the same value, with a gradient per token."""
 
     def __post_init__(self) -> None:
         check_clip(self.clip_low, self.clip_high)
@@ -61,7 +61,7 @@ class CISPOLoss:
 
     name: Literal["cispo"] = "cispo"
     clip_low: float | None = None
-    """Lower clip of the ratio at 1 - clip_low; None: no lower bound, as in MiniMax-M1."""
+    """Lower clip of the ratio at 1 - clip_low. None: no lower bound, as in MiniMax-M1."""
     clip_high: float = 4.0
     """Upper clip of the ratio at 1 + clip_high."""
 
@@ -89,11 +89,11 @@ class GroupAdvantage:
     baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none", "length_weighted"] = (
         "group_mean"
     )
-    """What is subtracted from a reward."""
+    """Baseline subtracted from a reward."""
     scale: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
-    """What the difference is divided by."""
+    """Divisor of the difference."""
     ddof: Literal[0, 1] = 1
-    """1: standard deviation with n - 1; 0: with n."""
+    """Degrees of freedom taken off a standard deviation: divide by n - 1 (1) or n (0)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,11 +102,11 @@ class ReinforcePlusPlusAdvantage:
 
     name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     kl_coef: float = 0.0
-    """Weight of the per-token penalty log π_prev - log π_ref inside the reward; above 0 a reference
+    """Weight of the per-token penalty log π_prev - log π_ref in the reward. Above 0, a reference
     model is kept.
     """
     group_baseline: bool = False
-    """REINFORCE++-baseline: subtract the group's mean reward first."""
+    """Subtract the group's mean reward first (REINFORCE++-baseline)."""
 
     def __post_init__(self) -> None:
         at_least(0, advantage__kl_coef=self.kl_coef)
@@ -119,14 +119,14 @@ AdvantageConfig = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    """A penalty on leaving the reference model, added to the loss."""
+    """Penalty for leaving the reference model, added to the loss."""
 
     coef: float = 0.0
-    """Weight of the penalty; above 0 a frozen copy of the initial model is kept."""
+    """Weight of the penalty. Above 0, a frozen copy of the initial model is kept."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per-token estimator of KL(π‖π_ref)."""
     gradient: Literal["pathwise", "score", "importance"] = "pathwise"
-    """What is differentiated: the estimate alone, with the score-function term, or weighted by
+    """Gradient of the penalty: of the estimate alone, with the score-function term, or weighted by
     π/π_gen.
     """
 
@@ -136,16 +136,14 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyConfig:
-    """Correction for the gap between the sampler's probabilities and the trainer's, w =
-    π_prev/π_gen.
-    """
+    """Correction for the gap between sampler and trainer, by weights w = π_prev/π_gen."""
 
     mode: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
-    """truncate: clamp w (TIS); mask: drop tokens with w outside the bounds (IcePop); sequence_mask:
-    drop whole sequences.
+    """Use of w. truncate: clamp it (TIS); mask: drop tokens with w outside the bounds (IcePop);
+    sequence_mask: drop whole sequences.
     """
     level: Literal["token", "sequence", "geometric"] = "token"
-    """w of each token, of the sequence (product), or its geometric mean."""
+    """Level of w: of each token, of the sequence (product), or its geometric mean."""
     min: float = 0.0
     """Lower bound of w."""
     max: float = 2.0
@@ -163,16 +161,16 @@ class OffPolicyConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlongConfig:
-    """What becomes of responses that reach generation.max_new_tokens (DAPO)."""
+    """Treatment of responses that reach generation.max_new_tokens (DAPO)."""
 
     buffer: float = 0.0
-    """The last share of the limit over which the reward falls linearly by up to `penalty` (DAPO:
-    0.2); 0: no shaping.
+    """Last share of the limit, over which the reward falls linearly by up to `penalty` (0.2 in
+    DAPO). 0: no shaping.
     """
     penalty: float = 1.0
-    """What a response at the limit loses."""
+    """Reward that a response at the limit loses."""
     filter: bool = False
-    """Leave responses that were cut off at the limit out of the loss."""
+    """Exclude responses that were cut off at the limit from the loss."""
 
     def __post_init__(self) -> None:
         at_least(0, overlong__penalty=self.penalty)
@@ -187,19 +185,16 @@ class OverlongConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GapConfig:
-    """What happens where the sampler's probabilities are too far from the trainer's for the same
-    tokens and weights.
+    """Limits on the gap between sampler and trainer for the same tokens and weights.
 
-    The measure is a step's token_mult_prob_error: the mean of exp |log π_trainer - log π_sampler|,
-    1 where they agree.
+    Its measure is token_mult_prob_error of a step: the mean of exp |log π_trainer - log π_sampler|,
+    1 if they agree.
     """
 
     warn: float | None = 1.05
-    """Warn in the first step that has more, and again whenever the excess over 1 has doubled; null:
-    never.
-    """
+    """Gap from which to warn, and again whenever the excess over 1 has doubled. null: never."""
     stop: float | None = None
-    """End the run with an error after a step that has more; null: never."""
+    """Gap that ends the run with an error after its step. null: never."""
 
     def __post_init__(self) -> None:
         for name, bound in (("warn", self.warn), ("stop", self.stop)):

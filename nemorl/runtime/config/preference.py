@@ -1,6 +1,4 @@
-"""The settings of `nemorl dpo`: which preference loss, what it is compared with, and how much of
-the data.
-"""
+"""The settings of DPO and its relatives, with their losses as sections."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -12,12 +10,12 @@ from nemorl.runtime.config.base import BaseConfig
 
 
 def check_beta(beta: float) -> None:
-    """β scales the log-ratios of a pair."""
+    """Raise ValueError unless β, the scale of log-ratios, is positive."""
     require(beta > 0, "loss.beta", "must be positive", beta, "0.1 is usual (simpo: 2.0)")
 
 
 def check_label_smoothing(value: float) -> None:
-    """A share of the labels; with half of them wrong there is nothing to learn."""
+    """Raise ValueError unless less than half of the labels are taken for wrong."""
     require(
         0 <= value < 0.5,
         "loss.label_smoothing",
@@ -29,22 +27,20 @@ def check_label_smoothing(value: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DPOLoss:
-    """-log σ(β · log-ratio of the pair): direct preference optimisation."""
+    """-log σ(β · log-ratio of the pair): direct preference optimization."""
 
     name: Literal["dpo"] = "dpo"
     beta: float = 0.1
-    """Scale of the implicit reward log π/π_ref: the smaller, the further the policy moves (NeMo RL:
-    reference_policy_kl_penalty).
-    """
+    """Scale of the implicit reward log π/π_ref: the smaller, the further the policy moves."""
     label_smoothing: float = 0.0
-    """The share of pairs whose label is believed to be wrong (conservative DPO)."""
+    """Share of pairs whose label is believed to be wrong (conservative DPO)."""
     robust: bool = False
-    """With label_smoothing: the loss that is unbiased under such labels (robust DPO) instead of the
-    conservative one.
+    """Use the loss that is unbiased under such labels (robust DPO) instead of the conservative one;
+    needs label_smoothing.
     """
     average_logprobs: bool = False
-    """Mean instead of sum over a response's tokens, so that long responses weigh no more than short
-    ones.
+    """Average over a response's tokens instead of summing, so that long responses weigh no more
+    than short ones.
     """
 
     def __post_init__(self) -> None:
@@ -61,15 +57,15 @@ class DPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class IPOLoss:
-    """(log-ratio of the pair - 1/(2β))²: identity preference optimisation, a regression that can't
-    run away when labels are certain.
+    """(log-ratio of the pair - 1/(2β))²: identity preference optimization, a regression that stays
+    bounded when labels are certain.
     """
 
     name: Literal["ipo"] = "ipo"
     beta: float = 0.1
-    """The log-ratio is drawn to 1/(2β): the smaller, the further the policy moves."""
+    """Target 1/(2β) of the log-ratio: the smaller β, the further the policy moves."""
     average_logprobs: bool = True
-    """Mean instead of sum over a response's tokens, as its authors and TRL do."""
+    """Average over a response's tokens instead of summing, as its authors and TRL do."""
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
@@ -81,9 +77,9 @@ class HingeLoss:
 
     name: Literal["hinge"] = "hinge"
     beta: float = 0.1
-    """Scale of the log-ratio; a pair stops to matter where it reaches 1/β."""
+    """Scale of the log-ratio. Pairs whose log-ratio reaches 1/β no longer count."""
     average_logprobs: bool = False
-    """Mean instead of sum over a response's tokens."""
+    """Average over a response's tokens instead of summing."""
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
@@ -91,7 +87,7 @@ class HingeLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class SimPOLoss:
-    """-log σ(β · difference of the mean logprobs - margin): simple preference optimisation, without
+    """-log σ(β · difference of the mean logprobs - margin): simple preference optimization, without
     a reference.
     """
 
@@ -99,9 +95,9 @@ class SimPOLoss:
     beta: float = 2.0
     """Scale of the mean logprobs."""
     margin: float = 1.0
-    """By how much the chosen response is to win (γ of the paper)."""
+    """Margin by which the chosen response should win (γ of the paper)."""
     label_smoothing: float = 0.0
-    """The share of pairs whose label is believed to be wrong."""
+    """Share of pairs whose label is believed to be wrong."""
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
@@ -124,7 +120,7 @@ class ORPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLoss:
-    """Kahneman-Tversky optimisation: single responses, each labelled desirable or not (pairs are
+    """Kahneman-Tversky optimization: single responses, each labeled desirable or not (pairs are
     split into one of each).
     """
 
@@ -132,14 +128,12 @@ class KTOLoss:
     beta: float = 0.1
     """Scale of the implicit reward log π/π_ref."""
     desirable_coef: float = 1.0
-    """Weight of desirable responses; with undesirable_coef it balances sets that have more of one
-    kind.
-    """
+    """Weight of desirable responses, to balance sets that have more of one kind."""
     undesirable_coef: float = 1.0
     """Weight of undesirable responses."""
     baseline: Literal["mismatched", "none"] = "mismatched"
-    """What rewards are compared with: the KL from the reference, measured on the step's prompts
-    with other prompts' responses, or 0 (TRL's apo_zero_unpaired).
+    """Baseline of rewards: the KL from the reference, measured on the step's prompts with other
+    prompts' responses, or 0 (TRL's apo_zero_unpaired).
     """
 
     def __post_init__(self) -> None:
@@ -158,27 +152,26 @@ PreferenceLossConfig = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig(BaseConfig):
-    """Learning from preferences, without sampling: DPO and its relatives (see --loss)."""
+    """Preference learning without sampling: DPO and its relatives (see --loss)."""
 
     loss: PreferenceLossConfig = field(default_factory=DPOLoss)
     reference: Literal["live", "precomputed"] = "live"
-    """Where the reference's logprobs come from: a frozen copy of the initial model, asked at every
-    step, or one pass over all data before the first step, with no second model in memory. simpo and
-    orpo need neither.
+    """Source of the reference's logprobs: a frozen copy of the initial model in every step, or one
+    pass over all data before the first step, with no second model in memory. simpo and orpo need
+    neither.
     """
     sft_coef: float | None = None
-    """Weight of an additional negative log-likelihood of the chosen (desirable) responses.
-
-    None: 1 for orpo, which includes it, and 0 elsewhere.
+    """Weight of an additional negative log-likelihood of the chosen (desirable) responses. None: 1
+    for orpo, which includes it, and 0 otherwise.
     """
     sft_reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """In that term every token counts the same, or every response."""
+    """Weighting of that term: every token counts the same, or every response."""
     train_global_batch_size: int = 32
     """Pairs per optimizer step (kto: responses)."""
     max_num_steps: int | None = None
-    """Optimizer steps; None: as num_epochs says."""
+    """Number of optimizer steps. None: as num_epochs says."""
     num_epochs: int = 1
-    """Passes over the data, where max_num_steps is not given."""
+    """Passes over the data if max_num_steps is not given."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -189,22 +182,15 @@ class DPOConfig(BaseConfig):
             num_epochs=self.num_epochs,
         )
         at_least(0, sft_coef=self.sft_coef)
-        longest = self.data.max_total_sequence_length
-        for name in ("micro_batch_tokens", "packed_row_tokens"):
-            size = getattr(self.trainer, name)
-            require(
-                isinstance(self.loss, KTOLoss) or size is None or size >= 2 * longest,
-                f"trainer.{name}",
-                "must hold the longest pair, which stays together",
-                size,
-                f"data.max_total_sequence_length is {longest}, so make it {2 * longest} or more",
-            )
+        if not isinstance(self.loss, KTOLoss):
+            longest = self.data.max_total_sequence_length
+            self.require_room(2 * longest, "the longest pair, which stays together")
         require(
             self.reference == "live" or self.needs_reference,
             "reference",
             f"can't be precomputed for {self.loss.name}, which compares with no reference",
             self.reference,
-            "leave it out, or choose --loss dpo",
+            "remove it, or choose --loss dpo",
         )
         refuse_unused(
             "generation",

@@ -1,16 +1,4 @@
-"""Named relatives of GRPO: what each one changes of the defaults, and where it is from.
-
-| preset | advantage | loss, reduction | besides | source |
-|---|---|---|---|---|
-| grpo | (R - mean) / std of the group | clipped, sequence mean | KL penalty 0.04 | DeepSeekMath |
-| dr_grpo | R - mean of the group | clipped, divided by a constant | | Understanding R1-Zero-Like Training |
-| rloo | R - mean of the others | REINFORCE, divided by a constant | | Back to Basics |
-| nemo_grpo | (R - mean) / std of the others | clipped, token mean | KL penalty 0.01 | NeMo RL's defaults |
-| dapo | as grpo | clipped higher (0.28), token mean | overlong shaping and filter, dynamic sampling | DAPO |
-| gspo | as grpo | sequence ratio, clipped at 3e-4/4e-4, sequence mean | | Qwen's GSPO |
-| cispo | as grpo | REINFORCE with its weight bounded at 5, token mean | | MiniMax-M1, ScaleRL |
-| reinforce_plus_plus | reward minus KL, whitened over the batch | clipped, token mean | per-token KL 0.01 in the reward | REINFORCE++ |
-"""
+"""Presets of GRPO: what each of its named relatives changes, and its source."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -65,9 +53,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reduction": "token_mean",
     },
 }
-"""What each preset changes, as nested sections that lie between the defaults and the user's own
-file.
-"""
+"""What each preset changes, as nested sections between the defaults and the user's own file."""
 
 DESCRIPTIONS = {
     "grpo": "group mean and deviation, KL penalty (DeepSeekMath)",
@@ -82,7 +68,7 @@ DESCRIPTIONS = {
 
 
 def preset_overrides(name: str) -> dict[str, Any]:
-    """What a preset changes; an unknown name is a ValueError with the valid ones."""
+    """Return what a preset changes. Raises ValueError for an unknown name, with the valid ones."""
     if name not in PRESETS:
         raise ValueError(
             f"unknown preset {name!r}{closest(name, PRESETS) or '.'} Valid names:"
@@ -92,13 +78,11 @@ def preset_overrides(name: str) -> dict[str, Any]:
 
 
 def preset(name: str, overrides: Mapping[str, Any] | None = None) -> GRPOConfig:
-    """A GRPO config from a preset and nested overrides of one's own.
+    """Return a GRPO config from a preset and nested overrides.
 
     >>> config = preset("dapo", {"optimizer": {"lr": 1e-6}})
     >>> config.loss.clip_high, config.dynamic_sampling, config.optimizer.lr
     (0.28, True, 1e-06)
     """
-    return construct(
-        GRPOConfig,
-        layer(GRPOConfig, layer(GRPOConfig, {}, preset_overrides(name)), overrides or {}),
-    )
+    tree = layer(GRPOConfig, {}, preset_overrides(name))
+    return construct(GRPOConfig, layer(GRPOConfig, tree, overrides or {}))

@@ -1,6 +1,4 @@
-"""How the processes of a run on several devices are started and watched: frozen, free of torch,
-checked when made.
-"""
+"""The section `runtime`: how the processes of a run on several devices start and are watched."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,7 +6,7 @@ from typing import Literal
 from nemorl.checks import at_least, require
 
 WEEK_S = 604_800
-"""Longer than any call, and no more than clocks of collectives can count."""
+"""Seconds: longer than any call, and no more than the clocks of collectives can count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,17 +21,17 @@ class RuntimeConfig:
     here. auto: ray if that is set, else processes.
     """
     max_restarts: int = 0
-    """How often the run may go on from its last checkpoint, with new ranks, after one has died or
-    hung; 0: such a failure ends it.
+    """Number of restarts from the last checkpoint, with new ranks, after one has died or hung. 0:
+    such a failure ends the run.
     """
     timeout_s: float = 1800.0
-    """How long the ranks may take for one call, such as an optimizer step, in seconds; then they
-    count as hung, and are ended.
+    """Longest call of the ranks, such as an optimizer step, in seconds. After it they count as hung
+    and are ended.
     """
     start_timeout_s: float = 600.0
-    """How long the ranks may take to start and to load the model, in seconds."""
+    """Longest start of the ranks, with the loading of the model, in seconds."""
     cpus_per_rank: int = 1
-    """CPU cores of each rank; where there is no GPU, it computes with as many threads."""
+    """CPU cores of each rank; without a GPU, its number of threads."""
 
     def __post_init__(self) -> None:
         at_least(0, runtime__max_restarts=self.max_restarts)

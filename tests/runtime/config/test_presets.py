@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from nemorl.runtime.config import presets
 from nemorl.runtime.config.base import GRPOConfig
 from nemorl.runtime.config.policy import (
     CISPOLoss,
@@ -26,7 +25,7 @@ CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 def test_each_preset_is_a_config(name: str) -> None:
     assert isinstance(preset(name), GRPOConfig)
     assert preset(name, {"max_num_steps": 3}).max_num_steps == 3
-    assert DESCRIPTIONS[name] and f"| {name} |" in str(presets.__doc__)
+    assert DESCRIPTIONS[name]
 
 
 def test_they_differ_from_each_other() -> None:

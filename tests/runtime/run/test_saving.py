@@ -256,7 +256,7 @@ def test_an_unknown_metric_is_an_error_that_lists_those_there_are():
     with pytest.raises(
         ValueError,
         match=(
-            r"run\.stop_when must name a metric.*'acuracy': did you mean accuracy\? there are"
+            r"run\.stop_when must name a metric.*'acuracy'; did you mean accuracy\? there are"
             r" accuracy, loss"
         ),
     ):

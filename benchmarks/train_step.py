@@ -149,5 +149,5 @@ def main(options: Options) -> None:
 
 if __name__ == "__main__":
     command(
-        main, Options, num_sequences=8, length=32, row_tokens=128, micro_batch_tokens=128, rounds=1
+        main, Options, num_sequences=16, length=32, row_tokens=128, micro_batch_tokens=128, rounds=1
     )

@@ -1,6 +1,7 @@
 """Every benchmark runs, in the small form that takes seconds and measures nothing."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -20,7 +21,7 @@ def test_it_runs(name: str, tmp_path: Path):
     if name in ("rollouts", "weight_sync") and find_spec("vllm") is None:
         pytest.skip("needs vLLM")
     path = FOLDER / f"{name}.py"
-    small = ["--small"] if "command(main" in path.read_text() else []
+    small = ["--small"] if re.search(r"\bcommand\(\s*main", path.read_text()) else []
     done = subprocess.run(
         [sys.executable, str(path), *small],
         capture_output=True,

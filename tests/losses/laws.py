@@ -191,7 +191,7 @@ def on_arrays(case: Case, arrays: dict[str, Tensor], seed: int) -> Result:
 
 
 def empty_mask(case: Case, problem: Problem) -> None:
-    """Law 6: nothing to train on gives loss 0, gradient 0 (not NaN, not None) and finite metrics."""
+    """Law 6: nothing to train on gives loss 0, gradient 0 (not NaN or None), finite metrics."""
     names = {"mask", "loss_weights", "pair_weights"} & set(case.inputs)
     assert names, "no mask and no weights among the inputs"
     own = problem.tokens | problem.sequences

@@ -1,4 +1,4 @@
-"""KL by hand, law 13 by exact sums over the vocabulary, and the gradients that the estimators have."""
+"""KL by hand, law 13 by exact sums over the vocabulary, and the estimators' gradients."""
 
 import math
 

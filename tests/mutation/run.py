@@ -103,10 +103,8 @@ def coverage(examples: int, *, anew: bool = True) -> Coverage:
     from tests.mutation.session import in_fork, measure
 
     file = STATE / "coverage.json"
-    stamp = (
-        f"{digest(*(ROOT / name for name in (*MUTATED, *TESTS)), ROOT / 'tests/helpers.py', ROOT / 'tests/strategies.py')}"
-        f" {examples}"
-    )
+    sources = (*MUTATED, *TESTS, "tests/helpers.py", "tests/strategies.py")
+    stamp = f"{digest(*(ROOT / name for name in sources))} {examples}"
     if not file.exists() or (anew and json.loads(file.read_text())["stamp"] != stamp):
         prepare()
         print("running every test once ...", flush=True)

@@ -211,7 +211,7 @@ def test_uniform_depends_on_its_own_row_alone(
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_uniform_is_uniform_along_each_of_its_arguments(axis):
-    """Kolmogorov-Smirnov against the uniform distribution, and no correlation between neighbours."""
+    """Kolmogorov-Smirnov against the uniform distribution, and no correlated neighbors."""
     arguments = [torch.full((20000,), 7), torch.full((20000,), 3), torch.full((20000,), 5)]
     arguments[axis] = torch.arange(20000)
     values = uniform(*arguments)

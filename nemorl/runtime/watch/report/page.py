@@ -5,7 +5,6 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +83,15 @@ def render(run: Gathered) -> str:
     )
     page.policies["json.dumps_kwargs"] = {"sort_keys": False}
     page.filters |= {"number": number, "duration": duration, "moment": moment, "setting": setting}
-    style, script = (Markup(HERE.joinpath(name).read_text("utf-8")) for name in FILES)
+    style, script = (
+        Markup(HERE.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js")
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     curves = curves_of(run)
     data = to_json({"curves": [curve["data"] for curve in curves], "samples": sample_data(run)})
     return page.get_template("page.html").render(
         run=run,
         record=run.record,
-        version=installed_version(),
         style=style,
         script=script,
         digest=digest,
@@ -104,9 +104,6 @@ def render(run: Gathered) -> str:
         yaml=dump(run.config),
         log=merged_log(run.log),
     )
-
-
-FILES = ("report.css", "report.js")
 
 
 def curves_of(run: Gathered) -> list[dict[str, Any]]:
@@ -211,13 +208,6 @@ def merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
         key = str(line.get("level")), str(line.get("message"))
         merged.setdefault(key, {**line, "times": 0})["times"] += 1
     return list(merged.values())
-
-
-def installed_version() -> str:
-    try:
-        return version("nemorl")
-    except PackageNotFoundError:
-        return "(not installed)"
 
 
 def moment(seconds: float) -> str:

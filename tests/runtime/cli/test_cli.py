@@ -661,7 +661,7 @@ def prepare(config, inputs):
     monkeypatch.chdir(tmp_path)
     try:
         assert cli.main(["--import", "mine_of_cli", "--help"]) == 0
-        assert "An algorithm of mine." in capsys.readouterr().out
+        assert "An algorithm of mine" in capsys.readouterr().out
         assert (
             cli.main(
                 [

@@ -164,12 +164,11 @@ class CheckpointWriter:
             shared = BEGUN in {file.name for file in path.iterdir()}
         except OSError:
             shared = False
-        self._raise_any(
-            None
-            if shared
-            else f"on {socket.gethostname()}: {path} is not the folder that the other ranks see: put the run in one that all"
-            " machines share"
+        problem = (
+            f"on {socket.gethostname()}: {path} is not the folder that the other ranks see: put"
+            " the run in one that all machines share"
         )
+        self._raise_any(None if shared else problem)
 
     def _raise_any(self, problem: str | None, value: Any = None, *, group: Any = None) -> list[Any]:
         """Return every rank's value, or raise OSError on all if one has a problem."""

@@ -1,13 +1,15 @@
 """The folder that a run writes: one place that knows the layout.
 
-config.yaml              the resolved configuration, under `environment` what it ran with data.json
-how long the sequences of its data sets are, see nemorl.data.statistics
-metrics.jsonl            one JSON object a line: step, time, phase ("train" or
-"validation"), then the metrics samples/step_N.jsonl     a few responses of step N
-checkpoints/step_N/      see nemorl.runtime.run.checkpoint run.json                 which run this
-is and how it stands, see nemorl.runtime.run.record log.jsonl                what it had to say, see
-nemorl.runtime.watch.log tensorboard/ plots/ hf/  events, pictures, and the trained model as
-transformers loads it
+    config.yaml              the resolved configuration, and under `environment` versions and host
+    data.json                sequence lengths of the data sets, see nemorl.data.statistics
+    metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
+    samples/step_N.jsonl     a few responses of step N
+    checkpoints/step_N/      see nemorl.runtime.run.checkpoint
+    run.json                 which run this is and its status, see nemorl.runtime.run.record
+    log.jsonl                its messages, see nemorl.runtime.watch.log
+    tensorboard/ plots/ hf/  events, pictures, and the trained model as transformers loads it
+
+Times are in seconds since the epoch.
 """
 
 import importlib.metadata
@@ -17,7 +19,6 @@ import math
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -37,10 +38,7 @@ STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of a run, and what is written into them as it goes.
-
-    Make one with `create` (a run that starts or resumes) or `open` (a run to be read).
-    """
+    """The paths of a run, made by `create` to write it or `open` to read it."""
 
     path: Path
 
@@ -90,12 +88,12 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path | str, config_yaml: str, *, resume: bool = False) -> "RunDirectory":
-        """Make the folder and write config.yaml.
+        """Make the folder and write config.yaml; where there are results it stays as it is until
+        it is clear that the run can go on (`write_config`).
 
-        Raises ValueError if the folder already holds results of a run and `resume` is False, or if
-        it can't be written to. With `resume` a folder without any is a fresh start, so that the
-        same command both starts a job and goes on with it; the config.yaml of a run with results
-        stays as it is until it is clear that the run can go on (`write_config`).
+        With `resume` a folder without results is a fresh start, so that the same command starts a
+        job and goes on with it. Raises ValueError if there are results and `resume` is False, or
+        if the folder can't be written to.
         """
         directory = cls(Path(path))
         if directory.holds_results() and not resume:
@@ -115,29 +113,26 @@ class RunDirectory:
         return directory
 
     def write_config(self, config_yaml: str) -> None:
-        """config.yaml: the settings below a section `environment` (versions, commit, host system)."""
+        """Write config.yaml: the settings below a section `environment`."""
         header = dump({"environment": environment()})
         write_atomically(self.config, f"{header}\n{config_yaml}")
 
     def read_data(self) -> dict[str, Any]:
-        """What `write_data` wrote; {} where there is nothing that can be read."""
+        """Return what `write_data` wrote; {} if it can't be read."""
         try:
             found = json.loads(self.data.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return (
-            {name: value for name, value in found.items() if isinstance(value, dict)}
-            if isinstance(found, dict)
-            else {}
-        )
+        items = found.items() if isinstance(found, dict) else ()
+        return {name: value for name, value in items if isinstance(value, dict)}
 
     def write_data(self, lengths: Mapping[str, Any]) -> None:
-        """data.json: how long the sequences of each data set are."""
+        """Write data.json: the lengths of each data set's sequences."""
         write_atomically(self.data, json.dumps(lengths, indent=1) + "\n")
 
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
-        """The folder of a run that exists. Raises ValueError where there is none."""
+        """Return the folder of an existing run. Raises ValueError where there is none."""
         directory = cls(Path(path))
         if not (directory.config.exists() or directory.holds_results()):
             raise ValueError(
@@ -147,10 +142,7 @@ class RunDirectory:
         return directory
 
     def holds_results(self) -> bool:
-        """Whether there is something that a new run would spoil.
-
-        The config.yaml of a run that failed at its start is nothing of the kind.
-        """
+        """Whether there is something that a new run would spoil; config.yaml alone is not."""
         return any(
             path.exists() for path in (self.metrics, self.samples, self.checkpoints, self.hf)
         )
@@ -158,64 +150,54 @@ class RunDirectory:
     def append_metrics(
         self, step: int, metrics: Mapping[str, float], *, phase: Phase = "train"
     ) -> None:
-        """One more line of metrics.jsonl; numbers that JSON has no word for (nan, inf) become null."""
-        append_lines(
-            self.metrics, [{"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}]
-        )
+        """Append a line to metrics.jsonl; nan and inf become null."""
+        line = {"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}
+        append_lines(self.metrics, [line])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl in order.
-
-        A last line that was torn when a process was killed is left out.
-        """
+        """Return the lines of metrics.jsonl, without a last one that a killed process tore."""
         return read_lines(self.metrics)
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """More lines of samples/step_N.jsonl; tensors and arrays become lists."""
+        """Append lines to samples/step_N.jsonl; tensors and arrays become lists."""
         self.samples.mkdir(exist_ok=True)
         append_lines(self.samples / f"step_{step}.jsonl", samples)
 
     def truncate(self, step: int) -> None:
-        """Forget what was written after `step`, because a resumed run writes it again: metrics
-        lines (a torn one, too) and sample files.
-
-        -1 forgets everything: right where there is no checkpoint and the run starts anew.
+        """Remove metrics lines and sample files of steps after `step`, because a resumed run writes
+        them again; with -1 all.
         """
         if self.metrics.exists():
             kept = [line for line in self.read_metrics() if line.get("step", 0) <= step]
-            write_atomically(
-                self.metrics, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-            )
+            lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
+            write_atomically(self.metrics, "".join(lines))
         for file in self.samples.glob("step_*.jsonl"):
             if step_of(file) > step:
                 file.unlink()
 
 
 def free_directory(name: str, parent: Path | str = "runs") -> str:
-    """The first of runs/NAME, runs/NAME-2, … that doesn't exist: where a run goes that was given no
-    folder. It is made, so that no other run gets it.
+    """Make and return the first of runs/NAME, runs/NAME-2, … that doesn't exist.
 
-    Raises ValueError if it can't be.
+    Raises ValueError if it can't be made.
     """
     try:
         Path(parent).mkdir(parents=True, exist_ok=True)
-        for path in (
-            Path(parent) / (name if number == 1 else f"{name}-{number}")
-            for number in itertools.count(1)
-        ):
+        for number in itertools.count(1):
+            path = Path(parent) / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):
                 path.mkdir()
-                break
+                return str(path)
     except OSError as error:
         raise ValueError(
             f"run.dir must be a folder that can be written to, but {parent} can't ({error}): name"
             " another one (--run.dir)"
         ) from error
-    return str(path)
+    raise AssertionError
 
 
 def step_of(path: Path) -> int:
-    """The N of `step_N` or `step_N.jsonl`; -1 for another name.
+    """Return the N of `step_N` or `step_N.jsonl`; -1 for another name.
 
     >>> step_of(Path("checkpoints/step_40")), step_of(Path("latest"))
     (40, -1)
@@ -225,9 +207,7 @@ def step_of(path: Path) -> int:
 
 
 def environment() -> dict[str, str]:
-    """What a run depends on besides its configuration: system, hardware, versions, and the git
-    commit of the working directory if it has one.
-    """
+    """Return system, hardware, versions, and the git commit of the working directory, if any."""
     found = {"python": platform.python_version(), "system": platform.platform(), **hardware()}
     for package in ("nemorl", "torch", "transformers"):
         try:
@@ -239,38 +219,31 @@ def environment() -> dict[str, str]:
 
 
 def hardware() -> dict[str, str]:
-    """Processors and memory, and the GPUs where torch is loaded and sees some."""
+    """Return processors and memory, and the GPUs if torch is loaded and sees some."""
     import psutil
 
     found = {"cpus": str(os.cpu_count()), "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB"}
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
-        found["gpus"] = ", ".join(
-            torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())
-        )
+        gpus = range(torch.cuda.device_count())
+        found["gpus"] = ", ".join(torch.cuda.get_device_name(index) for index in gpus)
     return found
 
 
 def git_commit() -> str | None:
-    """The checked-out commit, marked where files differ from it; None outside a repository, before
-    the first commit, and without git.
-    """
-    if shutil.which("git") is None:
+    """Return the checked-out commit, marked if files differ from it; None if there is none."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "HEAD")
+        changed = git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
         return None
-
-    def git(*arguments: str) -> str | None:
-        try:
-            result = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=10)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return result.stdout.strip() if result.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    return (
-        f"{commit} with changes"
-        if commit and git("status", "--porcelain", "--untracked-files=no")
-        else commit
-    )
+    return f"{commit} with changes" if changed else commit
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -281,32 +254,30 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON lines file; [] if it doesn't exist.
+    """Return the objects of a JSON lines file; [] if it doesn't exist.
 
-    A last line that was torn is left out, another damaged one too, with a warning that names it.
+    A torn last line is omitted, and so is another damaged one, with a warning that names it.
     """
     if not path.exists():
         return []
     records = []
-    *lines, last = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    for number, line in enumerate([*lines, last], start=1):
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             record = None
         if isinstance(record, dict):
             records.append(record)
-        elif number <= len(lines):
-            warnings.warn(
-                f"{path}, line {number} is no JSON object and is left out: {line[:80]!r}",
-                stacklevel=2,
-            )
+        elif number < len(lines):
+            problem = f"{path}, line {number} is no JSON object and is omitted: {line[:80]!r}"
+            warnings.warn(problem, stacklevel=2)
     return records
 
 
 def to_json(value: Any) -> Any:
-    """A value as strict JSON can hold it: tensors and arrays as lists, paths and other objects as
-    text, nan and inf as None.
+    """Return a value as strict JSON: tensors and arrays as lists, nan and inf as None, other
+    objects as text.
 
     >>> to_json({"reward": float("nan"), "tokens": (1, 2)})
     {'reward': None, 'tokens': [1, 2]}

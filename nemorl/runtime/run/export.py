@@ -1,4 +1,4 @@
-"""Trained models as folders that transformers and others load."""
+"""Trained models as folders that transformers, vLLM and PEFT load."""
 
 import json
 import shutil
@@ -19,16 +19,22 @@ from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.state import Run
 
+EXPORT = "nemorl_export.json"
+"""Marks a folder as an export of ours, which a later one may replace."""
+WRITTEN = (
+    EXPORT, "config.json", "generation_config.json", "model", "adapter_", "tokenizer",
+    "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece", "README.md",
+)  # fmt: skip
+"""How the names of files in an export begin."""
+
 
 def write_pretrained(
     directory: Path, weights: Iterable[tuple[str, Tensor]], model: nn.Module, tokenizer: Any
 ) -> Path:
-    """A folder that `transformers`, vLLM and others load: safetensors shards of at most 5 GB,
-    configuration, tokenizer.
+    """Write a folder that `transformers` loads: safetensors of at most 5 GB each, configuration,
+    tokenizer. No more than one file of weights is in memory at a time.
 
-    The weights are written as they come, so that no more than one shard is in memory at a time.
-
-    Raises ValueError if something else than an earlier export is in its place.
+    Raises ValueError if something other than an earlier export is in its place.
     """
     settings = (model.config, getattr(model, "generation_config", None))
     return _write(directory, weights, [each for each in settings if each is not None], tokenizer)
@@ -47,93 +53,77 @@ def _write(
 def write_checkpoint(
     directory: Path, trainer: Path, tokenizer: Any, *, lora: str = "merged", base: str | None = None
 ) -> Path:
-    """What the training backend wrote into a checkpoint's folder `trainer`, as a folder for others.
+    """Write the model in a checkpoint's folder `trainer` as a folder that others load.
 
-    Of a run with LoRA: `lora` = "merged" adds the adapters to their base model, "adapter" gives
-    them alone. `base` says where that model is now. Raises ValueError where it is not known or not
-    the same any more, and where a run without LoRA is asked for either.
+    Args:
+        lora: of a run with LoRA: "merged" adds the adapters to their base model, "adapter" writes
+            them alone.
+        base: where that base model is now.
+
+    Raises:
+        ValueError: the base model is unknown or has changed, or the run had no LoRA but `lora` or
+            `base` is given.
     """
-    if not (trainer / CONFIG).exists():
-        require(
-            lora == "merged",
-            "lora",
-            "must be merged for a run that trained the whole model",
-            lora,
-            "leave it out",
-        )
-        require(
-            base is None,
-            "base_model",
-            "is for runs with LoRA only, and this one trained the whole model",
-            base,
-            "leave it out",
-        )
-        return _copy_checkpoint(directory, trainer, tokenizer)
-    base = base or base_of(trainer)
-    if lora == "adapter":
-        with replacing(directory) as aside:
-            shutil.copy(trainer / WEIGHTS, aside)
-            values = json.loads((trainer / CONFIG).read_text(encoding="utf-8")) | {
-                "base_model_name_or_path": base
-            }
-            (aside / CONFIG).write_text(
-                json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-            )
-            tokenizer.save_pretrained(aside)
-        return directory.resolve()
+    if (trainer / CONFIG).exists():
+        write = _write_adapter if lora == "adapter" else _write_merged
+        return write(directory, trainer, tokenizer, base or base_of(trainer))
+    whole = "for a run that trained the whole model"
+    require(lora == "merged", "lora", f"must be merged {whole}", lora, "omit it")
+    require(base is None, "base_model", f"must be omitted {whole}", base, "omit it")
+    return _copy_checkpoint(directory, trainer, tokenizer)
+
+
+def _write_adapter(directory: Path, trainer: Path, tokenizer: Any, base: str | None) -> Path:
+    with replacing(directory) as aside:
+        shutil.copy(trainer / WEIGHTS, aside)
+        values = json.loads((trainer / CONFIG).read_text(encoding="utf-8"))
+        values["base_model_name_or_path"] = base
+        (aside / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+        tokenizer.save_pretrained(aside)
+    return directory.resolve()
+
+
+def _write_merged(directory: Path, trainer: Path, tokenizer: Any, base: str | None) -> Path:
+    must = "must name the model that the adapters belong to"
     remedy = (
-        "the run was handed its model in memory: name the folder or hub name that it came from"
+        "the run was given its model in memory: name the folder or hub name that it came from"
         " (--base-model)"
     )
-    require(
-        bool(base), "base_model", "must name the model that the adapters belong to", base, remedy
-    )
+    require(bool(base), "base_model", must, base, remedy)
     try:
         model = load_causal_lm(str(base))
     except ValueError as error:
         raise ValueError(
-            f"base_model must name the model that the adapters belong to, but {error}: say where it"
-            " is now (--base-model)"
+            f"base_model {must}, but {error}: say where it is now (--base-model)"
         ) from error
-    check_base(
-        json.loads((trainer / "backend.json").read_text(encoding="utf-8"))["base"],
-        fingerprint(model),
-        trainer,
-    )
+    state = json.loads((trainer / "backend.json").read_text(encoding="utf-8"))
+    check_base(state["base"], fingerprint(model), trainer)
     model = merge_folder(model, trainer)
     return write_pretrained(directory, merged_tensors(model), model, tokenizer)
 
 
 def _copy_checkpoint(directory: Path, trainer: Path, tokenizer: Any) -> Path:
-    """The weights of a run without LoRA, tensor by tensor, from however many ranks' files.
-
-    Raises ValueError where there are none.
-    """
+    """Write the weights of a run without LoRA tensor by tensor, from any number of files."""
     from transformers import AutoConfig, GenerationConfig
 
     files = sorted(trainer.glob("model*.safetensors"))
     if not files or not (trainer / "config.json").exists():
-        remedy = "its training backend has a form of its own, which that must export itself"
         raise ValueError(
             f"the checkpoint must hold config.json and model*.safetensors, but {trainer} does not:"
-            f" {remedy}"
+            " its training backend has a form of its own, which that must export itself"
         )
     settings: list[Any] = [AutoConfig.from_pretrained(trainer)]
     if (trainer / "generation_config.json").exists():
         settings.append(GenerationConfig.from_pretrained(trainer))
     with TensorFiles(files) as stored:
-        return _write(
-            directory,
-            ((name, stored.read(name)) for name in sorted(stored.shapes)),
-            settings,
-            tokenizer,
-        )
+        weights = ((name, stored.read(name)) for name in sorted(stored.shapes))
+        return _write(directory, weights, settings, tokenizer)
 
 
 @contextmanager
 def replacing(directory: Path) -> Iterator[Path]:
-    """An empty folder that takes the place of `directory` when all has been written into it, so
-    that nobody finds half of it.
+    """Yield an empty folder that takes the place of `directory` at the end of the block, so that
+    half an export is never found there.
     """
     directory = directory.resolve()
     require_replaceable(directory)
@@ -141,9 +131,7 @@ def replacing(directory: Path) -> Iterator[Path]:
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
-    (aside / EXPORT).write_text(
-        json.dumps({"written_by": f"nemorl {version('nemorl')}"}) + "\n", encoding="utf-8"
-    )
+    (aside / EXPORT).write_text(json.dumps({"written_by": f"nemorl {version('nemorl')}"}) + "\n")
     yield aside
     if directory.exists():
         directory.rename(old)
@@ -151,19 +139,8 @@ def replacing(directory: Path) -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-EXPORT = "nemorl_export.json"
-"""Marks a folder as an export of ours, which a later one may replace: never a model that somebody
-put there.
-"""
-WRITTEN = (EXPORT, "config.json", "generation_config.json", "model", "adapter_", "tokenizer", "special_tokens", "added_tokens", "chat_template",
-           "vocab", "merges", "spiece", "README.md")  # fmt: skip
-"""How the names of the files in an export begin."""
-
-
 def require_replaceable(directory: Path) -> None:
-    """Raise a ValueError unless there is nothing at this place, an empty folder, or an earlier
-    export to which nothing was added.
-    """
+    """Raise ValueError unless `directory` is missing, empty or an unchanged earlier export."""
     if not directory.exists():
         return
     names = {path.name for path in directory.iterdir()} if directory.is_dir() else {directory.name}
@@ -177,18 +154,17 @@ def require_replaceable(directory: Path) -> None:
 
 
 class ExportCallback(Callback):
-    """The trained model in the run's hf/ folder when the run ends; with `adapter` its LoRA adapters
-    alone.
+    """Writes the trained model, or with `adapter` its LoRA adapters alone, to the run's hf/ folder
+    when the run ends.
     """
 
     def __init__(self, directory: RunDirectory, model: nn.Module, *, adapter: bool = False) -> None:
         self.directory, self.model, self.adapter = directory, model, adapter
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        if self.adapter:  # the checkpoint of the run's end has them, wherever the model is
+        if self.adapter:  # the checkpoint at the run's end has them
             saved = self.directory.checkpoints / f"step_{trainer.state.step}" / "trainer"
             write_checkpoint(self.directory.hf, saved, trainer.tokenizer, lora="adapter")
-            return
-        write_pretrained(
-            self.directory.hf, trainer.trainer.export_weights(), self.model, trainer.tokenizer
-        )
+        else:
+            weights = trainer.trainer.export_weights()
+            write_pretrained(self.directory.hf, weights, self.model, trainer.tokenizer)

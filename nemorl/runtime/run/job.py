@@ -1,4 +1,4 @@
-"""What an algorithm gets (`Inputs`) and what it makes of it (`Job`), before a model is loaded."""
+"""An algorithm's data (`Inputs`) and its plan of a run (`Job`), before a model is loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ names).
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The rows of a run as they were read, and what turns them into tokens and rewards."""
+    """The rows of a run, its tokenizer and its environment."""
 
     train: Sequence[Any]
     """At least one row."""
@@ -34,7 +34,7 @@ class Inputs:
     """At most run.max_val_samples rows."""
     tokenizer: Any
     environment: EnvironmentInterface | None = None
-    """Judges responses: of the `reward` of a config that has one."""
+    """Scores responses; of a config with a `reward`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,32 +42,27 @@ class Job:
     """An algorithm together with its data: everything about a run but the model."""
 
     run: Callable[..., Run]
-    """The loop, called as run(run, callbacks=…) with a `Run` that stands where training starts or
-    goes on; returns the run at its end.
+    """The loop, called as run(run, callbacks=…) at the step where training starts or resumes;
+    returns the run at its end.
     """
     num_steps: int
     """Steps of the whole run."""
     num_updates: int | None = None
-    """Optimizer steps of the whole run, over which the learning-rate schedule stretches; None: one
-    per step.
-    """
+    """Optimizer steps of the whole run, for the learning-rate schedule; None: one per step."""
     keep_reference: bool = False
     """Whether the trainer keeps a frozen copy of the initial model."""
     generates: bool = False
     """Whether a generator is needed."""
     with_initial_model: "Callable[[Run], Job] | None" = None
-    """Called once when the model is loaded, before a resume gives it other weights; returns the job
-    to go on with.
-    """
+    """Called once with the initial model, before a resume; returns the job to go on with."""
     lengths: Mapping[str, Lengths | Sequence[int]] = field(default_factory=dict)
-    """Tokens of every sequence, by data set ("train", "validation"), for the statistics that are shown before the run and kept in data.json."""
+    """Tokens of every sequence by data set ("train", "validation"), for data.json."""
 
 
 def read_data(
     data: DataConfig, *, train: Rows = None, validation: Rows = None, seed: int = 0
 ) -> tuple[list[Row], list[Row]]:
-    """The rows to train on and those to validate on: of `data`, or of `train` and `validation` in
-    their place.
+    """Return the rows to train and to validate on, of `data` or of `train` and `validation`.
 
     A `DataModule` given as `train` brings its own validation rows. Where there are none,
     `data.held_out` takes some of the training rows.
@@ -97,16 +92,14 @@ def read_data(
             "data.held_out",
             "is for runs without rows to validate on",
             data.held_out,
-            "leave it out, or the validation rows",
+            "omit it, or the validation rows",
         )
         rows, held_out = split_rows(rows, validation=data.held_out, seed=seed)
     return rows, held_out
 
 
 def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | None:
-    """The rows of `data.train` or `data.validation`, or those of `given` in their place; None where
-    there is neither.
-    """
+    """Return the rows of `given`, else those of `data.train` or `data.validation`, else None."""
     source = given if given is not None else getattr(data, which)
     if source is None:
         return None

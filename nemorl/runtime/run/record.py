@@ -1,8 +1,4 @@
-"""run.json: which run this is, how far it was to go, and how it ended.
-
-The file is written when a process begins and when it ends. One that was killed leaves `running`
-behind; `status_of` sees through that.
-"""
+"""run.json: which run this is, and its status, written when a process begins and when it ends."""
 
 import json
 import os
@@ -22,25 +18,25 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run, through all the processes that have worked on it.
+    """A run, through all processes that worked on it.
 
     >>> RunRecord.from_dict(RunRecord(run_id="3f9a01bc", algorithm="sft").to_dict()).run_id
     '3f9a01bc'
     """
 
     run_id: str
-    """Short and unique; made at the run's start, kept when it is resumed."""
+    """Short and unique, kept when the run is resumed."""
     algorithm: str
     """Its registered name."""
     status: Status = "running"
     error: str | None = None
-    """What ended a run that failed."""
+    """The error of a run that failed."""
     total_steps: int | None = None
-    """Steps of the whole run; None before that is known."""
+    """Steps of the whole run, once known."""
     sessions: tuple[float, ...] = ()
-    """When each process began, in seconds since the epoch."""
+    """Start of each process, in seconds since the epoch."""
     ended: float | None = None
-    """When the last process ended, if it could say so."""
+    """End of the last process, unless it was killed."""
     pid: int = 0
     host: str = ""
 
@@ -55,9 +51,7 @@ class RunRecord:
 
 
 def begin_record(directory: RunDirectory, *, algorithm: str) -> RunRecord:
-    """The record of a run that this process begins or, where the folder holds results already, goes
-    on with.
-    """
+    """Write and return the record of a run that this process begins or goes on with."""
     previous = read_record(directory) if directory.holds_results() else None
     record = previous or RunRecord(run_id=secrets.token_hex(4), algorithm=algorithm)
     sessions = (*record.sessions, round(time.time(), 3))
@@ -76,16 +70,13 @@ def begin_record(directory: RunDirectory, *, algorithm: str) -> RunRecord:
 
 
 def write_record(directory: RunDirectory, record: RunRecord) -> None:
-    """run.json, replaced at once."""
-    write_atomically(
-        directory.record, json.dumps(record.to_dict(), indent=1, ensure_ascii=False) + "\n"
-    )
+    """Replace run.json."""
+    text = json.dumps(record.to_dict(), indent=1, ensure_ascii=False)
+    write_atomically(directory.record, text + "\n")
 
 
 def read_record(directory: RunDirectory) -> RunRecord | None:
-    """The record of a run; None where there is none, or none that can be read: a report can do
-    without.
-    """
+    """Return the record of a run; None where there is none that can be read."""
     try:
         return RunRecord.from_dict(json.loads(directory.record.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError):
@@ -93,16 +84,12 @@ def read_record(directory: RunDirectory) -> RunRecord | None:
 
 
 def status_of(record: RunRecord) -> Status:
-    """How a run stands: one whose process is gone without a word was interrupted.
-
-    Of a process on another computer nothing is known but its word.
-    """
+    """Return a run's status: one that was killed on this machine is "interrupted"."""
     if record.status != "running" or record.host != platform.node():
         return record.status
     try:
         began = psutil.Process(record.pid).create_time()
     except psutil.Error:
         return "interrupted"
-    return (
-        "running" if began <= record.sessions[-1] + 1 else "interrupted"
-    )  # a later process may have the number of ours
+    # A later process may have the same number.
+    return "running" if began <= record.sessions[-1] + 1 else "interrupted"

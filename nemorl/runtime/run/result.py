@@ -1,4 +1,4 @@
-"""What a run leaves behind in memory."""
+"""The result of a run in memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from nemorl.runtime.run.directory import RunDirectory
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run leaves behind in memory; the rest is in its directory.
+    """The result of a run in memory; the rest is in its directory.
 
     Under torchrun every process has one.
     """
@@ -34,15 +34,16 @@ class TrainResult:
     def of(
         cls, directory: RunDirectory, *, model: nn.Module | None, tokenizer: Any
     ) -> "TrainResult":
-        """That of the run in this directory, as it has ended."""
+        """Return the result of the run in this directory."""
         history = directory.read_metrics()
         return cls(final_metrics(history), history, directory, model, tokenizer)
 
 
 def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The last step's metrics, and the last validation's with `val_` before their names.
+    """Return the last step's metrics, and the last validation's with `val_` before their names.
 
-    >>> final_metrics([{"step": 1, "phase": "train", "loss": 2.0}, {"step": 1, "phase": "validation", "accuracy": 0.5}])
+    >>> train = {"step": 1, "phase": "train", "loss": 2.0}
+    >>> final_metrics([train, {"step": 1, "phase": "validation", "accuracy": 0.5}])
     {'loss': 2.0, 'val_accuracy': 0.5}
     """
     last = {line["phase"]: line for line in history}

@@ -1,4 +1,4 @@
-"""Where a run stands (`LoopState`), and what a loop hands to its callbacks (`Run`)."""
+"""The state of a loop (`LoopState`), and a run as its callbacks see it (`Run`)."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -13,8 +13,7 @@ from nemorl.rollout.generation import GenerationBackend
 
 @dataclass(frozen=True)
 class LoopState:
-    """What a loop needs, besides the trainer's own state and the random generators, to go on where
-    it stopped. A new value after every step.
+    """The state of a loop besides the trainer and the random generators; a new value each step.
 
     >>> LoopState(seed=3).advance(rows=64)
     LoopState(seed=3, step=1, cursor=64, policy_version=1)
@@ -24,19 +23,18 @@ class LoopState:
     step: int = 0
     """Finished steps: rollout batches in RL, optimizer steps in SFT."""
     cursor: int = 0
-    """Rows taken from the seeded order so far; it never restarts, so that it tells the epoch, too.
-    """
+    """Rows taken from the seeded order so far, through all epochs."""
     policy_version: int = 0
     """How often the weights that generate have changed."""
 
     def advance(self, *, rows: int, updates: int = 1) -> "LoopState":
-        """The state after a step that took `rows` rows and changed the weights `updates` times."""
+        """Return the state after a step of `rows` rows and `updates` changes of the weights."""
         return LoopState(
             self.seed, self.step + 1, self.cursor + rows, self.policy_version + updates
         )
 
     def epoch(self, num_rows: int) -> int:
-        """How often all of `num_rows` rows have been taken.
+        """Return how often all of `num_rows` rows have been taken.
 
         >>> LoopState(seed=0, cursor=250).epoch(num_rows=100)
         2
@@ -48,8 +46,7 @@ class LoopState:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "LoopState":
-        """The inverse of `to_dict`. Raises ValueError where a field is missing, unknown or no
-        integer.
+        """Return the inverse of `to_dict`. Raises ValueError for other fields or no integers.
 
         >>> LoopState.from_dict({"seed": 0, "step": 5, "cursor": 40, "policy_version": 5}).step
         5
@@ -70,10 +67,7 @@ class LoopState:
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its callbacks see it: look, don't touch.
-
-    `dataclasses.replace(run, state=...)` makes the next one.
-    """
+    """A run as its callbacks see it: read only."""
 
     config: Any
     """The frozen configuration, SFTConfig or GRPOConfig."""
@@ -82,7 +76,7 @@ class Run:
     tokenizer: Any
     state: LoopState
     directory: Path | None = None
-    """The run's directory; None: nothing is written."""
+    """None: nothing is written."""
 
 
 pytree.register_dataclass(LoopState, field_names=[field.name for field in fields(LoopState)])

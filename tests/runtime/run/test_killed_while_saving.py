@@ -38,9 +38,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(place: Path, folder: Path, *more: str) -> list[str]:
-    return ["sft", "--model.path", str(place / "model"), "--data.train", str(place / "rows.jsonl"), "--run.dir", str(folder), "--run.async-save",
-            "--run.save-period", "1", "--max-num-steps", str(STEPS), "--train-global-batch-size", "8", "--trainer.device", "cpu", "--run.display",
-            "none", "--run.loggers", "--run.no-plots", "--run.no-export", "--data.max-total-sequence-length", "32", *more]  # fmt: skip
+    return [
+        *("sft", "--model.path", str(place / "model"), "--data.train", str(place / "rows.jsonl")),
+        *("--run.dir", str(folder), "--run.async-save", "--run.save-period", "1"),
+        *("--max-num-steps", str(STEPS), "--train-global-batch-size", "8"),
+        *("--trainer.device", "cpu", "--run.display", "none", "--run.loggers", "--run.no-plots"),
+        *("--run.no-export", "--data.max-total-sequence-length", "32", *more),
+    ]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:

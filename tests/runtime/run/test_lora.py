@@ -278,7 +278,9 @@ def test_export_of_a_run_without_adapters_takes_no_lora_settings(tmp_path: Path)
         match="lora must be merged for a run that trained the whole model, but it is 'adapter'",
     ):
         nemorl.export(nemorl.ExportConfig(**options, lora="adapter"))
-    with pytest.raises(ValueError, match="base_model is for runs with LoRA only"):
+    with pytest.raises(
+        ValueError, match="base_model must be omitted for a run that trained the whole model"
+    ):
         nemorl.export(nemorl.ExportConfig(**options, base_model="here"))
     assert not (tmp_path / "out").exists()
 

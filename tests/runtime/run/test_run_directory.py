@@ -20,8 +20,8 @@ from nemorl.runtime.run.directory import (
     hardware,
     read_lines,
     to_json,
-    write_atomically,
 )
+from nemorl.runtime.run.files import write_atomically
 
 
 @pytest.fixture
@@ -166,7 +166,8 @@ def test_samples_take_tensors_and_go_with_the_steps_after(directory):
 
 
 def test_to_json_takes_anything():
-    assert to_json({"path": Path("a"), 3: {1}, "flag": True, "none": None, "scalar": torch.tensor(1.5)}) == {
+    scalar = torch.tensor(1.5)
+    assert to_json({"path": Path("a"), 3: {1}, "flag": True, "none": None, "scalar": scalar}) == {
         "path": "a", "3": [1], "flag": True, "none": None, "scalar": 1.5,
     }  # fmt: skip
 

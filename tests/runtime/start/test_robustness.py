@@ -3,6 +3,7 @@ numbers that it would have had.
 """
 
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -253,6 +254,28 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Pat
         start(sft_config(tmp_path, run={"save_period": 1}))
     assert steps_of(tmp_path) == [1]
     assert "has a checkpoint of step 1: go on from there" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("file", ["model", "optimizer"])
+@pytest.mark.parametrize("damage", ["flipped", "zeroed", "cut"])
+def test_damage_that_is_met_while_loading_costs_a_checkpoint(
+    tmp_path: Path, monkeypatch, file, damage
+):
+    """The run goes on from the one before, with the same numbers."""
+    config = sft_config(tmp_path / "run", steps=2, run={"save_period": 1})
+    start(config)
+    shutil.copytree(tmp_path / "run", tmp_path / "straight")
+    path = tmp_path / "run" / "checkpoints" / "step_2" / "trainer" / f"{file}.safetensors"
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        content = content[:-4]
+    else:
+        content[-4:] = bytes(4) if damage == "zeroed" else bytes(b ^ 1 for b in content[-4:])
+    path.write_bytes(content)
+    monkeypatch.setattr(checkpoint, "SMALL", 0)  # as of a larger model's files
+    with pytest.warns(UserWarning, match=rf"step_2 is not used: .*{file}.*Trying an older one"):
+        start(resumed(config))
+    assert_same(tmp_path / "straight", tmp_path / "run")
 
 
 def test_interrupting_the_command_line(tmp_path: Path, capsys, monkeypatch):

@@ -1,6 +1,6 @@
 """Rollouts by vLLM: what the way through Ray costs, and what a second replica and balancing bring.
 
-    python benchmarks/rollouts.py [--part ray|replicas]
+    python benchmarks/rollouts.py [--part ray|replicas] [--small]
 
 ray: tokens per second of one replica in a process of its own, placed by Ray, against the bare
 `vllm.LLM.generate` in another process, on the same requests in turn. replicas: two replicas that
@@ -19,8 +19,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import tyro
-from common import VOCABULARY, interleaved, load_tokenizer, median_ratio, quiet, save_model
+from common import (
+    VOCABULARY,
+    command,
+    interleaved,
+    load_tokenizer,
+    median_ratio,
+    quiet,
+    save_model,
+)
 
 ENGINE = {"kv_cache_memory_bytes": 1 << 30}
 
@@ -213,4 +220,4 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    command(main, Options, num_prompts=4, length=8, hidden=128, rounds=1)

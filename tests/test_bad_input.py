@@ -190,11 +190,11 @@ SETTINGS = {
         nemorl.GenerationConfig,
         engine={"gpu_memory_utilization": 0.5},
     ),
-    "fewer than no replicas": setting(
-        r"generation\.num_replicas must be at least 0",
+    "no replicas": setting(
+        r"generation\.num_replicas must be at least 1, but it is 0: use 1",
         nemorl.GenerationConfig,
         backend="vllm",
-        num_replicas=-1,
+        num_replicas=0,
     ),
     "an engine on no device": setting(
         r"generation\.tensor_parallel_size must be at least 1",
@@ -207,24 +207,6 @@ SETTINGS = {
         nemorl.GenerationConfig,
         backend="vllm",
         timeout_s=0.0,
-    ),
-    "another interpreter in one process": setting(
-        r"generation\.python needs generation\.num_replicas.*add --generation\.num-replicas 1",
-        nemorl.GenerationConfig,
-        backend="vllm",
-        python="python3",
-    ),
-    "a transport within one process": setting(
-        r"generation\.weight_transport needs generation\.num_replicas",
-        nemorl.GenerationConfig,
-        backend="vllm",
-        weight_transport="nccl",
-    ),
-    "a time for replicas within one process": setting(
-        r"generation\.max_restarts needs generation\.num_replicas, but it is 9",
-        nemorl.GenerationConfig,
-        backend="vllm",
-        max_restarts=9,
     ),
     "negative temperature": setting(
         r"temperature must be .*but it is -1", nemorl.GenerationConfig, temperature=-1.0

@@ -176,7 +176,7 @@ def test_where_the_quickstart_uses_vllm(tmp_path: Path, monkeypatch):
         for config in seen
     ]
     assert used == [
-        ("SFTConfig", "torch", 0),
+        ("SFTConfig", "torch", 1),
         ("EvalConfig", "vllm", 1),
         ("GRPOConfig", "vllm", 1),
         ("EvalConfig", "vllm", 1),

@@ -11,10 +11,9 @@ from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.base import GenerationConfig
 from tests.examples import load_example
-from tests.runtime.engines.pool import vllm_ray_backend
+from tests.runtime.engines.shared import small_model as tiny_model
+from tests.runtime.engines.shared import vllm_backend
 from tests.tiny_models import KINDS, random_prompts, tiny_tokenizer
-from tests.vllm_engines import small_model as tiny_model
-from tests.vllm_engines import vllm_backend
 
 
 def torch_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
@@ -36,25 +35,14 @@ BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {
     "torch": torch_backend,
     "transformers": transformers_backend,
     "vllm": vllm_backend,
-    "vllm-ray": vllm_ray_backend,
 }
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    groups = {
-        "vllm": [pytest.mark.xdist_group("vllm")],
-        "vllm-ray": [pytest.mark.xdist_group("ray")],
-    }
     if "make" in metafunc.fixturenames:
-        if (
-            "kind" in metafunc.fixturenames
-        ):  # two engines for each kind of model, which takes as long as all the rest
-            groups["vllm-ray"].append(pytest.mark.slow)
-        metafunc.parametrize(
-            "make",
-            [pytest.param(name, marks=groups.get(name, [])) for name in sorted(BACKENDS)],
-            indirect=True,
-        )
+        groups = {"vllm": [pytest.mark.xdist_group("ray")]}
+        names = [pytest.param(name, marks=groups.get(name, [])) for name in sorted(BACKENDS)]
+        metafunc.parametrize("make", names, indirect=True)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     parts: list[Rollouts] = []
     with _loaded(config, rows) as (prompts, generator):
         at_a_time = max(
-            1, max(1, config.generation.num_replicas) * config.generation.max_batch_size // config.n
+            1, config.generation.num_replicas * config.generation.max_batch_size // config.n
         )
         for part, first in _with_progress(prompts, at_a_time):
             parts.append(

@@ -6,19 +6,6 @@ from typing import Any, Literal
 from nemorl.checks import at_least, require
 from nemorl.rollout.generation import SamplingParams
 
-OF_REPLICAS = (
-    "cpus_per_replica",
-    "python",
-    "colocated",
-    "weight_transport",
-    "timeout_s",
-    "start_timeout_s",
-    "max_restarts",
-    "log_dir",
-    "trainer_gpus",
-)
-"""Settings of engines in processes of their own."""
-
 LONGEST_RESPONSE = 256
 """Tokens of a response if generation.max_new_tokens is not given."""
 
@@ -49,10 +36,8 @@ class GenerationConfig:
     """Tokens that end a response, besides the tokenizer's end-of-sequence token."""
     max_batch_size: int = 256
     """Number of sequences that an engine decodes at a time; the others wait."""
-    num_replicas: int = 0
-    """vllm: engines in processes of their own, which Ray places (on the cluster at RAY_ADDRESS, or
-    here); 0: one engine in the trainer's process.
-    """
+    num_replicas: int = 1
+    """vllm: engines, which Ray places (on the cluster at RAY_ADDRESS, or on this machine)."""
     tensor_parallel_size: int = 1
     """vllm: devices over which each engine splits the model."""
     cpus_per_replica: int = 1
@@ -66,8 +51,8 @@ class GenerationConfig:
     0.5.
     """
     python: str | None = None
-    """vllm: the Python interpreter of the replicas, if not the trainer's; extra:NAME builds an
-    environment from nemorl's extra NAME and keeps it.
+    """vllm: the Python interpreter of the replicas, if not the trainer's; its environment has nemorl
+    and Ray in the same versions.
     """
     colocated: bool = True
     """vllm: replicas share the trainer's GPUs and sleep while it trains. false: they have their own
@@ -99,13 +84,13 @@ class GenerationConfig:
             1,
             generation__max_new_tokens=self.max_new_tokens,
             generation__max_batch_size=self.max_batch_size,
+            generation__num_replicas=self.num_replicas,
             generation__tensor_parallel_size=self.tensor_parallel_size,
             generation__cpus_per_replica=self.cpus_per_replica,
             generation__max_model_len=self.max_model_len,
         )
         at_least(
             0,
-            generation__num_replicas=self.num_replicas,
             generation__max_restarts=self.max_restarts,
             generation__trainer_gpus=self.trainer_gpus,
         )
@@ -131,22 +116,6 @@ class GenerationConfig:
                     value,
                     remedy,
                 )
-        for name in OF_REPLICAS:
-            remedy = (
-                "an engine in the trainer's own process has its interpreter, its memory and its"
-                " output; add --generation.num-replicas 1"
-            )
-            given, unset = (
-                getattr(self, name),
-                next(item.default for item in fields(self) if item.name == name),
-            )
-            require(
-                given == unset or self.num_replicas > 0,
-                f"generation.{name}",
-                "needs generation.num_replicas",
-                given,
-                remedy,
-            )
         self.sampling_params()
 
     @property

@@ -1,5 +1,5 @@
-"""One vLLM engine in this process: requests in, samples out, token by token; it knows nothing of
-Ray. Everything of vLLM's that we use is here.
+"""One vLLM engine in this process: requests in, samples out, token by token. It knows nothing of
+Ray.
 """
 
 from __future__ import annotations
@@ -7,28 +7,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import os
-import random
 import re
 import tempfile
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from nemorl.checks import closest
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.engines.spec import EngineSpec, Finished, Request, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
 
 REPORT_TOKENS = 16
-"""An engine tells of a sample's tokens at the first one and every so many: often enough to see
-progress, too seldom to cost time.
+"""A sample's tokens are looked at after the first one and every so many: soon enough to see what
+is not finite, seldom enough to cost no time.
 """
 CPU_DEFAULTS = {
     "enforce_eager": True,
@@ -36,31 +30,39 @@ CPU_DEFAULTS = {
     "block_size": 32,
     "enable_chunked_prefill": False,
 }
-"""Where there is no GPU: nothing is compiled, the cache has 1 GiB, and its blocks are small, so
-that the samples of short prompts share them, too.
+"""Without a GPU: nothing is compiled, the cache has 1 GiB, and its blocks are small, so that the
+samples of short prompts share them, too.
 
-A prompt is computed at once: of one in parts, vLLM could not set the seeded generator back that it
-draws from after every part.
+A prompt is computed at once: from one in parts, vLLM could not reset the seeded generator, which
+draws after every part.
 """
-
-
 QUIET = {
     "vllm.triton_utils.importing": logging.ERROR,
-    "vllm.model_executor.model_loader.reload.layerwise": (
-        logging.ERROR
-    ),  # warns in every update of layers that have nothing to load
+    "vllm.model_executor.model_loader.reload.layerwise": logging.ERROR,
     "vllm.v1.core.block_pool": logging.WARNING,
 }
-"""What would be said in every start or every update, and worries for nothing."""
+"""Loggers with harmless messages at every start or update."""
+VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""The environment of an engine's process."""
+CPU_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Without a GPU: an update allocates and frees memory layer by layer, which in pages of 4 KiB takes
+the kernel longer than all the rest.
+"""
+EAGER_VARIABLES = {"TORCH_COMPILE_DISABLE": "1"}
+"""Without a GPU and unless asked for: else a function is compiled in the first step."""
 
 
 class EngineStartError(ValueError):
-    """An engine that can't start; the message begins with its own reason."""
+    """An engine can't start; the message begins with its own reason."""
 
 
 @dataclass
 class _Tokens:
-    """A sample on its way."""
+    """An unfinished sample."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -68,31 +70,24 @@ class _Tokens:
 
 
 class Engine:
-    """A vLLM engine, made from an `EngineSpec`. It has no weights worth generating with until
-    `finish_weights`.
+    """A vLLM engine, made from an `EngineSpec`; usable once it has weights (`finish_weights`).
 
     Not for more than one thread. Raises EngineStartError.
     """
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.usable, self.num_tokens = False, 0
-        self._samples: dict[int, list[_Tokens]] = {}
-        first = not torch.distributed.is_initialized()
+        self.usable, self.partial = False, 0
+        self._requests: dict[int, list[_Tokens]] = {}
         try:
-            with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder, _process_kept():
+            with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
                 for name, content in spec.files.items():
                     (Path(folder) / name).write_bytes(content)
                 self._start(spec, folder)
+        except EngineStartError:
+            raise
         except Exception as error:
-            if first and torch.distributed.is_initialized():
-                from vllm.distributed import cleanup_dist_env_and_memory
-
-                cleanup_dist_env_and_memory()
-            if isinstance(error, EngineStartError):
-                raise
-            raise EngineStartError(
-                f"{_reason(error)} (so the vLLM engine could not start)"
-            ) from error
+            reason = f"{_reason(error)} (so the vLLM engine could not start)"
+            raise EngineStartError(reason) from error
 
     def _start(self, spec: EngineSpec, folder: str) -> None:
         for name, level in QUIET.items():
@@ -112,30 +107,20 @@ class Engine:
                     f"unknown argument {name!r} in generation.engine{closest(name, known)}: use"
                     " vLLM's own names, with _"
                 )
-        self._cpu = current_platform.is_cpu()
-        if self._cpu and spec.engine.get("enable_chunked_prefill"):
+        cpu = current_platform.is_cpu()
+        if cpu and spec.engine.get("enable_chunked_prefill"):
             raise EngineStartError(
                 "generation.engine's enable_chunked_prefill must be off where there is no GPU:"
-                " leave it out"
+                " remove it"
             )
-        if self._cpu and spec.sleep_level:
+        if cpu and spec.sleep_level:
             raise EngineStartError(
                 "generation.sleep_level must be 0 where there is no GPU, but it is"
-                f" {spec.sleep_level}: leave it out"
-            )
-        args = EngineArgs(
-            **{
-                **(CPU_DEFAULTS if self._cpu else {}),
-                **self._arguments(spec, folder),
-                **spec.engine,
-            }
-        )
-        self._eager = self._cpu and args.enforce_eager
-        if self._eager and spec.tensor_parallel_size > 1:
-            os.environ["TORCH_COMPILE_DISABLE"] = (
-                "1"  # for the engine's own processes; in this one see _computing
+                f" {spec.sleep_level}: remove it"
             )
         self._sleep_level = spec.sleep_level
+        defaults = CPU_DEFAULTS if cpu else {}
+        args = EngineArgs(**{**defaults, **_arguments(spec, folder), **spec.engine})
         self._llm = LLMEngine.from_engine_args(args)
         try:
             found = None if self._llm.tokenizer is None else vocabulary_hash(self._llm.tokenizer)
@@ -149,172 +134,107 @@ class Engine:
             self.shutdown()
             raise
 
-    def _arguments(self, spec: EngineSpec, folder: str) -> dict[str, Any]:
-        chosen: dict[str, Any] = (
-            {}
-            if spec.weight_transport is None
-            else {"weight_transfer_config": {"backend": spec.weight_transport}}
-        )
-        if spec.tensor_parallel_size > 1:
-            chosen[
-                "distributed_executor_backend"
-            ] = (  # in a process of Ray's, vLLM would ask Ray for places that are its own already
-                "mp"
-            )
-        return chosen | {
-            "model": folder,
-            "skip_tokenizer_init": spec.vocabulary is None,
-            "dtype": spec.dtype,
-            "max_num_seqs": spec.max_num_seqs,
-            "max_model_len": spec.max_model_len,
-            "tensor_parallel_size": spec.tensor_parallel_size,
-            "load_format": "dummy",
-            "worker_extension_cls": "nemorl.runtime.engines.weights.WeightExtension",
-            "enable_sleep_mode": spec.sleep_level > 0,
-            "generation_config": "vllm",
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            "seed": 0,
-        }
-
     def _try(self) -> None:
-        """Generate a token: some models that an engine takes it only fails to compute (on CPU,
-        those with attention heads of an odd size).
+        """Generate a token: some models start and can't be computed (on CPUs, those with attention
+        heads of an odd size).
         """
-        self.add(
-            [
-                Request(
-                    id=-1,
-                    prompt=(0,),
-                    params=SamplingParams(temperature=0.0, max_new_tokens=1, seed=0),
-                )
-            ]
-        )
-        while self._samples:
+        self.add(-1, (0,), SamplingParams(temperature=0.0, max_new_tokens=1, seed=0))
+        while self._requests:
             self.step()
-        self.num_tokens = 0
 
-    def add(self, requests: Sequence[Request]) -> None:
-        """Have the requests generated, in this order as places get free."""
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to compute, with weights to do it."""
+        return self.usable and bool(self._requests)
+
+    def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        """Begin the samples of a prompt."""
         from vllm import SamplingParams as EngineParams
         from vllm.sampling_params import RequestOutputKind
 
-        for request in requests:
-            p = request.params
-            assert p.seed is not None
-            self._samples[request.id] = [_Tokens() for _ in range(p.n)]
-            # One engine request per sample: vLLM's own n samples would have the seeds of their
-            # neighbours, and may not be greedy.
-            for j in range(p.n):
-                params = EngineParams(
-                    temperature=p.temperature,
-                    top_k=p.top_k,
-                    top_p=p.top_p,
-                    min_p=p.min_p,
-                    max_tokens=p.max_new_tokens,
-                    stop=list(p.stop_strings),
-                    stop_token_ids=list(p.stop_token_ids),
-                    ignore_eos=True,
-                    detokenize=bool(p.stop_strings),
-                    seed=derive_seed(p.seed, j),
-                    logprobs=0,
-                    flat_logprobs=True,
-                    output_kind=RequestOutputKind.DELTA,
-                    stream_interval=REPORT_TOKENS,
-                    skip_clone=True,
-                )
-                self._llm.add_request(
-                    f"{request.id}/{j}",
-                    {"type": "token", "prompt_token_ids": list(request.prompt)},
-                    params,
-                )
+        assert params.seed is not None
+        self._requests[id] = [_Tokens() for _ in range(params.n)]
+        # One engine request per sample: vLLM's own n samples would have the seeds of their
+        # neighbors, and may not be greedy.
+        for j in range(params.n):
+            own = EngineParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                max_tokens=params.max_new_tokens,
+                stop=list(params.stop_strings),
+                stop_token_ids=list(params.stop_token_ids),
+                ignore_eos=True,
+                detokenize=bool(params.stop_strings),
+                seed=derive_seed(params.seed, j),
+                logprobs=0,
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.DELTA,
+                stream_interval=REPORT_TOKENS,
+                skip_clone=True,
+            )
+            tokens = {"type": "token", "prompt_token_ids": list(prompt)}
+            self._llm.add_request(f"{id}/{j}", tokens, own)
 
-    def step(self) -> list[Finished]:
-        """Compute the next tokens; the requests that this finished. Nothing to do: an empty list.
+    def step(self) -> dict[int, tuple[Sample, ...]]:
+        """Compute the next tokens; return the prompts that are finished now, by id.
 
-        Raises FloatingPointError where the logits are not finite, and has nothing more to do then.
+        Raises FloatingPointError where the logits are not finite, and drops all requests.
         """
-        if not self._samples:
-            return []
-        with self._computing():
-            outputs = self._llm.step()
-        finished: list[Finished] = []
-        for output in outputs:
+        finished = {}
+        for output in self._llm.step():
             name, _, j = output.request_id.partition("/")
             (part,) = output.outputs
-            sample = self._samples[int(name)][int(j)]
+            request = self._requests[int(name)]
+            sample = request[int(j)]
             sample.token_ids += part.token_ids
             sample.logprobs += part.logprobs.logprobs
             sample.finish_reason = part.finish_reason
-            self.num_tokens += len(part.token_ids)
             if not math.isfinite(part.cumulative_logprob):
-                self.give_up()
+                self.abort_all()
                 self._llm.collective_rpc(_clear_cache)
                 raise FloatingPointError(
                     "the model's logits are not finite, so that no token can be sampled: its"
                     " weights hold NaN or infinity"
                 )
-            if part.finish_reason and all(
-                other.finish_reason for other in self._samples[int(name)]
-            ):
-                finished.append(_finished(int(name), self._samples.pop(int(name))))
+            self.partial += part.finish_reason is not None
+            if all(one.finish_reason for one in request):
+                finished[int(name)] = tuple(map(_sample, self._requests.pop(int(name))))
+                self.partial -= len(request)
         return finished
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        if not self._cpu:
-            yield
-            return
-        # There it draws from the process's generator, although every request has one, and would
-        # compile a function in the first step.
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.compiler.set_stance("force_eager") if self._eager else nullcontext(),
-        ):
-            yield
+    def abort(self, id: int) -> None:
+        """Drop a request, if it is unfinished."""
+        samples = self._requests.pop(id, [])
+        self.partial -= sum(sample.finish_reason is not None for sample in samples)
+        self._llm.abort_request([f"{id}/{j}" for j in range(len(samples))])
 
-    def abort(self, ids: Iterable[int]) -> None:
-        """Drop these requests, whatever they have."""
-        for request in ids:
-            samples = self._samples.pop(request, [])
-            self._llm.abort_request([f"{request}/{j}" for j in range(len(samples))])
-
-    def give_up(self) -> None:
-        """Drop everything after a step that did not come to its end: the cache, too, which counts
-        as computed what such a step was to compute.
+    def abort_all(self) -> None:
+        """Drop all requests and the cache, which counts as computed what a broken step was to
+        compute.
         """
-        self.abort(list(self._samples))
-        self.usable = self._llm.reset_prefix_cache() and self.usable
+        for id in list(self._requests):
+            self.abort(id)
+        self._llm.reset_prefix_cache()
 
-    def recall(self, ids: Iterable[int]) -> list[int]:
-        """Drop those of these requests that have no token yet, and say which."""
-        recalled = [
-            request
-            for request in ids
-            if request in self._samples and not any(s.token_ids for s in self._samples[request])
-        ]
-        self.abort(recalled)
-        return recalled
-
-    @property
-    def unfinished(self) -> int:
-        """Requests that are not finished."""
-        return len(self._samples)
+    def connect(self, info: dict[str, Any]) -> None:
+        """Connect one of vLLM's own weight-transfer engines with the trainer's."""
+        self._llm.collective_rpc("init_weight_transfer_engine", args=(info,))
 
     def begin_weights(self) -> None:
-        """New weights follow. Until `finish_weights` there is nothing to generate with."""
-        self.abort(list(self._samples))
+        """Expect new weights. Until `finish_weights` nothing is computed."""
         self.usable = False
-        self._llm.collective_rpc("nemorl_begin")
+        self._llm.collective_rpc("nemorl_start_weight_update")
 
-    def load_weights(self, payload: Any) -> None:
-        split = self._llm.vllm_config.parallel_config.world_size > 1
-        self._llm.collective_rpc("nemorl_load", args=(payload.nearby() if split else payload,))
+    def load_weights(self, info: dict[str, Any]) -> None:
+        """Load a part of the weights."""
+        self._llm.collective_rpc("update_weights", args=(info,))
 
     def finish_weights(self) -> None:
-        """All weights are there. What was cached of prompts belongs to the old ones."""
-        self._llm.collective_rpc("nemorl_finish")
-        if not self._llm.reset_prefix_cache():
+        """Use the new weights, also for unfinished samples, whose cache is computed anew."""
+        self._llm.collective_rpc("finish_weight_update")
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
                 "the engine's cache must be empty before new weights are used, but vLLM holds on to"
                 " a part of it: start it anew"
@@ -322,9 +242,7 @@ class Engine:
         self.usable = True
 
     def sleep(self) -> None:
-        """Give memory back, as the sleep level says: at level 2 the weights, too, so that new ones
-        must follow.
-        """
+        """Give memory back; at level 2 the weights, too, so that new ones must follow."""
         if self._sleep_level:
             self._llm.sleep(self._sleep_level)
             self.usable = self.usable and self._sleep_level < 2
@@ -334,70 +252,56 @@ class Engine:
             self._llm.wake_up()
 
     def shutdown(self) -> None:
-        """End it, its processes, and the process group that it began in this one."""
+        """End it and its processes."""
         self._llm.engine_core.shutdown()
 
 
-def _finished(request: int, samples: list[_Tokens]) -> Finished:
-    made = []
-    for s in samples:
-        if s.finish_reason not in ("stop", "length"):
-            raise RuntimeError(
-                f"the engine ended a response with {s.finish_reason!r}, which is neither a stop nor"
-                " its length: see its log"
-            )
-        made.append(
-            Sample(
-                token_ids=tuple(s.token_ids),
-                logprobs=tuple(s.logprobs),
-                finish_reason=s.finish_reason,
-            )
-        )  # type: ignore[arg-type]
-    return Finished(id=request, samples=tuple(made))
+def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
+    """The engine arguments that are ours."""
+    # Inside an actor, vLLM would ask Ray for places that are its own already.
+    split = {"distributed_executor_backend": "mp"} if spec.tensor_parallel_size > 1 else {}
+    return {
+        **split,
+        "model": folder,
+        "skip_tokenizer_init": spec.vocabulary is None,
+        "dtype": spec.dtype,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_model_len": spec.max_model_len,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "load_format": "dummy",
+        "weight_transfer_config": {"backend": "nemorl"},
+        "worker_extension_cls": "nemorl.runtime.engines.receiver.WorkerExtension",
+        "enable_sleep_mode": spec.sleep_level > 0,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def _sample(tokens: _Tokens) -> Sample:
+    reason = tokens.finish_reason
+    if reason not in ("stop", "length"):
+        raise RuntimeError(
+            f"the engine ended a response with {reason!r}, which is neither a stop nor its length:"
+            " see its log"
+        )
+    return Sample(
+        token_ids=tuple(tokens.token_ids),
+        logprobs=tuple(tokens.logprobs),
+        finish_reason=reason,  # type: ignore[arg-type]
+    )
 
 
 def _clear_cache(worker: Any) -> None:
-    """What is not finite spoils also what only stands beside it in a block of the cache."""
+    """Zero the cache: a value that is not finite spoils all others in its block."""
     for cache in worker.model_runner.kv_caches:
         for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
             tensor.zero_()
 
 
-@contextmanager
-def _process_kept() -> Iterator[None]:
-    """An engine's start changes much of its process, which may be the trainer's: afterwards it is
-    as it was.
-    """
-    before, set_num_threads, threads = (
-        dict(os.environ),
-        torch.set_num_threads,
-        torch.get_num_threads(),
-    )
-    python, numbers = random.getstate(), np.random.get_state()
-    os.environ.update(
-        {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": before.get("VLLM_LOGGING_LEVEL", "CRITICAL"),
-        }
-    )
-    try:
-        with torch.random.fork_rng(), warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        torch.set_num_threads = (
-            set_num_threads  # on CPU it is replaced by a function that does nothing
-        )
-        torch.set_num_threads(threads)
-        random.setstate(python)
-        np.random.set_state(numbers)
-
-
 def _reason(error: BaseException) -> str:
-    """What vLLM says is wrong, without what its checker of arguments puts around it."""
+    """What vLLM says is wrong, without the text that its argument checker adds."""
     text, errors = str(error).strip() or repr(error), getattr(error, "errors", None)
     if callable(errors):  # pydantic's
         text = "; ".join(
@@ -411,15 +315,11 @@ def _reason(error: BaseException) -> str:
             ": vLLM on CPUs needs heads of 32, 64, 80, 96, 112, 128, 192 or 256 entries; use"
             " generation.backend torch"
         )
-    return (
-        text if len(text) < 500 else f"{text[:500]} …"
-    )  # some list all the names that would have been right
+    return text if len(text) < 500 else f"{text[:500]} …"  # some list all names that are right
 
 
 def _last_error(output: Path) -> str:
-    """What an engine's own process has said last of why it ended, where it could: in a replica's
-    log, which is the output of all its processes.
-    """
+    """The last error in a log, where a process of the engine's own wrote why it ended."""
     if not output.is_file():
         return ""
     said = re.findall(

@@ -1,460 +1,548 @@
-"""Engines in processes of their own, which Ray places: they share the work, take new weights
-together, and are replaced when they die or hang.
-"""
+"""The driver's side of engines in Ray actors: a window of prompts for each, weights, restarts."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import shutil
+import signal
+import socket
+import tempfile
+import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import wait as wait_for_starts
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
 from nemorl.checks import require
-from nemorl.runtime.cluster.placement import (
-    DRIVER,
-    Bundle,
-    ClusterLost,
-    RayVirtualCluster,
-    ResourcesError,
-)
-from nemorl.runtime.cluster.workers import Pending, RayWorkerGroup, WorkerTimeout, wait
+from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.config.generation import GenerationConfig
-from nemorl.runtime.engines.balance import Balance, Group, Theft
-from nemorl.runtime.engines.replica import Replica
-from nemorl.runtime.engines.spec import EngineSpec, Request, Sample
-from nemorl.runtime.engines.weight_buckets import expected_weights
-from nemorl.runtime.engines.weight_transport import WeightSender, choose_transport
-from nemorl.runtime.engines.weights import HUGE_PAGES
-from nemorl.runtime.engines.worker import Progress
+from nemorl.runtime.engines.actor import EngineActor
+from nemorl.runtime.engines.engine import CPU_VARIABLES, EAGER_VARIABLES, VARIABLES
+from nemorl.runtime.engines.spec import Answer, EngineSpec, Place, Sample
+from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
+from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout, last_lines, reason_of
 
-TICK_S = 0.25
-"""How often the driver looks after the replicas while nothing is finished."""
-ABORT_S = 10.0
-VERSIONS = ">=0.32,<0.34"
-"""Of vLLM, where the replicas' interpreter is not the trainer's; the same as in pyproject.toml."""
-WORKER = "nemorl.runtime.engines.worker:VLLMWorker"
+TICK_S = 1.0
+"""How often a driver that waits looks whether the cluster is still there."""
+SHUTDOWN_S = 10.0
 
 Weights = Iterable[tuple[str, Tensor]]
+Request = tuple[tuple[int, ...], SamplingParams]
+
+
+@dataclass(eq=False)
+class Life:
+    """One process of a replica, from its start to its end."""
+
+    actor: Any
+    place: Place
+    broken: asyncio.Future[Exception]
+    open: int = 0
+    """Samples of prompts that it was given and has not answered."""
+    partial: int = 0
+    """How many of these are finished, as it said last."""
+    busy_s: float = 0.0
+
+    @property
+    def unfinished(self) -> int:
+        return self.open - self.partial if self.open else 0
+
+    def breaks(self, error: Exception) -> None:
+        """Have it replaced."""
+        if not self.broken.done():
+            self.broken.set_result(error)
+
+
+@dataclass(eq=False)
+class Replica:
+    """One of the engines, through all its lives."""
+
+    rank: int
+    log: Path
+    actor: Any = None
+    life: Life | None = None
+    """None: it is not up."""
+    version: int | None = None
+    """Of its weights. None: it has none, or not all."""
+    deaths: int = 0
+    """In a row, without an answer."""
+    given_up: bool = False
+    restarts: int = 0
+    reported: int = 0
+    """Restarts that `metrics` has returned."""
+    tokens: int = 0
+    busy_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        place = None if self.life is None else self.life.place
+        where = f" (process {place.pid} on {place.host})" if place else ""
+        return f"replica-{self.rank}{where}"
+
+    def died(self, said: str) -> WorkerDied:
+        place = None if self.life is None else self.life.place
+        lines = "\n  | ".join([" and ends:", *last_lines(self.log)])
+        return WorkerDied(
+            f"{self.name} died: {reason_of(said)}; its log is {self.log}{lines}",
+            rank=self.rank,
+            host=place.host if place else "?",
+            pid=place.pid if place else 0,
+            reason=reason_of(said),
+        )
 
 
 class Replicas:
-    """What generates for the backend where `config.num_replicas` is positive.
+    """Engines that share the prompts, follow the trainer's weights and outlive their processes.
 
-    What a replica had not finished when it died or hung is done by the others, with the same
-    results, for seeds belong to requests. It starts again in the background, and gets the weights
-    of the last update, which should therefore be iterable more than once. All of this is told in
-    warnings.
+    All state belongs to an event loop on a thread of its own; weights are sent from the thread that
+    calls `generate` or `update_weights`, which is the trainer's. What a replica had not answered
+    when it died or hung is done by the others, with the same results, for seeds belong to requests.
+    Deaths and restarts are warnings.
     """
 
+    actor: type[EngineActor] = EngineActor
+
     def __init__(self, config: GenerationConfig, spec: EngineSpec) -> None:
-        self.config, self.cuda = config, torch.cuda.is_available()
-        self.spec = spec
+        self.config, self.spec, self.cuda = config, spec, torch.cuda.is_available()
         self.version: int | None = None
         self._weights: Weights = ()
-        self._again, self._asleep = False, False
-        self._round, self._seconds, self._looked = 0, 0.0, 0.0
-        self._calls: dict[Pending, tuple[Replica, str, Callable[[Any], None]]] = {}
-        self._replicas: list[Replica] = []
-        self._group: RayWorkerGroup | None = None
-        self._sender: WeightSender | None = None
-        python = None
-        if config.python is not None:
-            from nemorl.runtime.cluster.worker_python import check_python, resolve_python
-
-            python = resolve_python(config.python, field="generation.python")
-            assert python is not None
-            check_python(
-                python,
-                {"torch": None, "transformers": None, "vllm": VERSIONS},
-                field="generation.python",
-            )
-        gpus = config.tensor_parallel_size if self.cuda else 0
-        cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
-        # Ray gives GPUs away in their order: the first ones, which the trainer computes on, are set
-        # aside where the engines are to have others.
-        taken = (
-            (1 if config.trainer_gpus is None else config.trainer_gpus)
-            if self.cuda and not config.colocated
-            else 0
-        )
-        apart = {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken} if taken else {}
+        self._over: ChildProcessError | None = None
+        """All replicas have been given up."""
+        self._keepers: list[asyncio.Future[None]] = []
+        self._seconds = 0.0
+        self._queue: deque[tuple[int, asyncio.Future[tuple[Replica, Life]]]] = deque()
+        self._changed = threading.Condition()
+        python = config.python
+        found = python is None or shutil.which(python) is not None
+        require(found, "generation.python", "must be an interpreter", python, "name one")
+        transport = config.weight_transport
+        works = self.cuda or transport not in ("cuda_ipc", "nccl")
+        require(works, "generation.weight_transport", "needs GPUs", transport, "remove it")
+        self._expected = expected_weights(spec.files["config.json"])
+        self._cluster, self._placement = self._reserved()
+        self._own_logs = config.log_dir is None
+        self._log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="nemorl-")).absolute()
+        self._replicas = [
+            Replica(rank, self._log_dir / f"replica-{rank}.log")
+            for rank in range(config.num_replicas)
+        ]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="replicas", daemon=True)
+        self._thread.start()
         try:
-            self._cluster = RayVirtualCluster(
-                {**apart, "generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas}
-            )
+            self._do(self._start_all())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def generate(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
+        """Return the samples of each request, in order.
+
+        Whatever goes wrong, nothing goes on in the background.
+        """
+        begin = time.monotonic()
+        self._supply()
+        job = asyncio.run_coroutine_threadsafe(self._sample_all(requests), self._loop)
+        job.add_done_callback(lambda _: self._notify())
+        try:
+            while not job.done():
+                self._wait(lambda: job.done() or self._stale())
+                self._supply()
+            return job.result()
+        except BaseException:
+            job.cancel()
+            raise
+        finally:
+            self._seconds += time.monotonic() - begin
+
+    async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
+        """Return the samples of one prompt, by whichever replica has room. On the event loop."""
+        first = False
+        while True:
+            replica, life = await self._room(params.n, first=first)
+            call = life.actor.sample.remote(prompt, params)
+            try:
+                answer = await call
+            except asyncio.CancelledError:
+                ray.cancel(call)
+                raise
+            except RayTaskError as error:
+                if isinstance(error.cause, ValueError | FloatingPointError):
+                    raise error.cause from None
+                life.breaks(error.cause)
+            except RayError as error:
+                life.breaks(replica.died(str(error)))
+            else:
+                self._took(replica, life, answer)
+                return answer.samples
+            finally:
+                life.open -= params.n
+                self._dispatch()
+            first = True
+
+    async def _sample_all(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
+        tasks = [asyncio.ensure_future(self.sample(*request)) for request in requests]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            raise
+
+    async def _room(self, n: int, *, first: bool) -> tuple[Replica, Life]:
+        """Wait for a replica that decodes less than it could, and take it for `n` samples."""
+        future = self._loop.create_future()
+        (self._queue.appendleft if first else self._queue.append)((n, future))
+        self._dispatch()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():
+                future.result()[1].open -= n
+            raise
+
+    def _dispatch(self) -> None:
+        """Give replicas to those that wait for room."""
+        while self._queue:
+            able = [
+                (life.unfinished, replica.rank, life)
+                for replica in self._replicas
+                if (life := replica.life) is not None
+                and replica.version is not None
+                and not life.broken.done()
+                and life.unfinished < self.config.max_batch_size
+            ]
+            if not able and not self._over:
+                return
+            n, future = self._queue.popleft()
+            if future.done():
+                continue
+            if self._over:
+                future.set_exception(self._over)
+            else:
+                _, rank, life = min(able, key=lambda one: one[:2])
+                life.open += n
+                future.set_result((self._replicas[rank], life))
+
+    def _took(self, replica: Replica, life: Life, answer: Answer) -> None:
+        replica.deaths = 0
+        replica.tokens += sum(len(sample.token_ids) for sample in answer.samples)
+        replica.busy_s += max(0.0, answer.busy_s - life.busy_s)
+        life.partial, life.busy_s = answer.partial, max(life.busy_s, answer.busy_s)
+
+    def _reserved(self) -> tuple[Any, Any]:
+        """The cluster, and a bundle in it for each replica."""
+        config, cuda = self.config, self.cuda
+        gpus = config.tensor_parallel_size if cuda else 0
+        cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
+        bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas}
+        if cuda and not config.colocated:
+            # Ray hands GPUs out in order: the first ones are those that the trainer computes on.
+            taken = 1 if config.trainer_gpus is None else config.trainer_gpus
+            trainer = {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken} if taken else {}
+            bundles = {**trainer, **bundles}
+        try:
+            cluster = RayVirtualCluster(bundles)
         except ResourcesError as error:
             raise ResourcesError(
                 f"generation.num_replicas is {config.num_replicas}, of {cpus} CPUs and {gpus} GPUs"
                 f" each: {error}"
             ) from None
+        return cluster, cluster.placement("generation")
+
+    async def _start_all(self) -> None:
+        """Start all, or raise what was wrong with the first that failed."""
+        self._awake = asyncio.Event()
+        self._awake.set()
+        await asyncio.gather(*(self._start(replica) for replica in self._replicas))
+        check_apart(self.config, [one.life.place for one in self._replicas if one.life])
+        self._keepers = [asyncio.ensure_future(self._keep(replica)) for replica in self._replicas]
+
+    async def _start(self, replica: Replica) -> None:
+        """Start a new process with an engine."""
+        timeout_s = self.config.start_timeout_s
+        title = f"replica-{replica.rank}, start {replica.restarts}"
+        replica.actor = self._launch(replica, title)
         try:
-            self._start(python)
-        except BaseException:
-            self.shutdown()
-            raise
+            async with asyncio.timeout(timeout_s):
+                place = await replica.actor.start.remote(self.spec)
+        except TimeoutError:
+            late = f"was not up within {timeout_s:g} s (generation.start_timeout_s)"
+            raise WorkerTimeout(f"{replica.name} {late}; its log is {replica.log}") from None
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            raise replica.died(str(error)) from None
+        replica.life = Life(replica.actor, place, self._loop.create_future())
+        self._notify()
 
-    def _start(self, python: str | None) -> None:
-        config = self.config
-        self._group = RayWorkerGroup(
-            self._cluster.placement("generation"),
-            WORKER,
-            env={
-                "OMP_NUM_THREADS": str(config.cpus_per_replica),
-                **({} if self.cuda else HUGE_PAGES),
-            },
-            python=python,
-            max_concurrency=8,
-            log_dir=None if config.log_dir is None else Path(config.log_dir),
-            name="replica",
-            start_timeout_s=config.start_timeout_s,
+    def _launch(self, replica: Replica, title: str) -> Any:
+        """An actor in the replica's bundle."""
+        placement, config = self._placement, self.config
+        bundle = placement.bundles[replica.rank]
+        variables = self.variables(config, self.spec.engine, cuda=self.cuda)
+        environment: dict[str, Any] = {"env_vars": variables}
+        if config.python is not None:
+            environment["py_executable"] = config.python
+        where = PlacementGroupSchedulingStrategy(
+            placement.group, placement_group_bundle_index=placement.indices[replica.rank]
         )
-        transport = choose_transport(config.weight_transport, cuda=self.cuda, **self._places())
-        self._sender = WeightSender(
-            expected_weights(self.spec.files["config.json"]),
-            dtype=getattr(torch, self.spec.dtype),
-            transport=transport,
-            processes=config.tensor_parallel_size,
-            timeout_s=config.timeout_s,
+        actor = ray.remote(self.actor).options(
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            max_concurrency=2 * config.max_batch_size + 100,
+            scheduling_strategy=where,
+            runtime_env=environment,
         )
-        self.spec = replace(
-            self.spec, weight_transport={"cuda_ipc": "ipc", "nccl": "nccl"}.get(transport)
-        )
-        self._replicas = [Replica(self._group, rank) for rank in range(config.num_replicas)]
-        for one in self._replicas:
-            one.begin(self.spec, config.start_timeout_s)
-        for one in self._replicas:
-            while one.starting is not None and not one.starting.done():
-                self._cluster.check()
-                wait_for_starts([one.starting], timeout=TICK_S)
-            one.joined()
+        return actor.remote(str(replica.log), title)
 
-    def _places(self) -> dict[str, bool]:
-        """Where the replicas are, seen from the trainer: on its machine, on its GPU, or all on
-        other GPUs.
-        """
-        assert self._group is not None
-        nodes = [self._group.info(rank).node for rank in range(len(self._group))]
-        here, own, theirs = self._cluster.driver_node, "", [""] * len(nodes)
-        if self.cuda:
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            own = (
-                visible.split(",")[torch.cuda.current_device()]
-                if visible
-                else str(torch.cuda.current_device())
-            )
-            theirs = self._group.run_all("devices", timeout_s=self.config.start_timeout_s)
-        on_ours = self.cuda and any(
-            node == here and own in devices.split(",")
-            for node, devices in zip(nodes, theirs, strict=True)
-        )
-        check_apart(self.config, on_ours=on_ours)
-        same = all(node == here for node in nodes)
-        return {
-            "same_machine": same,
-            "one_gpu": same and theirs == [own] * len(nodes),
-            "separate_gpus": not on_ours,
-        }
+    @staticmethod
+    def variables(
+        config: GenerationConfig, engine: Mapping[str, Any], *, cuda: bool
+    ) -> dict[str, str]:
+        """The environment of an engine's process."""
+        level = os.environ.get("VLLM_LOGGING_LEVEL", "INFO")
+        threads = {"OMP_NUM_THREADS": str(config.cpus_per_replica)}
+        eager = EAGER_VARIABLES if engine.get("enforce_eager", True) else {}
+        own = {} if cuda else {**CPU_VARIABLES, **eager}
+        return {**VARIABLES, "VLLM_LOGGING_LEVEL": level, **threads, **own}
 
-    def generate(self, requests: Sequence[Request]) -> Mapping[int, tuple[Sample, ...]]:
-        start = self._looked = time.monotonic()
-        self._round += 1
-        work = {request.id: request for request in requests}
-        groups = [
-            Group(
-                id=r.id,
-                samples=r.params.n,
-                tokens=len(r.prompt) + r.params.n * r.params.max_new_tokens,
-            )
-            for r in requests
-        ]
-        balance = Balance(groups, replicas=[], max_batch_size=self.config.max_batch_size)
-        samples: dict[int, tuple[Sample, ...]] = {}
-        try:
-            while balance.unfinished:
-                self._tend(balance)
-                self._give(balance, work)
-                self._take(balance, work, samples)
-        except BaseException:
-            self._abort()
-            raise
-        self._seconds += time.monotonic() - start
-        return samples
-
-    def _tend(self, balance: Balance) -> None:
-        """Look after the replicas: who has come back gets the weights and joins in, who does
-        nothing any more is replaced.
-        """
-        self._cluster.check()
-        now = time.monotonic()
-        away, self._looked = max(0.0, now - self._looked - 2 * TICK_S), now
-        for replica in self._replicas:
-            replica.seen += away  # of the driver, which was stopped, or busy with another replica
-            self._welcome(replica, balance)
-            if replica.life is not None and replica.version is None and self._again:
-                for error in self._send([replica]).values():
-                    self._ended(replica, error, balance)
-            if (
-                replica.life is not None
-                and replica.version is not None
-                and replica.rank not in balance.shares
-            ):
-                balance.joined(replica.rank)
-                replica.seen = time.monotonic()
-            if replica.rank in balance.shares and not balance.shares[replica.rank].groups:
-                replica.seen = time.monotonic()
-            elif replica.rank in balance.shares and now - replica.seen > self.config.timeout_s:
-                self._ended(replica, _hung(replica, self.config.timeout_s), balance)
-        if not balance.shares and not any(replica.starting for replica in self._replicas):
-            raise RuntimeError(
-                f"no replica has the weights of version {self.version} any more, and they could be"
-                " read only once: give update_weights() weights that can be iterated again, as"
-                " sync_weights() does"
-            )
-
-    def _give(self, balance: Balance, work: Mapping[int, Request]) -> None:
-        for rank, groups in balance.assign().items():
-            self._submit(self._replicas[rank], groups, work)
-        while theft := balance.steal():
-            ids = [group.id for group in theft.groups]
-            self._call(
-                self._replicas[theft.victim],
-                "recall",
-                partial(self._recalled, balance, work, theft),
-                ids,
-            )
-        for rank, share in balance.shares.items():
-            if share.groups and not any(
-                of.rank == rank and method != "recall" for of, method, _ in self._calls.values()
-            ):
-                self._call(self._replicas[rank], "poll", lambda progress: None, 4 * TICK_S)
-
-    def _take(
-        self, balance: Balance, work: Mapping[int, Request], samples: dict[int, tuple[Sample, ...]]
-    ) -> None:
-        """Wait for answers, and for replicas that start."""
-        if not self._calls:
-            wait_for_starts(
-                [replica.starting for replica in self._replicas if replica.starting is not None],
-                timeout=TICK_S,
-            )
-            return
-        for pending in wait(list(self._calls), TICK_S)[0]:
-            if pending not in self._calls:
-                continue  # of a replica that has died meanwhile
-            replica, _, then = self._calls.pop(pending)
+    async def _keep(self, replica: Replica) -> None:
+        """Replace the replica when it dies or hangs, until that has happened too often in a row."""
+        while not replica.given_up:
             try:
-                answer = pending.result(timeout_s=self.config.timeout_s)
-            except (ValueError, FloatingPointError, ClusterLost):
-                raise
+                if replica.life is None:
+                    await self._awake.wait()  # or it would take memory while the trainer needs it
+                    begin = time.monotonic()
+                    await self._start(replica)
+                    seconds = time.monotonic() - begin
+                    warnings.warn(
+                        f"replica {replica.rank} is back after {seconds:.1f} s", stacklevel=1
+                    )
+                await self._watch(replica)
             except Exception as error:
-                self._ended(replica, error, balance)
-                continue
-            then(answer)
-            if isinstance(answer, Progress):
-                replica.advanced(answer)
-                samples.update(
-                    {
-                        done.id: done.samples
-                        for done in answer.finished
-                        if balance.finished(replica.rank, done.id)
-                    }
-                )
+                self._ended(replica, error)
 
-    def _submit(
-        self, replica: Replica, groups: Sequence[Group], work: Mapping[int, Request]
-    ) -> None:
-        self._call(replica, "submit", lambda nothing: None, [work[group.id] for group in groups])
+    async def _watch(self, replica: Replica) -> None:
+        """Raise what ends the replica: an error of its calls, or no progress for timeout_s."""
+        life, before, idle = replica.life, -1, 0
+        assert life is not None
+        period = self.config.timeout_s / 4  # counted: the driver itself may be stopped for a while
+        while True:
+            await asyncio.wait([life.broken], timeout=period)
+            if life.broken.done():
+                raise life.broken.result()
+            try:
+                async with asyncio.timeout(period):
+                    now = await life.actor.progress.remote()
+                late = 0
+            except TimeoutError:
+                now, late = before, 1
+            except RayError as error:
+                raise replica.died(str(error)) from None
+            idle = idle + 1 + late if now == before and life.open else 0
+            before = now
+            if idle >= 4:
+                hangs = f"made no progress for {self.config.timeout_s:g} s (generation.timeout_s)"
+                raise WorkerTimeout(f"{replica.name} {hangs}; its log is {replica.log}")
 
-    def _recalled(
-        self, balance: Balance, work: Mapping[int, Request], theft: Theft, dropped: list[int]
-    ) -> None:
-        if groups := balance.recalled(theft, dropped):
-            self._submit(self._replicas[theft.thief], groups, work)
+    def _ended(self, replica: Replica, error: Exception) -> None:
+        """End what is left of the process; its prompts are sent to others."""
+        place = replica.life.place if replica.life else None
+        self._kill(replica)
+        if isinstance(error, WorkerTimeout) and place and place.host == socket.gethostname():
+            with suppress(ProcessLookupError):  # stopped, it can't do what Ray asks of it
+                os.kill(place.pid, signal.SIGKILL)
+        replica.deaths, replica.restarts = replica.deaths + 1, replica.restarts + 1
+        replica.given_up = replica.deaths > self.config.max_restarts
+        if not replica.given_up:
+            warnings.warn(f"replica {replica.rank} is started again: {error}", stacklevel=1)
+        else:
+            told = (
+                f"replica {replica.rank} has ended {replica.deaths} times in a row without"
+                f" finishing a prompt (generation.max_restarts is {self.config.max_restarts}), the"
+                f" last time because {error}"
+            )
+            if all(one.given_up for one in self._replicas):
+                self._over = ChildProcessError(told)
+            else:
+                warnings.warn(f"the run goes on without it: {told}", stacklevel=1)
+        self._dispatch()
+        self._notify()
 
-    def _call(self, replica: Replica, method: str, then: Callable[[Any], None], *args: Any) -> None:
-        assert replica.life is not None
-        self._calls[replica.life.start(method, self._round, *args)] = (replica, method, then)
-
-    def _abort(self) -> None:
-        """End what is under way, in bounded time.
-
-        A replica that doesn't answer is found out when it is used next.
-        """
-        self._round += 1
-        self._calls.clear()
-        deadline, calls = time.monotonic() + ABORT_S, []
-        with suppress(Exception):
-            for life in [replica.life for replica in self._replicas if replica.life is not None]:
-                calls.append(life.start("abort", self._round))
-        for call in calls:
-            with suppress(Exception):
-                call.result(timeout_s=max(0.0, deadline - time.monotonic()))
+    def _kill(self, replica: Replica) -> None:
+        replica.life = replica.version = None
+        if replica.actor is not None:
+            with suppress(Exception):  # Ray may be gone
+                ray.kill(replica.actor)
+        replica.actor = None
 
     def update_weights(self, weights: Weights, version: int) -> None:
-        """Those that are up have the weights afterwards, and those that start get them before they
-        are used. Raises what was wrong with them.
+        """Give all that are up these weights; the others get them before they are used.
+
+        Raises what was wrong with them; then nothing can be generated until an update succeeds.
         """
-        self._weights, self.version, self._again = weights, version, iter(weights) is not weights
+        self._weights = list(weights) if iter(weights) is weights else weights
+        self.version = version
         for one in self._replicas:
             one.version = None
         while not any(one.version == version for one in self._replicas):
-            self._wait_until(lambda: any(one.life is not None for one in self._replicas))
-            failed = self._send([one for one in self._replicas if one.life is not None])
-            for rank, error in failed.items():
-                if isinstance(error, ValueError | ClusterLost):
-                    raise error
-                self._ended(self._replicas[rank], error)
-            if (
-                failed
-                and not self._again
-                and not any(one.version == version for one in self._replicas)
-            ):
-                raise next(iter(failed.values()))
+            self._wait(lambda: self._stale() or self._over)
+            if self._over:
+                raise self._over
+            self._supply()
 
-    def _send(self, replicas: Sequence[Replica]) -> dict[int, Exception]:
-        """Give these the present weights; by rank, what went wrong with whom."""
-        assert self._sender is not None
-        failed = self._sender.send(
-            self._weights, [one.life for one in replicas if one.life is not None]
-        )
-        self._cluster.check()
-        for index, one in enumerate(replicas):
-            one.version = None if index in failed else self.version
-        return {replicas[index].rank: error for index, error in failed.items()}
+    def _stale(self) -> list[Replica]:
+        """The replicas that are up and lack the present weights."""
+        return [
+            one
+            for one in self._replicas
+            if (life := one.life) and not life.broken.done() and one.version != self.version
+        ]
 
-    def _wait_until(self, enough: Callable[[], bool]) -> None:
-        """Take back those that start again until there are enough."""
-        while True:
+    def _supply(self) -> None:
+        """Send the present weights to those that lack them. On the thread of the trainer."""
+        while stale := {one.rank: one for one in self._stale()}:
+            lives = {rank: one.life for rank, one in stale.items() if one.life}
+            sender = WeightSender(
+                actors={rank: life.actor for rank, life in lives.items()},
+                places={rank: life.place for rank, life in lives.items()},
+                expected=self._expected,
+                dtype=getattr(torch, self.spec.dtype),
+                transport=self.config.weight_transport,
+                processes=self.config.tensor_parallel_size,
+                timeout_s=self.config.timeout_s,
+            )
+            send = getattr(self._weights, "send", None)
+            failed = sender(self._weights) if send is None else send(sender, dtype=sender.dtype)
             self._cluster.check()
-            for one in self._replicas:
-                self._welcome(one)
-            if enough():
-                return
-            wait_for_starts(
-                [one.starting for one in self._replicas if one.starting is not None], timeout=TICK_S
-            )
+            self._do(self._supplied(lives, failed))
 
-    def _welcome(self, replica: Replica, balance: Balance | None = None) -> None:
-        """Take back one that has started again."""
-        if replica.starting is None or not replica.starting.done():
-            return
-        try:
-            replica.joined()
-        except Exception as error:
-            self._ended(replica, error, balance)
-        else:
-            warnings.warn(
-                f"replica {replica.rank} is back after {time.monotonic() - replica.began:.1f} s",
-                stacklevel=4,
-            )
-
-    def _ended(self, replica: Replica, error: Exception, balance: Balance | None = None) -> None:
-        """Replace one that has died, hangs or can't go on; where that has happened too often in a
-        row, go on without it.
-
-        Raises ChildProcessError if it was the last one.
-        """
-        self._cluster.check()
-        lost = [] if balance is None else balance.lost(replica.rank)
-        self._calls = {
-            pending: call for pending, call in self._calls.items() if call[0] is not replica
-        }
-        replica.ended()
-        if replica.deaths > self.config.max_restarts:
-            times = (
-                f"{replica.deaths} times in a row without finishing a prompt"
-                f" (generation.max_restarts is {self.config.max_restarts})"
-            )
-            told = f"replica {replica.rank} has ended {times}, the last time because {error}"
-            if not any(one.life is not None for one in self._replicas):
-                raise ChildProcessError(told) from error
-            replica.given_up = True
-            warnings.warn(f"the run goes on without it: {told}", stacklevel=4)
-            return
-        who = "the others" if any(one.life is not None for one in self._replicas) else "it"
-        prompts = f", and {who} will do the {len(lost)} prompts that it had" if lost else ""
-        warnings.warn(f"replica {replica.rank} is started again{prompts}: {error}", stacklevel=4)
-        if not self._asleep:
-            replica.begin(self.spec, self.config.start_timeout_s)
+    async def _supplied(self, lives: Mapping[int, Life], failed: Mapping[int, str]) -> None:
+        """Note which replicas have new weights: all that were sent them, or none."""
+        for rank, said in failed.items():
+            lives[rank].breaks(self._replicas[rank].died(said))
+        for rank, life in {} if failed else lives.items():
+            if self._replicas[rank].life is life:
+                self._replicas[rank].version = self.version
+        self._dispatch()
 
     def sleep(self) -> None:
-        """Give memory back.
-
-        Where that is asked for, all are up first: none may start, and take memory, while the
+        """Give memory back, once all replicas are up: none may start and take memory while the
         trainer needs it.
         """
-        if not self.spec.sleep_level:
-            return
-        self._wait_until(lambda: all(one.starting is None for one in self._replicas))
-        self._asleep = True
-        self._everywhere("sleep")
-        if self.spec.sleep_level == 2:
-            for one in self._replicas:
-                one.version = None
+        if self.spec.sleep_level:
+            self._wait(lambda: all(one.life or one.given_up for one in self._replicas))
+            self._loop.call_soon_threadsafe(self._awake.clear)
+            self._do(self._everywhere("sleep"))
+            if self.spec.sleep_level == 2:
+                for one in self._replicas:
+                    one.version = None
 
     def wake(self) -> None:
-        if not self.spec.sleep_level:
-            return
-        self._asleep = False
-        self._everywhere("wake")
-        for one in self._replicas:
-            if one.life is None and one.starting is None and not one.given_up:
-                one.begin(self.spec, self.config.start_timeout_s)
+        if self.spec.sleep_level:
+            self._loop.call_soon_threadsafe(self._awake.set)
+            self._do(self._everywhere("wake"))
 
-    def _everywhere(self, method: str) -> None:
-        calls = [(one, one.life.start(method)) for one in self._replicas if one.life is not None]
-        for one, call in calls:
+    async def _everywhere(self, method: str) -> None:
+        async def call(life: Life) -> None:
             try:
-                call.result(timeout_s=self.config.timeout_s)
+                async with asyncio.timeout(self.config.timeout_s):
+                    await getattr(life.actor, method).remote()
             except Exception as error:
-                self._ended(one, error)
+                life.breaks(error)
+
+        await asyncio.gather(*(call(one.life) for one in self._replicas if one.life))
 
     def metrics(self) -> dict[str, float]:
-        """Of each replica, since this was last asked: its share of the time of generating, its
-        tokens, and how often it was started again.
+        """Return each replica's tokens, restarts and share of the time of generating in which it
+        computed, since the last call.
         """
-        seconds, self._seconds = self._seconds, 0.0
         measured: dict[str, float] = {}
         for one in self._replicas:
-            name, (tokens, busy_s, restarts) = f"replica_{one.rank}", one.measured()
-            measured |= {f"{name}/tokens": float(tokens), f"{name}/restarts": float(restarts)}
-            if seconds:
-                measured |= {
-                    f"{name}/busy": min(1.0, busy_s / seconds),
-                    f"{name}/tokens_per_second": tokens / seconds,
-                }
+            name = f"replica_{one.rank}"
+            measured[f"{name}/tokens"] = float(one.tokens)
+            measured[f"{name}/restarts"] = float(one.restarts - one.reported)
+            if self._seconds:
+                measured[f"{name}/busy"] = min(1.0, one.busy_s / self._seconds)
+                measured[f"{name}/tokens_per_second"] = one.tokens / self._seconds
+            one.reported, one.tokens, one.busy_s = one.restarts, 0, 0.0
+        self._seconds = 0.0
         return measured
 
     def shutdown(self) -> None:
-        if self._group is not None:
-            self._group.shutdown()
-        self._cluster.shutdown()
-        if self._sender is not None:
-            self._sender.close()
+        """End the engines and their processes. May be called again."""
+        if self._loop.is_closed():
+            return
+        try:
+            with suppress(Exception):  # the cluster may be gone
+                self._do(self._end_all())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+        finally:
+            self._cluster.shutdown()
+            if self._own_logs:
+                shutil.rmtree(self._log_dir, ignore_errors=True)
+
+    async def _end_all(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+        ends = [one.life.actor.shutdown.remote() for one in self._replicas if one.life]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                await asyncio.gather(*ends, return_exceptions=True)
+        for one in self._replicas:
+            self._kill(one)
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have this done on the event loop, and wait for it."""
+        job = asyncio.run_coroutine_threadsafe(work, self._loop)
+        job.add_done_callback(lambda _: self._notify())
+        try:
+            self._wait(job.done)
+            job.result()
+        except BaseException:
+            job.cancel()
+            raise
+
+    def _wait(self, condition: Callable[[], Any]) -> None:
+        """Wait until it holds. Raises ClusterLost."""
+        with self._changed:
+            while not self._changed.wait_for(condition, TICK_S):
+                self._cluster.check()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
-def check_apart(config: GenerationConfig, *, on_ours: bool) -> None:
-    """Raise a ValueError where engines that never make room are on the GPU of this process, and it
-    may be one that trains: see trainer_gpus.
+def check_apart(
+    config: GenerationConfig, engines: Sequence[Place], own: Place | None = None
+) -> None:
+    """Raise a ValueError where engines that never sleep are on the GPU of this process, unless no
+    GPU of this machine trains (`trainer_gpus` is 0).
     """
-    fits = config.colocated or not on_ours or config.trainer_gpus == 0
-    require(fits, "generation.colocated", "must be true where a replica is on the trainer's GPU", False,
-            "let trainer.device be the first GPU that Ray has here")  # fmt: skip
-
-
-def _hung(replica: Replica, timeout_s: float) -> WorkerTimeout:
-    info = replica.group.info(replica.rank)
-    process = f"replica-{replica.rank} (process {info.pid} on {info.host})"
-    return WorkerTimeout(
-        f"{process} made no progress for {timeout_s:g} s (generation.timeout_s); its log is"
-        f" {info.log}"
+    if config.colocated or config.trainer_gpus == 0:
+        return
+    own = own or own_place()
+    ours = any(one.node == own.node and set(one.gpus) & set(own.gpus) for one in engines)
+    require(
+        not ours,
+        "generation.colocated",
+        "must be true where a replica is on the trainer's GPU",
+        False,
+        "let trainer.device be the first GPU that Ray has here",
     )

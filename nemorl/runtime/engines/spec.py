@@ -1,6 +1,4 @@
-"""What an engine needs to start, and what it is asked and answers, as plain data: whatever process
-it is in, it gets these and nothing else.
-"""
+"""What an engine needs to start, and what it answers, as plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import require
-from nemorl.rollout.generation import FinishReason, SamplingParams
+from nemorl.rollout.generation import FinishReason
 from nemorl.runtime.config.generation import GenerationConfig
 
 OURS = {
@@ -39,36 +37,20 @@ OURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """An engine for one model, without its weights: those come later, through
-    `Engine.begin_weights`.
-    """
+    """An engine for one model, without its weights, which come later."""
 
     files: Mapping[str, bytes]
     """config.json and the tokenizer's files, by their names in a model folder."""
     vocabulary: str | None
-    """`vocabulary_hash` of the trainer's tokenizer; None: there is none, and no stop strings."""
+    """`vocabulary_hash` of the trainer's tokenizer; None: no tokenizer, and no stop strings."""
     dtype: str
     max_num_seqs: int
     max_model_len: int | None
     """Longest prompt and response together; None: as the engine finds."""
     tensor_parallel_size: int = 1
     sleep_level: int = 0
-    weight_transport: str | None = None
-    """ipc or nccl, where the weights come through one of vLLM's own weight-transfer engines."""
     engine: Mapping[str, Any]
     """Further engine arguments, as the user gave them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The samples of one prompt, ready for an engine:
-
-    `params` have a seed, every token that ends a response, and a length that fits.
-    """
-
-    id: int
-    prompt: tuple[int, ...]
-    params: SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +62,29 @@ class Sample:
     finish_reason: FinishReason
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finished:
-    """All samples of a request, in their order."""
+@dataclass(frozen=True)
+class Answer:
+    """All samples of a prompt, and how busy their engine is."""
 
-    id: int
     samples: tuple[Sample, ...]
+    partial: int
+    """Finished samples of prompts that are still unanswered."""
+    busy_s: float
+    """Seconds of computing since the engine's start."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process: its node in Ray, host and id, and the GPUs of the node that it uses."""
+
+    node: str
+    host: str
+    pid: int
+    gpus: tuple[str, ...]
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
-    """Equal for tokenizers that give every token the same number."""
+    """Return a hash that is equal for tokenizers that give every token the same number."""
     tokens = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
@@ -97,10 +92,10 @@ def vocabulary_hash(tokenizer: Any) -> str:
 def engine_spec(
     model: Any, tokenizer: Any, config: GenerationConfig, *, precision: str
 ) -> EngineSpec:
-    """The engine for `model`, a Hugging Face model with or without adapters in it.
+    """Return the engine for `model`, a Hugging Face model with or without adapters.
 
-    Raises ValueError where `generation.engine` names an argument that nemorl sets itself. Sequences
-    longer than the model are a warning.
+    Raises ValueError where `generation.engine` names an argument that nemorl sets itself. Warns of
+    sequences longer than the model allows.
     """
     import torch
 

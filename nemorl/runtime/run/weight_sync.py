@@ -3,7 +3,8 @@
 `sync_weights`, after every step that changed them, and a probe whether they have arrived.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from nemorl.data.batch import Example, collate
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 
+T = TypeVar("T")
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.25}
 """How far the log-probabilities of trainer and generator may be apart, by what the generator
 computes in.
@@ -19,24 +21,37 @@ computes in.
 
 
 class TrainerWeights:
-    """The trainer's present weights under their Hugging Face names, as often as they are asked for
+    """The trainer's present weights under their Hugging Face names, readable any number of times
     until its next step.
 
     So a replica that dies while it generates is replaced by one with the same weights, although
-    nobody keeps a copy of them.
+    the loop's process keeps no copy of them.
     """
 
     def __init__(self, trainer: TrainingBackend) -> None:
         self.trainer, self.step = trainer, trainer.step
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self._check()
+        yield from self.trainer.export_weights()
+
+    def send(
+        self, send: Callable[[Iterable[tuple[str, Tensor]]], T], *, dtype: torch.dtype | None = None
+    ) -> T:
+        """Call `send` with the weights and return its result: on the trainer's rank 0 if it has
+        the method `send_weights`, which may gather them in `dtype`; else here.
+        """
+        self._check()
+        elsewhere = getattr(self.trainer, "send_weights", None)
+        return send(self) if elsewhere is None else elsewhere(send, dtype=dtype)
+
+    def _check(self) -> None:
         if self.trainer.step != self.step:
             raise RuntimeError(
                 "weights must be read before the trainer's next step, but these are of step"
                 f" {self.step} and it has done {self.trainer.step}: call sync_weights() after every"
                 " step that is generated with"
             )
-        yield from self.trainer.export_weights()
 
 
 def sync_weights(trainer: TrainingBackend, generator: GenerationBackend, version: int) -> None:

@@ -67,7 +67,7 @@ class Devices:
         check_device(config.trainer.device, ranked=ranked, gpus=None if through_ray else gpus)
         on_gpus = config.trainer.device != "cpu" and gpus > 0
         if torchrun:
-            _check_torchrun(config, environ, num_ranks)
+            _check_torchrun(config, environ)
         elif ranked and not through_ray:
             check_size(num_ranks, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
         return cls(
@@ -219,21 +219,13 @@ def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
         )
 
 
-def _check_torchrun(config: BaseConfig, environ: Mapping[str, str], num_ranks: int) -> None:
+def _check_torchrun(config: BaseConfig, environ: Mapping[str, str]) -> None:
     require(
         config.run.dir is not None or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
         "run.dir",
         "must be given where torchrun may start the run again",
         None,
         "add --run.dir, in which the run goes on",
-    )
-    given = config.generation
-    require(
-        given.backend != "vllm" or given.num_replicas > 0 or num_ranks == 1,
-        "generation.num_replicas",
-        "must be at least 1 under torchrun: vLLM takes the processes for its own",
-        0,
-        "add --generation.num-replicas 1, or start without torchrun",
     )
 
 

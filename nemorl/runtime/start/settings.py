@@ -186,8 +186,6 @@ def generation_config(
         "lower that one, or remove this one",
     )
     given = replace(given, max_model_len=given.max_model_len or longest)
-    if not given.num_replicas:
-        return given
     gpus = devices.local_gpus if given.trainer_gpus is None else given.trainer_gpus
     return replace(given, log_dir=given.log_dir or str(directory.path / "logs"), trainer_gpus=gpus)
 

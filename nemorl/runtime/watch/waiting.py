@@ -31,8 +31,7 @@ def waiting_for_engines(
     """Return `waiting` for the set-up of a generation backend; the embedded one needs none."""
     if config.backend == "torch":
         return nullcontext()
-    through = f"{config.num_replicas} x {config.backend} through Ray"
-    what = through if config.num_replicas else f"{config.backend} in this process"
+    what = f"{config.num_replicas} x {config.backend} through Ray"
     logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
     return waiting(f"starting {what}{logs}", quiet=quiet)
 

@@ -8,18 +8,15 @@ import sys
 from pathlib import Path
 
 from nemorl import GenerationConfig
+from nemorl.runtime.engines.weights import own_place
 from nemorl.runtime.run.callbacks import Callback
 from tests.runtime.runs import grpo_config, start
 
 
 class Look(Callback):
     def on_step_end(self, trainer, step, metrics) -> None:
-        replicas = trainer.generator._engines
-        self.seen = {
-            "trainer": replicas._cluster.driver_node,
-            "engine": replicas._group.info(0).node,
-            "transport": replicas._sender.transport,
-        }
+        life = trainer.generator._engines._replicas[0].life
+        self.seen = {"trainer": own_place().node, "engine": life.place.node}
 
 
 def main(folder: Path) -> None:

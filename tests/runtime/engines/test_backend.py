@@ -10,15 +10,15 @@ from nemorl.losses.logprobs import filter_logits
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.base import GenerationConfig
-from nemorl.runtime.engines.backend import VLLMGenerationBackend, _Live
+from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.settings import generation_config
+from tests.runtime.engines.shared import small_model, vllm_backend
 from tests.runtime.runs import grpo_config
 from tests.tiny_models import random_prompts, tiny_tokenizer
-from tests.vllm_engines import CACHE, small_model, vllm_backend
 
-pytestmark = pytest.mark.xdist_group("vllm")
+pytestmark = pytest.mark.xdist_group("ray")
 
 
 def embedded(model):
@@ -114,63 +114,6 @@ def test_in_bfloat16_the_engine_is_the_trainers_to_its_rounding():
         assert tolerances[0] <= difference < tolerances[1]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-def test_what_ends_a_generation_leaves_nothing_under_way(error):
-    model = small_model(scale=3.0)
-    backend = vllm_backend(model)
-    prompts, params = random_prompts(5), SamplingParams(seed=3, n=2, max_new_tokens=30)
-    expected = backend.generate(prompts, params)
-    engine = backend._engines.engine
-    steps = iter([engine.step] * 5)
-
-    def step():
-        for step in steps:
-            return step()
-        raise error
-
-    with mock.patch.object(engine, "step", step), pytest.raises(error):
-        backend.generate(prompts, params)
-    assert engine.unfinished == 0
-    assert backend.generate(prompts, params) == expected
-
-
-def test_a_step_that_was_interrupted_leaves_nothing_in_the_cache():
-    backend = vllm_backend(small_model(scale=3.0))
-    prompts, params = (
-        [[2 + i % 39 for i in range(100)]],
-        SamplingParams(temperature=0.0, max_new_tokens=12),
-    )
-    expected = backend.generate(prompts, params)[0]
-    llm = backend._engines.engine._llm
-    llm.reset_prefix_cache()
-    backend.generate(
-        [prompts[0][::-1]], params
-    )  # so that there is something else where the cache is now free
-    runner = llm.model_executor.driver_worker.worker.model_runner
-    with (
-        mock.patch.object(runner, "execute_model", side_effect=KeyboardInterrupt),
-        pytest.raises(KeyboardInterrupt),
-    ):
-        backend.generate(prompts, params)
-    got = backend.generate(prompts, params)[0]
-    assert got.token_ids == expected.token_ids
-    assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
-
-
-def test_weights_that_have_changed_since_are_not_given_again():
-    """A replica that comes back would have others than those that have stayed."""
-    model = small_model()
-    live = _Live(model)
-    assert len(list(live)) == len(list(live)) > 0
-    with torch.no_grad():
-        model.lm_head.weight.add_(1.0)
-    with pytest.raises(
-        RuntimeError,
-        match=r"the model has changed since its weights were taken.*call update_weights\(\)",
-    ):
-        list(live)
-
-
 def test_replicas_need_ray(monkeypatch):
     for name in ("nemorl.runtime.engines.replicas", "nemorl.runtime.cluster.placement"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -178,7 +121,7 @@ def test_replicas_need_ray(monkeypatch):
     with pytest.raises(
         ValueError,
         match=(
-            r"generation.num_replicas needs Ray, which can't be imported .* pip install"
+            r"generation.backend vllm needs Ray, which can't be imported .* pip install"
             r" 'nemorl\[ray\]'"
         ),
     ):
@@ -187,18 +130,12 @@ def test_replicas_need_ray(monkeypatch):
         )
 
 
-@pytest.mark.parametrize(("num_replicas", "logs"), [(0, None), (1, "logs")])
-def test_replicas_have_their_logs_in_the_runs_folder(tmp_path, num_replicas, logs):
-    config = grpo_config(
-        tmp_path,
-        generation=GenerationConfig(backend="vllm", num_replicas=num_replicas, max_new_tokens=4),
-    )
+def test_replicas_have_their_logs_in_the_runs_folder(tmp_path):
+    generation = GenerationConfig(backend="vllm", max_new_tokens=4)
+    config = grpo_config(tmp_path, generation=generation)
     found = generation_config(config, RunDirectory(tmp_path), Devices.of(config, {}, num_gpus=0))
     assert found == replace(
-        config.generation,
-        log_dir=logs and str(tmp_path / logs),
-        max_model_len=32,
-        trainer_gpus=0 if num_replicas else None,
+        generation, log_dir=str(tmp_path / "logs"), max_model_len=32, trainer_gpus=0
     )
 
 
@@ -213,18 +150,6 @@ def test_temperatures_that_vllm_would_change_or_refuse_are_refused_before_the_st
         vllm_backend(small_model()).generate([[2]], SamplingParams(temperature=temperature))
 
 
-def test_several_devices_need_processes_of_their_own():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"generation.tensor_parallel_size needs engines in processes of their own, but it is 2"
-        ),
-    ):
-        VLLMGenerationBackend(model=small_model()).setup(
-            GenerationConfig(backend="vllm", tensor_parallel_size=2)
-        )
-
-
 def test_the_longest_sequence_can_be_set():
     backend = vllm_backend(small_model(), max_model_len=64)
     with mock.patch.object(
@@ -234,7 +159,7 @@ def test_the_longest_sequence_can_be_set():
             [[2] * 60, [2]], SamplingParams(max_new_tokens=50, temperature=0.0)
         )
     assert [len(c.token_ids) for c in completions] == [4, 50]
-    assert [request.params.max_new_tokens for request in generate.call_args.args[0]] == [4, 50]
+    assert [params.max_new_tokens for _, params in generate.call_args.args[0]] == [4, 50]
     with pytest.raises(ValueError, match="64 positions, but prompt 0 has 64 tokens"):
         backend.generate([[2] * 64], SamplingParams())
 
@@ -251,32 +176,24 @@ def test_without_a_tokenizer_there_are_no_stop_strings():
         backend.generate([[5]], SamplingParams(stop_strings=("a",)))
 
 
-def test_it_measures_its_speed():
-    backend = vllm_backend(small_model())
-    backend.metrics()
-    backend.generate([[2]], SamplingParams(max_new_tokens=20))
-    assert backend.metrics()["tokens_per_second"] > 10
-    assert backend.metrics() == {}
-
-
-def test_it_has_an_engine_from_setup_to_shutdown():
+def test_it_has_engines_from_setup_to_shutdown():
     backend = VLLMGenerationBackend(model=small_model(), tokenizer=tiny_tokenizer())
     with pytest.raises(RuntimeError, match=r"no engine: call setup\(\) first"):
         backend.generate([[2]], SamplingParams())
-    backend.setup(GenerationConfig(backend="vllm", engine=CACHE))
-    assert backend.generate([[2]], SamplingParams(max_new_tokens=2))
+    backend = vllm_backend(small_model())
+    with pytest.raises(RuntimeError, match="has its engines already"):
+        backend.setup(GenerationConfig(backend="vllm"))
     backend.shutdown()
     backend.shutdown()
     with pytest.raises(RuntimeError, match=r"nothing after shutdown\(\)"):
         backend.generate([[2]], SamplingParams())
 
 
-def test_it_is_set_up_once_and_says_nothing_past_python(capfd):
-    backend = VLLMGenerationBackend(model=small_model(), tokenizer=tiny_tokenizer())
-    try:
-        backend.setup(GenerationConfig(backend="vllm", engine={"kv_cache_memory_bytes": 2**26}))
-        assert capfd.readouterr().err == ""
-        with pytest.raises(RuntimeError, match="has its engines already"):
-            backend.setup(GenerationConfig(backend="vllm"))
-    finally:
-        backend.shutdown()
+def test_weights_that_can_be_read_once_are_kept_for_replicas_that_start_later():
+    model = small_model(scale=3.0)
+    backend, params = vllm_backend(model), SamplingParams(temperature=0.0, max_new_tokens=4)
+    backend.update_weights(((name, p.detach()) for name, p in model.named_parameters()), version=1)
+    expected = backend.generate([[5]], params)
+    for one in backend._engines._replicas:
+        one.version = None  # as one that has started anew
+    assert backend.generate([[5]], params) == expected

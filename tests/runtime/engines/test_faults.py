@@ -14,6 +14,7 @@ import time
 
 import psutil
 import pytest
+import ray
 
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.toys import Toys, after, eventually, requests, toys
@@ -46,12 +47,20 @@ def restarts(made: Toys) -> list[int]:
     ]
 
 
+def test_a_replica_gets_what_it_can_decode_at_a_time(whole):
+    """And one prompt begins as long as there is room for one of its samples."""
+    whole.replicas.generate(requests(40, n=3))
+    peaks = ray.get([one.life.actor.peak.remote() for one in whole.replicas._replicas])
+    assert all(8 <= peak <= 8 + 2 for peak in peaks)
+
+
 def test_a_killed_replicas_prompts_are_done_by_the_other(whole):
     expected = whole.replicas.generate(requests(40))
     with (
         after(0.1, whole.kill, 0),
         pytest.warns(
-            UserWarning, match=r"replica 0 is started again, and the others will do the \d+ prompts"
+            UserWarning,
+            match=r"replica 0 is started again: .* died",
         ),
     ):
         assert whole.replicas.generate(requests(40)) == expected
@@ -135,29 +144,21 @@ def test_one_that_dies_while_it_starts_again_is_started_once_more(whole):
     assert any("replica 0 is back after" in str(warning.message) for warning in told)
 
 
-def tokens_so_far(made: Toys) -> list[int]:
-    group, round = made.replicas._group, made.replicas._round
-    return [
-        group.call(rank, "poll", round, 0.0).result(10).num_tokens for rank in range(len(group))
-    ]
-
-
 def test_interrupted_it_drops_everything_and_can_go_on(whole):
     expected = whole.replicas.generate(requests(10))
     start = time.monotonic()
     with after(0.2, os.kill, os.getpid(), signal.SIGINT), pytest.raises(KeyboardInterrupt):
         whole.replicas.generate(requests(10, max_new_tokens=5000, seed=7))
     assert time.monotonic() - start < 3
-    stopped = tokens_so_far(whole)
-    time.sleep(0.2)
-    assert tokens_so_far(whole) == stopped
+    actors = [one.life.actor for one in whole.replicas._replicas]
+    assert eventually(lambda: ray.get([one.unfinished.remote() for one in actors]) == [0, 0])
     assert whole.replicas.generate(requests(10)) == expected
 
 
 def test_an_error_of_one_while_it_takes_weights(whole):
-    """Only wrong weights end an update: what else an engine may say is a reason to start it again."""
+    """Only wrong weights end an update: any other error of an engine starts it again."""
     whole.fault("begin", 0, "out of memory")
-    with pytest.warns(UserWarning, match="replica 0 is started again: out of memory"):
+    with pytest.warns(UserWarning, match="replica 0 is started again: .*out of memory"):
         whole.update(4.0, version=4)
     whole.repair()
     expected = whole.replicas.generate(requests(10))
@@ -178,7 +179,6 @@ def test_the_others_go_on_without_one_that_dies_again_and_again(tmp_path):
                 assert pair.replicas.generate(requests(40)) == expected
                 if pair.replicas._replicas[0].given_up:
                     break
-                time.sleep(0.1)
         pair.update(2.0)
         assert pair.replicas.generate(requests(40)) != expected
         assert [one.life is None for one in pair.replicas._replicas] == [True, False]
@@ -189,9 +189,7 @@ def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
     with toys(tmp_path, step_s=(0.005,), max_restarts=1) as one:
         one.fault("step", 0)
         with (
-            pytest.warns(
-                UserWarning, match="replica 0 is started again, and it will do the 4 prompts"
-            ),
+            pytest.warns(UserWarning, match="replica 0 is started again: .* died"),
             pytest.raises(
                 ChildProcessError,
                 match=(
@@ -210,7 +208,7 @@ def test_where_the_only_one_dies_it_is_waited_for(tmp_path):
         with after(0.1, one.kill, 0), pytest.warns(UserWarning) as told:
             assert one.replicas.generate(requests(10)) == expected
     messages = [str(warning.message) for warning in told]
-    assert any("replica 0 is started again, and it will do the" in message for message in messages)
+    assert any("replica 0 is started again: " in message for message in messages)
     assert any("replica 0 is back after" in message for message in messages)
 
 

@@ -13,17 +13,13 @@ from pathlib import Path
 
 import einops
 import pytest
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
 from nemorl import GenerationConfig, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.cluster.placement import ResourcesError
-from nemorl.runtime.cluster.worker_python import requirements_of
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.replicas import VERSIONS
 from tests.ray_session import NUM_CPUS, ray_cpus
-from tests.runtime.engines.pool import end, vllm_ray_backend
+from tests.runtime.engines.shared import vllm_backend
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -35,7 +31,6 @@ def test_trainer_and_engine_on_different_nodes(tmp_path: Path):
     """The weights go through Ray's object store; that they arrive is seen from the second step on,
     whose samples are from trained weights.
     """
-    end()  # memory for the engine to come
     ran = subprocess.run(
         [sys.executable, "-m", "tests.runtime.engines.far", str(tmp_path)],
         capture_output=True,
@@ -44,9 +39,7 @@ def test_trainer_and_engine_on_different_nodes(tmp_path: Path):
     )
     assert ran.returncode == 0, ran.stderr
     seen = json.loads(ran.stdout.splitlines()[-1])
-    assert [seen["trainer"], seen["engine"]] == seen["nodes"] and seen[
-        "transport"
-    ] == "object_store"
+    assert [seen["trainer"], seen["engine"]] == seen["nodes"]
     assert [line["step"] for line in seen["history"]] == [1, 2, 3]
     assert all(line["token_mult_prob_error"] < 1 + 1e-4 for line in seen["history"])
     assert len({line["entropy"] for line in seen["history"]}) == 3
@@ -77,14 +70,11 @@ def other_python(tmp_path: Path) -> tuple[str, Path]:
     return str(tmp_path / "env" / "bin" / "python"), started
 
 
-def test_an_engine_in_another_environment(
-    other_python, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("NEMORL_CACHE", str(tmp_path / "cache"))
+def test_an_engine_in_another_environment(other_python):
+    ray_cpus()
     python, started = other_python
     model, params = tiny_model(**SIZES), SamplingParams(max_new_tokens=12, n=2, seed=3)
-    expected = vllm_ray_backend(model).generate(random_prompts(4), params)
-    end()
+    expected = vllm_backend(model).generate(random_prompts(4), params)
     backend = VLLMGenerationBackend(model=model, tokenizer=tiny_tokenizer())
     try:
         backend.setup(
@@ -100,7 +90,7 @@ def test_an_engine_in_another_environment(
         ]
         versions = dict(line.split() for line in started.read_text().splitlines())
         assert (
-            versions[str(backend._engines._group.info(0).pid)]
+            versions[str(backend._engines._replicas[0].life.place.pid)]
             == "0.8.99"
             != importlib.metadata.version("einops")
         )
@@ -118,8 +108,7 @@ def backend_of(**options) -> None:
 
 
 def test_a_replica_that_splits_the_model(tmp_path: Path):
-    """Over two processes of its own, which take new weights together; what they say is in its log."""
-    end()
+    """Over two processes of its own, which take new weights together and write to its log."""
     ray_cpus()
     prompts, params = random_prompts(4), SamplingParams(max_new_tokens=8, temperature=0.0)
     models = [tiny_model(seed=seed, **SIZES) for seed in (0, 1)]
@@ -173,17 +162,9 @@ def test_more_replicas_than_the_cluster_holds():
         backend_of(num_replicas=NUM_CPUS + 1)
 
 
-def test_the_versions_that_an_environment_must_have_are_those_of_the_extra():
-    [of_extra] = [
-        Requirement(line).specifier for line in requirements_of("vllm") if line.startswith("vllm")
-    ]
-    assert of_extra == SpecifierSet(VERSIONS)
-
-
 def test_an_interpreter_that_is_not_there():
-    with pytest.raises(
-        ValueError, match=r"generation\.python must be an interpreter, but it is '/no/such/python'"
-    ):
+    message = r"generation\.python must be an interpreter, but it is '/no/such/python'"
+    with pytest.raises(ValueError, match=message):
         backend_of(python="/no/such/python")
 
 

@@ -14,17 +14,20 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.config.base import GenerationConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.replicas import check_apart
+from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.run.callbacks import Callback
 from tests.ray_session import ray_cpus
-from tests.runtime.engines.pool import running, shared_replicas, vllm_ray_backend
-from tests.runtime.engines.toys import after, kill, requests, toys
+from tests.runtime.engines.shared import CACHE, shared_replicas, vllm_backend
+from tests.runtime.engines.toys import after, kill, wait_until_all_are_up
 from tests.runtime.runs import TIMES, grpo_config, start
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
 
 SIZES = {"hidden_size": 128, "head_dim": 32}
-VLLM = GenerationConfig(backend="vllm", num_replicas=2, max_batch_size=16, max_new_tokens=16)
+VLLM = GenerationConfig(
+    backend="vllm", num_replicas=2, max_batch_size=64, max_new_tokens=16, engine=CACHE
+)
 PROMPTS = random_prompts(48, seed=2)
 PARAMS = [SamplingParams(n=4, seed=i, max_new_tokens=40) for i in range(48)]
 
@@ -33,12 +36,13 @@ LONG = [SamplingParams(n=8, seed=i, max_new_tokens=200) for i in range(48)]
 """Enough for a second or more, so that there is time to be killed."""
 
 
-def wait_until_both_are_up() -> None:
-    running()._wait_until(lambda: all(one.life is not None for one in running()._replicas))
+def pair(model, **options):
+    """A backend of two replicas."""
+    return vllm_backend(model, num_replicas=2, **options)
 
 
 def test_both_work_and_say_how_much():
-    backend = vllm_ray_backend(tiny_model(scale=3.0, **SIZES))
+    backend = pair(tiny_model(scale=3.0, **SIZES), max_batch_size=16)
     backend.metrics()
     completions = backend.generate(PROMPTS, PARAMS)
     measured = backend.metrics()
@@ -60,17 +64,17 @@ def test_both_work_and_say_how_much():
 
 def test_killed_while_it_generates_and_back_with_the_present_weights():
     model, other = tiny_model(scale=3.0, **SIZES), tiny_model(scale=3.0, seed=1, **SIZES)
-    backend = vllm_ray_backend(model)
+    backend = pair(model)
     backend.update_weights(list(other.named_parameters()), version=5)
     expected = backend.generate(PROMPTS, LONG)
     with (
-        after(0.2, kill, running(), 0),
-        pytest.warns(UserWarning, match="replica 0 is started again, and the others will do the"),
+        after(0.2, kill, backend._engines, 0),
+        pytest.warns(UserWarning, match="replica 0 is started again: "),
     ):
         assert tokens(backend.generate(PROMPTS, LONG)) == tokens(expected)
-    wait_until_both_are_up()
+    wait_until_all_are_up(backend._engines)
     with (
-        after(0.2, kill, running(), 1),
+        after(0.2, kill, backend._engines, 1),
         pytest.warns(UserWarning, match="replica 1 is started again"),
     ):
         again = backend.generate(PROMPTS, LONG)
@@ -96,13 +100,16 @@ class Kills(Callback):
         if step in self.steps:
             self.timers.append(
                 threading.Timer(
-                    self.draw.uniform(0, 0.2), kill, [running(), self.draw.randrange(2)]
+                    self.draw.uniform(0, 0.2),
+                    kill,
+                    [trainer.generator._engines, self.draw.randrange(2)],
                 )
             )
             self.timers[-1].start()
 
 
 def metrics_of_run(folder, *callbacks: Callback, steps: int) -> dict[str, float]:
+    ray_cpus()
     with shared_replicas():
         config = grpo_config(
             folder,
@@ -122,7 +129,6 @@ def metrics_of_run(folder, *callbacks: Callback, steps: int) -> dict[str, float]
 @pytest.mark.parametrize(("steps", "count"), [(6, 3), pytest.param(24, 20, marks=pytest.mark.slow)])
 def test_a_run_with_kills_at_random_times_ends_like_one_without(tmp_path, steps, count):
     expected = metrics_of_run(tmp_path / "undisturbed", steps=steps)
-    wait_until_both_are_up()
     kills = Kills(steps, count)
     with pytest.warns(UserWarning, match="is started again"):
         assert metrics_of_run(tmp_path / "killed", kills, steps=steps) == pytest.approx(
@@ -174,14 +180,5 @@ def test_an_engine_that_stays_awake_is_refused_on_a_gpu_that_trains(
             match=r"generation\.colocated must be true where a replica is on the trainer's GPU",
         )
     ):
-        check_apart(config, on_ours=on_ours)
-
-
-def test_a_finished_replica_takes_from_a_loaded_one(tmp_path):
-    """The second replica is twenty times as slow: alone it would need seconds for its half."""
-    ray_cpus()
-    with toys(tmp_path, step_s=(0.002, 0.04)) as uneven:
-        samples = uneven.replicas.generate(requests(16, n=1, max_new_tokens=60))
-        measured = uneven.replicas.metrics()
-    assert len(samples) == 16
-    assert measured["replica_0/tokens"] > 1.5 * measured["replica_1/tokens"]
+        own, other = (Place("node", "host", 1, (gpu,)) for gpu in "01")
+        check_apart(config, [own if on_ours else other], own)

@@ -1,37 +1,48 @@
-"""New weights in vLLM's workers, in real engines: afterwards they must answer as the model does
-that the weights came from.
+"""Weights on their way: names and shapes, transports and their memory, and engines that must be the
+trainer's model afterwards.
 """
 
+import gc
+import json
 import threading
 import time
-from contextlib import contextmanager
+from pathlib import Path
 from typing import ClassVar
 
+import cloudpickle
 import pytest
+import ray
 import torch
 
-from nemorl import SamplingParams
+from nemorl.models.adapters import merged_tensors
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.engines import weights as module
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.engine import Engine
-from nemorl.runtime.engines.spec import Request, engine_spec
-from nemorl.runtime.engines.transfer import EngineTransfer
-from nemorl.runtime.engines.weight_buckets import WeightMismatch, expected_weights
-from nemorl.runtime.engines.weight_packers import DirectBucket
-from nemorl.runtime.engines.weight_transport import LocalReceiver, WeightSender
+from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.engines.weights import (
+    SharedMemory,
+    WeightMismatch,
+    WeightSender,
+    checked_weights,
+    choose_transport,
+    expected_weights,
+    mapped,
+    own_place,
+)
 from nemorl.runtime.run.weight_sync import check_agreement
-from tests.tiny_models import random_prompts, tiny_model
+from tests.ray_session import ray_cpus
+from tests.runtime.engines.shared import SharedEngine, raised, small_model
+from tests.tiny_models import KINDS, random_prompts, tiny_model
 
-pytestmark = pytest.mark.xdist_group("vllm")
-SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96}
+pytestmark = pytest.mark.xdist_group("ray")
 CLOSE = {"float32": 1e-4, "bfloat16": 0.15}
 
 
-def model_of(kind="qwen2", *, seed=0, tied=True, **sizes):
+def model_of(kind="qwen2", *, seed=0, tied=True):
     """With sharp predictions, and norms and biases that are not all ones and zeros."""
-    model = tiny_model(kind, seed=seed, tied=tied, scale=3.0, **SIZES, **sizes)
+    model = small_model(kind, seed=seed, tied=tied, scale=3.0, intermediate_size=96)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -39,59 +50,94 @@ def model_of(kind="qwen2", *, seed=0, tied=True, **sizes):
     return model
 
 
-@contextmanager
-def engine_for(model, precision="float32", **options):
-    config = GenerationConfig(
-        backend="vllm", max_batch_size=16, engine={"kv_cache_memory_bytes": 16 << 20}, **options
-    )
-    engine = Engine(engine_spec(model, None, config, precision=precision))
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-
-
 def weights_of(model):
     return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-
-
-def sender_for(model, precision="float32", transport="direct", **options):
-    return WeightSender(
-        expected_weights(model.config),
-        dtype=getattr(torch, precision),
-        transport=transport,
-        **options,
-    )
 
 
 def gap(engine, model, precision="float32"):
     """The largest difference between the engine's logprobs of what it samples and the model's."""
     prompts = random_prompts(4, seed=3)
-    params = SamplingParams(max_new_tokens=8, seed=5)
-    engine.add(
-        [Request(id=i, prompt=tuple(prompt), params=params) for i, prompt in enumerate(prompts)]
-    )
-    samples = {}
-    while engine.unfinished:
-        samples.update({finished.id: finished.samples[0] for finished in engine.step()})
-    worst = 0.0
-    model = model.to(getattr(torch, precision))
-    for i, prompt in enumerate(prompts):
-        tokens = list(samples[i].token_ids)
+    answers = ray.get([engine.begin(prompt, max_new_tokens=8, seed=5) for prompt in prompts])
+    worst, model = 0.0, model.to(getattr(torch, precision))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        tokens = list(answer.samples[0].token_ids)
         with torch.no_grad():
-            logits = (
-                model(torch.tensor([[*prompt, *tokens]]), use_cache=False)
-                .logits[0, len(prompt) - 1 : -1]
-                .float()
-            )
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        worst = max(worst, (expected - torch.tensor(samples[i].logprobs)).abs().max().item())
+            logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
+        expected = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
+        expected = expected.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        difference = expected - torch.tensor(answer.samples[0].logprobs)
+        worst = max(worst, difference.abs().max().item())
     model.float()
     return worst
 
 
-def send(sender, model, engine):
-    assert sender.send(weights_of(model), [LocalReceiver(engine)]) == {}
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_configuration_promises_is_what_its_model_exports(kind, tied):
+    model = tiny_model(kind, tied=tied)
+    exported = {name: tuple(tensor.shape) for name, tensor in merged_tensors(model)}
+    assert list(expected_weights(model.config).items()) == list(exported.items())
+    assert expected_weights(json.dumps(model.config.to_dict()).encode()) == exported
+    assert ("lm_head.weight" in exported) is not tied
+
+
+def test_all_that_does_not_fit_is_listed_and_nothing_comes_after_it():
+    expected = {"a": (2,), "b": (3,), "c": (4,), "d": (5,)}
+    shapes = [("a", 2), ("b", 9), ("c", 4), ("extra", 1), ("a", 2)]
+    came = []
+    with pytest.raises(WeightMismatch) as error:
+        for name, _ in checked_weights([(n, torch.zeros(size)) for n, size in shapes], expected):
+            came.append(name)
+    assert came == ["a"]
+    for part in (
+        "'b' does not fit (shape (9,), where (3,) is expected)",
+        "'extra' does not fit (no such parameter)",
+        "'a' does not fit (it came twice)",
+        "'d' is missing",
+    ):
+        assert part in str(error.value)
+
+
+HERE, BESIDE, BOTH, FAR, CPU, FAR_CPU = (
+    Place(node, "host", 1, gpus)
+    for node, gpus in [
+        ("a", ("0",)),
+        ("a", ("1",)),
+        ("a", ("0", "1")),
+        ("b", ("0",)),
+        ("a", ()),
+        ("b", ()),
+    ]
+)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sender", "engines", "chosen"),
+    [
+        ("auto", CPU, [CPU, CPU], "shared_memory"),
+        ("auto", CPU, [CPU, FAR_CPU], "object_store"),
+        ("auto", HERE, [HERE], "cuda_ipc"),
+        ("auto", HERE, [BESIDE, FAR], "nccl"),
+        ("auto", HERE, [HERE, BESIDE], "shared_memory"),
+        ("auto", HERE, [BOTH], "shared_memory"),
+        ("object_store", HERE, [HERE], "object_store"),
+        ("shared_memory", CPU, [FAR_CPU], "every engine on the trainer's machine"),
+        ("cuda_ipc", CPU, [CPU], "every engine on the trainer's one GPU"),
+        ("nccl", HERE, [HERE], "engines on GPUs of their own"),
+    ],
+)
+def test_the_transport_follows_from_the_places(setting, sender, engines, chosen):
+    if " " in chosen:
+        message = f"generation.weight_transport needs {chosen}, but it is '{setting}'"
+        with pytest.raises(ValueError, match=message):
+            choose_transport(setting, sender, engines)
+    else:
+        assert choose_transport(setting, sender, engines) == chosen
+
+
+def test_with_several_ranks_nothing_goes_by_ipc():
+    """Rank 0 sends alone, and vLLM's engine would wait for the others."""
+    assert choose_transport("auto", HERE, [HERE], alone=False) == "shared_memory"
 
 
 @pytest.mark.parametrize(
@@ -103,126 +149,221 @@ def send(sender, model, engine):
         ("qwen3", False, "bfloat16"),
     ],
 )
-def test_after_each_update_the_engine_is_the_new_model(kind, tied, precision):
+def test_after_each_update_the_engine_is_the_new_model(kind, tied, precision, monkeypatch):
     """Vocabularies of 42 are padded to 64.
 
     Tied models: the output layer's repacked copy has to follow, which vLLM's own reload forgets on
     CPUs.
     """
+    monkeypatch.setattr(module, "BUCKET_BYTES", 100_000)
     models = [model_of(kind, seed=seed, tied=tied) for seed in range(3)]
-    with engine_for(models[0], precision) as engine:
-        sender = sender_for(models[0], precision, "shared_memory", bucket_bytes=100_000)
-        for model in models:
-            send(sender, model, engine)
-            assert gap(engine, model, precision) < CLOSE[precision]
-        assert (
-            gap(engine, models[0], precision) > 10 * CLOSE[precision]
-        )  # so that the test can tell models apart
+    engine = SharedEngine(models[0], precision=precision)
+    for model in models:
+        engine.give(model)
+        assert gap(engine, model, precision) < CLOSE[precision]
+    # So that the test can tell models apart:
+    assert gap(engine, models[0], precision) > 10 * CLOSE[precision]
 
 
 @pytest.fixture(scope="module")
 def tied():
     model = model_of()
-    with engine_for(model) as engine:
-        yield model, engine, sender_for(model)
+    return model, SharedEngine(model)
 
 
-def test_the_order_of_the_weights_does_not_matter_nor_where_buckets_end(tied):
-    model, engine, _ = tied
+@pytest.fixture
+def engine(tied):
+    model, _ = tied
+    return SharedEngine(model)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 30_000])
+def test_neither_the_order_of_the_weights_matters_nor_where_buckets_end(
+    engine, bucket_bytes, monkeypatch
+):
+    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     other = model_of(seed=1)
-    for bucket_bytes in (1, 30_000):
-        backwards = dict(reversed(expected_weights(model.config).items()))
-        sender = WeightSender(
-            backwards, dtype=torch.float32, transport="shared_memory", bucket_bytes=bucket_bytes
-        )
-        assert sender.send(weights_of(other)[::-1], [LocalReceiver(engine)]) == {}
-        assert gap(engine, other) < CLOSE["float32"]
-        send(sender_for(model), model, engine)
+    assert engine.sender()(weights_of(other)[::-1]) == {}
+    assert gap(engine, other) < CLOSE["float32"]
 
 
-def test_an_update_that_was_given_up_leaves_nothing_to_the_next(tied):
+def test_weights_come_through_the_object_store(engine, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", 100_000)
+    other = model_of(seed=1)
+    assert engine.sender(transport="object_store")(weights_of(other)) == {}
+    assert gap(engine, other) < CLOSE["float32"]
+    far = Place("elsewhere", "host", 1, ())
+    assert engine.sender(places={0: far})(weights_of(model_of(seed=2))) == {}
+    assert gap(engine, model_of(seed=2)) < CLOSE["float32"]
+
+
+def test_an_update_that_was_given_up_leaves_nothing_to_the_next(engine, monkeypatch):
     """Half of the layers have come, and half of one: its second half must not be completed by the
     first half of old.
     """
-    _, engine, sender = tied
+    monkeypatch.setattr(module, "BUCKET_BYTES", 1)
     wrong, right = weights_of(model_of(seed=1)), model_of(seed=2)
-    for count in (1, 3, 8, len(wrong)):
-        engine.begin_weights()
-        engine.load_weights(DirectBucket(wrong[:count]))
-        assert not engine.usable
-        send(sender, right, engine)
-        assert engine.usable
+
+    def broken(count):
+        yield from wrong[:count]
+        raise ConnectionError("the trainer is gone")
+
+    for count in (3, 8, len(wrong)):
+        with pytest.raises(ConnectionError):
+            engine.sender()(broken(count))
+        assert not engine.do(lambda engines: engines.engine.usable)
+        engine.give(right)
         assert gap(engine, right) < CLOSE["float32"]
 
 
-def test_an_engine_that_lacks_weights_says_which(tied):
-    model, engine, sender = tied
+def test_an_engine_that_lacks_weights_says_which(tied, engine):
+    model, _ = tied
     weights = [
         item
         for item in weights_of(model)
         if "layers.1.self_attn.k_proj.weight" not in item[0] and "norm" not in item[0]
     ]
-    engine.begin_weights()
-    engine.load_weights(DirectBucket(weights))
-    with pytest.raises(
-        RuntimeError,
-        match=(
-            r"have not come whole:"
-            r" .*model.layers.0.input_layernorm.*model.layers.1.self_attn.qkv_proj \(.* of .*\)"
-        ),
-    ):
-        engine.finish_weights()
-    assert not engine.usable
-    send(sender, model, engine)
+    expected = {name: tuple(tensor.shape) for name, tensor in weights}
+    failed = engine.sender(expected=expected)(weights)
+    assert "these are incomplete: " in failed[0]
+    assert "model.layers.0.input_layernorm" in failed[0]
+    assert "model.layers.1.self_attn.qkv_proj (" in failed[0]
+    assert not engine.do(lambda engines: engines.engine.usable)
+    engine.give(model)
     assert gap(engine, model) < CLOSE["float32"]
 
 
-def test_weights_of_another_model_are_refused_before_the_engine_is_touched(tied):
-    model, engine, sender = tied
-    send(sender, model, engine)
+def test_weights_of_another_model_are_refused_before_the_engine_is_touched(tied, engine):
+    model, _ = tied
     weights = [
         (name, tensor[:-1] if "layers.1.mlp.up" in name else tensor)
         for name, tensor in weights_of(model)
     ]
-    weights = [
-        ("extra", weights[0][1]),
-        *[item for item in weights if item[0] != "model.norm.weight"],
+    with pytest.raises(WeightMismatch, match=r"up_proj.weight' does not fit \(shape \(95, 128\)"):
+        engine.sender()(weights)
+    assert gap(engine, model) < CLOSE["float32"]
+
+
+def test_a_part_that_can_not_be_loaded_ends_the_update(tied, engine):
+    model, _ = tied
+    expected = {"model.embed_tokens.weight": (3, 4)}
+    failed = engine.sender(expected=expected)([(*expected, torch.zeros(3, 4))])
+    assert list(failed) == [0]
+    error = raised(engine.actor.finish_weight_update.remote())
+    assert "without a matching start_weight_update" in str(error)
+    engine.give(model)
+    assert gap(engine, model) < CLOSE["float32"]
+
+
+@ray.remote
+class Store:
+    """In the place of an engine: remembers the sum of each tensor."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.relay = seconds, SharedMemory()
+
+    def start_weight_update(self):
+        self.sums, self.whole = {}, False
+
+    def update_weights(self, info, data=None):
+        time.sleep(self.seconds)
+        memory = mapped(info["path"], info["inode"], info["size"])
+        for entry in info["entries"]:
+            self.sums[entry.name] = float(entry.of(memory).double().sum()), entry.dtype
+
+    def finish_weight_update(self):
+        self.whole = True
+
+    def state(self):
+        return self.sums, self.whole, len(info_of_mappings())
+
+
+def info_of_mappings():
+    return [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:nemorl" in line
     ]
-    with pytest.raises(WeightMismatch) as error:
-        sender.send(weights, [LocalReceiver(engine)])
-    for part in (
-        "'extra' does not fit (no such parameter)",
-        "'model.layers.1.mlp.up_proj.weight' does not fit (shape (95, 128), where (96, 128)",
-    ):
-        assert part in str(error.value)
-    assert "'model.norm.weight' is missing" in str(error.value)
-    assert engine.usable
-    assert gap(engine, model) < CLOSE["float32"]
 
 
-def test_a_part_that_can_not_be_loaded_makes_the_engine_unusable_until_the_next_update(tied):
-    model, engine, sender = tied
-    engine.begin_weights()
-    with pytest.raises(AssertionError):
-        engine.load_weights(DirectBucket([("model.embed_tokens.weight", torch.zeros(3, 4))]))
-    for call in (
-        lambda: engine.load_weights(DirectBucket(weights_of(model))),
-        engine.finish_weights,
-    ):
-        with pytest.raises(RuntimeError, match="begin it anew"):
-            call()
-    assert not engine.usable
-    send(sender, model, engine)
-    assert gap(engine, model) < CLOSE["float32"]
+SHAPES = {f"layers.{i}.{name}": (5 + i, 40) for i in range(10) for name in "ab"}
 
 
-def test_each_worker_of_a_split_engine_takes_its_part():
-    models = [model_of(seed=seed) for seed in range(2)]
-    with engine_for(models[0], tensor_parallel_size=2) as engine:
-        sender = sender_for(models[0], transport="shared_memory", bucket_bytes=100_000)
-        for model in models:
-            send(sender, model, engine)
-            assert gap(engine, model) < CLOSE["float32"]
+def random_weights(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()]
+
+
+def store_sender(*stores, **options):
+    place = own_place()
+    return WeightSender(
+        **{
+            "actors": dict(enumerate(stores)),
+            "places": dict.fromkeys(range(len(stores)), place),
+            "expected": SHAPES,
+            "dtype": torch.float32,
+            **options,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def stores():
+    """A slow one, too: no bucket may be overwritten before all have read it."""
+    ray_cpus()
+    return [Store.options(num_cpus=0).remote(seconds) for seconds in (0.0, 0.01)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bucket_bytes", [1, 3000, 10**6])
+def test_all_get_what_was_sent_again_and_again(stores, dtype, bucket_bytes, monkeypatch):
+    monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
+    sender = store_sender(*stores, dtype=dtype)
+    sender = cloudpickle.loads(cloudpickle.dumps(sender))  # as on its way to a trainer's rank 0
+    for seed in range(2):
+        weights = random_weights(seed)
+        assert sender(iter(weights)) == {}
+        expected = {
+            name: (float(tensor.to(dtype).double().sum()), dtype) for name, tensor in weights
+        }
+        for store in stores:
+            sums, whole, _ = ray.get(store.state.remote())
+            assert (sums, whole) == (expected, True)
+
+
+def test_the_memory_has_no_name_and_does_not_grow(stores):
+    def opened():
+        links = [path for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        names = [str(path.readlink()) for path in links]
+        return sum("memfd:nemorl" in name for name in names)
+
+    assert store_sender(*stores)(random_weights(0)) == {}
+    before = opened()
+    for seed in range(4):
+        assert store_sender(*stores)(random_weights(seed)) == {}
+    gc.collect()
+    assert 0 < opened() <= before
+    assert all(ray.get(store.state.remote())[2] <= 2 for store in stores)
+    assert not [path.name for path in Path("/dev/shm").iterdir() if "nemorl" in path.name]
+
+
+def test_memory_of_other_processes_is_an_error_that_names_the_remedy():
+    memory = SharedMemory()
+    memory.reserve(100)
+    address = memory.address()
+    for wrong in ({"path": "/proc/1/fd/99999"}, {"inode": 1}):
+        with pytest.raises(RuntimeError, match=r"set generation.weight_transport object_store"):
+            mapped(**{**address, **wrong})
+
+
+def test_engines_that_die_or_hang_are_named(stores):
+    dead = Store.options(num_cpus=0).remote()
+    hanging = Store.options(num_cpus=0).remote(30.0)
+    ray.get([one.start_weight_update.remote() for one in (dead, hanging)])
+    ray.kill(dead)
+    failed = store_sender(stores[0], dead, hanging, timeout_s=2.0)(random_weights(0))
+    assert list(failed) == [1]  # the others have not begun
+    failed = store_sender(stores[0], hanging, timeout_s=2.0)(random_weights(0))
+    assert "it took no new weights for 2 s (generation.timeout_s)" in failed[1]
+    ray.kill(hanging)
 
 
 class FakeEngine:
@@ -230,12 +371,12 @@ class FakeEngine:
     its source, and nothing else.
     """
 
-    hangs: str | None = None
-    daemons: ClassVar[list[bool]] = []
+    hangs = False
+    made: ClassVar[list] = []
 
     def __init__(self, info, client, source):
-        self.info, self.client, self.source, self.closed = info, client, source, threading.Event()
-        self.hang("connect")
+        self.info, self.closed = info, threading.Event()
+        self.made.append(self)
         client.init_weight_transfer_engine(
             {"packed": True}
             if info.backend == "ipc"
@@ -243,155 +384,92 @@ class FakeEngine:
         )
 
     def send_weights(self):
-        assert [(meta.name, tuple(meta.shape)) for meta in self.source.metadata()] == [
-            ("a", (2,)),
-            ("b", (3,)),
-        ]
-        self.hang("send")
+        names = [(meta.name, meta.dtype, meta.shape) for meta in self.source.metadata()]
+        if self.hangs:
+            time.sleep(600)
         self.client.start_weight_update()
-        self.client.update_weights(
-            {"names": [(name, tensor.dtype) for name, tensor in self.source]}
-        )
+        sent = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.source]
+        assert sent == names
+        self.client.update_weights({"names": [name for name, *_ in names]})
         self.client.finish_weight_update()
 
     def shutdown(self):
         self.closed.set()
-        self.hang("shutdown")
-
-    def hang(self, where):
-        if self.hangs == where:
-            self.daemons.append(threading.current_thread().daemon)
-            time.sleep(600)
 
 
-class Replica:
-    def __init__(self, fails=False):
-        self.fails, self.messages = fails, []
+@ray.remote
+class Recorder:
+    def __init__(self):
+        self.calls = []
 
-    def ranks(self):
-        return [
-            info["rank_offset"]
-            for _, (kind, info) in (message for message in self.messages if message[1:])
-            if kind == "init"
-        ]
+    def init_weight_transfer_engine(self, info):
+        self.calls.append(info)
 
-    def start(self, method, *args):
-        self.messages.append((method, *(payload.transfer for payload in args)))
-        return LocalReceiver(self).start("answer", method, args)
+    def start_weight_update(self):
+        self.calls.append("start")
 
-    def answer(self, method, args):
-        if self.fails and (args[0].transfer[0] == "update" if args else method == self.fails):
-            raise RuntimeError("out of memory")
+    def update_weights(self, info):
+        self.calls.append(info)
+
+    def finish_weight_update(self):
+        self.calls.append("finish")
+
+    def seen(self):
+        calls, self.calls = self.calls, []
+        return calls
 
 
 @pytest.fixture
 def fakes(monkeypatch):
     from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
-    made = []
-
     def connect(info, *, client, source):
-        made.append(FakeEngine(info, client, source))
-        return made[-1]
+        return FakeEngine(info, client, source)
 
+    ray_cpus()
     monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", connect)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(EngineTransfer, "device", "cpu")
-    return made
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(FakeEngine, "made", [])
+    monkeypatch.setattr(module, "_CONNECTED", {})
+    return FakeEngine.made
 
 
-PAIR = {"a": (2,), "b": (3,)}
-
-
-def pair(names="ab"):
-    return [(name, torch.zeros(PAIR[name])) for name in names]
+def gpu_sender(monkeypatch, transport, *actors, **options):
+    monkeypatch.setattr(module, "choose_transport", lambda *args, **kwargs: transport)
+    return store_sender(*actors, dtype=torch.bfloat16, processes=2, **options)
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
-def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport):
-    replicas = [Replica(), Replica()]
-    sender = WeightSender(PAIR, dtype=torch.bfloat16, transport=transport, processes=2)
+def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkeypatch):
+    actors = [Recorder.options(num_cpus=0).remote() for _ in range(2)]
+    sender = gpu_sender(monkeypatch, transport, *actors)
     for _ in range(2):
-        assert sender.send(pair(), replicas) == {}
-    update = ("load_weights", ("update", {"names": [("a", torch.bfloat16), ("b", torch.bfloat16)]}))
-    for index, replica in enumerate(replicas):
-        first, *others = [
-            message for message in replica.messages if message[1:] and message[1][0] == "init"
-        ]
-        replica.messages = [
-            message for message in replica.messages if not message[1:] or message[1][0] != "init"
-        ]
-        assert replica.messages == [("begin_weights",), update, ("finish_weights",)] * 2
-        if (
-            transport == "nccl"
-        ):  # the group stays as long as its members do; a rank for the trainer, and then two for each replica
-            assert (first[1][1], others) == ({"rank_offset": 1 + 2 * index, "world_size": 5}, [])
-    assert len(fakes) == (1 if transport == "nccl" else 2)
-    sender.close()
-    assert fakes[-1].closed.wait(10)
+        assert sender(random_weights(0)) == {}
+    update = ["start", {"names": list(SHAPES)}, "finish"]
+    for index, actor in enumerate(actors):
+        first, *others = ray.get(actor.seen.remote())
+        assert others == 2 * update
+        # A rank for the trainer, and then two for each replica.
+        nccl = {"backend": "nccl", "info": {"rank_offset": 1 + 2 * index, "world_size": 5}}
+        assert first == (
+            nccl if transport == "nccl" else {"backend": "ipc", "info": {"packed": True}}
+        )
+    assert gpu_sender(monkeypatch, transport, actors[0])(random_weights(0)) == {}
+    assert len(fakes) == 2  # connected anew, because the engines have changed
+    assert fakes[0].closed.wait(10)
 
 
-def test_a_replica_that_fails_fails_alone_by_cuda_ipc_and_with_all_by_nccl(fakes):
-    for transport, expected in (("cuda_ipc", {1}), ("nccl", {0, 1, 2})):
-        replicas = [Replica(), Replica(fails=True), Replica()]
-        failed = WeightSender(PAIR, dtype=torch.float32, transport=transport).send(pair(), replicas)
-        assert set(failed) == expected
-        assert str(failed[1]) == "out of memory"
-        assert [("finish_weights",) in replica.messages for replica in replicas] == [
-            index not in expected for index in range(3)
-        ]
+def test_a_transfer_that_hangs_is_a_time_out(fakes, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "hangs", True)
+    actor = Recorder.options(num_cpus=0).remote()
+    with pytest.raises(TimeoutError, match=r"not through within 0.5 s \(generation.timeout_s\)"):
+        gpu_sender(monkeypatch, "nccl", actor, timeout_s=0.5)(random_weights(0))
 
 
-def test_an_nccl_group_is_of_those_that_live_and_made_anew_when_one_dies(fakes, monkeypatch):
-    monkeypatch.setattr(FakeEngine, "hangs", "shutdown")  # as it may when members are gone
-    replicas = [Replica(), Replica("begin_weights"), Replica(), Replica()]
-    sender = WeightSender(PAIR, dtype=torch.float32, transport="nccl", processes=2)
-    assert list(sender.send(pair(), replicas)) == [1]
-    assert fakes[0].info.world_size == 7 and [replica.ranks() for replica in replicas] == [
-        [1],
-        [],
-        [3],
-        [5],
-    ]
-    replicas[0].fails = "begin_weights"
-    assert list(sender.send(pair(), replicas)) == [0, 1]
-    assert (
-        len(fakes) == 2
-        and fakes[1].info.world_size == 5
-        and [replica.ranks() for replica in replicas] == [[1], [], [3, 1], [5, 3]]
-    )
-    for replica in replicas:
-        replica.fails = "begin_weights"
-    assert list(sender.send(pair(), replicas)) == [0, 1, 2, 3] and len(fakes) == 2
-    sender.close()
-
-
-@pytest.mark.parametrize("where", ["connect", "send"])
-def test_a_transfer_that_hangs_is_a_time_out_of_all_that_live_and_holds_nothing_up(
-    fakes, monkeypatch, where
-):
-    monkeypatch.setattr(FakeEngine, "hangs", where)
-    monkeypatch.setattr(FakeEngine, "daemons", [])
-    sender, replicas = (
-        WeightSender(PAIR, dtype=torch.float32, transport="nccl", timeout_s=0.3),
-        [Replica(), Replica("begin_weights"), Replica()],
-    )
-    failed = sender.send(pair(), replicas)
-    assert {index: type(error).__name__ for index, error in failed.items()} == {
-        0: "WorkerTimeout",
-        1: "RuntimeError",
-        2: "WorkerTimeout",
-    }
-    assert str(failed[0]).startswith(
-        "the weights were not through by nccl within 0.3 s (generation.timeout_s)"
-    ) and FakeEngine.daemons == [True]
-    monkeypatch.setattr(FakeEngine, "hangs", None)
-    assert list(sender.send(pair(), replicas)) == [1]
-
-
-def test_weights_in_another_order_are_an_error_before_anything_hangs(fakes):
-    failed = WeightSender(PAIR, dtype=torch.float32, transport="nccl").send(pair("ba"), [Replica()])
-    assert "must come in the model's order for nccl, but 'b' came before 'a'" in str(failed[0])
+def test_weights_in_another_order_are_an_error_before_anything_hangs(fakes, monkeypatch):
+    actor = Recorder.options(num_cpus=0).remote()
+    with pytest.raises(ValueError, match=r"must come in the model's order through GPUs"):
+        gpu_sender(monkeypatch, "nccl", actor)(random_weights(0)[::-1])
 
 
 @pytest.mark.gpu
@@ -402,7 +480,6 @@ def test_replicas_on_gpus(transport):
     models = [model_of(seed=seed).to("cuda") for seed in range(2)]
     config = GenerationConfig(
         backend="vllm",
-        num_replicas=1,
         weight_transport=transport,
         colocated=transport != "nccl",
         sleep_level=0,

@@ -1,45 +1,42 @@
-"""A worker whose engine starts at once and does as it is told: for faults that need many starts, or
-that no real engine has on demand.
+"""An actor whose engine starts at once and fails on demand, for faults that need many starts, or
+that no real engine has.
 
-`spec.engine` holds `step_s` (seconds per token, by rank) and `faults`, a folder: what is in there
-happens (see `fault`).
+`spec.engine` holds `step_s` (seconds per token, by rank) and `faults`, a folder of `WHERE-RANK`.
 """
 
 import hashlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import nemorl.runtime.engines.worker as worker
-from nemorl.runtime.engines.spec import EngineSpec, Finished, Request, Sample
+from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.engines.actor import EngineActor
+from nemorl.runtime.engines.spec import EngineSpec, Sample
+from nemorl.runtime.engines.weights import mapped
 
-RANK = int(os.environ.get("RANK", 0))
+RANK = 0
 
 
-def answer(request: Request, weights: float, j: int) -> Sample:
+def answer(prompt: tuple[int, ...], params: SamplingParams, weights: float, j: int) -> Sample:
     """A response that depends on the prompt, the seed, the weights and the number of the sample: up
     to max_new_tokens, more often short.
     """
-    digest = hashlib.sha256(
-        repr((request.prompt, request.params.seed, weights, j)).encode()
-    ).digest()
-    length = 1 + digest[0] * digest[1] % request.params.max_new_tokens
+    digest = hashlib.sha256(repr((prompt, params.seed, weights, j)).encode()).digest()
+    length = 1 + digest[0] * digest[1] % params.max_new_tokens
     tokens = tuple(digest[i % 32] % 42 for i in range(length))
-    return Sample(
-        token_ids=tokens, logprobs=tuple(-float(token) for token in tokens), finish_reason="length"
-    )
+    logprobs = tuple(-float(token) for token in tokens)
+    return Sample(token_ids=tokens, logprobs=logprobs, finish_reason="length")
 
 
 class ToyEngine:
+    partial, peak = 0, 0
+
     def __init__(self, spec: EngineSpec) -> None:
         self.step_s, self.faults = spec.engine["step_s"][RANK], Path(spec.engine["faults"])
-        self.places = spec.max_num_seqs
-        self.waiting: list[Request] = []
-        self.running: dict[int, tuple[Request, int]] = {}
-        self.num_tokens, self.weights, self.usable = 0, float("nan"), False
+        self.requests: dict[int, tuple[tuple[Sample, ...], int]] = {}
+        self.weights, self.usable = float("nan"), False
         self.fault("start")
 
     def fault(self, where: str) -> None:
@@ -61,53 +58,39 @@ class ToyEngine:
         else:
             raise ValueError(what) if where == "start" else RuntimeError(what)
 
-    def add(self, requests: Sequence[Request]) -> None:
-        assert self.usable
-        self.waiting += requests
+    @property
+    def busy(self) -> bool:
+        return self.usable and bool(self.requests)
 
-    def step(self) -> list[Finished]:
+    def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
+        samples = tuple(answer(prompt, params, self.weights, j) for j in range(params.n))
+        self.requests[id] = samples, 0
+        unfinished = sum(len(samples) for samples, _ in self.requests.values())
+        self.peak = max(self.peak, unfinished)
+
+    def step(self) -> dict[int, tuple[Sample, ...]]:
         self.fault("step")
         time.sleep(self.step_s)
-        while (
-            self.waiting
-            and sum(request.params.n for request, _ in self.running.values()) < self.places
-        ):
-            request = self.waiting.pop(0)
-            self.running[request.id] = request, 0
-        done = []
-        for request, length in list(self.running.values()):
-            samples = tuple(answer(request, self.weights, j) for j in range(request.params.n))
-            self.running[request.id] = request, length + 1
-            self.num_tokens += request.params.n
+        done = {}
+        for id, (samples, length) in list(self.requests.items()):
+            self.requests[id] = samples, length + 1
             if length + 1 == max(len(sample.token_ids) for sample in samples):
-                del self.running[request.id]
-                done.append(Finished(id=request.id, samples=samples))
+                done[id] = self.requests.pop(id)[0]
         return done
 
-    def abort(self, ids: Iterable[int]) -> None:
-        ids = set(ids)
-        self.waiting = [request for request in self.waiting if request.id not in ids]
-        self.running = {i: state for i, state in self.running.items() if i not in ids}
+    def abort(self, id: int) -> None:
+        self.requests.pop(id, None)
 
-    def give_up(self) -> None:
-        self.abort([*self.running, *(request.id for request in self.waiting)])
-
-    def recall(self, ids: Iterable[int]) -> list[int]:
-        dropped = [i for i in ids if any(request.id == i for request in self.waiting)]
-        self.abort(dropped)
-        return dropped
-
-    @property
-    def unfinished(self) -> int:
-        return len(self.waiting) + len(self.running)
+    def abort_all(self) -> None:
+        self.requests.clear()
 
     def begin_weights(self) -> None:
         self.usable = False
-        self.abort([*self.running, *(request.id for request in self.waiting)])
         self.fault("begin")
 
-    def load_weights(self, payload: Any) -> None:
-        self.weights = float(payload.tensors()[0][1].flatten()[0])
+    def load_weights(self, info: dict[str, Any]) -> None:
+        memory = mapped(info["path"], info["inode"], info["size"])
+        self.weights = float(info["entries"][0].of(memory).flatten()[0])
 
     def finish_weights(self) -> None:
         self.usable = True
@@ -122,7 +105,17 @@ class ToyEngine:
         self.fault("shutdown")
 
 
-class ToyWorker(worker.VLLMWorker):
-    def __init__(self) -> None:
-        super().__init__()
-        worker.Engine = ToyEngine  # type: ignore[misc,assignment]
+class ToyActor(EngineActor):
+    make = ToyEngine
+
+    def __init__(self, log: str, title: str) -> None:
+        super().__init__(log, title)
+        global RANK
+        RANK = int(title.partition(",")[0].partition("-")[2])
+
+    async def unfinished(self) -> int:
+        return await self.do(lambda engine: len(engine.requests))
+
+    async def peak(self) -> int:
+        """Most samples at a time."""
+        return await self.do(lambda engine: engine.peak)

@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.config.generation import GenerationConfig
-from nemorl.runtime.engines.replicas import Replicas
-from nemorl.runtime.engines.spec import EngineSpec, Request
+from nemorl.runtime.engines.replicas import Replicas, Request
+from nemorl.runtime.engines.spec import EngineSpec
+from tests.runtime.engines.toy import ToyActor
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model()
@@ -32,30 +32,24 @@ class Toys:
         self.folder = folder
         options = {
             "num_replicas": len(step_s),
-            "max_batch_size": 4,
+            "max_batch_size": 8,
             "log_dir": str(folder / "logs"),
             **config,
         }
-        engine = {"step_s": tuple(step_s), "faults": str(folder)}
-        files = {"config.json": json.dumps(MODEL.config.to_dict()).encode()}
         spec = EngineSpec(
-            files=files,
+            files={"config.json": json.dumps(MODEL.config.to_dict()).encode()},
             vocabulary=None,
             dtype="float32",
-            max_num_seqs=4,
+            max_num_seqs=8,
             max_model_len=None,
-            engine=engine,
+            engine={"step_s": tuple(step_s), "faults": str(folder)},
         )
-        with mock.patch(
-            "nemorl.runtime.engines.replicas.WORKER", "tests.runtime.engines.toy:ToyWorker"
-        ):
-            self.replicas = Replicas(GenerationConfig(backend="vllm", **options), spec)
+        self.replicas = ToyReplicas(GenerationConfig(backend="vllm", **options), spec)
         self.update(0)
 
     def update(self, value: float, version: int = 0) -> None:
-        self.replicas.update_weights(
-            [(name, torch.full_like(p, value)) for name, p in MODEL.named_parameters()], version
-        )
+        weights = [(name, torch.full_like(p, value)) for name, p in MODEL.named_parameters()]
+        self.replicas.update_weights(weights, version)
 
     def fault(self, where: str, rank: int, what: str = "die") -> None:
         (self.folder / f"{where}-{rank}").write_text(what)
@@ -67,27 +61,49 @@ class Toys:
     def happened(self, where: str, rank: int) -> bool:
         return (self.folder / f"{where}-{rank}-happened").exists()
 
-    def process(self, rank: int) -> int:
-        return self.replicas._group.info(rank).pid
-
     def kill(self, rank: int, signal_number: int = signal.SIGKILL) -> bool:
         return kill(self.replicas, rank, signal_number)
 
     def wait_until_all_are_up(self) -> None:
-        self.replicas._wait_until(
-            lambda: all(one.life is not None for one in self.replicas._replicas)
-        )
+        wait_until_all_are_up(self.replicas)
+
+
+class ToyReplicas(Replicas):
+    actor = ToyActor
+
+
+def process(replicas: Replicas, rank: int) -> int:
+    life = replicas._replicas[rank].life
+    return 0 if life is None else life.place.pid
 
 
 def kill(replicas: Replicas, rank: int, signal_number: int = signal.SIGKILL) -> bool:
     """Whether there was a process to send it to."""
-    process = replicas._group.info(rank).pid
+    pid = process(replicas, rank)
     try:
-        assert process > 0  # it is being started; 0 would be the tests' own processes
-        os.kill(process, signal_number)
+        assert pid > 0  # it is being started; 0 would be the tests' own processes
+        os.kill(pid, signal_number)
     except (AssertionError, ProcessLookupError):
         return False
     return True
+
+
+def wait_until_all_are_up(replicas: Replicas) -> None:
+    """Also those that have just been killed."""
+    assert eventually(
+        lambda: all(
+            one.life and not one.life.broken.done() and alive(one.life.place.pid)
+            for one in replicas._replicas
+        ),
+        timeout_s=90,
+    )
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZ"
+    except OSError:
+        return False
 
 
 @contextmanager
@@ -113,13 +129,7 @@ def after(seconds: float, action: Any, *args: Any) -> Iterator[None]:
 
 def requests(count: int, *, n: int = 2, max_new_tokens: int = 20, seed: int = 0) -> list[Request]:
     return [
-        Request(
-            id=i,
-            prompt=(2, 3 + i),
-            params=SamplingParams(
-                n=n, seed=seed + i, max_new_tokens=max_new_tokens, temperature=1.0
-            ),
-        )
+        ((2, 3 + i), SamplingParams(n=n, seed=seed + i, max_new_tokens=max_new_tokens))
         for i in range(count)
     ]
 
@@ -138,7 +148,7 @@ def main(folder: str) -> None:
     ids, and generates.
     """
     with toys(Path(folder)) as pair:
-        print(json.dumps([pair.process(rank) for rank in (0, 1)]), flush=True)
+        print(json.dumps([process(pair.replicas, rank) for rank in (0, 1)]), flush=True)
         pair.replicas.generate(requests(100, max_new_tokens=10**6))
 
 

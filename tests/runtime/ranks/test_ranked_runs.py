@@ -22,6 +22,7 @@ import nemorl
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run.callbacks import Callback
 from tests.ray_session import ray_cpus
+from tests.runtime.engines.shared import CACHE
 from tests.runtime.runs import (
     TIMES,
     addition_rows,
@@ -32,7 +33,6 @@ from tests.runtime.runs import (
     sft_config,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
-from tests.vllm_engines import CACHE
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4
@@ -338,21 +338,14 @@ def test_ranks_through_ray(place: Path, tmp_path: Path):
     assert result.model is None and (result.paths.hf / "config.json").exists()
 
 
-@pytest.mark.xdist_group("vllm")
-@pytest.mark.parametrize(
-    "how", ["vllm in this process", "vllm replicas beside ranks, all through Ray"]
-)
-def test_vllm_beside_ranks(how: str, place: Path, tmp_path: Path):
+@pytest.mark.xdist_group("ray")
+def test_vllm_beside_ranks(place: Path, tmp_path: Path):
     """Its weights are the ranks', after every step: sampler and trainer agree on every token."""
-    apart = "Ray" in how
-    if apart:
-        ray_cpus()
-    generation = nemorl.GenerationConfig(
-        backend="vllm", max_new_tokens=4, num_replicas=int(apart), engine=CACHE
-    )
+    ray_cpus()
+    generation = nemorl.GenerationConfig(backend="vllm", max_new_tokens=4, engine=CACHE)
     options = {
         "parallel": nemorl.ParallelPlan(dp_shard=2),
-        "runtime": nemorl.RuntimeConfig(launcher="ray" if apart else "processes"),
+        "runtime": nemorl.RuntimeConfig(launcher="ray"),
     }
     result = in_tests(
         ranked(grpo_config, place, tmp_path / "run", generation=generation, **options)

@@ -74,6 +74,21 @@ def test_weights_can_be_read_again_until_the_next_step_and_not_after_it(trainer)
         match=r"these are of step 0 and it has done 1: call sync_weights\(\) after every step",
     ):
         list(weights)
+    with pytest.raises(RuntimeError, match="these are of step 0 and it has done 1"):
+        weights.send(list)
+
+
+def test_weights_are_sent_from_where_they_are(trainer):
+    """Here, unless the trainer has ranks: then rank 0 sends them."""
+    sent = TrainerWeights(trainer).send(dict, dtype=torch.bfloat16)
+    assert list(sent) == [name for name, _ in trainer.export_weights()]
+
+    def send_weights(send, *, dtype):
+        return send(iter([("a", torch.ones(1, dtype=dtype))]))
+
+    trainer.send_weights = send_weights
+    found = TrainerWeights(trainer).send(dict, dtype=torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in found.items()} == {"a": torch.bfloat16}
 
 
 class Watched(TorchGenerationBackend):

@@ -182,12 +182,6 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             0,
             r"run.dir must be given where torchrun may start the run again",
         ),
-        (
-            {"generation": nemorl.GenerationConfig(backend="vllm")},
-            TORCHRUN,
-            0,
-            r"generation.num_replicas must be at least 1 under torchrun",
-        ),
     ],
 )
 def test_refused_before_anything_starts(options, environ, gpus, message):

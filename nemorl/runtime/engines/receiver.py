@@ -1,0 +1,159 @@
+"""How vLLM's workers take new weights. Imported in the engines' processes only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from nemorl.runtime.engines.weights import Entry, mapped
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    backend: str
+    """ipc or nccl: vLLM's own engine for weights that stay on GPUs."""
+    info: dict[str, Any]
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    path: str
+    inode: int
+    size: int
+    entries: list[Entry]
+
+
+class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """vLLM's layerwise reload, where a layer is processed (repacked, quantized, split) as soon as
+    it is complete; from shared memory, or through one of vLLM's own engines.
+
+    An update may be given up at any point and begun anew.
+    """
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    inner: Any = None
+    tied: list[Any] | None = None
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        config = WeightTransferConfig(backend=init_info.backend)
+        make = WeightTransferEngineFactory.create_engine
+        self.inner = make(config, self.vllm_config, self.device, self.model)
+        self.inner.init_transfer_engine(self.inner.parse_init_info(init_info.info))
+
+    def start_weight_update(self) -> None:
+        """Make every layer wait for new weights, and forget those of an update that failed."""
+        if self.tied is None:  # can be seen only while no update is under way
+            self.tied = _tied_layers(self.model)
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        for part in self._parts():
+            initialize_layerwise_reload(part)
+        for layer in self.model.modules():
+            if isinstance(layer, VocabParallelEmbedding) and layer.weight.is_meta:
+                # Without the rows of padding, which are never sent: else vLLM would wait for them
+                # until the end, and keep all that came until then.
+                rows = layer.num_org_embeddings_per_partition
+                layer.weight.weight_loader_numel = rows * layer.weight.shape[1]
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        if "entries" in update_info:
+            self.receive_weights(self.parse_update_info(update_info))
+        else:
+            self.inner.update_weights(update_info)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Load a bucket; its memory may be overwritten once this has returned."""
+        memory = mapped(update_info.path, update_info.inode, update_info.size)
+        self.model.load_weights((entry.name, entry.of(memory)) for entry in update_info.entries)
+        self._keep_pending(memory)
+
+    def finish_weight_update(self) -> None:
+        """Raise RuntimeError that lists the layers without all of their weights."""
+        names = {layer: name for name, layer in self.model.named_modules()}
+        infos = {
+            names[layer]: get_layerwise_info(layer)
+            for part in self._parts()
+            for layer in part.modules()
+            if next(layer.parameters(recurse=False), None) is not None
+            and not is_deferred_attention_layer(layer)
+        }
+        incomplete = [
+            f"{name} ({info.load_numel} of {info.load_numel_total} numbers)"
+            for name, info in infos.items()
+            if info.can_load()
+        ]
+        if incomplete:
+            raise RuntimeError(
+                "every weight of the engine must be sent, but these are incomplete:"
+                f" {', '.join(incomplete)}"
+            )
+        for part in self._parts():
+            finalize_layerwise_reload(part, self.model_config)
+        for layer in self.tied or ():
+            # The parameter is the embedding's, and new; but on CPUs the layer computes with a
+            # repacked copy, which is still that of the old one.
+            layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        if self.inner is not None:
+            self.inner.shutdown()
+
+    def _parts(self) -> list[nn.Module]:
+        """All but tied layers, for which nothing is sent."""
+        return [part for part in self.model.children() if part not in (self.tied or ())]
+
+    def _keep_pending(self, memory: Tensor) -> None:
+        """Copy what vLLM keeps of this memory until the rest of a layer comes."""
+        borrowed = memory.untyped_storage().data_ptr()
+        for layer in self.model.modules():
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                for name, value in call.arguments.items():
+                    if (
+                        isinstance(value, Tensor)
+                        and value.device.type != "meta"
+                        and value.untyped_storage().data_ptr() == borrowed
+                    ):
+                        call.arguments[name] = value.clone()
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class; with this module it brings `Receiver`."""
+
+    def nemorl_start_weight_update(self) -> None:
+        """Begin an update, also after one that has failed."""
+        self._weight_update_active = False  # vLLM leaves it set when an update is given up
+        self.start_weight_update()  # type: ignore[attr-defined]
+
+
+def _tied_layers(model: nn.Module) -> list[Any]:
+    """Layers all of whose parameters belong to an earlier one, as a tied output layer's do."""
+    seen: set[int] = set()
+    tied: list[Any] = []
+    for layer in model.modules():
+        own = {id(parameter) for parameter in layer.parameters(recurse=False)}
+        if own and own <= seen:
+            tied.append(layer)
+        seen |= own
+    return tied
+
+
+WeightTransferEngineFactory.register_engine("nemorl", Receiver)

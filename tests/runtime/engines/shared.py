@@ -1,0 +1,191 @@
+"""Real engines that all tests of a session share, because they take seconds to start: an actor for
+each replica, in which an engine of each kind is started once.
+"""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import ray
+import torch
+from torch import nn
+
+from nemorl.models.adapters import merged_tensors
+from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.engines.actor import EngineActor
+from nemorl.runtime.engines.backend import VLLMGenerationBackend
+from nemorl.runtime.engines.engine import Engine
+from nemorl.runtime.engines.replicas import Replica, Replicas
+from nemorl.runtime.engines.spec import EngineSpec, Place, Sample, engine_spec
+from nemorl.runtime.engines.weights import WeightSender, expected_weights
+from tests import tiny_models as models
+from tests.ray_session import ray_cpus
+
+CACHE = {"kv_cache_memory_bytes": 2**25}
+
+
+class Engines:
+    """One engine for each spec that was asked for; calls go to the last one."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self.found: dict[str, Engine] = {}
+        self.lost: list[Any] = []
+        self.use(spec)
+
+    def use(self, spec: EngineSpec) -> None:
+        key = repr(spec)
+        if not torch.distributed.is_initialized():  # one has been shut down, and so what all share
+            self.lost.append(self.found)
+            self.found = {}
+        if key not in self.found:
+            self.found[key] = Engine(spec)
+        self.engine = self.found[key]
+        self.engine.abort_all()
+        self.engine.usable = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+class SharedActor(EngineActor):
+    make = Engines
+    place: Place | None = None
+
+    async def start(self, spec: EngineSpec) -> Place:
+        if self.place is None:
+            self.place = await super().start(spec)
+        else:
+            await self.do(lambda engines: engines.use(spec))
+        return self.place
+
+
+_ACTORS: dict[int, Any] = {}
+
+
+@functools.cache
+def log_folder() -> str:
+    return tempfile.mkdtemp(prefix="nemorl-shared-")
+
+
+def shared_actor(rank: int = 0, replicas: Replicas | None = None) -> Any:
+    if rank not in _ACTORS:
+        ray_cpus()
+        variables = Replicas.variables(GenerationConfig(backend="vllm"), CACHE, cuda=False)
+        actor = ray.remote(SharedActor).options(
+            num_cpus=0, max_concurrency=10_000, runtime_env={"env_vars": variables}
+        )
+        _ACTORS[rank] = actor.remote(f"{log_folder()}/replica-{rank}.log", "shared")
+    return _ACTORS[rank]
+
+
+class Session:
+    """In the place of a cluster of their own."""
+
+    def check(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+class SharedReplicas(Replicas):
+    """Replicas whose actors go on when a test shuts them down. The last ones made are in use."""
+
+    _last: "SharedReplicas | None" = None
+
+    def _reserved(self) -> tuple[Any, Any]:
+        if (last := SharedReplicas._last) is not None:
+            Replicas.shutdown(last)
+        SharedReplicas._last = self
+        return Session(), None
+
+    def _launch(self, replica: Replica, title: str) -> Any:
+        return shared_actor(replica.rank)
+
+    def _kill(self, replica: Replica) -> None:
+        if replica.actor is _ACTORS.get(replica.rank):
+            del _ACTORS[replica.rank]
+        super()._kill(replica)
+
+    async def _end_all(self) -> None:
+        for keeper in self._keepers:
+            keeper.cancel()
+
+
+shared_replicas = functools.partial(
+    mock.patch, "nemorl.runtime.engines.replicas.Replicas", SharedReplicas
+)
+"""A context in which backends that are set up share their engines."""
+
+
+def vllm_backend(
+    model: nn.Module, max_batch_size: int = 64, *, precision: str = "float32", **settings: Any
+) -> VLLMGenerationBackend:
+    """The backend of a model, on engines that may have served another one."""
+    tokenizer = settings.pop("tokenizer", models.tiny_tokenizer())
+    backend = VLLMGenerationBackend(model=model, tokenizer=tokenizer, precision=precision)
+    ray_cpus()
+    with shared_replicas():
+        config = {"engine": CACHE, "max_batch_size": max_batch_size, "log_dir": log_folder()}
+        backend.setup(GenerationConfig(backend="vllm", **{**config, **settings}))
+    return backend
+
+
+def small_model(kind: str = "qwen2", **options: Any) -> nn.Module:
+    """With attention heads of a size that vLLM computes on CPUs."""
+    return models.tiny_model(kind, **{"hidden_size": 128, "head_dim": 32, **options})
+
+
+def spec_of(model: Any, *, precision: str = "float32", **settings: Any) -> EngineSpec:
+    config = GenerationConfig(backend="vllm", **{"engine": CACHE, "max_batch_size": 64, **settings})
+    return engine_spec(model, models.tiny_tokenizer(), config, precision=precision)
+
+
+class SharedEngine:
+    """An engine of a model in the shared actor, called directly."""
+
+    def __init__(self, model: nn.Module, *, weights: bool = True, **settings: Any) -> None:
+        self.actor, self.spec = shared_actor(), spec_of(model, **settings)
+        self.place = ray.get(self.actor.start.remote(self.spec))
+        if weights:
+            self.give(model)
+
+    def sender(self, **options: Any) -> WeightSender:
+        return WeightSender(
+            **{
+                "actors": {0: self.actor},
+                "places": {0: self.place},
+                "expected": expected_weights(self.spec.files["config.json"]),
+                "dtype": getattr(torch, self.spec.dtype),
+                **options,
+            }
+        )
+
+    def give(self, model: nn.Module, value: float | None = None) -> None:
+        """The engine has the model's weights, or this number everywhere."""
+        weights = [
+            (name, tensor if value is None else torch.full_like(tensor, value))
+            for name, tensor in merged_tensors(model)
+        ]
+        assert self.sender()(weights) == {}
+
+    def do(self, function: Callable[[Engine], Any]) -> Any:
+        """Call the function with the engine where that is."""
+        return ray.get(self.actor.do.remote(function))
+
+    def begin(self, prompt: Any = (5, 6, 7), **params: Any) -> Any:
+        own = SamplingParams(**{"seed": 0, "max_new_tokens": 8, **params})
+        return self.actor.sample.remote(tuple(prompt), own)
+
+    def sample(self, prompt: Any = (5, 6, 7), **params: Any) -> tuple[Sample, ...]:
+        return ray.get(self.begin(prompt, **params)).samples
+
+
+def raised(call: Any) -> Exception:
+    """The actor's own exception of a call that fails."""
+    try:
+        ray.get(call)
+    except ray.exceptions.RayTaskError as error:
+        return error.cause
+    raise AssertionError("nothing was raised")

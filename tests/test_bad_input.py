@@ -623,7 +623,7 @@ FLAGS = {
         "2",
     ),
     "a device for vLLM": flags(
-        r"device is not for vllm.*but it is 'cuda:1': leave it out, .*CUDA_VISIBLE_DEVICES",
+        r"device is not for vllm.*but it is 'cuda:1': remove it, .*CUDA_VISIBLE_DEVICES",
         *("generate", "--model", "m", "--prompt", "p", "--backend", "vllm", "--device", "cuda:1"),
     ),
     "no prompt": flags(

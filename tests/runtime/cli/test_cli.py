@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import types
 from collections.abc import Iterator
 from importlib import import_module
@@ -165,21 +164,15 @@ def test_the_commands_that_help_shows_parse(
     "args", [["--help"], ["grpo", "--help"], ["generate", "--help"]], ids=" ".join
 )
 def test_help_is_fast_and_without_torch(args: list[str]) -> None:
+    """Under a second of processor time, however busy the machine is."""
     code = (
         "import sys; from nemorl.runtime.cli.main import main; code = main(sys.argv[1:]); assert"
-        " 'torch' not in sys.modules; sys.exit(code)"
+        " 'torch' not in sys.modules; import time; print(time.process_time()); sys.exit(code)"
     )
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        result = subprocess.run(
-            [sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60
-        )
-        seconds.append(time.perf_counter() - start)
-        assert result.returncode == 0 and not result.stderr, result.stderr
-        if seconds[-1] < 1.0:
-            break
-    assert min(seconds) < 1.0
+    command = [sys.executable, "-c", code, *args]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    assert float(result.stdout.splitlines()[-1]) < 1.0
 
 
 # Layers

@@ -301,7 +301,7 @@ SETTINGS = {
     ),
     "steps of a profile that are none": setting(
         r"profile\.steps must be FIRST:LAST, counted from 1, but it is '0:3': 10:12 records three"
-        r" steps",
+        r" earlier steps",
         nemorl.ProfileConfig,
         steps="0:3",
     ),
@@ -396,7 +396,7 @@ DEVICES = {
     ),
     "a profile of steps that never come": devices(
         r"profile\.steps must begin within the 1 optimizer steps of the run, but it is '2:3': name"
-        r" steps",
+        r" earlier steps",
         profile={"steps": "2:3"},
     ),
     "traces into a file": Case(

@@ -301,7 +301,7 @@ SETTINGS = {
     ),
     "steps of a profile that are none": setting(
         r"profile\.steps must be FIRST:LAST, counted from 1, but it is '0:3': 10:12 records three"
-        r" earlier steps",
+        r" steps",
         nemorl.ProfileConfig,
         steps="0:3",
     ),
@@ -1041,7 +1041,7 @@ MODELS = {
     ),
     "a loaded model without a tokenizer": Case(
         lambda place: nemorl.train(model=tiny_model(), dataset=place.rows, reward_fn="exact_match"),
-        r"tokenizer must be given with a model .*pass tokenizer=",
+        r"tokenizer must be given with a loaded model .*pass tokenizer=",
     ),
     "an engine without room for the longest sequence": Case(
         lambda place: nemorl.run(place.grpo(generation={"backend": "vllm", "max_model_len": 16})),

@@ -1235,7 +1235,7 @@ RUNS = {
         lambda place, run: nemorl.run(place.grpo(run={"resume": True})),
     ),
     "resumed with another seed": with_run(
-        r"run\.seed must stay as it was when a run is resumed \(0\), but it is 5: leave it out",
+        r"run\.seed must stay as it was when a run is resumed \(0\), but it is 5: omit it",
         lambda place, run: nemorl.run(place.sft(run={"resume": True, "seed": 5})),
     ),
     "resumed with another model": with_run(

@@ -2,6 +2,7 @@
 each replica, in which an engine of each kind is started once.
 """
 
+import asyncio
 import functools
 import tempfile
 from collections.abc import Callable
@@ -53,12 +54,16 @@ class Engines:
 class SharedActor(EngineActor):
     make = Engines
     place: Place | None = None
+    starts: asyncio.Lock | None = None
 
     async def start(self, spec: EngineSpec) -> Place:
-        if self.place is None:
-            self.place = await super().start(spec)
-        else:
-            await self.do(lambda engines: engines.use(spec))
+        """Use an engine for this spec; one start after the other, also those of a test before."""
+        self.starts = self.starts or asyncio.Lock()
+        async with self.starts:
+            if self.place is None:
+                self.place = await super().start(spec)
+            else:
+                await self.do(lambda engines: engines.use(spec))
         return self.place
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.cli.settings import GenerateConfig as GenerateConfig
     from nemorl.runtime.cluster.placement import Bundle as Bundle
     from nemorl.runtime.cluster.placement import RayVirtualCluster as RayVirtualCluster
-    from nemorl.runtime.cluster.workers import RayWorkerGroup as RayWorkerGroup
+    from nemorl.runtime.cluster.worker_group import RayWorkerGroup as RayWorkerGroup
     from nemorl.runtime.config.base import BaseConfig as BaseConfig
     from nemorl.runtime.config.base import DataConfig as DataConfig
     from nemorl.runtime.config.base import GRPOConfig as GRPOConfig
@@ -149,7 +149,7 @@ _NAMES = {
     "nemorl.runtime.config.runtime": ["RuntimeConfig"],
     "nemorl.runtime.run.state": ["Run"],
     "nemorl.runtime.run.weight_sync": ["sync_weights"],
-    "nemorl.runtime.cluster.workers": ["RayWorkerGroup"],
+    "nemorl.runtime.cluster.worker_group": ["RayWorkerGroup"],
     "nemorl.runtime.watch.report.page": ["write_report"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}

@@ -2,11 +2,14 @@
 nemorl sft …`).
 """
 
+import os
 import sys
 
 from nemorl.runtime.cli.main import main
-from nemorl.runtime.ranks.following import errors_for_torchrun
 
 if __name__ == "__main__":
-    with errors_for_torchrun():
-        sys.exit(main())
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # torchrun's report says what was raised
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        sys.exit(record(main)())
+    sys.exit(main())

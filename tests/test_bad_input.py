@@ -475,10 +475,10 @@ YAML = {
         r"line 2: profile\.steps must be a valid string, but it is 10: write \"10\", with quotes",
         "profile:\n  steps: 10\n",
     ),
-    "unknown launcher": yaml(
-        r"line 2: runtime\.launcher must be one of auto, processes, ray, but it is 'process'; did"
-        r" you mean processes\?",
-        "runtime:\n  launcher: process\n",
+    "unknown way to cut rows": yaml(
+        r"line 2: parallel\.cp_method must be one of ulysses, allgather, but it is 'ulyses'; did"
+        r" you mean ulysses\?",
+        "parallel:\n  cp_method: ulyses\n",
     ),
     "half precision": yaml(
         r"line 2: parallel\.param_dtype must be one of float32, bfloat16, but it is 'float16'",

@@ -45,14 +45,14 @@ wait"""
     "nemorl": (
         """
 exec python -u - "$@" << 'PYTHON'
-import signal, sys, time
+import signal, sys, time, ray
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
 def save(*_):
     print("saved", *sys.argv[1:])
     sys.exit(143)
 signal.signal(signal.SIGTERM, save)
-with RayVirtualCluster({"first": [Bundle()], "second": [Bundle()]}, strategy="STRICT_SPREAD") as cluster:
-    print("attached to", len(cluster.nodes), "nodes")
+with RayVirtualCluster({"first": [Bundle()], "second": [Bundle()]}, strategy="STRICT_SPREAD"):
+    print("attached to", len(ray.nodes()), "nodes")
     time.sleep(60)
 PYTHON"""
     ),

@@ -43,8 +43,6 @@ class Candidate:
             if value != getattr(default, name):
                 flag = f"--parallel.{name.replace('_', '-')}"
                 parts.append(flag if value is True else f"{flag} {value}")
-        if self.plan.num_ranks == 1 and self.plan.needs_ranks:
-            parts.append("--runtime.launcher processes")
         return " ".join(parts)
 
 

@@ -21,7 +21,7 @@ from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.config.base import BaseConfig, GRPOConfig
 from nemorl.runtime.config.tree import construct, dump_yaml, layer, unions, yaml_layer
-from nemorl.runtime.ranks.following import FollowedRunFailed, follows, wait_for_rank_zero
+from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.run.directory import RunDirectory, free_directory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     # Set before torch is loaded: spinning OpenMP threads stall each other on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if not follows():
+    if not is_follower():
         return _main(argv)
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return _main(argv)
@@ -115,23 +115,20 @@ def _execute(command: str, args: Sequence[str]) -> int:
     """
     prog, config, claimed = f"nemorl {command}", None, None
     try:
-        with contextlib.redirect_stderr(sys.stdout) if follows() else contextlib.nullcontext():
-            config = parse(command, args)
-        if config is None or (follows() and command in COMMANDS):  # rank 0 does it
+        config = parse(command, args)
+        if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
             return 0
         if command in COMMANDS:
             COMMANDS[command].execute(config)
             return 0
-        if config.run.dir is None and not follows():
+        if config.run.dir is None and not is_follower():
             claimed = free_directory(command)
             config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=claimed))
         _train(config)
         return 0
     except Terminated as stop:
         return _fail(prog, _interrupted(command, config, "terminated"), int(str(stop.code)))
-    except SystemExit as stop:  # --help, flags that tyro refuses, and a failed rank 0
-        if follows() and stop.code and not isinstance(stop, FollowedRunFailed):
-            wait_for_rank_zero()
+    except SystemExit as stop:  # --help, and flags that tyro refuses
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
         return _fail(prog, _interrupted(command, config, "interrupted"), 130)
@@ -304,8 +301,6 @@ def _interrupted(command: str, config: Any, how: str) -> str:
 
 
 def _fail(prog: str, message: str, code: int) -> int:
-    if follows():
-        wait_for_rank_zero()
     colour = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     error = "\x1b[1;31merror:\x1b[0m" if colour else "error:"
     print(f"{prog}: {message}" if code > 2 else f"{prog}: {error} {message}", file=sys.stderr)

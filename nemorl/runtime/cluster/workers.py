@@ -209,7 +209,6 @@ class RayWorkerGroup:
         self._lock, self._ended = threading.Lock(), False
         self._restarts = [threading.Lock() for _ in range(size)]
         self._workers: dict[int, _Worker] = {}
-        self.cluster._groups.add(self)
         try:
             self._start(range(size))
         except BaseException:
@@ -419,10 +418,10 @@ class RayWorkerGroup:
             kill_family(leader, worker.marker)
 
     def _host_of(self, node: str) -> str:
-        return next(info.host for info in self.cluster.nodes if info.id == node)
+        return next(n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node)
 
     def _died(self, worker: _Worker, told: str) -> WorkerDied:
-        self.cluster.connection.look()
+        self.cluster.check()
         reason = reason_of(told)
         lines = last_lines(worker.log) if worker.node == self.cluster.driver_node else []
         log = "\n  | ".join([" and ends:" if lines else "", *lines])

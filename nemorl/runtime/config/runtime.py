@@ -1,7 +1,6 @@
 """The section `runtime`: how the processes of a run on several devices start and are watched."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from nemorl.checks import at_least, require
 
@@ -11,15 +10,8 @@ WEEK_S = 604_800
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """Where the ranks of a run on several devices come from, and what happens when one fails.
+    """How the ranks of a run on several devices run, and what happens when one fails."""
 
-    Under torchrun the ranks are its processes.
-    """
-
-    launcher: Literal["auto", "processes", "ray"] = "auto"
-    """processes: ranks on this machine, even one alone; ray: on the cluster at RAY_ADDRESS, or
-    here. auto: ray if that is set, else processes.
-    """
     max_restarts: int = 0
     """Number of restarts from the last checkpoint, with new ranks, after one has died or hung. 0:
     such a failure ends the run.

@@ -1,0 +1,5 @@
+"""One training backend on many ranks: Ray actors, or the processes of torchrun.
+
+Others use `trainer.make_trainer` (a `TrainingBackend` that stands for all ranks),
+`environment.is_follower` and `torchrun.follow`.
+"""

@@ -1,17 +1,14 @@
-"""One model on many ranks, as one `TrainingBackend`: the loop that drives it does not know the
-difference.
-"""
+"""One model on many ranks as one `TrainingBackend`: the loop does not know the difference."""
 
 from __future__ import annotations
 
-import itertools
+import os
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -22,53 +19,91 @@ from nemorl.losses.types import Metrics
 from nemorl.models.adapters import CONFIG, base_of
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import BackendConfig
-from nemorl.runtime.ranks.group import STATUS_S, Ongoing, RankGroup, Status, gather, worst
-from nemorl.runtime.ranks.rank import BESIDE
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.ranks.environment import torchrun_size
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer
 from nemorl.runtime.ranks.wire import dumps
 from nemorl.runtime.run.errors import raised
 
-SHUTDOWN_S = 20.0
-"""For ranks to end in order."""
-PROFILED_SHUTDOWN_S = 120.0
-"""Where they may have a profile to write first."""
+SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
+"""For ranks to end in order; the second where they may have a profile to write."""
+
+
+@runtime_checkable
+class Ranks(Protocol):
+    """Ranks that do calls together: `RayRanks` or `TorchrunRanks`."""
+
+    def call(
+        self, method: str, payload: list[Any], *, phase: str, limit_s: float, limit: str
+    ) -> Answer:
+        """Have all ranks do a call, and return rank 0's answer, or the error that all raised."""
+
+    def shutdown(self, timeout_s: float, result: Any = None) -> None:
+        """End the ranks: in order if that takes no longer than `timeout_s`."""
+
+
+def make_trainer(
+    config: BaseConfig, make: Callable[[], Any], plan: ParallelPlan, log_dir: Path
+) -> RankedTrainer:
+    """Return the backend that `make` makes on as many ranks as `plan` has, as one backend.
+
+    Nothing is started before its `setup`. Ranks are Ray actors, which write to
+    `log_dir`/rank-N.log, or the processes of torchrun, where it has started this one: as rank 0.
+    The others call `follow`.
+    """
+    size, runtime = plan.num_ranks, config.runtime
+
+    def start() -> Ranks:
+        if torchrun_size() is not None:
+            from nemorl.runtime.ranks.torchrun import TorchrunRanks
+
+            return TorchrunRanks(make, size, config)
+        try:
+            from nemorl.runtime.ranks.actors import RayRanks
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "parallel with ranks needs Ray, but it is not installed: pip install"
+                " 'nemorl[titan]', or start the run with torchrun"
+            ) from error
+        return RayRanks(
+            make,
+            size,
+            device=config.trainer.device,
+            shared_gpus=_shared_gpus(config),
+            log_dir=log_dir,
+            runtime=runtime,
+        )
+
+    return RankedTrainer(start, runtime)
 
 
 class RankedTrainer:
     """Ranks, which `start` starts, behind the `TrainingBackend` Protocol: each call goes to all of
     them, and rank 0's answer comes back.
 
-    What all ranks raise is raised here, as of the type that it is, and they stay usable. Where one
-    of them dies (WorkerDied), none answers within `timeout_s` (WorkerTimeout; `start_timeout_s` for
-    setup) or one fails alone, all are ended at once; the errors name rank, host, process, step and
-    method. Methods may be called from several threads.
+    What all ranks raise is raised here, as the type that it is, and they stay usable. Where one of
+    them dies (WorkerDied), none answers within runtime.timeout_s (WorkerTimeout; start_timeout_s
+    for setup) or one fails alone, all are ended. Methods may be called from several threads.
     """
 
-    def __init__(
-        self, start: Callable[[], RankGroup], *, timeout_s: float, start_timeout_s: float
-    ) -> None:
-        self._start, self._timeout_s, self._start_timeout_s = start, timeout_s, start_timeout_s
-        self._group: RankGroup | None = None
+    def __init__(self, start: Callable[[], Ranks], runtime: RuntimeConfig) -> None:
+        self._start, self._runtime = start, runtime
+        self._group: Ranks | None = None
         self._model: nn.Module | None = None
         self._lost: BaseException | None = None
         self._losing, self._shutdown_s = threading.Lock(), SHUTDOWN_S
-        self._exports, self._closed = itertools.count(), deque[int]()
+        self._export: object = None
         self.step = 0
-        """Optimizer steps begun.
-
-        While one is under way it counts as begun: nobody here knows whether it has.
-        """
-        self.farewell: Any = None
-        """What torchrun's other processes are told at the shutdown:
-
-        `serve_as_follower` returns it there.
-        """
+        """Optimizer steps begun, the one under way included."""
+        self.result: Any = None
+        """What `follow` returns in torchrun's other processes after the shutdown."""
 
     def setup(self, config: BackendConfig) -> None:
         config = _findable(config)
-        self._lost, self._shutdown_s = (
-            None,
-            SHUTDOWN_S if config.profile.steps is None else PROFILED_SHUTDOWN_S,
-        )
+        self._lost = None
+        self._shutdown_s = SHUTDOWN_S if config.profile.steps is None else PROFILED_SHUTDOWN_S
         try:
             self._group = self._start()
             self._call("setup", config)
@@ -77,35 +112,15 @@ class RankedTrainer:
             self._end()
             raise
 
-    def statuses(self) -> Mapping[int, Status]:
-        """What those ranks are doing that say it soon; none before they are started.
-
-        For other threads than the one that waits for them.
-        """
-        group = self._group
-        return {} if group is None else group.statuses(STATUS_S)
-
     @property
     def model(self) -> nn.Module:
-        """The model as the ranks have it together, on the meta device: configuration, names and
-        shapes, but no weights.
-        """
+        """The model on the meta device: configuration, names and shapes, but no weights."""
         if self._model is None:
-            raise RuntimeError(
-                "the training backend has no model: call setup() first, and nothing after"
-                " shutdown()"
-            )
+            raise self._gone()
         return self._model
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        before, self.step = self.step, self.step + 1
-        try:
-            call = self._begin("train_step", batch, loss_fn)
-        except Exception:
-            if not _can_be_sent((batch, loss_fn)):  # and so no rank has been told
-                self.step = before
-            raise
-        return self._finish("train_step", call)
+        return self._call("train_step", batch, loss_fn)
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._call("get_logprobs", batch)
@@ -114,30 +129,22 @@ class RankedTrainer:
         return self._call("get_reference_logprobs", batch)
 
     def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The weights as CPU tensors (under torchrun where rank 0 has them), gathered bucket by
-        bucket; with `dtype` cast before they are gathered.
+        """Yield the weights as CPU tensors (under torchrun as rank 0 has them), cast to `dtype`.
 
-        It may be left at any point. Raises RuntimeError if the trainer takes a step before it is
-        through.
+        The iterator may be left at any point. A step or another export before its end is a
+        RuntimeError.
         """
-        export, step = next(self._exports), self.step
-        closed = [self._closed.popleft() for _ in range(len(self._closed))]
-        try:
-            self._call("export_open", export, closed, {} if dtype is None else {"dtype": dtype})
-            following = self._begin("export_next", export)
-            while (bucket := self._finish("export_weights", following)) is not None:
-                following = self._begin("export_next", export)  # gathered while this one is used
-                for name, tensor in bucket.tensors():
-                    yield name, tensor if bucket.lasts else tensor.clone()
-                    if self.step != step:
-                        raise RuntimeError(
-                            "weights must be read before the trainer's next step, but it has begun:"
-                            " call export_weights() again"
-                        )
-        finally:
-            self._closed.append(
-                export
-            )  # told with the next export: this may run at any time and on any thread, when the iterator is dropped
+        self._call("export_open", **({} if dtype is None else {"dtype": dtype}))
+        export = self._export = object()
+        step = self.step
+        while bucket := self._call("export_next"):
+            for name, tensor in bucket:
+                yield name, tensor
+                if self.step != step or self._export is not export:
+                    raise RuntimeError(
+                        "weights must be read before the trainer's next step or export, but it"
+                        " has begun: call export_weights() again"
+                    )
 
     def send_weights(
         self,
@@ -152,23 +159,19 @@ class RankedTrainer:
         yields. What it raises is raised here; the ranks stay usable.
         """
         options = {} if dtype is None else {"dtype": dtype}
-        result, failure = self._call("send_weights", send, options)
-        if failure is not None:
-            raise failure.error or raised(failure.value, 0)
+        result, error = self._call("send_weights", send, **options)
+        if error is not None:
+            raise raised(error, 0)
         return result
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """With `background` it is written after this has returned; `wait_for_checkpoint` tells
-        when.
-        """
-        self._call(
-            "save_checkpoint", path.absolute(), **({"background": True} if background else {})
-        )
+        """Save; in the background it is written after this has returned."""
+        options = {"background": True} if background else {}
+        self._call("save_checkpoint", path.absolute(), **options)
 
     def wait_for_checkpoint(self) -> None:
-        """Until what was saved in the background is written by all ranks; raises what went wrong.
-
-        Other calls may go on meanwhile.
+        """Return when all ranks have written what was saved in the background; raise what went
+        wrong. Other calls may go on meanwhile.
         """
         self._call("wait_for_checkpoint")
 
@@ -178,83 +181,40 @@ class RankedTrainer:
     def shutdown(self) -> None:
         self._end(self._shutdown_s)
 
-    def _ready(self) -> RankGroup:
-        if (group := self._group) is None:
-            raise self._gone() from self._lost
-        return group
-
     def _gone(self) -> RuntimeError:
-        told = "call setup() first, and nothing after shutdown()"
+        reason = "call setup() first, and nothing after shutdown()"
         if self._lost is not None:
-            told = f"its ranks were ended: {(str(self._lost) or repr(self._lost)).splitlines()[0]}"
-        return RuntimeError(f"the training backend has no model: {told}")
+            first = (str(self._lost) or repr(self._lost)).splitlines()[0]
+            reason = f"its ranks were ended: {first}"
+        return RuntimeError(f"the training backend has no model: {reason}")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        return self._finish(
-            "export_weights" if method == "export_open" else method,
-            self._begin(method, *args, **kwargs),
-        )
-
-    def _begin(self, method: str, *args: Any, **kwargs: Any) -> Ongoing:
-        group = self._ready()
+        """Return rank 0's result. Ranks that are of no further use are ended."""
+        if (group := self._group) is None:
+            raise self._gone() from self._lost
+        payload = dumps((args, kwargs))
+        self.step += method == "train_step"
+        phase = f"{method} after {self.step} optimizer steps"
+        if method == "train_step":
+            phase = f"{method} of optimizer step {self.step}"
+        limit = "start_timeout_s" if method == "setup" else "timeout_s"
+        limit_s = getattr(self._runtime, limit)
         try:
-            return group.start(method, *args, **kwargs)
-        except Exception:
-            if self._lost is not None:  # another thread has found out meanwhile, and ended them
+            answer = group.call(
+                method, payload, phase=phase, limit_s=limit_s, limit=f"runtime.{limit}"
+            )
+        except Exception as error:
+            if not self._lose(error):  # another thread has noticed first
                 raise self._gone() from self._lost
             raise
-
-    def _finish(self, method: str, call: Ongoing) -> Any:
-        """Rank 0's result. Where the ranks are good for nothing any more they are ended."""
-        group = self._ready()
-        phase = (
-            f"{method} of optimizer step {self.step}"
-            if method == "train_step"
-            else f"{method} after {self.step} optimizer steps"
-        )
-        limit = (
-            ("runtime.start_timeout_s", self._start_timeout_s)
-            if method == "setup"
-            else ("runtime.timeout_s", self._timeout_s)
-        )
-        try:
-            answers = gather(
-                group,
-                call,
-                phase=phase,
-                timeout_s=limit[1],
-                limit=limit[0],
-                in_background=method in BESIDE,
-            )
-        except Exception as error:  # WorkerDied, WorkerTimeout, or a cluster that is gone
-            if not self._lose(error):
-                raise self._gone() from self._lost
-            raise
-        steps = {answer.step for answer in answers.values()}
-        failed = [rank for rank, answer in answers.items() if answer.kind == "error"]
-        together = len(answers) == group.size and len(steps) == 1
-        if (
-            together and method != "wait_for_checkpoint"
-        ):  # which may come from another thread, while a step is under way
-            self.step = answers[0].step
-        if not failed:
-            return answers[0].value
-        raising = worst(answers)
-        if not together:
-            where = " and ".join(str(group.place(rank)) for rank in sorted(failed))
-            raising.add_note(
-                f"raised by {where} in {phase}, but not by the other ranks: all were ended"
-            )
-            if not self._lose(raising):
-                raise self._gone() from self._lost
-        raise raising
+        if method not in BACKGROUND:
+            self.step = answer.step
+        if answer.error is not None:
+            raise raised(answer.error, 0)
+        return answer.value
 
     def _lose(self, error: BaseException) -> bool:
-        """End the ranks for good.
-
-        Whether this error is why: another thread may have noticed first, and what follows from that
-        is no news.
-        """
+        """End the ranks for good, and return whether this error is why."""
         with self._losing:
             first = self._lost is None
             if first:
@@ -268,35 +228,34 @@ class RankedTrainer:
     def _end(self, timeout_s: float = 0.0) -> None:
         group, self._group, self._model = self._group, None, None
         if group is not None:
-            group.shutdown(timeout_s, self.farewell)
-
-
-def _can_be_sent(value: Any) -> bool:
-    try:
-        dumps(value)
-    except Exception:
-        return False
-    return True
+            group.shutdown(timeout_s, self.result)
 
 
 def structure(path: str) -> nn.Module:
-    """The model of a folder or hub name on the meta device, with the configuration of one that is
-    loaded.
-    """
+    """Return the model of a folder or hub name on the meta device, configured as when loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     path = base_of(Path(path)) or path if (Path(path) / CONFIG).is_file() else path
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path), dtype=torch.float32
-        )
+        config = AutoConfig.from_pretrained(path)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with suppress(OSError, ValueError):  # there need not be one
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 
+def _shared_gpus(config: BaseConfig) -> list[str]:
+    """Return the GPUs of this machine that ranks have in turns with engines; none elsewhere."""
+    generation, gpus = config.generation, torch.cuda.device_count()
+    shared = generation.num_replicas > 0 and generation.colocated and config.trainer.device != "cpu"
+    if not shared or os.environ.get("RAY_ADDRESS"):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else [str(index) for index in range(gpus)]
+
+
 def _findable(config: BackendConfig) -> BackendConfig:
-    """With paths that other processes find, whatever folder they are in."""
+    """Return the settings with paths that other processes find."""
 
     def absolute(path: str) -> str:
         return str(Path(path).absolute()) if path and Path(path).exists() else path
@@ -305,8 +264,6 @@ def _findable(config: BackendConfig) -> BackendConfig:
     return replace(
         config,
         model=replace(config.model, path=absolute(config.model.path)),
-        profile=replace(
-            config.profile, dir=None if folder is None else str(Path(folder).absolute())
-        ),
-        same_initial_model_as=None if initial is None else initial.absolute(),
+        profile=replace(config.profile, dir=folder and str(Path(folder).absolute())),
+        same_initial_model_as=initial and initial.absolute(),
     )

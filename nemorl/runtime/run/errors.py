@@ -2,6 +2,7 @@
 
 import builtins
 import contextlib
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,17 @@ class WorkerTimeout(TimeoutError):
     """A worker has not answered in time."""
 
 
+def in_words(error: BaseException) -> dict[str, str]:
+    """Return an exception for a process in which its class may not exist."""
+    builtin = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+    return {
+        "kind": type(error).__name__,
+        "builtin": builtin,
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+
+
 def raised(error: Mapping[str, str], rank: int) -> Exception:
     """The worker's exception, as the built-in type that it is, with the worker's traceback below
     the message.
@@ -47,10 +59,9 @@ def raised(error: Mapping[str, str], rank: int) -> Exception:
 
 
 def reason_of(told: str) -> str:
-    """Ray's account of a death, in a line.
+    """Return Ray's account of a death, in a line.
 
-    >>> reason_of("The actor died.\\nThe actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
-    ...         "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) ...")
+    >>> reason_of("The actor died. Worker unexpectedly exits with a connection error code 2.")
     'it was killed (the kernel does so, too, when memory is short) or it crashed'
     """
     if "connection error code" in told:
@@ -66,7 +77,7 @@ def reason_of(told: str) -> str:
 
 
 def last_lines(log: Path) -> list[str]:
-    """The end of a log; nothing where there is none."""
+    """Return the end of a log; nothing where there is none."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 20_000))
         return file.read().decode(errors="replace").splitlines()[-LOG_LINES:]

@@ -14,7 +14,7 @@ from nemorl.checks import refuse_unused, require
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
-from nemorl.runtime.ranks.make import launcher, torchrun_size
+from nemorl.runtime.ranks.environment import torchrun_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,6 @@ class Devices:
     restarted: bool = False
     """Whether torchrun has started them again after a failure."""
     on_gpus: bool = False
-    through_ray: bool = False
 
     @classmethod
     def of(
@@ -53,8 +52,8 @@ class Devices:
         started = torchrun_size(environ)
         torchrun, num_ranks = started is not None, started or config.parallel.num_ranks
         plan = config.parallel.on(num_ranks)
-        ranked = torchrun or plan.needs_ranks or config.runtime.launcher != "auto"
-        through_ray = ranked and launcher(config.runtime, environ) == "ray"
+        ranked = torchrun or plan.needs_ranks
+        on_cluster = ranked and not torchrun and bool(environ.get("RAY_ADDRESS"))
         check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
         require(
             not (config.lora.rank and plan.tp > 1),
@@ -64,11 +63,11 @@ class Devices:
             "spread adapters by parallel.dp_shard and cp",
         )
         gpus = _num_gpus() if num_gpus is None else num_gpus
-        check_device(config.trainer.device, ranked=ranked, gpus=None if through_ray else gpus)
+        check_device(config.trainer.device, ranked=ranked, gpus=None if on_cluster else gpus)
         on_gpus = config.trainer.device != "cpu" and gpus > 0
         if torchrun:
             _check_torchrun(config, environ)
-        elif ranked and not through_ray:
+        elif ranked and not on_cluster:
             check_size(num_ranks, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
         return cls(
             plan=plan,
@@ -76,13 +75,12 @@ class Devices:
             torchrun=torchrun,
             restarted=torchrun and int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
             on_gpus=on_gpus,
-            through_ray=through_ray,
         )
 
     @property
     def local_gpus(self) -> int:
         """The number of this machine's GPUs that train without Ray knowing it."""
-        if self.through_ray or not self.on_gpus:
+        if not self.on_gpus or (self.ranked and not self.torchrun):
             return 0
         if self.torchrun:
             return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -119,7 +117,7 @@ class Devices:
 
     def check_given(self, model: Any) -> None:
         """Raise a ValueError for a model in memory where ranks have to load their parts of it."""
-        who = f"the {self.plan.num_ranks} processes of parallel and runtime.launcher"
+        who = f"the {self.plan.num_ranks} ranks of parallel"
         if self.torchrun:
             who = "torchrun's processes"
         require(
@@ -147,14 +145,14 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
             runtime,
             "is not for runs under torchrun, which starts the processes",
             "remove it; torchrun has its own options (--nproc-per-node, --max-restarts)",
-            names=["launcher", "max_restarts", "cpus_per_rank"],
+            names=["max_restarts", "cpus_per_rank"],
         )
     if not ranked:
         refuse_unused(
             "runtime",
             runtime,
             "is for ranks in processes of their own",
-            "add a degree of parallel or --runtime.launcher processes, or remove it",
+            "add a degree of parallel, or remove it",
         )
 
 
@@ -208,8 +206,7 @@ def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
             "parallel",
             f"must ask for at most the {gpus} GPUs that this machine has",
             num_ranks,
-            "lower a degree, use more machines (torchrun, or --runtime.launcher ray), or"
-            " --trainer.device cpu",
+            "lower a degree, use more machines (torchrun, or RAY_ADDRESS), or --trainer.device cpu",
         )
     elif num_ranks > cores:
         warnings.warn(

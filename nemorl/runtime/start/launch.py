@@ -20,7 +20,7 @@ from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.metric_rules import require_validation
 from nemorl.runtime.config.tree import dump_yaml
-from nemorl.runtime.ranks.following import follow, follows
+from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.directory import RunDirectory, free_directory
@@ -90,8 +90,10 @@ def run(
     get_generation_backend(config.generation.backend)
     devices = Devices.of(config)
     devices.check_given(model)
-    if follows():
-        return follow(config)
+    if is_follower():
+        from nemorl.runtime.ranks.torchrun import follow
+
+        return follow(get_training_backend(config.trainer.backend), config)
     config = as_given(config, train=train, validation=validation, reward=reward)
     environment, loggers = environment_of(config, reward), chosen_loggers(config.run.loggers)
     rows, held_out = read_data(

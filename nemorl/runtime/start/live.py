@@ -20,7 +20,7 @@ from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.policy import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
-from nemorl.runtime.ranks.make import make_trainer
+from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.checkpoint import CheckpointError
@@ -94,7 +94,7 @@ def train(launch: Launch) -> TrainResult:
         model = None if launch.devices.ranked else trainer.model
         result = TrainResult.of(directory, model=model, tokenizer=launch.tokenizer)
         if launch.devices.torchrun:
-            trainer.farewell = result
+            trainer.result = result
         return result
 
 
@@ -102,16 +102,13 @@ def train(launch: Launch) -> TrainResult:
 def live_trainer(launch: Launch, found: Path | None) -> Iterator[Any]:
     """Set up the training backend, in this process or on ranks, and shut it down at the end."""
     config, devices, folder = launch.config, launch.devices, launch.directory.path
-    backend = config.trainer.backend
+    make = get_training_backend(config.trainer.backend)
     waiting: AbstractContextManager[None] = nullcontext()
     if devices.ranked:
-        trainer: Any = make_trainer(config, backend, devices.plan, config.runtime, folder / "logs")
-        who = "processes of this machine"
-        if devices.torchrun or devices.through_ray:
-            who = "processes of torchrun" if devices.torchrun else "workers that Ray places"
+        trainer: Any = make_trainer(config, make, devices.plan, folder / "logs")
+        who = "processes of torchrun" if devices.torchrun else "Ray actors"
         waiting = waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
     else:
-        make = get_training_backend(backend)
         trainer = make() if launch.model is None else make(launch.model)
     setup = backend_config(
         config, launch.job, launch.folder, found, devices=devices, directory=launch.directory

@@ -15,17 +15,17 @@ TARGET = "tests.runtime.cluster.targets:Target"
 def workers(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """`workers(2, **options)`: a group of two."""
     from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster
-    from nemorl.runtime.cluster.workers import RayWorkerGroup
+    from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 
     ray_cpus()
-    clusters = []
+    made: list[Any] = []
 
     def make(size: int, target: str = TARGET, **options: Any) -> RayWorkerGroup:
-        clusters.append(RayVirtualCluster({"some": [Bundle()] * size}))
-        return RayWorkerGroup(
-            clusters[-1].placement("some"), target, **{"log_dir": tmp_path / "logs", **options}
-        )
+        made.append(RayVirtualCluster({"some": [Bundle()] * size}))
+        placement = made[-1].placement("some")
+        made.append(RayWorkerGroup(placement, target, **{"log_dir": tmp_path / "logs", **options}))
+        return made[-1]
 
     yield make
-    for cluster in clusters:
-        cluster.shutdown()
+    for one in reversed(made):
+        one.shutdown()

@@ -1,4 +1,4 @@
-"""A model's folder, and trainers on ranks that are gone when their test is over."""
+"""A model's folder, and trainers on ranks that are gone when their module is done."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-import tests.runtime.ranks.backends  # noqa: F401  (registered by its import)
+from tests.runtime.ranks.backends import Summing
 
 
 @pytest.fixture(scope="session")
@@ -22,34 +22,22 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainers(
     model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[..., Any]]:
-    """`trainers(launcher, 2, timeout_s=5)`: a trainer on two ranks, set up unless `seed` keeps it
-    from that.
-    """
+    """`trainers(timeout_s=5)`: a trainer on two ranks, set up unless `seed` keeps it from that."""
     from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
     from nemorl.parallel.plan import ParallelPlan
     from nemorl.runtime.config.base import BaseConfig
     from nemorl.runtime.config.runtime import RuntimeConfig
-    from nemorl.runtime.ranks.make import make_trainer
+    from nemorl.runtime.ranks.trainer import make_trainer
+    from tests.ray_session import ray_cpus
 
+    ray_cpus()
     made = []
 
-    def make(
-        launcher: str = "processes",
-        size: int = 2,
-        *,
-        seed: int = 0,
-        logs: Path | None = None,
-        **runtime: Any,
-    ) -> Any:
-        plan, device = ParallelPlan(dp_shard=size), TrainerConfig(device="cpu")
-        settings = RuntimeConfig(launcher=launcher, **{"timeout_s": 120, **runtime})
-        trainer = make_trainer(
-            BaseConfig(trainer=device),
-            "summing",
-            plan,
-            settings,
-            logs or tmp_path_factory.mktemp("logs"),
-        )
+    def make(*, seed: int = 0, logs: Path | None = None, **runtime: Any) -> Any:
+        plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
+        settings = RuntimeConfig(**{"timeout_s": 120, **runtime})
+        config = BaseConfig(trainer=device, runtime=settings)
+        trainer = make_trainer(config, Summing, plan, logs or tmp_path_factory.mktemp("logs"))
         made.append(trainer)
         trainer.setup(
             BackendConfig(

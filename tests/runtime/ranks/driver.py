@@ -6,33 +6,28 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
+
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
-from nemorl.runtime.ranks.make import make_trainer
+from nemorl.runtime.ranks.trainer import make_trainer
 from tests.parallel.batches import random_batch
 from tests.runtime.ranks import backends
 
 
 def main(what: str, folder: str, logs: str) -> None:
     plan, device, batch = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu"), random_batch([3])
-    trainer = make_trainer(
-        BaseConfig(trainer=device),
-        "summing",
-        plan,
-        RuntimeConfig(launcher="processes", timeout_s=60),
-        Path(logs),
-    )
+    config = BaseConfig(trainer=device, runtime=RuntimeConfig(timeout_s=60))
+    trainer = make_trainer(config, backends.Summing, plan, Path(logs))
     trainer.setup(BackendConfig(model=ModelConfig(path=folder), trainer=device, parallel=plan))
-    print(
-        *[trainer._group.place(rank).pid for rank in range(2)], *trainer._call("spawn"), flush=True
-    )
+    child = trainer._call("spawn")
+    print(*[one.pid for one in psutil.Process().children(recursive=True)], child, flush=True)
     try:
-        if what == "idle":
-            time.sleep(600)
-        trainer.train_step(batch, lambda rank, batch: time.sleep(3) or 0)
+        if what == "busy":
+            trainer.train_step(batch, lambda rank, batch: time.sleep(3) or 0)
         time.sleep(600)
     except KeyboardInterrupt:
         print("interrupted", flush=True)

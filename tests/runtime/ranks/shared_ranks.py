@@ -15,85 +15,72 @@ from torch import nn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.config.runtime import RuntimeConfig
-from nemorl.runtime.ranks.processes import LocalRankGroup
-from nemorl.runtime.ranks.rank import TrainingRank
+from nemorl.runtime.ranks.rank import Rank
 from nemorl.runtime.ranks.trainer import RankedTrainer
-from nemorl.runtime.start.registry import TRAINING_BACKENDS, register_training_backend
+from nemorl.runtime.ranks.wire import dumps, loads
+from tests.ray_session import ray_cpus
 
 SIZE = 2
+OPTIONS: dict[str, Any] = {"phase": "", "limit_s": 60, "limit": ""}
 
 
 class Several:
-    """A rank within a rank for each trainer: the backend of this name does not keep the Protocol's
-    ways, but has its methods.
-    """
+    """A rank within a rank for each trainer."""
 
-    def __init__(self, model: nn.Module | None = None) -> None:
-        self.hosts: dict[int, TrainingRank] = {}
+    def __init__(self) -> None:
+        self.hosts: dict[int, Rank] = {}
         self.step = 0
 
-    def on(self, number: int, method: str, args: tuple, kwargs: dict) -> Any:
-        if number not in self.hosts:
-            self.hosts[number] = TrainingRank(
-                DTensorBackend, int(os.environ["RANK"]), transport="shared_memory"
-            )
-            self.hosts[number]._in_driver = True  # it gives exceptions as they are
-        answer = self.hosts[number].perform(method, args, kwargs)
-        if method == "shutdown":
-            del self.hosts[number]
-        self.step = answer.step
-        if answer.error is not None:
-            raise answer.error
-        return answer.value
+    def on(self, number: int, method: str, payload: list[Any]) -> Any:
+        host = self.hosts.setdefault(number, Rank(DTensorBackend, int(os.environ["RANK"])))
+        args, kwargs = loads(payload)
+        try:
+            return host.do(method, args, kwargs)
+        finally:
+            self.step = host.step
+            if method == "shutdown":
+                del self.hosts[number]
 
     def setup(self, config: Any) -> None:
         pass
 
-    train_step = get_logprobs = get_reference_logprobs = export_weights = save_checkpoint = (
-        wait_for_checkpoint
-    ) = load_checkpoint = shutdown = setup
-
 
 class View:
-    """The group as it looks to one of the trainers."""
+    """The ranks as they look to one of the trainers."""
 
     numbers = itertools.count()
 
-    def __init__(self, group: LocalRankGroup) -> None:
-        self.group, self.size, self.number = group, group.size, next(self.numbers)
-        self.place, self.statuses, self.note = group.place, group.statuses, group.note
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
 
-    def start(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self.group.start("on", self.number, method, args, kwargs)
+    def call(self, method: str, payload: list[Any], **options: Any) -> Any:
+        return group().call("on", dumps(((self.number, method, payload), {})), **options)
 
-    def shutdown(self, timeout_s: float, farewell: Any = None) -> None:
-        call = self.start("shutdown")
-        while len(call.poll(1)) < self.size:
-            pass
+    def shutdown(self, timeout_s: float, result: Any = None) -> None:
+        self.call("shutdown", dumps(((), {})), **OPTIONS)
 
 
 @functools.cache
-def group() -> LocalRankGroup:
+def group() -> Any:
     """The ranks of this test process; they end with it."""
-    register_training_backend("several")(Several)
-    try:
-        made = LocalRankGroup(
-            "several",
-            SIZE,
-            log_dir=Path(tempfile.mkdtemp(prefix="nemorl-ranks-")),
-            runtime=RuntimeConfig(),
-        )
-    finally:
-        del TRAINING_BACKENDS["several"]  # other tests list what there is
-    call = made.start("setup", BackendConfig())
-    while len(call.poll(1)) < SIZE:
-        pass
+    from nemorl.runtime.ranks.actors import RayRanks
+
+    ray_cpus()
+    made = RayRanks(
+        Several,
+        SIZE,
+        device="cpu",
+        shared_gpus=[],
+        log_dir=Path(tempfile.mkdtemp(prefix="nemorl-ranks-")),
+        runtime=RuntimeConfig(),
+    )
+    made.call("setup", dumps(((BackendConfig(),), {})), **OPTIONS)
     return made
 
 
 def ranked(model: nn.Module, config: BackendConfig) -> RankedTrainer:
     """The model, by way of a folder, on two ranks."""
-    trainer = RankedTrainer(lambda: View(group()), timeout_s=60, start_timeout_s=60)
+    trainer = RankedTrainer(View, RuntimeConfig(timeout_s=60, start_timeout_s=60))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)  # type: ignore[operator]
         trainer.setup(

@@ -1,138 +1,313 @@
-"""Ranks as workers of a Ray cluster."""
+"""Ranks as Ray actors, with real collectives between them."""
 
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
 from nemorl.losses.types import finalize
 from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.config.runtime import RuntimeConfig
-from nemorl.runtime.ranks.ray_ranks import RayRank, RayRankGroup
-from nemorl.runtime.ranks.wire import dumps, loads
-from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.ranks import actors
+from nemorl.runtime.ranks.actors import RayRanks, is_consequence
+from nemorl.runtime.run.errors import WorkerDied, WorkerError, WorkerTimeout
 from tests.parallel.batches import random_batch
-from tests.ray_session import ray_cpus
 from tests.runtime.cluster.processes import alive, soon_gone
 from tests.runtime.ranks import backends
 
+pytestmark = pytest.mark.xdist_group("ray")
 BATCH = random_batch([3, 4])
 
 
-@pytest.fixture(autouse=True)
-def session() -> None:
-    ray_cpus()
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("shared")
+
+
+@pytest.fixture(scope="module")
+def trainer(trainers, logs: Path):
+    """Shared by the tests that leave it as it was."""
+    return trainers(cpus_per_rank=1, logs=logs)
 
 
 def pids(trainer) -> list[int]:
-    return [trainer._group.place(rank).pid for rank in range(2)]
+    return [trainer._group.workers.info(rank).pid for rank in range(2)]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "object_store"])
-def test_it_is_the_same_backend(
-    trainers, tmp_path, monkeypatch: pytest.MonkeyPatch, transport: str
-):
-    if transport == "object_store":  # as where rank 0 is on another machine than the driver
-        monkeypatch.setattr(
-            "nemorl.runtime.cluster.placement.RayVirtualCluster.driver_node", "another"
-        )
-    trainer = trainers("ray", logs=tmp_path, cpus_per_rank=1)
-    for step in range(2):
-        assert (
-            finalize(trainer.train_step(BATCH, lambda rank, batch: rank + 1))["loss"] == 3
-            and trainer.step == step + 1
-        )
+def loss(metrics) -> float:
+    return finalize(metrics)["loss"]
+
+
+def test_every_rank_has_its_place(trainer, logs: Path):
+    found = trainer._call("environment")
+    expected = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    assert (
+        expected | {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+    ).items() <= found.items()
+    assert found["pid"] == pids(trainer)[0] and found["threads"] == 1
+    assert found["group"] != os.getpgrp(), "Ctrl-C in the terminal is not theirs"
+    assert (logs / "rank-1.log").read_text().startswith(f"--- rank 1, process {pids(trainer)[1]} ")
+
+
+def test_a_call_goes_to_all_and_one_answer_comes_back(trainer):
+    step, offset = trainer.step, 10
+    assert (
+        loss(trainer.train_step(BATCH, lambda rank, batch: rank + offset + len(batch.input_ids)))
+        == 25
+    )
+    assert trainer.step == step + 1
+    assert trainer.model.config.model_type == "qwen2"
+    assert {p.device.type for p in trainer.model.parameters()} == {"meta"}
+
+
+def test_what_all_raise_is_raised_here_and_they_stay_usable(trainer):
+    step = trainer.step
     with pytest.raises(
         FloatingPointError, match=r"^the loss must be finite, but it is nan on rank 0\n"
-    ):
+    ) as caught:
         trainer.train_step(BATCH, backends.raising)
-    assert next(trainer.export_weights())[0] == "large.0"
-    found = dict(trainer.export_weights(dtype=torch.bfloat16))
-    assert [float(found[f"large.{i}"].mean()) for i in range(8)] == list(range(0, 16, 2)) and found[
-        "large.0"
-    ].dtype == torch.bfloat16
+    assert "in raising" in caught.value.__notes__[0] and trainer.step == step
+    with pytest.raises(WorkerError, match=r"^Own: mine\n"):
+        trainer.train_step(BATCH, backends.raising_own)
+    with pytest.raises(RuntimeError, match=r"^no reference\n"):
+        trainer.get_reference_logprobs(BATCH)
+    assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
+
+
+def test_what_cannot_be_sent_is_an_error(trainer):
+    lock = threading.Lock()
+    step = trainer.step
+    with pytest.raises(TypeError, match="pickle"):
+        trainer.train_step(BATCH, lambda rank, batch: lock.locked())
     with pytest.raises(TypeError, match="pickle"):
         trainer._call("lock")
-    trainer.save_checkpoint(tmp_path / "saved", background=True)
-    trainer.load_checkpoint(make_checkpoint(trainer, tmp_path))
-    trainer.wait_for_checkpoint()
-    before = pids(trainer)
-    assert trainer._call("environment")["pid"] == before[0] and "--- rank-1" in (
-        tmp_path / "rank-1.log"
-    ).read_text(encoding="utf-8")
-    trainer.shutdown()
-    assert soon_gone(*before) and "shut down in order" in (tmp_path / "rank-0.log").read_text(
-        encoding="utf-8"
+    assert trainer.step == step
+    assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
+
+
+def test_weights_come_whole_and_may_be_left_at_any_point(trainer):
+    trainer.train_step(BATCH, backends.rank_number)
+    found = dict(trainer.export_weights())
+    assert list(found) == [*(f"large.{i}" for i in range(8)), "total"]
+    assert [float(found[f"large.{i}"].mean()) for i in range(8)] == list(range(0, 16, 2)), (
+        "summed over both ranks, and none overwritten by a later bucket"
     )
+    dtypes = {tensor.dtype for _, tensor in trainer.export_weights(dtype=torch.bfloat16)}
+    assert dtypes == {torch.bfloat16, torch.float32}
+    for _ in range(3):
+        assert next(iter(trainer.export_weights()))[0] == "large.0"
+    assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
 
 
-def make_checkpoint(trainer, folder):
-    trainer.save_checkpoint(folder / "whole")
-    return folder / "whole"
+def test_weights_of_before_a_step_are_not_given_after_it(trainer):
+    weights = trainer.export_weights()
+    next(weights)
+    trainer.train_step(BATCH, backends.rank_number)
+    with pytest.raises(RuntimeError, match="before the trainer's next step"):
+        next(weights)
+    weights = trainer.export_weights()
+    next(weights)
+    assert len(dict(trainer.export_weights())) == 9
+    with pytest.raises(RuntimeError, match="next step or export"):
+        next(weights)
 
 
-def test_a_killed_worker_is_named(trainers):
-    trainer = trainers("ray")
-    before = pids(trainer)
+def test_rank_zero_sends_its_weights_itself(trainer):
+    def sums(weights):
+        return os.getpid(), {name: (float(x.float().mean()), x.dtype) for name, x in weights}
+
+    pid, found = trainer.send_weights(sums, dtype=torch.bfloat16)
+    assert pid == pids(trainer)[0]
+    assert [found[f"large.{i}"] for i in range(8)] == [(2.0 * i, torch.bfloat16) for i in range(8)]
+    assert trainer.send_weights(next)[0] == "large.0"
+    with pytest.raises(ZeroDivisionError):
+        trainer.send_weights(lambda weights: 1 / 0)
+    assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
+
+
+def test_checkpoints_are_found_from_anywhere(
+    trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    step = trainer.step
+    trainer.save_checkpoint(Path("saved"))
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["rank-0", "rank-1"]
+    trainer.train_step(BATCH, backends.rank_number)
+    trainer.load_checkpoint(Path("saved"))
+    assert trainer.step == step
+
+
+def test_training_goes_on_while_another_thread_waits_for_a_checkpoint(trainer, tmp_path: Path):
+    trainer.save_checkpoint(tmp_path)
+    trainer.save_checkpoint(tmp_path / "background", background=True)
+    waiting = threading.Thread(target=trainer.wait_for_checkpoint)
+    waiting.start()
+    assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
+    assert waiting.is_alive()
+    trainer.load_checkpoint(tmp_path)  # which lets it be written
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_a_failed_setup_leaves_no_process(trainers, tmp_path: Path):
+    with pytest.raises(ValueError, match="seed must be a lucky number, but it is 13: take another"):
+        trainers(seed=13, logs=tmp_path)
+    logs = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert soon_gone(*(int(log.split("process ")[1].split()[0]) for log in logs))
+    with pytest.raises(WorkerDied) as caught:
+        trainers(seed=666)
+    assert "rank 1 (process" in str(caught.value) and "died in setup" in str(caught.value)
+    assert "what killed it" in str(caught.value), "the end of its log"
+
+
+def test_a_killed_rank_is_named_and_all_are_ended(trainers):
+    trainer = trainers()
+    before, child = pids(trainer), trainer._call("spawn")
+    trainer.train_step(BATCH, backends.rank_number)
     with pytest.raises(WorkerDied) as caught:
         trainer.train_step(BATCH, backends.killed)
     first = str(caught.value).splitlines()[0]
-    assert (
-        first.startswith(f"rank 1 (process {before[1]} on ")
-        and ") died in train_step of optimizer step 1: it was killed" in first
-    )
-    assert "rank-1.log and ends:" in first and alive(*before) == []
+    assert first.startswith(f"rank 1 (process {before[1]} on ")
+    assert ") died in train_step of optimizer step 2: it was killed" in first
+    assert "rank-1.log and ends:" in first and soon_gone(*before, child)
+    with pytest.raises(RuntimeError, match="has no model: its ranks were ended: rank 1 "):
+        trainer.get_logprobs(BATCH)
 
 
-def test_a_worker_that_hangs_is_named(trainers):
-    trainer = trainers("ray", timeout_s=2)
-    before, start = pids(trainer), time.monotonic()
+@pytest.mark.parametrize("what", ["asleep", "stopped"])
+def test_a_rank_that_hangs_is_named_and_its_stack_is_in_the_log(
+    trainers, tmp_path: Path, what: str
+):
+    trainer = trainers(timeout_s=2, logs=tmp_path)
+    before = pids(trainer)
     with pytest.raises(WorkerTimeout) as caught:
-        trainer.train_step(BATCH, backends.asleep)
-    assert time.monotonic() - start < 40 and alive(*before) == []
-    lines = str(caught.value).splitlines()
-    assert (
-        lines[0].startswith(f"rank 1 (process {before[1]} on ")
-        and "hung in train_step of optimizer step 1: no answer within 2 s" in lines[0]
+        trainer.train_step(BATCH, getattr(backends, what))
+    text = str(caught.value)
+    assert "no answer to train_step of optimizer step 1 within 2 s (runtime.timeout_s) from" in text
+    assert f"rank 1 (process {before[1]} on " in text and str(tmp_path / "rank-1.log") in text
+    assert soon_gone(*before)
+    if what == "asleep":
+        assert re.search(
+            r'File ".*backends.py", line \d+ in asleep', (tmp_path / "rank-1.log").read_text()
+        )
+    assert "in all_reduce" in (tmp_path / "rank-0.log").read_text()
+
+
+def test_a_rank_that_fails_alone_ends_all(trainers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(actors, "ALONE_S", 1.0)
+    trainer = trainers()
+    before = pids(trainer)
+    with pytest.raises(ZeroDivisionError, match="only here") as caught:
+        trainer.train_step(BATCH, backends.raising_alone)
+    assert any(
+        "but not by the other ranks: all were ended" in note for note in caught.value.__notes__
     )
-    assert "torch/distributed/" in lines[1] and " asleep < " in lines[2]
+    assert soon_gone(*before)
+
+
+def test_a_shutdown_is_in_order(trainers, tmp_path: Path):
+    trainer = trainers(logs=tmp_path)
+    before = pids(trainer)
+    trainer.shutdown()
+    assert not alive(*before)
+    assert "shut down in order" in (tmp_path / "rank-1.log").read_text()
 
 
 def test_ranks_that_do_not_fit_are_refused(trainers):
-    with pytest.raises(
-        ResourcesError,
-        match=r"^parallel asks for 2 ranks of 1000 CPUs and 0 GPUs each: bundles must fit",
-    ):
-        trainers("ray", cpus_per_rank=1000)
+    message = r"^parallel asks for 2 ranks of 1000 CPUs and 0 GPUs each: bundles must fit"
+    with pytest.raises(ResourcesError, match=message):
+        trainers(cpus_per_rank=1000)
 
 
-def test_calls_are_performed_in_their_order_though_they_come_in_another(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setenv("RANK", "0")
-    from concurrent.futures import ThreadPoolExecutor
-
-    rank, order = RayRank(dumps(backends.Summing), "shared_memory"), []
-    monkeypatch.setattr(rank._rank, "perform", lambda method, args, kwargs: order.append(method))
-    with ThreadPoolExecutor(3) as pool:
-        late = [
-            pool.submit(rank.perform, ticket, f"call {ticket}", dumps(((), {})))
-            for ticket in (2, 1)
-        ]
-        time.sleep(0.2)
-        assert order == []
-        pool.submit(rank.perform, 0, "call 0", dumps(((), {})))
-        assert [loads(one.result(10)) for one in late] == [None, None]
-    assert order == ["call 0", "call 1", "call 2"]
-
-
-def test_gpus_that_the_cluster_does_not_have(tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_gpus_that_the_cluster_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 2.0})
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"trainer.device must be cpu on a Ray cluster without GPUs, but it is 'cuda': leave"
-            r" it out"
-        ),
-    ):
-        RayRankGroup("summing", 2, device="cuda", log_dir=tmp_path, runtime=RuntimeConfig())
+    message = (
+        r"trainer.device must be cpu on a Ray cluster without GPUs, but it is 'cuda': remove it"
+    )
+    options = {"shared_gpus": [], "log_dir": tmp_path, "runtime": RuntimeConfig()}
+    with pytest.raises(ValueError, match=message):
+        RayRanks(backends.Summing, 2, device="cuda", **options)
+
+
+def test_time_in_which_the_driver_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    """As by Ctrl-Z: the answers are there, but nobody has read them."""
+    from nemorl.runtime.ranks.rank import Answer
+    from nemorl.runtime.ranks.wire import dumps
+
+    clock = itertools.chain([0.0, 0.1, 0.2, 5000.0], itertools.count(5000.1, 0.1))
+    monkeypatch.setattr(actors.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("ray.put", lambda value: value)
+    results = iter([{}, {}, {0: dumps(Answer(7, None, 1))}])
+
+    class Workers:
+        def call(self, rank, method, *args, background):
+            return rank
+
+        def ready(self, calls, timeout_s, *, doing):
+            return next(results)
+
+    ranks = object.__new__(RayRanks)
+    ranks.size, ranks.workers, ranks._lock = 1, Workers(), threading.Lock()
+    assert ranks.call("get_logprobs", [], phase="", limit_s=10, limit="").value == 7
+
+
+def test_what_follows_from_an_error_is_not_taken_for_it():
+    gone = {
+        "kind": "RuntimeError",
+        "message": "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3",
+    }
+    assert is_consequence(gone) and is_consequence({"kind": "DistBackendError", "message": ""})
+    assert not is_consequence({"kind": "ZeroDivisionError", "message": "only here"})
+
+
+@pytest.fixture
+def started(model_folder: Path, tmp_path: Path):
+    """A driver with a Ray of its own; its process, and those that it has started."""
+    made = []
+
+    def start(what: str) -> tuple[subprocess.Popen, list[int]]:
+        command = [sys.executable, "-m", "tests.runtime.ranks.driver", what]
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+        }
+        process = subprocess.Popen(
+            [*command, str(model_folder), str(tmp_path)],
+            stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True,
+        )  # fmt: skip
+        made.append(process)
+        return process, [int(pid) for pid in process.stdout.readline().split()]
+
+    yield start
+    for process in made:
+        process.kill()
+        process.communicate()
+
+
+def test_nothing_is_left_of_a_driver_that_is_killed(started):
+    shared = set(Path("/dev/shm").iterdir())
+    process, family = started("busy")
+    assert len(family) > 3
+    time.sleep(0.5)
+    process.kill()
+    process.wait()
+    assert soon_gone(*family, timeout_s=90), [psutil.Process(p).cmdline() for p in alive(*family)]
+    assert set(Path("/dev/shm").iterdir()) <= shared
+
+
+def test_ctrl_c_is_the_drivers_alone(started):
+    """The terminal sends it to the whole group."""
+    process, family = started("busy")
+    time.sleep(0.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert out == "interrupted\nloss 3.0\n" and process.returncode == 0
+    assert soon_gone(*family)

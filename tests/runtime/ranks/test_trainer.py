@@ -7,19 +7,20 @@ from typing import Any
 import pytest
 
 from nemorl.parallel.config import BackendConfig, ModelConfig, ProfileConfig
+from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks import trainer as module
-from nemorl.runtime.ranks.group import Answer, Place
+from nemorl.runtime.ranks.rank import Answer
 from nemorl.runtime.ranks.trainer import RankedTrainer
-from nemorl.runtime.ranks.wire import dumps
 from nemorl.runtime.run.errors import WorkerDied
 from nemorl.runtime.start.launch import failed_ranks
 from tests.parallel.batches import random_batch
 
 BATCH = random_batch([3])
+DIED = r"its ranks were ended: rank 1 died"
 
 
 def died() -> WorkerDied:
-    return WorkerDied("", rank=1, host="node", pid=7, reason="it was killed")
+    return WorkerDied("rank 1 died", rank=1, host="node", pid=7, reason="it was killed")
 
 
 def found_dead(trainer: RankedTrainer) -> None:
@@ -29,48 +30,27 @@ def found_dead(trainer: RankedTrainer) -> None:
 
 @dataclass
 class Group:
-    """One rank, which answers as `answers` says of its methods: with an error, or by what is
-    called.
-    """
+    """Ranks that answer as `answers` says of their methods: with an error, or by what is called."""
 
     answers: dict[str, Any] = field(default_factory=dict)
-    size: int = 1
     ended: list[float] = field(default_factory=list)
     steps: int = 0
     ending: Exception | None = None
 
-    def start(self, method, /, *args, **kwargs):
-        dumps((args, kwargs))
+    def call(self, method, payload, *, phase, limit_s, limit):
         if self.ended:
-            raise RuntimeError("the ranks have been shut down: set the trainer up anew")
+            raise RuntimeError("the ranks have been shut down")
         self.steps += method == "train_step"
-        return Call(self, self.answers.get(method))
+        found = self.answers.get(method)
+        found = found() if callable(found) else found
+        if isinstance(found, BaseException):
+            raise found
+        return Answer(found or {}, None, self.steps)
 
-    def place(self, rank):
-        return Place(rank=rank, host="node", pid=7, log=None)
-
-    def statuses(self, timeout_s):
-        return {}
-
-    def note(self, rank):
-        return ""
-
-    def shutdown(self, timeout_s, farewell=None):
+    def shutdown(self, timeout_s, result=None):
         self.ended.append(timeout_s)
         if self.ending:
             raise self.ending
-
-
-@dataclass
-class Call:
-    group: Group
-    answer: Any
-
-    def poll(self, wait_s):
-        found = self.answer() if callable(self.answer) else self.answer
-        if isinstance(found, Exception):
-            raise found
-        return {0: Answer("value", found or {}, self.group.steps)}
 
 
 @pytest.fixture
@@ -78,7 +58,7 @@ def made(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "structure", lambda path: None)
 
     def make(group: Group, **options: Any) -> RankedTrainer:
-        trainer = RankedTrainer(lambda: group, timeout_s=9, start_timeout_s=9)
+        trainer = RankedTrainer(lambda: group, RuntimeConfig())
         trainer.setup(BackendConfig(model=ModelConfig(path="none"), **options))
         return trainer
 
@@ -86,18 +66,16 @@ def made(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("ending", [None, OSError("no such thing")])
-def test_a_death_that_another_call_was_told_of_is_why_the_next_one_fails(made, ending):
+def test_a_death_that_another_call_found_is_why_the_next_one_fails(made, ending):
     trainer = made(Group({"wait_for_checkpoint": died()}, ending=ending))
     with pytest.raises(WorkerDied) as first:
         trainer.wait_for_checkpoint()
-    with pytest.raises(
-        RuntimeError, match=r"its ranks were ended: rank 1 .* died in wait_for_checkpoint"
-    ) as caught:
+    with pytest.raises(RuntimeError, match=DIED) as caught:
         trainer.train_step(BATCH, len)
     assert failed_ranks(caught.value) is first.value
 
 
-def test_a_death_that_another_thread_is_told_of_meanwhile_is_why_a_call_fails(made):
+def test_a_death_that_another_thread_finds_meanwhile_is_why_a_call_fails(made):
     """What the call itself finds is that the ranks are gone."""
     group = Group({"wait_for_checkpoint": died()})
     trainer = made(group)
@@ -110,9 +88,7 @@ def test_a_death_that_another_thread_is_told_of_meanwhile_is_why_a_call_fails(ma
 
     group.answers["train_step"] = other
     for _ in range(2):
-        with pytest.raises(
-            RuntimeError, match=r"its ranks were ended: rank 1 .* died in wait_for_checkpoint"
-        ) as caught:
+        with pytest.raises(RuntimeError, match=DIED) as caught:
             trainer.train_step(BATCH, len)
         assert failed_ranks(caught.value) is not None
     group.ended.clear()
@@ -121,22 +97,6 @@ def test_a_death_that_another_thread_is_told_of_meanwhile_is_why_a_call_fails(ma
     with pytest.raises(RuntimeError, match="have been shut down") as caught:
         trainer.get_logprobs(BATCH)
     assert failed_ranks(caught.value) is None, "that was another group's end"
-
-
-def test_ranks_that_are_ended_between_two_calls(made):
-    group = Group({"wait_for_checkpoint": died()})
-    trainer = made(group)
-    real = group.start
-
-    def start(method, /, *args, **kwargs):
-        if method == "get_logprobs":
-            found_dead(trainer)
-        return real(method, *args, **kwargs)
-
-    group.start = start
-    with pytest.raises(RuntimeError, match="its ranks were ended") as caught:
-        trainer.get_logprobs(BATCH)
-    assert failed_ranks(caught.value) is not None
 
 
 def test_a_step_that_could_not_be_sent_has_not_begun(made):
@@ -154,13 +114,8 @@ def test_a_step_that_could_not_be_sent_has_not_begun(made):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of a handler")])
 def test_a_step_that_may_have_been_sent_has_begun(made, error):
-    group = Group()
+    group = Group({"train_step": error})
     trainer = made(group)
-
-    def start(method, /, *args, **kwargs):
-        raise error
-
-    group.start = start
     with pytest.raises(type(error)):
         trainer.train_step(BATCH, len)
     assert trainer.step == 1

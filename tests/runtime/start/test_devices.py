@@ -34,26 +34,23 @@ def config(
 
 
 @pytest.mark.parametrize(
-    ("plan", "runtime", "environ", "dp_shard", "ranked", "through_ray"),
+    ("plan", "runtime", "environ", "dp_shard", "ranked"),
     [
-        ({}, {}, {}, 1, False, False),
-        ({}, {}, {"RAY_ADDRESS": "auto"}, 1, False, False),
-        ({"tp": 2}, {}, {}, 1, True, False),
-        ({"tp": 2, "dp_shard": 2}, {}, {}, 2, True, False),
-        ({"dp_shard": 2}, {}, {"RAY_ADDRESS": "auto"}, 2, True, True),
-        ({"dp_shard": 2}, {"launcher": "processes"}, {"RAY_ADDRESS": "auto"}, 2, True, False),
-        ({"dp_shard": 2}, {"launcher": "ray"}, {}, 2, True, True),
-        ({}, {"launcher": "ray"}, {}, 1, True, True),
-        ({}, {"launcher": "processes", "max_restarts": 2, "cpus_per_rank": 2}, {}, 1, True, False),
-        ({}, {}, TORCHRUN, 4, True, False),
-        ({"tp": 2}, {}, TORCHRUN, 2, True, False),
-        ({"tp": 2}, {}, {**TORCHRUN, "RAY_ADDRESS": "auto"}, 2, True, False),
-        ({}, {}, {**TORCHRUN, "WORLD_SIZE": "1"}, 1, True, False),
+        ({}, {}, {}, 1, False),
+        ({}, {}, {"RAY_ADDRESS": "auto"}, 1, False),
+        ({"tp": 2}, {}, {}, 1, True),
+        ({"tp": 2, "dp_shard": 2}, {}, {}, 2, True),
+        ({"dp_shard": 2}, {}, {"RAY_ADDRESS": "auto"}, 2, True),
+        ({"cpu_offload": True}, {"max_restarts": 2, "cpus_per_rank": 2}, {}, 1, True),
+        ({}, {}, TORCHRUN, 4, True),
+        ({"tp": 2}, {}, TORCHRUN, 2, True),
+        ({"tp": 2}, {}, {**TORCHRUN, "RAY_ADDRESS": "auto"}, 2, True),
+        ({}, {}, {**TORCHRUN, "WORLD_SIZE": "1"}, 1, True),
     ],
 )
-def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, ranked, through_ray):
+def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, ranked):
     found = Devices.of(config(plan=plan, runtime=runtime), environ, num_gpus=0)
-    assert (found.plan.dp_shard, found.ranked, found.through_ray) == (dp_shard, ranked, through_ray)
+    assert (found.plan.dp_shard, found.ranked) == (dp_shard, ranked)
     assert found.torchrun is ("RANK" in environ)
 
 
@@ -74,12 +71,6 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             TORCHRUN,
             0,
             r"parallel must ask for the 4 devices that there are, but it is '2 = ",
-        ),
-        (
-            {"runtime": {"launcher": "ray"}},
-            TORCHRUN,
-            0,
-            r"runtime.launcher is not for runs under torchrun",
         ),
         (
             {"runtime": {"max_restarts": 1}},
@@ -208,9 +199,9 @@ def test_devices_that_are_there_or_may_be_elsewhere():
             {
                 "trainer": nemorl.TrainerConfig(device="cuda"),
                 "plan": {"tp": 2},
-                "runtime": {"launcher": "ray", "cpus_per_rank": 999},
+                "runtime": {"cpus_per_rank": 999},
             },
-            {},
+            {"RAY_ADDRESS": "auto"},
             0,
         ),
     ):
@@ -272,8 +263,7 @@ def test_more_ranks_than_gpus_where_no_gpu_is_wanted_or_others_have_them():
     [
         ({}, {}, 0, 0),
         ({}, {}, 8, 1),
-        ({"plan": {"dp_shard": 4}}, {}, 8, 4),
-        ({"plan": {"dp_shard": 4}, "runtime": {"launcher": "ray"}}, {}, 8, 0),
+        ({"plan": {"dp_shard": 4}}, {}, 8, 0),
         ({}, TORCHRUN, 8, 2),
         ({"plan": {"dp_shard": 4}, "trainer": nemorl.TrainerConfig(device="cpu")}, {}, 8, 0),
     ],
@@ -310,7 +300,7 @@ def test_a_model_in_memory_is_for_one_process():
     with pytest.raises(
         ValueError,
         match=(
-            r"model must be a folder or a hub name, from which each of the 2 processes .*"
+            r"model must be a folder or a hub name, from which each of the 2 ranks .*"
             r" 'Qwen2ForCausalLM': save_pre"
         ),
     ):

@@ -43,7 +43,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Ranks are `FakeRanks`, all of whom are remembered; `deaths` are of all of them together."""
     made: dict[str, Any] = {"deaths": {}, "all": []}
 
-    def make(config, backend, plan, runtime, log_dir):
+    def make(config, backend, plan, log_dir):
         made["all"].append(FakeRanks(made["deaths"]))
         return made["all"][-1]
 
@@ -57,13 +57,15 @@ def on_ranks(config: Any, folder: Path, **runtime: Any) -> Any:
         config,
         model=model,
         data=data,
-        runtime=nemorl.RuntimeConfig(launcher="processes", **runtime),
+        parallel=nemorl.ParallelPlan(cpu_offload=True),  # which takes a rank
+        runtime=nemorl.RuntimeConfig(**runtime),
     )
 
 
 def alone(config: Any) -> Any:
     return replace(
         config,
+        parallel=nemorl.ParallelPlan(),
         runtime=nemorl.RuntimeConfig(),
         run=replace(config.run, dir=f"{config.run.dir}-alone"),
     )
@@ -107,8 +109,8 @@ def test_ranks_have_gpus_where_the_machine_of_the_loop_has_none(
     """As where Ray places them: the engine then computes on what there is."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = grpo_config(tmp_path / "run", steps=1, trainer=nemorl.TrainerConfig(device="cuda"))
-    config = replace(on_ranks(config, folder), runtime=nemorl.RuntimeConfig(launcher="ray"))
-    assert go(config).metrics["num_tokens"] > 0
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert go(on_ranks(config, folder)).metrics["num_tokens"] > 0
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -333,13 +335,11 @@ def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_
         config,
         max_num_steps=4,
         run=replace(config.run, resume=True),
-        parallel=nemorl.ParallelPlan(dp_shard=2),
+        parallel=nemorl.ParallelPlan(dp_shard=2, cpu_offload=True),
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = go(
-            replace(again, runtime=nemorl.RuntimeConfig(launcher="processes", timeout_s=50))
-        )
+        result = go(replace(again, runtime=nemorl.RuntimeConfig(timeout_s=50)))
     told = [str(w.message) for w in caught if "other settings" in str(w.message)]
     assert told == [
         "the run goes on with other settings than before: parallel.dp_shard is 2, was None"

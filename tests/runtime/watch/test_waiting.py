@@ -18,9 +18,9 @@ def test_a_line_before_and_one_after(capsys: pytest.CaptureFixture[str]):
         said = capsys.readouterr().err
         assert said == "starting 2 x vllm through Ray, whose logs are in runs/mine/logs …\n"
     assert capsys.readouterr().err == "ready after 0 s\n"
-    with waiting_for_ranks(ParallelPlan(dp_shard=2), "workers that Ray places"):
+    with waiting_for_ranks(ParallelPlan(dp_shard=2), "Ray actors"):
         said = capsys.readouterr().err
-        assert said == "training on 2 devices (dp_shard 2; float32), workers that Ray places …\n"
+        assert said == "training on 2 devices (dp_shard 2; float32), Ray actors …\n"
 
 
 def test_nothing_where_nothing_starts_or_nothing_shall_be_said(capsys: pytest.CaptureFixture[str]):

@@ -1,0 +1,256 @@
+"""Ranked workers on a placement: processes that host an object each, called by name."""
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayActorError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemorl.checks import require
+from nemorl.runtime.cluster.connection import check
+from nemorl.runtime.cluster.placement import Placement
+from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout, last_lines, reason_of
+
+TICK_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerInfo:
+    """Where a worker is; `log` is a file on its node."""
+
+    name: str
+    rank: int
+    node: str
+    address: str
+    host: str
+    pid: int
+    port: int
+    """One that was free when the worker started."""
+    log: Path | None
+
+    def __str__(self) -> str:
+        log = f", log {self.log}" if self.log else ""
+        return f"{self.name} {self.rank} (process {self.pid} on {self.host}{log})"
+
+
+class Host:
+    """One object, whose methods are called one after another; some beside the others."""
+
+    def place(self, name: str, rank: int, log: Path | None) -> WorkerInfo:
+        if log is not None:
+            _redirect_output(log)
+        host, pid = socket.gethostname(), os.getpid()
+        print(f"--- {name} {rank}, process {pid} on {host}", flush=True)
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return WorkerInfo(
+                name=name,
+                rank=rank,
+                node=ray.get_runtime_context().get_node_id(),
+                address=ray.util.get_node_ip_address(),
+                host=host,
+                pid=pid,
+                port=probe.getsockname()[1],
+                log=log,
+            )
+
+    def make(
+        self,
+        path: list[str],
+        env: Mapping[str, str],
+        target: str,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        sys.path += [entry for entry in path if entry not in sys.path]
+        os.environ.update(env)
+        module, _, name = target.partition(":")
+        self._target = getattr(import_module(module), name)(*args, **kwargs)
+
+    def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._target, method)(*args, **kwargs)
+
+    @ray.method(concurrency_group="background")
+    def background(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        return self.call(method, *args, **kwargs)
+
+
+class RayWorkerGroup:
+    """One worker per bundle of a placement: a process with an object of the class `target`
+    ("module:Class"), imported there.
+
+    A worker has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and `env`
+    in its environment, and writes to `log_dir`/`name`-`rank`.log (unless given: among Ray's logs).
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        target: str,
+        *,
+        args: tuple = (),
+        kwargs: Mapping[str, Any] = {},
+        env: Mapping[str, str] = {},
+        log_dir: Path | None = None,
+        name: str = "worker",
+        start_timeout_s: float = 120,
+    ) -> None:
+        require(bool(re.fullmatch(r"[\w.]+:\w+", target)), "target", 'must be "module:Class"',
+                target, "name a class by its module")  # fmt: skip
+        logs = [
+            log_dir and log_dir.absolute() / f"{name}-{rank}.log"
+            for rank in range(len(placement.bundles))
+        ]
+        self._infos: list[WorkerInfo] = []
+        self._actors = [
+            ray.remote(concurrency_groups={"background": 1})(Host)
+            .options(
+                num_cpus=bundle.cpus,
+                num_gpus=bundle.gpus,
+                resources=dict(bundle.resources),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement.group, placement_group_bundle_index=index
+                ),
+            )
+            .remote()
+            for bundle, index in zip(placement.bundles, placement.indices, strict=True)
+        ]
+        try:
+            places = [
+                actor.place.remote(name, rank, log)
+                for rank, (actor, log) in enumerate(zip(self._actors, logs, strict=True))
+            ]
+            self._infos = self._all(places, start_timeout_s, "its start")
+            path = [str(Path(entry).absolute()) for entry in sys.path]
+            made = [
+                actor.make.remote(path, {**env, **self._rendezvous(rank)}, target, args, kwargs)
+                for rank, actor in enumerate(self._actors)
+            ]
+            self._all(made, start_timeout_s, "its start")
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def info(self, rank: int) -> WorkerInfo:
+        """Return where a worker is."""
+        return self._infos[rank]
+
+    def call(
+        self, rank: int, method: str, /, *args: Any, background: bool = False, **kwargs: Any
+    ) -> "ray.ObjectRef":
+        """Start a method of one worker; calls of one worker are done in order, those in the
+        background beside the others.
+        """
+        actor = self._actors[rank]
+        return (actor.background if background else actor.call).remote(method, *args, **kwargs)
+
+    def run_all(
+        self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a method of every worker, and return the results in the order of ranks.
+
+        Raises what the first one raises, WorkerDied, and WorkerTimeout.
+        """
+        calls = [self.call(rank, method, *args, **kwargs) for rank in range(len(self))]
+        return self._all(calls, timeout_s, method)
+
+    def ready(
+        self, calls: Mapping[int, "ray.ObjectRef"], timeout_s: float, *, doing: str = ""
+    ) -> dict[int, Any]:
+        """Return the results of calls by rank, as soon as there is one, or after `timeout_s`.
+
+        Raises what a call raised, and WorkerDied.
+        """
+        pending = list(calls.values())
+        ray.wait(pending, timeout=timeout_s)
+        done, _ = ray.wait(pending, num_returns=len(pending), timeout=0)
+        if not done:
+            check()
+        found = {}
+        for rank, call in calls.items():
+            if call in done:
+                try:
+                    found[rank] = ray.get(call)
+                except RayActorError as error:
+                    raise self._died(rank, doing, reason_of(str(error))) from None
+        return found
+
+    def shutdown(self, timeout_s: float = 0, method: str = "", /, *args: Any) -> None:
+        """End the processes; before, call `method`, if one is named, and wait so long for it."""
+        with contextlib.suppress(Exception):  # a worker that fails or is gone
+            if timeout_s > 0 and method:
+                self.run_all(method, *args, timeout_s=timeout_s)
+        for actor in self._actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        here = []
+        for info in self._infos:
+            with contextlib.suppress(psutil.Error):
+                if info.host == socket.gethostname():
+                    here.append(psutil.Process(info.pid))
+        psutil.wait_procs(here, timeout=10)
+
+    def _all(self, calls: list["ray.ObjectRef"], timeout_s: float | None, doing: str) -> list[Any]:
+        left, found = dict(enumerate(calls)), dict[int, Any]()
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        while left:
+            if (wait_s := min(TICK_S, deadline - time.monotonic())) < 0:
+                who = " and ".join(str(self._infos[rank]) for rank in left if self._infos)
+                raise WorkerTimeout(
+                    f"no answer to {doing} within {timeout_s:g} s from {who or 'workers'}"
+                )
+            for rank, value in self.ready(left, wait_s, doing=f" in {doing}").items():
+                found[rank] = value
+                del left[rank]
+        return [found[rank] for rank in range(len(calls))]
+
+    def _rendezvous(self, rank: int) -> dict[str, str]:
+        nodes, first = [info.node for info in self._infos], self._infos[0]
+        alone = len(set(nodes)) == 1
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(nodes)),
+            "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+            "MASTER_ADDR": "127.0.0.1" if alone else first.address,
+            "MASTER_PORT": str(first.port),
+        }
+
+    def _died(self, rank: int, doing: str, reason: str) -> WorkerDied:
+        if not self._infos:
+            return WorkerDied(
+                f"worker {rank} died{doing}: {reason}", rank=rank, host="?", pid=0, reason=reason
+            )
+        info = self._infos[rank]
+        message = f"{info.name} {rank} (process {info.pid} on {info.host}) died{doing}: {reason}"
+        if info.log is not None:
+            lines = last_lines(info.log)
+            message += f"; its log is {info.log}" + "\n  | ".join(
+                [" and ends:", *lines] if lines else [""]
+            )
+        return WorkerDied(message, rank=rank, host=info.host, pid=info.pid, reason=reason)
+
+
+def _redirect_output(log: Path) -> None:
+    """Write all that this process and its children say into the log, also what C++ says."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    os.close(descriptor)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

@@ -1,0 +1,168 @@
+"""Ranks as Ray actors, one bundle each, on one machine or many."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+
+from nemorl.checks import require
+from nemorl.runtime.cluster.connection import connected
+from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
+from nemorl.runtime.cluster.worker_group import RayWorkerGroup
+from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Rank
+from nemorl.runtime.ranks.wire import dumps, loads
+from nemorl.runtime.run.errors import WorkerTimeout, raised
+
+TICK_S = 0.5
+ALONE_S = 10.0
+"""How long the other ranks are waited for once one has failed: an error of all leaves them usable,
+one rank's alone ends them.
+"""
+GRACE_S = 1.0
+"""A rank that takes too long writes its stack into its log first."""
+
+
+class RankActor:
+    """What a rank's worker hosts; calls and answers are bytes."""
+
+    def __init__(self, make: list[Any], gpus: list[str]) -> None:
+        if gpus:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpus[int(os.environ["LOCAL_RANK"])]
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        self._rank = Rank(lambda: loads(make)(), int(os.environ["RANK"]))
+
+    def perform(self, method: str, payload: list[Any], limit_s: float) -> list[Any]:
+        """Return the answer to a call; the stack goes into the log after `limit_s`."""
+        if method not in BACKGROUND:
+            faulthandler.dump_traceback_later(limit_s)
+        try:
+            args, kwargs = loads(payload)
+            return dumps(self._rank.perform(method, args, kwargs))
+        except Exception as error:  # something that cannot be sent
+            return dumps(self._rank.refuse(error))
+        finally:
+            if method not in BACKGROUND:
+                faulthandler.cancel_dump_traceback_later()
+
+
+class RayRanks:
+    """One worker per rank, with `runtime.cpus_per_rank` CPUs and, where there are any, a GPU.
+
+    `shared_gpus` are those that engines on this machine use as well: Ray must not count them as
+    taken, so the ranks get them one by one. Ranks write to `log_dir`/rank-N.log on their nodes.
+
+    Raises ResourcesError where the cluster has too little.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        size: int,
+        *,
+        device: str | None,
+        shared_gpus: list[str],
+        log_dir: Path,
+        runtime: RuntimeConfig,
+    ) -> None:
+        self.size, self._lock = size, threading.Lock()
+        cpus = runtime.cpus_per_rank
+        num_cpus = (os.cpu_count() or 1) + size * cpus  # of a local cluster: engines have the rest
+        with connected(num_cpus=num_cpus):
+            found = ray.cluster_resources().get("GPU")
+            require(device != "cuda" or bool(found), "trainer.device",
+                    "must be cpu on a Ray cluster without GPUs", device,
+                    "remove it, or let Ray know of the GPUs (ray start --num-gpus)")  # fmt: skip
+            gpus = 1 if found and device != "cpu" and not shared_gpus else 0
+            try:
+                self._cluster = RayVirtualCluster({"rank": [Bundle(cpus=cpus, gpus=gpus)] * size})
+            except ResourcesError as error:
+                raise ResourcesError(
+                    f"parallel asks for {size} ranks of {cpus} CPUs and {gpus} GPUs each: {error}"
+                ) from None
+        try:
+            self.workers = RayWorkerGroup(
+                self._cluster.placement("rank"),
+                f"{__name__}:RankActor",
+                args=(dumps(make), shared_gpus),
+                env={"OMP_NUM_THREADS": str(cpus)},
+                log_dir=log_dir,
+                name="rank",
+                start_timeout_s=runtime.start_timeout_s,
+            )
+        except BaseException:
+            self._cluster.shutdown()
+            raise
+
+    def call(
+        self, method: str, payload: list[Any], *, phase: str, limit_s: float, limit: str
+    ) -> Answer:
+        """Have all ranks do a call, and return rank 0's answer, or the error that all raised.
+
+        `phase` and `limit` (the setting that `limit_s` comes from) are for messages. Raises
+        WorkerDied, WorkerTimeout, and what one rank raised alone: no rank is of use afterwards.
+        """
+        payload = ray.put(payload)  # each node fetches it once
+        with self._lock:  # all ranks get the calls in the same order
+            calls = {
+                rank: self.workers.call(
+                    rank, "perform", method, payload, limit_s, background=method in BACKGROUND
+                )
+                for rank in range(self.size)
+            }
+        answers: dict[int, Answer] = {}
+        left, alone = limit_s + GRACE_S, ALONE_S
+        while len(answers) < self.size and alone > 0:
+            before = time.monotonic()
+            for rank, answer in self.workers.ready(calls, TICK_S, doing=f" in {phase}").items():
+                answers[rank] = loads(answer)
+                del calls[rank]
+            passed = min(time.monotonic() - before, 4 * TICK_S)  # unless this process was stopped
+            left -= passed
+            alone -= passed * any(answer.error for answer in answers.values())
+            if left <= 0 and calls:
+                who = " and ".join(str(self.workers.info(rank)) for rank in sorted(calls))
+                raise WorkerTimeout(
+                    f"no answer to {phase} within {limit_s:g} s ({limit}) from {who}: the logs say"
+                    " where in the code they were"
+                )
+        return self._together(answers, phase)
+
+    def _together(self, answers: Mapping[int, Answer], phase: str) -> Answer:
+        failed = {rank: answer for rank, answer in sorted(answers.items()) if answer.error}
+        alike = len(answers) == self.size and len({a.step for a in answers.values()}) == 1
+        if not failed and alike:
+            return answers[0]
+        causes = [rank for rank, answer in failed.items() if not is_consequence(answer.error or {})]
+        cause = (causes or list(failed) or [0])[0]
+        if alike:
+            return answers[cause]
+        error = raised(answers[cause].error or {}, cause)
+        where = " and ".join(str(self.workers.info(rank)) for rank in failed)
+        error.add_note(f"raised by {where} in {phase}, but not by the other ranks: all were ended")
+        raise error
+
+    def shutdown(self, timeout_s: float, result: Any = None) -> None:
+        """Let the ranks end in order within this time (0: at once), and then end the processes."""
+        self.workers.shutdown(timeout_s, "perform", "shutdown", dumps(((), {})), timeout_s)
+        self._cluster.shutdown()
+
+
+def is_consequence(error: Mapping[str, str]) -> bool:
+    """Return whether an error is what a rank raises when another one left a collective.
+
+    >>> is_consequence({"kind": "RuntimeError", "message": "[gloo/pair.cc:547] Connection closed"})
+    True
+    """
+    return error["kind"].startswith("Dist") or bool(
+        re.search(r"gloo|NCCL|closed by peer|reset by peer|ProcessGroup", error["message"])
+    )

@@ -846,7 +846,7 @@ DATA = PREFERENCES | {
         r"data\.held_out.* must leave at least one of the 40 rows on each side, got 40",
     ),
     "rows held out and given": validation(
-        r"data\.held_out is for runs without rows to validate on, but it is 4: leave it out",
+        r"data\.held_out is for runs without rows to validate on, but it is 4: omit it",
         [ROW],
         data={"held_out": 4},
     ),

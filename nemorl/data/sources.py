@@ -101,7 +101,7 @@ def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
     ):
         raise ValueError(
             "data_files chooses files of a data set on the hub or in a folder, but the source is"
-            f" {name_of(source)}: leave it out"
+            f" {name_of(source)}: remove it"
         )
     if isinstance(source, str | Path):
         path = Path(source)

@@ -107,7 +107,7 @@ class GenerationConfig:
             for name in names[names.index("num_replicas") :]:
                 value, remedy = (
                     getattr(self, name),
-                    "add --generation.backend vllm, or leave it out",
+                    "add --generation.backend vllm, or omit it",
                 )
                 require(
                     value == getattr(default, name),

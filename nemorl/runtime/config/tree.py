@@ -284,7 +284,11 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
     elif variants(hint):
         message = f"must be a section, but it is {value!r}: write its keys below it, indented"
     else:
-        words = {"bool_type": "true or false", "tuple_type": "a list"}
+        words = {
+            "bool_type": "true or false",
+            "tuple_type": "a list",
+            "dict_type": "a mapping from names to values",
+        }
         what = words.get(kind) or problem["msg"].partition("should be ")[2]
         message = f"must be {what}, but it is {value!r}{_remedy(kind, value)}"
     return ConfigError(f"{key} {message}", key)

@@ -136,7 +136,7 @@ def test_overrides() -> None:
 
 
 def test_a_loaded_model_needs_its_tokenizer(folder: Path) -> None:
-    with pytest.raises(ValueError, match="tokenizer must be given with a model that is loaded"):
+    with pytest.raises(ValueError, match="tokenizer must be given with a loaded model"):
         nemorl.train(model=tiny_model(), dataset=addition_rows(), reward_fn=digits, **SMALL)
     from transformers import AutoModelForCausalLM
 

@@ -61,8 +61,16 @@ def bare_engine(folder: Path, pipe: Any) -> None:
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     from vllm import LLM, SamplingParams
 
-    llm = LLM(str(folder), tokenizer=str(folder / "tokenizer"), dtype="float32", max_num_seqs=256, enforce_eager=True, disable_log_stats=True,
-              logprobs_mode="processed_logprobs", **ENGINE)  # fmt: skip
+    llm = LLM(
+        str(folder),
+        tokenizer=str(folder / "tokenizer"),
+        dtype="float32",
+        max_num_seqs=256,
+        enforce_eager=True,
+        disable_log_stats=True,
+        logprobs_mode="processed_logprobs",
+        **ENGINE,
+    )
     while (requests := pipe.recv()) is not None:
         prompts = [{"prompt_token_ids": prompt} for prompt, _ in requests]
         params = [SamplingParams(**options, logprobs=0, ignore_eos=True) for _, options in requests]

@@ -147,9 +147,19 @@ def demonstrate(folder: Path, steps: int = 30) -> None:
     save_model(folder / "model", save_tokenizer(folder / "model"), seed=0)
     sums = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(9)]
     result = nemorl.train(
-        algorithm="raft", model=folder / "model", dataset=sums, validation=sums, dir=str(folder / "run"), lr=1e-3, max_new_tokens=1,
-        num_prompts_per_step=9, num_generations_per_prompt=16, max_num_steps=steps, val_at_start=True, display="plain",
-    )  # fmt: skip
+        algorithm="raft",
+        model=folder / "model",
+        dataset=sums,
+        validation=sums,
+        dir=str(folder / "run"),
+        lr=1e-3,
+        max_new_tokens=1,
+        num_prompts_per_step=9,
+        num_generations_per_prompt=16,
+        max_num_steps=steps,
+        val_at_start=True,
+        display="plain",
+    )
     before, after = (line["accuracy"] for line in result.history if line["phase"] == "validation")
     print(f"greedy accuracy: {before:.2f} -> {after:.2f}")
 

@@ -91,9 +91,19 @@ class TransformersBackend:
             )
 
         output = self.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
-            stopping_criteria=[lambda rows, scores, **_: torch.tensor([ended(row[len(prompt) :].tolist()) for row in rows])], **sampling,
-        )  # fmt: skip
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=limit,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_scores=True,
+            stopping_criteria=[
+                lambda rows, scores, **_: torch.tensor(
+                    [ended(row[len(prompt) :].tolist()) for row in rows]
+                )
+            ],
+            **sampling,
+        )
         scores = torch.stack(output.scores, dim=1).float()
         if scores.isnan().any():
             raise FloatingPointError(
@@ -114,8 +124,15 @@ class TransformersBackend:
                 else ""
             )
             reason = "stop" if ended(tokens[:length]) else "length"
-            completions.append(Completion(token_ids=tuple(tokens[:length]), logprobs=tuple(logprobs), finish_reason=reason, text=text,
-                                          policy_version=self.policy_version))  # fmt: skip
+            completions.append(
+                Completion(
+                    token_ids=tuple(tokens[:length]),
+                    logprobs=tuple(logprobs),
+                    finish_reason=reason,
+                    text=text,
+                    policy_version=self.policy_version,
+                )
+            )
         return completions
 
     def _ends(self, params: SamplingParams) -> set[int]:
@@ -158,11 +175,17 @@ def demonstrate(folder: Path, steps: int = 20) -> None:
 
     save_model(folder / "model", save_tokenizer(folder / "model"), seed=0)
     result = nemorl.train(
-        model=folder / "model", dataset=[{"prompt": f"{number}="} for number in range(100)],
+        model=folder / "model",
+        dataset=[{"prompt": f"{number}="} for number in range(100)],
         reward_fn=lambda response: sum(character in "02468" for character in response) / 4,
-        generation={"backend": "transformers", "max_new_tokens": 4}, dir=str(folder / "run"), lr=1e-3,
-        num_prompts_per_step=8, num_generations_per_prompt=8, max_num_steps=steps, display="plain",
-    )  # fmt: skip
+        generation={"backend": "transformers", "max_new_tokens": 4},
+        dir=str(folder / "run"),
+        lr=1e-3,
+        num_prompts_per_step=8,
+        num_generations_per_prompt=8,
+        max_num_steps=steps,
+        display="plain",
+    )
     first, last = (
         line for line in result.history if line["step"] in (1, steps) and line["phase"] == "train"
     )

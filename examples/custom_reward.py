@@ -72,9 +72,15 @@ def demonstrate(folder: Path, steps: int = 30) -> None:
         validation=rows,
         reward_fn={"right": right, "brief": brief, "first_try": FirstTry()},
         reward_weights=(1.0, 0.3, 0.0),  # a reward of weight 0 is only logged
-        dir=str(folder / "run"), num_prompts_per_step=10, num_generations_per_prompt=8, max_num_steps=steps,
-        lr=1e-3, max_new_tokens=3, val_at_start=True, display="plain",
-    )  # fmt: skip
+        dir=str(folder / "run"),
+        num_prompts_per_step=10,
+        num_generations_per_prompt=8,
+        max_num_steps=steps,
+        lr=1e-3,
+        max_new_tokens=3,
+        val_at_start=True,
+        display="plain",
+    )
     first, last = (
         next(line for line in lines if line["phase"] == "validation")
         for lines in (result.history, result.history[::-1])

@@ -30,7 +30,7 @@ class WatchedBackend:
     """
 
     def __init__(self, model: torch.nn.Module | None = None) -> None:
-        """With a loaded model, or without: then `setup` loads the one that the configuration names."""
+        """Take a loaded model, or let `setup` load the configured one."""
         self.inner = DTensorBackend(model)
 
     def setup(self, config: BackendConfig) -> None:
@@ -104,9 +104,15 @@ def demonstrate(folder: Path, steps: int = 20) -> None:
     save_model(folder / "model", save_tokenizer(folder / "model"), seed=0)
     sums = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(10) for b in range(10)]
     result = nemorl.train(
-        algorithm="sft", model=folder / "model", dataset=sums, trainer__backend="watched", dir=str(folder / "run"), lr=1e-3, max_num_steps=steps,
+        algorithm="sft",
+        model=folder / "model",
+        dataset=sums,
+        trainer__backend="watched",
+        dir=str(folder / "run"),
+        lr=1e-3,
+        max_num_steps=steps,
         display="none",
-    )  # fmt: skip
+    )
     for line in result.history[:: max(1, steps // 5)]:
         print(
             f"step {line['step']:2}  loss {line['loss']:.2f}  moved {line['moved']:.3f}, from the"

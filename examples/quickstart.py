@@ -76,9 +76,18 @@ def save_model(folder: Path, vocab_size: int, seed: int) -> None:
     logging.disable_progress_bar()  # the model is there at once
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=vocab_size, hidden_size=128, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4,
-        max_position_embeddings=64, tie_word_embeddings=True, bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
     Qwen2ForCausalLM(config).save_pretrained(folder)
 
 
@@ -200,17 +209,22 @@ def main(settings: Quickstart) -> None:
     seconds += time.perf_counter() - start
     show_answers("Answers after reinforcement learning", folder / "grpo", engine)
 
-    nemorl_command = (
+    run = folder / "grpo"
+    command = (
         "nemorl"
         if shutil.which("nemorl")
         else os.path.relpath(Path(sys.executable).with_name("nemorl"))
     )
     print(
-        f"""The curves are in [bold]{folder / "grpo" / "plots" / "overview.png"}[/]. What to try next:
-  ask the trained model        {nemorl_command} generate --model {folder / "grpo"} --prompt "27+46=" --temperature 0
-  go on for another 60 steps   {nemorl_command} grpo --run.dir {folder / "grpo"} --run.resume --max-num-steps {settings.grpo_steps + 60}
-  train on rows of your own    {nemorl_command} grpo --config {folder / "grpo" / "config.yaml"} --run.dir runs/mine --data.train FILE.jsonl
-  every setting, explained     {nemorl_command} grpo --help
+        f"""The curves are in [bold]{run / "plots" / "overview.png"}[/]. What to try next:
+  ask the trained model
+    {command} generate --model {run} --prompt "27+46=" --temperature 0
+  continue for another 60 steps
+    {command} grpo --run.dir {run} --run.resume --max-num-steps {settings.grpo_steps + 60}
+  train on your own rows
+    {command} grpo --config {run / "config.yaml"} --run.dir runs/mine --data.train FILE.jsonl
+  see every setting explained
+    {command} grpo --help
 """
     )
     before, after = warm.metrics["val_accuracy"], trained.metrics["val_accuracy"]

@@ -42,11 +42,20 @@ def train(folder: Path, steps: int) -> nemorl.TrainResult:
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier start
         save_model(folder / "model", save_tokenizer(folder / "model"), seed=0)
     return nemorl.train(
-        model=folder / "model", dataset=[{"prompt": f"{number}="} for number in range(100)], reward_fn=even_digits, callbacks=[Progress()],
-        parallel={} if under_torchrun else {"dp_shard": 2},  # torchrun's processes are all used: there are as many as it was told to start
-        trainer__device="cpu", dir=str(folder / "run"), lr=1e-3, max_new_tokens=4, num_prompts_per_step=8, num_generations_per_prompt=8,
-        max_num_steps=steps, display="none",
-    )  # fmt: skip
+        model=folder / "model",
+        dataset=[{"prompt": f"{number}="} for number in range(100)],
+        reward_fn=even_digits,
+        callbacks=[Progress()],
+        parallel={} if under_torchrun else {"dp_shard": 2},
+        trainer__device="cpu",
+        dir=str(folder / "run"),
+        lr=1e-3,
+        max_new_tokens=4,
+        num_prompts_per_step=8,
+        num_generations_per_prompt=8,
+        max_num_steps=steps,
+        display="none",
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    request = json.dumps(dict(arguments={first} + sys.argv[1:], folder=os.getcwd(), environment=dict(os.environ))).encode()
+    request = dict(arguments={first} + sys.argv[1:], folder=os.getcwd())
+    request = json.dumps(dict(request, environment=dict(os.environ))).encode()
     socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(request)
     code = int(server.makefile().read() or 1)

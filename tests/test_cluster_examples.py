@@ -142,8 +142,15 @@ def test_the_torchrun_script_trains_one_model_on_two_nodes(slurm: dict[str, str]
     }
     command = ["bash", str(TORCHRUN), *settings, "--run.display", "none", "--run.no-plots"]
     for steps in (1, 2):
-        done = subprocess.run([*command, "--max-num-steps", str(steps)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
-                              check=False)  # fmt: skip
+        done = subprocess.run(
+            [*command, "--max-num-steps", str(steps)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

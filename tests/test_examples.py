@@ -89,10 +89,19 @@ def test_the_algorithm_is_a_command(tmp_path: Path, monkeypatch, capsys):
 
 def config_of(module: ModuleType, folder: Path, steps: int, **options):
     return module.RAFTConfig(
-        data=nemorl.DataConfig(max_total_sequence_length=32), trainer=nemorl.TrainerConfig(device="cpu"), optimizer=nemorl.OptimizerConfig(lr=1e-2),
-        generation=nemorl.GenerationConfig(max_new_tokens=4), num_prompts_per_step=6, num_generations_per_prompt=4, max_num_steps=steps,
-        **{"min_reward": 0.0, "run": run_config(folder, save_period=2, **options.pop("run", {})), **options},
-    )  # fmt: skip
+        data=nemorl.DataConfig(max_total_sequence_length=32),
+        trainer=nemorl.TrainerConfig(device="cpu"),
+        optimizer=nemorl.OptimizerConfig(lr=1e-2),
+        generation=nemorl.GenerationConfig(max_new_tokens=4),
+        num_prompts_per_step=6,
+        num_generations_per_prompt=4,
+        max_num_steps=steps,
+        **{
+            "min_reward": 0.0,
+            "run": run_config(folder, save_period=2, **options.pop("run", {})),
+            **options,
+        },
+    )
 
 
 def test_the_algorithm_resumes_bit_for_bit(raft, tmp_path: Path):

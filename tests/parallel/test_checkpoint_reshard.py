@@ -48,8 +48,14 @@ optimizer's state, too.
 def backend(folder: Path, plan: dict[str, Any], **options: Any) -> DTensorBackend:
     made = DTensorBackend()
     optimizer = OptimizerConfig(lr=1e-2, weight_decay=0.1, schedule="linear")
-    config = BackendConfig(model=ModelConfig(path=str(folder)), trainer=TrainerConfig(device="cpu"), optimizer=optimizer,
-                           parallel=ParallelPlan(**plan), total_steps=9, **options)  # fmt: skip
+    config = BackendConfig(
+        model=ModelConfig(path=str(folder)),
+        trainer=TrainerConfig(device="cpu"),
+        optimizer=optimizer,
+        parallel=ParallelPlan(**plan),
+        total_steps=9,
+        **options,
+    )
     made.setup(config)
     return made
 

@@ -1,4 +1,4 @@
-"""Every key of NeMo RL's configurations is carried over, reported, or known to be without bearing."""
+"""Every key of NeMo RL's configurations is carried over, reported, or known not to matter."""
 
 import subprocess
 import sys

@@ -90,7 +90,7 @@ class World:
         )
 
     def gather_objects(self, value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Return the values of all ranks, in their order; a collective call, by `group` if given."""
+        """Return the values of all ranks, in order; a collective call (of `group` if given)."""
         if self.control_group is None:
             return [value]
         found: list[Any] = [None] * self.size

@@ -1,3 +1,5 @@
-"""How people start things: `nemorl COMMAND` (main, commands, settings), and `nemorl.train` with the trainer
-classes (api). `inference` uses a model without training it, `inspect` shows data.
+"""How people start things.
+
+`nemorl COMMAND` (main, commands, settings), and `nemorl.train` with the trainer classes (api).
+`inference` uses a model without training it, `inspect` shows data.
 """

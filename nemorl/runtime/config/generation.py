@@ -51,8 +51,8 @@ class GenerationConfig:
     0.5.
     """
     python: str | None = None
-    """vllm: the Python interpreter of the replicas, if not the trainer's; its environment has nemorl
-    and Ray in the same versions.
+    """vllm: the Python interpreter of the replicas, if not the trainer's; its environment has the
+    same versions of nemorl and Ray.
     """
     colocated: bool = True
     """vllm: replicas share the trainer's GPUs and sleep while it trains. false: they have their own

@@ -62,9 +62,16 @@ def rollouts(
         for i, n in enumerate(lengths)
     ]
     return Rollouts(
-        rows=[{}] * len(rewards), prompts=[[3, 4]] * len(rewards), texts=["a"] * len(rewards), completions=completions, rewards=torch.tensor(rewards),
-        group_id=torch.arange(len(rewards)) // group, answers=[None] * len(rewards), kind=LogprobKind(), metrics={},
-    )  # fmt: skip
+        rows=[{}] * len(rewards),
+        prompts=[[3, 4]] * len(rewards),
+        texts=["a"] * len(rewards),
+        completions=completions,
+        rewards=torch.tensor(rewards),
+        group_id=torch.arange(len(rewards)) // group,
+        answers=[None] * len(rewards),
+        kind=LogprobKind(),
+        metrics={},
+    )
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -175,7 +175,7 @@ def test_a_step_of_the_model_does_not_depend_on_the_layout(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_pairs_one_by_one(name):
-    """Against the pure losses, called for each pair (KTO: response) with what its tokens sum up to."""
+    """Against the pure losses, called for each pair (KTO: response) with its tokens' sums."""
     config, weight = CONFIGS[name], 1 / 7
     batch = random_batch(config)
     logprobs = -torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(1))

@@ -192,9 +192,16 @@ def test_lengths_are_shown_and_kept(tmp_path: Path, capsys):
     )
     found = json.loads(result.paths.data.read_text())
     assert set(found) == {"train"}, "there are no validation rows"
-    assert {name: found["train"][name] for name in ("count", "max", "limit", "num_dropped", "num_truncated")} == {
-        "count": 20, "max": 6, "limit": 16, "num_dropped": 1, "num_truncated": 0,
-    }  # fmt: skip
+    assert {
+        name: found["train"][name]
+        for name in ("count", "max", "limit", "num_dropped", "num_truncated")
+    } == {
+        "count": 20,
+        "max": 6,
+        "limit": 16,
+        "num_dropped": 1,
+        "num_truncated": 0,
+    }
     start(sft_config(tmp_path / "silent", steps=1), rows=addition_rows(20))
     assert "lengths in tokens" not in capsys.readouterr().out, "display none"
 

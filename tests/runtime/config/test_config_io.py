@@ -262,8 +262,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"val_period": "5"},
         (
-            r"run\.val_period must be a valid integer, but it is '5'.*\(run\.val_period is written as"
-            r" val_period\)"
+            r"run\.val_period must be a valid integer, but it is '5'.*\(run\.val_period is written"
+            r" as val_period\)"
         ),
     ),
 ]

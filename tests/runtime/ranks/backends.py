@@ -17,7 +17,7 @@ from nemorl.losses.types import Sum
 
 
 class Summing:
-    """Its "loss" is the sum of what `loss_fn(rank, batch)` returns on each rank; its only weights are that sum, and large ones."""
+    """Its "loss" is the sum of `loss_fn(rank, batch)` over the ranks, and its weights hold that."""
 
     def __init__(self, model=None):
         self.step = 0

@@ -34,8 +34,24 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4
-COMMON = ["--trainer.device", "cpu", "--run.display", "none", "--data.max-total-sequence-length", "32", "--generation.max-new-tokens", "4",
-          "--optimizer.lr", "1e-2", "--max-num-steps", str(STEPS), "--run.loggers", "--run.save-period", "2", "--run.no-plots"]  # fmt: skip
+COMMON = [
+    "--trainer.device",
+    "cpu",
+    "--run.display",
+    "none",
+    "--data.max-total-sequence-length",
+    "32",
+    "--generation.max-new-tokens",
+    "4",
+    "--optimizer.lr",
+    "1e-2",
+    "--max-num-steps",
+    str(STEPS),
+    "--run.loggers",
+    "--run.save-period",
+    "2",
+    "--run.no-plots",
+]
 COMMANDS = {
     "sft": ["sft", *COMMON, "--train-global-batch-size", "16"],
     "grpo": [
@@ -68,8 +84,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(algorithm: str, place: Path, folder: Path, *more: str) -> list[str]:
-    return [*COMMANDS[algorithm], "--model.path", str(place / "model"), "--data.train", str(place / "rows.jsonl"), "--data.validation",
-            str(place / "rows.jsonl"), "--run.max-val-samples", "8", "--run.dir", str(folder), *more]  # fmt: skip
+    return [
+        *COMMANDS[algorithm],
+        "--model.path",
+        str(place / "model"),
+        "--data.train",
+        str(place / "rows.jsonl"),
+        "--data.validation",
+        str(place / "rows.jsonl"),
+        "--run.max-val-samples",
+        "8",
+        "--run.dir",
+        str(folder),
+        *more,
+    ]
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -182,7 +210,8 @@ if len(sys.argv) > 3 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] 
     threading.Thread(target=die, daemon=True).start()
 config = nemorl.load_config(nemorl.SFTConfig, sys.argv[1])
 result = nemorl.run(config)
-Path(folder / f"rank-{rank}.json").write_text(json.dumps([result.metrics, len(result.history), str(result.paths.path), result.model is None]))
+said = [result.metrics, len(result.history), str(result.paths.path), result.model is None]
+Path(folder / f"rank-{rank}.json").write_text(json.dumps(said))
 """
 
 

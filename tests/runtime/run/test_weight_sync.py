@@ -119,10 +119,14 @@ STEP, STEP_1 = "wake generate sleep", "wake weights_1 generate sleep"
 @pytest.mark.parametrize(
     ("make", "loop"),
     [
-        (grpo_config, f"{STEP} {STEP_1} wake weights_2 generate {STEP} {STEP_1.replace('1', '3')} wake weights_4 generate"),
+        (
+            grpo_config,
+            f"{STEP} {STEP_1} wake weights_2 generate"
+            f" {STEP} {STEP_1.replace('1', '3')} wake weights_4 generate",
+        ),
         (sft_config, "sleep sleep wake weights_2 generate sleep sleep wake weights_4 generate"),
     ],
-)  # fmt: skip
+)
 def test_the_loops_send_weights_when_they_are_needed_and_let_the_generator_sleep_while_they_train(
     tmp_path, monkeypatch, make, loop
 ):

@@ -1,4 +1,4 @@
-"""On which devices a run trains: what the plan becomes, and what is refused before anything starts."""
+"""On which devices a run trains, and what is refused before anything starts."""
 
 import warnings
 from contextlib import nullcontext

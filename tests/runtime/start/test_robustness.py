@@ -328,7 +328,9 @@ def update(self, *args, **kwargs):
     return plain(self, *args, **kwargs)
 
 torch.optim.AdamW.step = update
-cli._train = lambda config: start(sft_config(Path(config.run.dir), run={"save_period": 0}), callbacks=[Stop()])
+def train(config):
+    return start(sft_config(Path(config.run.dir), run={"save_period": 0}), callbacks=[Stop()])
+cli._train = train
 sys.exit(cli.main(["sft", "--model.path", "m", "--data.train", "d", "--run.dir", sys.argv[1]]))
 """
 

@@ -84,7 +84,12 @@ def round_up(length: int, multiple_of: int) -> int:
 
 
 def require_multiple(multiple_of: int) -> None:
-    """Raise ValueError unless widths can be rounded up to `multiple_of`."""
+    """Raise ValueError unless widths can be rounded up to `multiple_of`.
+
+    >>> require_multiple(0)
+    Traceback (most recent call last):
+    ValueError: multiple_of must be at least 1 (1 = no rounding), got 0
+    """
     if multiple_of < 1:
         raise ValueError(f"multiple_of must be at least 1 (1 = no rounding), got {multiple_of}")
 

@@ -84,7 +84,11 @@ def name_of(source: Any) -> str:
 
 
 def short(value: Any) -> str:
-    """Return a value as errors show it: at most 120 characters."""
+    """Return a value as errors show it: at most 120 characters.
+
+    >>> short("a" * 1000)[-5:]
+    'aa...'
+    """
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."
 

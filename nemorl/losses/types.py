@@ -116,7 +116,14 @@ class LossOutput:
 
 
 def register_pytree(cls: type, *, constant: str = "") -> None:
-    """Register a frozen dataclass as a pytree: all fields but `constant` are its leaves."""
+    """Register a frozen dataclass as a pytree: all fields but `constant` are its leaves.
+
+    >>> from dataclasses import make_dataclass
+    >>> Pair = make_dataclass("Pair", ["a", "name"], frozen=True)
+    >>> register_pytree(Pair, constant="name")
+    >>> pytree.tree_map(lambda leaf: leaf + 1, Pair(1, "x"))
+    Pair(a=2, name='x')
+    """
     names = [field.name for field in fields(cls) if field.name != constant]
 
     def flatten(node: Any) -> tuple[list[Any], Any]:

@@ -25,6 +25,7 @@ from nemorl.parallel.config import (
     OptimizerConfig,
     TrainerConfig,
 )
+from nemorl.parallel.dtensor import checkpoint
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch
@@ -240,15 +241,42 @@ def meet_damage(root: Path, file: str) -> str:
     step(made)
     made.save_checkpoint(root / "second")
     if made.world.rank == 0:
-        content = bytearray((root / "second" / file).read_bytes())
-        content[-1] ^= 1
-        (root / "second" / file).write_bytes(content)
+        with (root / "second" / file).open("r+b") as content:
+            content.seek(-1, os.SEEK_END)
+            last = content.read(1)[0]
+            content.seek(-1, os.SEEK_END)
+            content.write(bytes([last ^ 1]))
     with pytest.raises(DamagedFile) as caught:
         made.load_checkpoint(root / "second")
     made.load_checkpoint(root / "first")
     assert made.step == 1
     assert all(torch.equal(tensor, expected[name]) for name, tensor in made.export_weights())
     return str(caught.value)
+
+
+def meet_a_cut(root: Path) -> list[str]:
+    """Rank 1 alone finds it, before anything is read."""
+    made = backend(root / "model", {"dp_shard": 2})
+    made.save_checkpoint(root / "first")
+    open_file, said = checkpoint.read_manifest, []
+
+    def fail(path: Path):
+        raise DamagedFile("cut")
+
+    for failing in (made.world.rank == 1, False):
+        checkpoint.read_manifest = fail if failing else open_file
+        try:
+            made.load_checkpoint(root / "first")
+            said.append("loaded")
+        except DamagedFile as error:
+            said.append(str(error))
+    checkpoint.read_manifest = open_file
+    return said
+
+
+def test_damage_that_one_rank_meets_at_once_is_raised_by_all(tmp_path: Path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    assert run_ranks(2, meet_a_cut, tmp_path) == [["cut", "loaded"]] * 2
 
 
 @pytest.mark.parametrize("kind", ["model", "optimizer"])

@@ -29,6 +29,7 @@ from nemorl.parallel.dtensor.build import build, export
 from nemorl.parallel.dtensor.checkpoint import (
     CheckpointWriter,
     Saved,
+    damage_shared,
     load_state,
 )
 from nemorl.parallel.dtensor.head import plain_logprobs, sharded_logprobs
@@ -268,7 +269,8 @@ class DTensorBackend:
             self._writer.wait()
 
     def load_checkpoint(self, path: Path) -> None:
-        saved, state = Saved(path, self.world), load_state(path)
+        with damage_shared(self.world):
+            saved, state = Saved(path, self.world), load_state(path)
         with_adapters = (path / adapters.CONFIG).exists()
         rank = self.config.lora.rank
         requirement = f"must be {'above 0' if with_adapters else '0'}, as when {path} was written"

@@ -21,6 +21,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,19 @@ def load_state(path: Path) -> dict[str, Any]:
     return json.loads(bytes(CheckedFile(path / STATE, read_manifest(path)[STATE]).read()))
 
 
+@contextmanager
+def damage_shared(world: World) -> Iterator[None]:
+    """Raise DamagedFile on every rank if one cannot read a file in the block; a collective call."""
+    damage = None
+    try:
+        yield
+    except OSError as error:
+        damage = str(error)
+    for found in world.gather_objects(damage):
+        if found is not None:
+            raise DamagedFile(found)
+
+
 class Saved:
     """What a `CheckpointWriter` wrote, read by all ranks together: damage that one rank meets is
     raised on every rank.
@@ -256,15 +270,9 @@ class Saved:
         DamagedFile on every rank if a rank reads a damaged byte; then another checkpoint must be
         loaded.
         """
-        damage = None
-        try:
+        with damage_shared(self.world):
             self._load_weights(model)
             self._load_optimizer(optimizer, model)
-        except OSError as error:
-            damage = str(error)
-        for found in self.world.gather_objects(damage):
-            if found is not None:
-                raise DamagedFile(found)
 
     def _files(self, pattern: str) -> TensorFiles:
         return TensorFiles(self.path.glob(pattern), self.checksums)

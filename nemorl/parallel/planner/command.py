@@ -138,6 +138,7 @@ def _degrees(given: int | None, most: int, number: int) -> Iterator[int]:
 
 
 def workload(config: PlanConfig) -> Workload:
+    """Return the work of a step that the settings describe."""
     return Workload(
         rows=config.micro_batch_rows,
         seq_len=config.seq_len,

@@ -81,10 +81,6 @@ class Host:
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._target, method)(*args, **kwargs)
 
-    @ray.method(concurrency_group="background")
-    def background(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self.call(method, *args, **kwargs)
-
 
 class RayWorkerGroup:
     """One worker per bundle of a placement: a process with an object of the class `target`
@@ -155,8 +151,10 @@ class RayWorkerGroup:
         """Start a method of one worker; calls of one worker are done in order, those in the
         background beside the others.
         """
-        actor = self._actors[rank]
-        return (actor.background if background else actor.call).remote(method, *args, **kwargs)
+        how = self._actors[rank].call
+        if background:
+            how = how.options(concurrency_group="background")
+        return how.remote(method, *args, **kwargs)
 
     def run_all(
         self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any

@@ -18,7 +18,7 @@ from nemorl.rollout.environments.answers import (
 
 def test_every_reward_is_of_the_usual_kind():
     for name, fn in REWARDS.items():
-        assert fn.__doc__ and fn.__doc__.startswith("1 where the ") and "else 0" in fn.__doc__, name
+        assert fn.__doc__ and fn.__doc__.startswith("Return 1 if ") and "else 0" in fn.__doc__, name
 
 
 @pytest.mark.parametrize(

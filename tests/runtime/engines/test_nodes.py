@@ -171,6 +171,6 @@ def test_an_interpreter_that_is_not_there():
 def test_a_transport_that_cannot_work_here():
     with pytest.raises(
         ValueError,
-        match=r"generation\.weight_transport needs engines on GPUs of their own, but it is 'nccl'",
+        match=r"generation\.weight_transport needs GPUs, but it is 'nccl': remove it",
     ):
         backend_of(weight_transport="nccl")

@@ -67,7 +67,7 @@ def ranks_of(run: subprocess.Popen) -> list[psutil.Process]:
     return [
         process
         for process in psutil.Process(run.pid).children(recursive=True)
-        if "rank_process" in " ".join(process.cmdline())
+        if " ".join(process.cmdline()).startswith("ray::Host")
     ]
 
 

@@ -211,6 +211,7 @@ def merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def moment(seconds: float) -> str:
+    """Return a time since the epoch as a date with minutes."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 

@@ -91,6 +91,15 @@ def test_worked_shares():
     assert balance([5.0], 3) == ((0,), (), ())
 
 
+def test_worked_microbatches():
+    batch = batch_of([5, 1, 4, 2, 1])
+    assert split_microbatches(batch, rows=2) == ((0, 1), (2, 3), (4,))
+    assert split_microbatches(batch, token_budget=6) == ((0,), (2,), (1, 3, 4))
+    assert split_microbatches(batch, token_budget=8) == ((0,), (2, 3), (1, 4))
+    assert split_microbatches(batch, token_budget=6, packed=True) == ((0, 1), (2, 3), (4,))
+    assert split_microbatches(batch, rows=3, min_microbatches=3) == ((0,), (1, 2), (3, 4))
+
+
 def test_cost_is_of_segments_not_of_rows():
     packed = pack(batch_of([3, 2, 4]), ((0, 1), (2,)))
     assert row_costs(packed, linear=1.0, quadratic=1.0) == (3 + 9 + 2 + 4, 4 + 16)

@@ -39,6 +39,10 @@ IN_OTHER_PROCESSES = {
         "nemorl/losses/logprobs.py",
         "nemorl/losses/vocab_parallel.py",
     ),
+    "tests/losses/test_vocab_parallel.py::test_it_is_what_a_whole_head_gives": (
+        "nemorl/losses/logprobs.py",
+        "nemorl/losses/vocab_parallel.py",
+    ),
 }
 """Tests whose lines are executed where nobody counts them, and the files that they are about."""
 REASONS = Path(__file__).parent / "survivors.toml"
@@ -71,8 +75,9 @@ class Coverage:
             chosen = list(self.lines)
         chosen += [
             test
-            for test, files in IN_OTHER_PROCESSES.items()
-            if mutant.path in files and test in self.lines and test not in chosen
+            for test in self.lines
+            if mutant.path in IN_OTHER_PROCESSES.get(test.partition("[")[0], ())
+            and test not in chosen
         ]
         return sorted(chosen, key=lambda test: self.seconds[test])
 

@@ -357,6 +357,11 @@ def test_a_module_in_the_working_directory(tmp_path, monkeypatch):
         make_environment("my_broken_rewards:half")
 
 
+def test_rewards_of_one_name_are_numbered():
+    environment = make_environment([exact_match, "think_format", "exact_match"], (1, 0.2, 0))
+    assert environment.weights == {"exact_match": 1.0, "think_format": 0.2, "exact_match_2": 0.0}
+
+
 def test_by_name_by_import_and_as_it_is():
     assert make_environment("exact_match").fn is REWARDS["exact_match"]
     assert make_environment("nemorl.rollout.environments:contains_answer").fn is contains_answer

@@ -5,12 +5,15 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
 import ray
 import ray._private.worker  # see `_quiet`
 from ray.exceptions import AuthenticationError
@@ -28,6 +31,17 @@ STARTED = {
 ATTACHED = {RECONNECT: "3600", "RAY_BACKEND_LOG_LEVEL": "error"}
 """A driver has to save its state first, and says itself why it cannot attach."""
 PROBES, PROBE_S = 3, 2.0
+GUARD = """
+import contextlib, os, select, signal, sys
+driver, *others = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
+select.select([driver], [], [])
+for other in others:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(other, signal.SIGKILL)
+"""
+"""Waits for the end of the driver, however it comes, and ends Ray's agents, which would live on for
+a minute.
+"""
 
 
 class RayClusterError(ConnectionError):
@@ -42,11 +56,10 @@ _LOCK = threading.RLock()
 _STATE: dict[str, Any] = {"users": 0, "ours": False}
 
 
-@contextmanager
-def connected(
+def connect(
     address: str | None = None, *, num_cpus: int | None = None, num_gpus: int | None = None
-) -> Iterator[None]:
-    """Be connected to Ray in the block.
+) -> None:
+    """Be connected to Ray until `release` is called.
 
     To the cluster that this process is in already, the one at `address` or RAY_ADDRESS, or a local
     one with so many CPUs and GPUs (unless given: the machine's), which ends with its last user.
@@ -54,17 +67,30 @@ def connected(
     """
     with _LOCK:
         if not ray.is_initialized():
-            _initialize(address or os.environ.get("RAY_ADDRESS"), num_cpus, num_gpus)
+            address = address or os.environ.get("RAY_ADDRESS")
+            before = set(psutil.Process().children(recursive=True))
+            _initialize(address, num_cpus, num_gpus)
             _STATE["ours"] = True
+            if address is None:
+                begun = set(psutil.Process().children(recursive=True)) - before
+                pids = [str(pid) for pid in (os.getpid(), *(one.pid for one in begun))]
+                command = [sys.executable, "-I", "-S", "-c", GUARD, *pids]
+                apart: dict[str, Any] = {"start_new_session": True, "cwd": "/"}
+                quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+                _STATE["guard"] = subprocess.Popen(command, **apart, **quiet)
         _STATE["users"] += 1
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _STATE["users"] -= 1
-            if not _STATE["users"] and _STATE["ours"]:
-                _STATE["ours"] = False
-                ray.shutdown()
+
+
+def release() -> None:
+    """End a connection that `connect` began, with its last user."""
+    with _LOCK:
+        _STATE["users"] -= 1
+        if not _STATE["users"] and _STATE["ours"]:
+            _STATE["ours"] = False
+            ray.shutdown()
+            if (guard := _STATE.pop("guard", None)) is not None:
+                guard.kill()
+                guard.wait()
 
 
 def check() -> None:
@@ -78,7 +104,9 @@ def check() -> None:
             reason = error.strerror or error
             if attempt + 1 < PROBES:
                 time.sleep(PROBE_S / 2)
-    raise ClusterLost(f"the Ray cluster is lost: its head ({address}) does not answer ({reason})")
+    raise ClusterLost(
+        f"the Ray cluster is lost: the cluster's head ({address}) does not answer ({reason})"
+    )
 
 
 def _initialize(address: str | None, num_cpus: int | None, num_gpus: int | None) -> None:

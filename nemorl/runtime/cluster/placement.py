@@ -16,9 +16,8 @@ from ray.util.placement_group import (
 )
 
 from nemorl.checks import at_least, require
-from nemorl.runtime.cluster.connection import ClusterLost, RayClusterError, check, connected
+from nemorl.runtime.cluster.connection import check, connect, release
 
-__all__ = ["ClusterLost", "RayClusterError"]
 DRIVER = "driver"
 """As the node of a bundle: that of this process."""
 
@@ -57,7 +56,6 @@ class Bundle:
 class Placement:
     """Where the bundles of one name are: worker i of a group goes into bundle i."""
 
-    cluster: "RayVirtualCluster"
     bundles: tuple[Bundle, ...]
     group: PlacementGroup
     indices: tuple[int, ...]
@@ -87,8 +85,9 @@ class RayVirtualCluster:
     ) -> None:
         require(any(bundles.values()), "bundles", "must name one bundle at least", dict(bundles),
                 "add a Bundle()")  # fmt: skip
+        connect(address, num_cpus=num_cpus, num_gpus=num_gpus)
         self._release = ExitStack()
-        self._release.enter_context(connected(address, num_cpus=num_cpus, num_gpus=num_gpus))
+        self._release.callback(release)
         try:
             self.driver_node: str = ray.get_runtime_context().get_node_id()
             self._bundles = {
@@ -128,7 +127,6 @@ class RayVirtualCluster:
         indices = tuple(index for index, one in enumerate(names) if one == name)
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
         return Placement(
-            cluster=self,
             bundles=self._bundles[name],
             group=self._group,
             indices=indices,

@@ -45,7 +45,7 @@ class WorkerInfo:
 
 
 class Host:
-    """One object, whose methods are called one after another; some beside the others."""
+    """One object, whose methods are called one after another, or in the background."""
 
     def place(self, name: str, rank: int, log: Path | None) -> WorkerInfo:
         if log is not None:
@@ -151,10 +151,10 @@ class RayWorkerGroup:
         """Start a method of one worker; calls of one worker are done in order, those in the
         background beside the others.
         """
-        how = self._actors[rank].call
+        start = self._actors[rank].call
         if background:
-            how = how.options(concurrency_group="background")
-        return how.remote(method, *args, **kwargs)
+            start = start.options(concurrency_group="background")
+        return start.remote(method, *args, **kwargs)
 
     def run_all(
         self, method: str, /, *args: Any, timeout_s: float | None = None, **kwargs: Any

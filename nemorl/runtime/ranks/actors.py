@@ -15,7 +15,7 @@ import ray
 import torch
 
 from nemorl.checks import require
-from nemorl.runtime.cluster.connection import connected
+from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 from nemorl.runtime.config.runtime import RuntimeConfig
@@ -77,7 +77,8 @@ class RayRanks:
         self.size, self._lock = size, threading.Lock()
         cpus = runtime.cpus_per_rank
         num_cpus = (os.cpu_count() or 1) + size * cpus  # of a local cluster: engines have the rest
-        with connected(num_cpus=num_cpus):
+        connect(num_cpus=num_cpus)
+        try:
             found = ray.cluster_resources().get("GPU")
             require(device != "cuda" or bool(found), "trainer.device",
                     "must be cpu on a Ray cluster without GPUs", device,
@@ -89,6 +90,8 @@ class RayRanks:
                 raise ResourcesError(
                     f"parallel asks for {size} ranks of {cpus} CPUs and {gpus} GPUs each: {error}"
                 ) from None
+        finally:
+            release()
         try:
             self.workers = RayWorkerGroup(
                 self._cluster.placement("rank"),

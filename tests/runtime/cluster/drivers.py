@@ -25,15 +25,13 @@ def show(**facts: Any) -> None:
 
 def busy() -> None:
     """Two workers, one with a child, one at work; then this process waits to be killed."""
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     cluster = RayVirtualCluster({"a": [Bundle()] * 2}, num_cpus=2)
     group = RayWorkerGroup(cluster.placement("a"), TARGET)
     children = group.run_all("spawn")
     array = ray.get(group.call(1, "add", np.ones(5_000_000)))
     group.call(0, "sleep", 600)
-    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     family = [process.pid for process in psutil.Process().children(recursive=True)]
-    show(pids=[*family, *children], size=array.size, handlers=before == after)
+    show(pids=[*family, *children], size=array.size)
     time.sleep(600)
 
 
@@ -73,12 +71,15 @@ def nowhere() -> None:
 
 def set_aside() -> None:
     """A GPU for a trainer outside of Ray, beside those of workers. (Ray only counts GPUs.)"""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     bundles = {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)], "generation": [Bundle(gpus=1)] * 2}
     with RayVirtualCluster(bundles, num_cpus=2, num_gpus=3) as cluster:
         group = RayWorkerGroup(cluster.placement("generation"), TARGET)
         found = group.run_all("environment", "CUDA_VISIBLE_DEVICES")
         group.shutdown()
-    show(devices=[one["CUDA_VISIBLE_DEVICES"] for one in found])
+    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    devices = [one["CUDA_VISIBLE_DEVICES"] for one in found]
+    show(devices=devices, same_handlers=before == after)
 
 
 def two_nodes() -> None:

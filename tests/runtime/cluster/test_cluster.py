@@ -72,7 +72,7 @@ def test_bundles_that_others_hold_are_waited_for():
 
 def test_a_gpu_can_be_set_aside_for_this_process():
     with driver("set_aside") as process:
-        assert facts_of(process) == {"devices": ["1", "2"]}
+        assert facts_of(process) == {"devices": ["1", "2"], "same_handlers": True}
 
 
 def test_a_connection_that_this_process_had_before_stays():

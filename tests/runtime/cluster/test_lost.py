@@ -40,14 +40,15 @@ def facts_of(process: subprocess.Popen) -> dict[str, Any]:
     return json.loads(line)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_driver_that_is_killed():
     before = set(Path("/dev/shm").iterdir())
     with driver("busy") as process:
         facts = facts_of(process)
         assert len(alive(*facts["pids"])) == len(facts["pids"]) > 8
-        assert facts["size"] == 5_000_000 and facts["handlers"], "signals are handled as before"
+        assert facts["size"] == 5_000_000
         process.kill()
-        assert soon_gone(*facts["pids"], timeout_s=90)
+        assert soon_gone(*facts["pids"], timeout_s=10)
     left = set(Path("/dev/shm").iterdir()) - before
     assert not [path for path in left if path.name.startswith(("plasma", "ray"))]
 
@@ -55,7 +56,10 @@ def test_nothing_is_left_of_a_driver_that_is_killed():
 def test_a_lost_cluster_is_an_error():
     with driver("lost") as process:
         facts = facts_of(process)
-    assert facts["error"].startswith("the Ray cluster is lost: its head (") and facts["took"] < 10
+    assert (
+        facts["error"].startswith("the Ray cluster is lost: the cluster's head (")
+        and facts["took"] < 10
+    )
 
 
 def test_two_nodes():

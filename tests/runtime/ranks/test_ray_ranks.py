@@ -295,12 +295,14 @@ def started(model_folder: Path, tmp_path: Path):
 def test_nothing_is_left_of_a_driver_that_is_killed(started):
     shared = set(Path("/dev/shm").iterdir())
     process, family = started("busy")
-    assert len(family) > 3
+    commands = {pid: psutil.Process(pid).cmdline() for pid in family}
     time.sleep(0.5)
     process.kill()
     process.wait()
-    assert soon_gone(*family, timeout_s=90), [psutil.Process(p).cmdline() for p in alive(*family)]
-    assert set(Path("/dev/shm").iterdir()) <= shared
+    assert len(family) > 3
+    assert soon_gone(*family), [commands[pid] for pid in alive(*family)]
+    left = set(Path("/dev/shm").iterdir()) - shared
+    assert not [path for path in left if path.name.startswith(("plasma", "ray", "torch"))]
 
 
 def test_ctrl_c_is_the_drivers_alone(started):

@@ -75,9 +75,14 @@ def connect(
                 begun = set(psutil.Process().children(recursive=True)) - before
                 pids = [str(pid) for pid in (os.getpid(), *(one.pid for one in begun))]
                 command = [sys.executable, "-I", "-S", "-c", GUARD, *pids]
-                apart: dict[str, Any] = {"start_new_session": True, "cwd": "/"}
-                quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-                _STATE["guard"] = subprocess.Popen(command, **apart, **quiet)
+                _STATE["guard"] = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                    cwd="/",
+                )
         _STATE["users"] += 1
 
 

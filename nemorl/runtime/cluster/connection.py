@@ -18,29 +18,33 @@ import ray
 import ray._private.worker  # see `_quiet`
 from ray.exceptions import AuthenticationError
 
-RECONNECT = "RAY_gcs_rpc_server_reconnect_timeout_s"
-"""For how long a process of Ray outlives the cluster's head, before it ends itself."""
 STARTED = {
-    RECONNECT: "10",  # Ray's agents outlive a driver that is killed by so long
     "RAY_process_group_cleanup_enabled": "1",  # a worker takes its children along
     "RAY_prestart_worker_first_driver": "0",  # or an idle interpreter for each CPU
     "RAY_enable_worker_prestart": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 """For a cluster that is started here."""
-ATTACHED = {RECONNECT: "3600", "RAY_BACKEND_LOG_LEVEL": "error"}
-"""A driver has to save its state first, and says itself why it cannot attach."""
+ATTACHED = {
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # or Ray ends this process, unsaved
+    "RAY_BACKEND_LOG_LEVEL": "error",  # why it cannot attach is our error
+}
 PROBES, PROBE_S = 3, 2.0
 GUARD = """
 import contextlib, os, select, signal, sys
-driver, *others = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
-select.select([driver], [], [])
-for other in others:
+group, watched, *others = map(int, sys.argv[1:])
+handles = []
+for pid in others:
     with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(other, signal.SIGKILL)
-"""
-"""Waits for the end of the driver, however it comes, and ends Ray's agents, which would live on for
-a minute.
+        handles.append(os.pidfd_open(pid))
+with contextlib.suppress(ProcessLookupError):
+    select.select([os.pidfd_open(watched)], [], [])
+for handle in handles:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(handle, signal.SIGKILL)
+with contextlib.suppress(ProcessLookupError):
+    if group:
+        os.killpg(group, signal.SIGKILL)
 """
 
 
@@ -53,7 +57,8 @@ class ClusterLost(RayClusterError):
 
 
 _LOCK = threading.RLock()
-_STATE: dict[str, Any] = {"users": 0, "ours": False}
+_STATE = {"users": 0, "ours": False}
+_GUARDS: list[subprocess.Popen] = []
 
 
 def connect(
@@ -73,16 +78,7 @@ def connect(
             _STATE["ours"] = True
             if address is None:
                 begun = set(psutil.Process().children(recursive=True)) - before
-                pids = [str(pid) for pid in (os.getpid(), *(one.pid for one in begun))]
-                command = [sys.executable, "-I", "-S", "-c", GUARD, *pids]
-                _STATE["guard"] = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    start_new_session=True,
-                    cwd="/",
-                )
+                start_guard(*(one.pid for one in begun))  # Ray's agents live on for a minute
         _STATE["users"] += 1
 
 
@@ -93,9 +89,24 @@ def release() -> None:
         if not _STATE["users"] and _STATE["ours"]:
             _STATE["ours"] = False
             ray.shutdown()
-            if (guard := _STATE.pop("guard", None)) is not None:
-                guard.kill()
-                guard.wait()
+
+
+def start_guard(*others: int, group: int = 0) -> None:
+    """Start a process that waits for the end of this one, however it comes, and then ends the
+    others, and those of a process group.
+    """
+    command = [sys.executable, "-I", "-S", "-c", GUARD, str(group), str(os.getpid())]
+    nothing = subprocess.DEVNULL
+    _GUARDS.append(
+        subprocess.Popen(
+            [*command, *map(str, others)],
+            start_new_session=True,
+            cwd="/",
+            stdin=nothing,
+            stdout=nothing,
+            stderr=nothing,
+        )
+    )
 
 
 def check() -> None:

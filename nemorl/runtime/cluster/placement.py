@@ -173,7 +173,8 @@ class RayVirtualCluster:
 
 
 def _remove(group: PlacementGroup) -> None:
-    with suppress(Exception):  # the cluster may be gone
+    with suppress(Exception):  # the cluster may be gone, and Ray would wait for it
+        check()
         remove_placement_group(group)
 
 

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.checks import require
-from nemorl.runtime.cluster.connection import check
+from nemorl.runtime.cluster.connection import check, start_guard
 from nemorl.runtime.cluster.placement import Placement
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout, last_lines, reason_of
 
@@ -51,6 +51,9 @@ class Host:
         if log is not None:
             _redirect_output(log)
         host, pid = socket.gethostname(), os.getpid()
+        if os.getpgrp() != pid:  # Ray does it where it started here
+            os.setpgid(0, 0)
+        start_guard(group=pid)  # children end with this process
         print(f"--- {name} {rank}, process {pid} on {host}", flush=True)
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -192,8 +195,9 @@ class RayWorkerGroup:
         with contextlib.suppress(Exception):  # a worker that fails or is gone
             if timeout_s > 0 and method:
                 self.run_all(method, *args, timeout_s=timeout_s)
-        for actor in self._actors:
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the cluster may be gone, and Ray would wait for it
+            check()
+            for actor in self._actors:
                 ray.kill(actor)
         here = []
         for info in self._infos:

@@ -29,7 +29,7 @@ help:  ## Show this list
 $(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemorl needs Python 3.11 or \
 	newer, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
-	@echo "Installing nemorl, PyTorch and transformers into $(VENV) (about 0.35 GB to download, 1.6 GB on disk)"
+	@echo "Installing nemorl, PyTorch and transformers into $(VENV) (1.6 GB on disk; 0.3 GB to download with a CPU build of PyTorch)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python $(PIP) -e . | $(BRIEF)
 	@touch $@

@@ -27,8 +27,7 @@ SECTIONS = {
         "reward": Metric("Reward", "mean reward of the responses", "reward", "reward"),
         "accuracy": Metric(
             "Accuracy",
-            "share of responses with a reward (of several: the first) of at least 1; of pairs:"
-            " chosen above rejected",
+            "share with reward ≥ 1 (pairs: chosen above rejected)",
             "accuracy",
             "accuracy",
         ),

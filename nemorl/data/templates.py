@@ -184,7 +184,8 @@ class Template:
 
         kwargs = {**self.tokenizer.special_tokens_map, **self.kwargs}
         try:
-            texts, spans = render_jinja_template(  # type: ignore[str-unpack]  # it returns a pair, whatever its annotation says
+            # It returns a pair, whatever its annotation says.
+            texts, spans = render_jinja_template(  # type: ignore[str-unpack]
                 conversations=[list(map(dict, messages))],
                 tools=self._tools(),
                 chat_template=self.source(),

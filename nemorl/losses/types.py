@@ -152,7 +152,12 @@ def merge(a: Metrics, b: Metrics) -> Metrics:
     >>> finalize(merge({"x": one}, {"x": two, "y": two}))
     {'x': 3.0, 'y': 2.0}
     """
-    return {**a, **{name: a[name] + metric if name in a else metric for name, metric in b.items()}}  # type: ignore[operator]
+    both = {
+        name: a[name] + metric  # type: ignore[operator]
+        for name, metric in b.items()
+        if name in a
+    }
+    return {**a, **b, **both}
 
 
 def finalize(metrics: Metrics) -> dict[str, float]:

@@ -44,7 +44,8 @@ def cached_attention(
 @contextmanager
 def decoding(model: nn.Module) -> Iterator[None]:
     """The model with this attention and without dropout, as long as the block lasts."""
-    before, was_training = model.config._attn_implementation, model.training  # type: ignore[union-attr]
+    before = model.config._attn_implementation  # type: ignore[union-attr]
+    was_training = model.training
     use_attention(model, ATTENTION_NAME, cached_attention)
     model.eval()
     try:

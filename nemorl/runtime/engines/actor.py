@@ -169,4 +169,5 @@ def redirect_output(log: Path) -> None:
     for number in (1, 2):
         os.dup2(descriptor, number)
     os.close(descriptor)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115

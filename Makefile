@@ -51,10 +51,10 @@ install: $(INSTALLED)  ## Install everything that development needs into .venv (
 quickstart: $(if $(filter vllm,$(ENGINE)),$(SAMPLER),$(BASE))  ## Teach a small model to add (SEED=1, ENGINE=vllm)
 	@$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE)
 
-test: lint  ## Run lint, types and all tests but the slow ones; at most 12 minutes on 2 cores
+test: lint  ## Run lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
-test-all: lint  ## Run every test, the laws with 200 examples each; about 50 minutes on 2 cores
+test-all: lint  ## Run every test, the laws with 200 examples each
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 	$(BIN)/python -m pytest -m slow
 

@@ -39,7 +39,7 @@ ONLY_IN = {
 }
 ONLY_ONE_FILE = ("torchtitan",)
 
-MAX_FUNCTION_LINES = 100
+MAX_FUNCTION_LINES = 80
 PUBLIC = """
 BaseConfig Bundle CISPOLoss Callback ClippedLoss Completion DPOConfig DPOLoss DPOTrainer
 DataConfig EvalConfig ExportConfig GRPOConfig GRPOTrainer GSPOLoss GapConfig GenerateConfig

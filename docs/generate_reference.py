@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import re
+import textwrap
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +57,11 @@ def page() -> str:
         " are NeMo RL's.\n"
     )
     parts.append(aliases(list(configs.values())))
-    return "\n".join(parts)
+    lines = "\n".join(parts).split("\n")
+    return "\n".join(
+        line if line.startswith("|") else textwrap.fill(line, 100, break_on_hyphens=False)
+        for line in lines
+    )
 
 
 def section(title: str, name: str, hint: Any) -> str:

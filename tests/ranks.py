@@ -4,6 +4,7 @@ server that has the imports behind it, and kept for the next functions.
 
 import atexit
 import gc
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -128,18 +129,23 @@ def _serve(rank: int, size: int, port: int, process_group: bool, pipe: Connectio
     )
     torch.set_num_threads(1)
     try:
-        while True:
+        store = dist.TCPStore("127.0.0.1", port, size, rank == 0) if process_group else None
+        for turn in itertools.count():
             folder, function, args = pipe.recv()
             os.chdir(folder)
             try:
-                if process_group and not dist.is_initialized():
-                    dist.init_process_group("gloo")
+                if store is not None:
+                    own = dist.PrefixStore(str(turn), store)
+                    dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
                 torch.manual_seed(0)
                 # Not send(): it would only pass on where tensors lie.
-                pipe.send_bytes(pickle.dumps(("value", function(*args))))
+                answer = pickle.dumps(("value", function(*args)))
             except BaseException:
-                pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
+                answer = pickle.dumps(("error", traceback.format_exc()))
+            if dist.is_initialized():  # a group's threads poll as long as it is there
+                dist.destroy_process_group()
             gc.collect()
+            pipe.send_bytes(answer)
     except (EOFError, OSError):
         pass
     finally:

@@ -89,6 +89,15 @@ class World:
             **place,
         )
 
+    def leave(self) -> None:
+        """Destroy the groups that `of` made, whose threads would go on in a lasting process."""
+        if self.dims is None:
+            return
+        meshes = self.dims.get_all_one_dimensional_meshes().values()
+        groups = {self.control_group, *(mesh.get_group() for mesh in meshes)}
+        for group in groups - {None, dist.group.WORLD}:
+            dist.destroy_process_group(group)
+
     def gather_objects(self, value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Return the values of all ranks, in order; a collective call (of `group` if given)."""
         if self.control_group is None:

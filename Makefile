@@ -1,4 +1,4 @@
-# Every target installs what it needs into .venv, once: again only where the files change that list it.
+# Every target installs what it needs into .venv, again only after a change of its lists.
 SHELL := /bin/bash
 .SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
@@ -29,7 +29,8 @@ help:  ## Show this list
 $(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nemorl needs Python 3.11 or \
 	newer, but $(PYTHON) is " + sys.version.split()[0] + ": make PYTHON=python3.11 ...")'
-	@echo "Installing nemorl, PyTorch and transformers into $(VENV) (1.6 GB on disk; 0.3 GB to download with a CPU build of PyTorch)"
+	@echo "Installing nemorl, PyTorch and transformers into $(VENV)" \
+		"(1.6 GB on disk; 0.3 GB to download with a CPU build of PyTorch)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python $(PIP) -e . | $(BRIEF)
 	@touch $@
@@ -48,7 +49,8 @@ $(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER))
 
 install: $(INSTALLED)  ## Install everything that development needs into .venv (4.4 GB)
 
-quickstart: $(if $(filter vllm,$(ENGINE)),$(SAMPLER),$(BASE))  ## Teach a small model to add (SEED=1, ENGINE=vllm)
+WANTED = $(if $(filter vllm,$(ENGINE)),$(SAMPLER),$(BASE))
+quickstart: $(WANTED)  ## Teach a small model to add (SEED=1, ENGINE=vllm)
 	@$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE)
 
 test: lint  ## Run lint, types and all tests but the slow ones
@@ -80,10 +82,10 @@ bench-peers: $(PEERS)/.installed  ## Run the benchmarks against TRL, in an envir
 	@for script in $(wildcard benchmarks/*_vs_trl.py); do \
 		echo "== $$script"; $(PEERS)/bin/python $$script || exit 1; done
 
-mutants: $(INSTALLED)  ## Put faults into losses and data: are they noticed? (MUTANTS='--sample 300')
+mutants: $(INSTALLED)  ## Put faults into losses and data; do tests fail? (MUTANTS='--sample 300')
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutation.run $(MUTANTS)
 
-parity: $(INSTALLED)  ## Compare every plan, layout and model with plain PyTorch (PARITY='--match "TP 2"')
+parity: $(INSTALLED)  ## Compare every plan with plain PyTorch (PARITY='--match "TP 2"')
 	OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m tests.parallel.parity.run \
 		$(or $(PARITY),--write docs/parity.md)
 

@@ -281,8 +281,9 @@ def in_a_terminal(ending: str) -> tuple[str, bool]:
             terminal.flush()
         os._exit(0)
     os.set_blocking(ours, False)
-    output = b""
-    while os.waitpid(pid, os.WNOHANG) == (0, 0) or select.select([ours], [], [], 0)[0]:
+    output, ended = b"", False
+    while not ended or select.select([ours], [], [], 0)[0]:
+        ended = ended or os.waitpid(pid, os.WNOHANG) != (0, 0)
         if select.select([ours], [], [], 0.1)[0]:
             output += os.read(ours, 65536)
     kept = termios.tcgetattr(theirs) == before

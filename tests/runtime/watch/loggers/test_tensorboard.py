@@ -1,4 +1,5 @@
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer import event_file_writer
 
 from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.run.directory import RunDirectory
@@ -7,7 +8,9 @@ from tests.runtime.tiny import recorder
 from tests.runtime.watch.loggers.test_base import walk
 
 
-def test_events_of_repeated_steps_are_hidden(tmp_path):
+def test_events_of_repeated_steps_are_hidden(tmp_path, monkeypatch):
+    # Files of one second are ordered by the text of this number, so 10 comes before 9.
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     directory = RunDirectory.create(tmp_path / "run", "")
     for steps in (range(1, 6), range(4, 7)):  # killed after 5, resumed after 3
         callback = recorder(directory, tensorboard=TensorBoardLogger)

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
     from nemorl import losses as losses
     from nemorl.data.batch import TokenBatch as TokenBatch
     from nemorl.parallel.backend import TrainingBackend as TrainingBackend
+    from nemorl.parallel.config import LoRAConfig as LoRAConfig
+    from nemorl.parallel.config import ModelConfig as ModelConfig
+    from nemorl.parallel.config import OptimizerConfig as OptimizerConfig
     from nemorl.parallel.config import ProfileConfig as ProfileConfig
+    from nemorl.parallel.config import TrainerConfig as TrainerConfig
     from nemorl.parallel.plan import ParallelPlan as ParallelPlan
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
@@ -35,36 +39,30 @@ if TYPE_CHECKING:
     from nemorl.runtime.cluster.placement import RayVirtualCluster as RayVirtualCluster
     from nemorl.runtime.cluster.worker_group import RayWorkerGroup as RayWorkerGroup
     from nemorl.runtime.config.base import BaseConfig as BaseConfig
-    from nemorl.runtime.config.base import DataConfig as DataConfig
-    from nemorl.runtime.config.base import GRPOConfig as GRPOConfig
-    from nemorl.runtime.config.base import LoRAConfig as LoRAConfig
-    from nemorl.runtime.config.base import ModelConfig as ModelConfig
-    from nemorl.runtime.config.base import OptimizerConfig as OptimizerConfig
-    from nemorl.runtime.config.base import RunConfig as RunConfig
-    from nemorl.runtime.config.base import SFTConfig as SFTConfig
-    from nemorl.runtime.config.base import TrainerConfig as TrainerConfig
+    from nemorl.runtime.config.data import DataConfig as DataConfig
+    from nemorl.runtime.config.dpo import DPOConfig as DPOConfig
+    from nemorl.runtime.config.dpo import DPOLoss as DPOLoss
+    from nemorl.runtime.config.dpo import HingeLoss as HingeLoss
+    from nemorl.runtime.config.dpo import IPOLoss as IPOLoss
+    from nemorl.runtime.config.dpo import KTOLoss as KTOLoss
+    from nemorl.runtime.config.dpo import ORPOLoss as ORPOLoss
+    from nemorl.runtime.config.dpo import SimPOLoss as SimPOLoss
     from nemorl.runtime.config.generation import GenerationConfig as GenerationConfig
-    from nemorl.runtime.config.policy import CISPOLoss as CISPOLoss
-    from nemorl.runtime.config.policy import ClippedLoss as ClippedLoss
-    from nemorl.runtime.config.policy import GapConfig as GapConfig
-    from nemorl.runtime.config.policy import GroupAdvantage as GroupAdvantage
-    from nemorl.runtime.config.policy import GSPOLoss as GSPOLoss
-    from nemorl.runtime.config.policy import KLConfig as KLConfig
-    from nemorl.runtime.config.policy import OffPolicyConfig as OffPolicyConfig
-    from nemorl.runtime.config.policy import OverlongConfig as OverlongConfig
-    from nemorl.runtime.config.policy import ReinforceLoss as ReinforceLoss
-    from nemorl.runtime.config.policy import (
-        ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage,
-    )
-    from nemorl.runtime.config.preference import DPOConfig as DPOConfig
-    from nemorl.runtime.config.preference import DPOLoss as DPOLoss
-    from nemorl.runtime.config.preference import HingeLoss as HingeLoss
-    from nemorl.runtime.config.preference import IPOLoss as IPOLoss
-    from nemorl.runtime.config.preference import KTOLoss as KTOLoss
-    from nemorl.runtime.config.preference import ORPOLoss as ORPOLoss
-    from nemorl.runtime.config.preference import SimPOLoss as SimPOLoss
+    from nemorl.runtime.config.grpo import CISPOLoss as CISPOLoss
+    from nemorl.runtime.config.grpo import ClippedLoss as ClippedLoss
+    from nemorl.runtime.config.grpo import GapConfig as GapConfig
+    from nemorl.runtime.config.grpo import GroupAdvantage as GroupAdvantage
+    from nemorl.runtime.config.grpo import GRPOConfig as GRPOConfig
+    from nemorl.runtime.config.grpo import GSPOLoss as GSPOLoss
+    from nemorl.runtime.config.grpo import KLConfig as KLConfig
+    from nemorl.runtime.config.grpo import OffPolicyConfig as OffPolicyConfig
+    from nemorl.runtime.config.grpo import OverlongConfig as OverlongConfig
+    from nemorl.runtime.config.grpo import ReinforceLoss as ReinforceLoss
+    from nemorl.runtime.config.grpo import ReinforcePlusPlusAdvantage as ReinforcePlusPlusAdvantage
     from nemorl.runtime.config.presets import preset as preset
+    from nemorl.runtime.config.run import RunConfig as RunConfig
     from nemorl.runtime.config.runtime import RuntimeConfig as RuntimeConfig
+    from nemorl.runtime.config.sft import SFTConfig as SFTConfig
     from nemorl.runtime.config.tree import load_config as load_config
     from nemorl.runtime.run.callbacks import Callback as Callback
     from nemorl.runtime.run.callbacks import StopTraining as StopTraining
@@ -90,7 +88,13 @@ if TYPE_CHECKING:
 _NAMES = {
     "nemorl.data.batch": ["TokenBatch"],
     "nemorl.parallel.backend": ["TrainingBackend"],
-    "nemorl.parallel.config": ["ProfileConfig"],
+    "nemorl.parallel.config": [
+        "LoRAConfig",
+        "ModelConfig",
+        "OptimizerConfig",
+        "ProfileConfig",
+        "TrainerConfig",
+    ],
     "nemorl.parallel.plan": ["ParallelPlan"],
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
     "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
@@ -98,25 +102,19 @@ _NAMES = {
     "nemorl.runtime.cli.main": ["main"],
     "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
     "nemorl.runtime.cli.settings": ["EvalConfig", "ExportConfig", "GenerateConfig"],
-    "nemorl.runtime.config.base": [
-        "BaseConfig",
-        "DataConfig",
-        "GRPOConfig",
-        "LoRAConfig",
-        "ModelConfig",
-        "OptimizerConfig",
-        "RunConfig",
-        "SFTConfig",
-        "TrainerConfig",
-    ],
+    "nemorl.runtime.config.base": ["BaseConfig"],
+    "nemorl.runtime.config.data": ["DataConfig"],
+    "nemorl.runtime.config.run": ["RunConfig"],
+    "nemorl.runtime.config.sft": ["SFTConfig"],
     "nemorl.runtime.config.tree": ["load_config"],
     "nemorl.runtime.config.generation": ["GenerationConfig"],
     "nemorl.runtime.cli.inference": ["evaluate", "export", "generate"],
     "nemorl.runtime.run.job": ["Inputs", "Job"],
     "nemorl.runtime.start.launch": ["run"],
-    "nemorl.runtime.config.policy": [
+    "nemorl.runtime.config.grpo": [
         "CISPOLoss",
         "ClippedLoss",
+        "GRPOConfig",
         "GapConfig",
         "GroupAdvantage",
         "GSPOLoss",
@@ -126,7 +124,7 @@ _NAMES = {
         "ReinforceLoss",
         "ReinforcePlusPlusAdvantage",
     ],
-    "nemorl.runtime.config.preference": [
+    "nemorl.runtime.config.dpo": [
         "DPOConfig",
         "DPOLoss",
         "HingeLoss",

@@ -2,7 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 
@@ -47,7 +47,8 @@ def refuse_unused(
     That is a field of `config`, the dataclass of `section`, with another value than its default;
     `names` says which fields are not used, None that none is.
     """
-    default = type(config)()
-    for name in [item.name for item in fields(config)] if names is None else names:
-        value = getattr(config, name)
-        require(value == getattr(default, name), f"{section}.{name}", requirement, value, remedy)
+    for item in fields(config):
+        if names is None or item.name in names:
+            value = getattr(config, item.name)
+            default = item.default if item.default_factory is MISSING else item.default_factory()
+            require(value == default, f"{section}.{item.name}", requirement, value, remedy)

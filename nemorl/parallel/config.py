@@ -1,10 +1,10 @@
 """Sections that set up a training backend: frozen, free of torch, checked when made."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nemorl.checks import at_least, require
+from nemorl.checks import at_least, refuse_unused, require
 from nemorl.parallel.plan import ParallelPlan
 
 
@@ -180,15 +180,7 @@ class LoRAConfig:
             "0.05 is usual in SFT, 0 in RL",
         )
         if not self.rank:
-            for item in fields(self):
-                value = getattr(self, item.name)
-                require(
-                    value == item.default,
-                    f"lora.{item.name}",
-                    "needs lora.rank",
-                    value,
-                    "add --lora.rank 16, or remove it",
-                )
+            refuse_unused("lora", self, "needs lora.rank", "add --lora.rank 16, or remove it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.base import GenerationConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from tests.parallel.batches import nll_loss, random_batch
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 

@@ -14,7 +14,7 @@ from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.base import GenerationConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -9,7 +9,7 @@ from torch import nn
 
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.base import GenerationConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from tests.examples import load_example
 from tests.runtime.engines.shared import small_model as tiny_model
 from tests.runtime.engines.shared import vllm_backend

@@ -38,6 +38,16 @@ TIMES = (
 """What two runs of the same numbers differ in."""
 
 
+def numbers(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What two runs of the same numbers have in common."""
+    return {name: value for name, value in metrics.items() if name not in TIMES}
+
+
+def of_phase(result: nemorl.TrainResult, phase: str) -> list[dict[str, Any]]:
+    """The metrics of every step, or of every validation."""
+    return [line for line in result.history if line["phase"] == phase]
+
+
 def addition_rows(count: int = 40) -> list[dict[str, Any]]:
     return [
         {

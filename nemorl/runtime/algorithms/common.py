@@ -1,6 +1,4 @@
-"""What the algorithms share: the loop over steps, rows as tokens, validation by answering, and the
-sample log.
-"""
+"""What the algorithms share: the loop, rows as tokens, validation by answering, samples."""
 
 import heapq
 import math
@@ -12,15 +10,15 @@ from functools import partial
 from typing import Any
 
 from nemorl.checks import require
-from nemorl.data.batch import Example, TokenBatch
-from nemorl.data.datasets import to_examples, to_prompts
+from nemorl.data.batch import TokenBatch
+from nemorl.data.datasets import to_prompts
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.order import RowOrder
 from nemorl.data.statistics import Lengths
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.rollout.collect import Prompts, Rollouts, collect
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
-from nemorl.rollout.generation import GenerationBackend, SamplingParams
+from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.state import Run
@@ -31,15 +29,6 @@ Samples = list[dict[str, Any]]
 Step = Callable[[Run], tuple[Run, dict[str, float], Samples]]
 """One step: returns the run after it, its metrics, and responses for the sample log."""
 Validate = Callable[[Run], tuple[dict[str, float], Samples]]
-
-
-def due(step: int, period: int, last_step: int) -> bool:
-    """Return True every `period` steps (0: never) and at the last one.
-
-    >>> [step for step in range(1, 8) if due(step, 3, 7)]
-    [3, 6, 7]
-    """
-    return step == last_step or (period > 0 and step % period == 0)
 
 
 def loop(
@@ -53,11 +42,11 @@ def loop(
 ) -> Run:
     """Take steps until `last_step`, validate when it is due, and call the callbacks.
 
-    `StopTraining` from a callback ends the run after the present step, and so does a signal that
-    comes while the weights change. An error reaches every callback's `on_exception`, with the run
-    after its last whole step, before it is raised.
+    `StopTraining` from a callback, or a signal while the weights change, ends the run after the
+    present step. An error reaches every callback's `on_exception`, with the run after its last
+    whole step, before it is raised.
     """
-    hooks, meter = _Hooks(callbacks), ResourceMeter()
+    hooks, meter, period = _Hooks(callbacks), ResourceMeter(), run.config.run.val_period
     metrics: dict[str, float] = {}
     epoch, validated = -1, run.state.step
 
@@ -84,7 +73,8 @@ def loop(
                 with update_in_progress(partial(_updated, run.trainer, run.trainer.step)):
                     run, metrics, samples = step(run)
                     metrics = metrics | meter.read()
-                if validate and due(run.state.step, run.config.run.val_period, last_step):
+                last = run.state.step == last_step
+                if validate and (last or (period and run.state.step % period == 0)):
                     answers = validation()
                     samples = samples or answers
             finally:  # a whole step is recorded, though a signal or the validation ends the run
@@ -147,48 +137,33 @@ class Stopwatch:
 
 
 def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:
-    """Return the rows' prompts as token ids that leave room for `generation.max_new_tokens`, and
-    their lengths; `data.too_long` says what happens to longer ones.
-    """
+    """Return the rows' prompts as token ids that leave room for an answer, and their lengths."""
     longest, answer = config.data.max_total_sequence_length, config.generation.longest_response
     require(
         not rows or answer < longest,
         "generation.max_new_tokens",
         "must be below data.max_total_sequence_length",
         answer,
-        f"data.max_total_sequence_length is {longest}; leave room for the prompt, also of questions"
-        " that SFT validates on",
+        f"that is {longest}; leave room for the prompt, also of questions that SFT validates on",
     )
-    limit = max(1, longest - answer)
-    tokens, kept, lengths = within_limit(
-        "prompts", config, rows, to_prompts(rows, tokenizer), limit
-    )
+    prompts = to_prompts(rows, tokenizer)
+    tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     return Prompts(kept, tokens), lengths
 
 
-def tokenised_examples(
-    config: Any, rows: Sequence[Any], tokenizer: Any
-) -> tuple[list[Example], list[Any], Lengths]:
-    """Return the rows' demonstrations as tokens, the rows that are kept, and the lengths;
-    `data.too_long` says what happens to those over `data.max_total_sequence_length`.
-    """
-    limit = config.data.max_total_sequence_length
-    return within_limit("examples", config, rows, to_examples(rows, tokenizer), limit)
-
-
 def within_limit(
-    what: str, config: Any, rows: Sequence[Any], items: Sequence[Any], limit: int
+    what: str, config: Any, rows: Sequence[Any], items: Sequence[Any], *, room: int = 0
 ) -> tuple[list[Any], list[Any], Lengths]:
-    """Return the items of at most `limit` tokens, as `data.too_long` says, their rows and lengths.
-
-    Nothing is cut without a warning. Raises ValueError if no item is left.
+    """Return the items that leave `room` tokens of the longest sequence, their rows and lengths;
+    `data.too_long` says what happens to the others.
     """
+    limit = max(1, config.data.max_total_sequence_length - room)
     found, report = limit_length(items, max_length=limit, policy=config.data.too_long, rows=rows)
     if report.num_dropped and not report.kept:
         raise ValueError(
             f"data.max_total_sequence_length must leave a row to use, but all {report.num_dropped}"
-            f" {what} are longer (up to {report.longest} tokens): raise it, or have them cut"
-            " (data.too_long truncate)"
+            f" {what} are longer (up to {report.longest} tokens): raise it, or set data.too_long"
+            " truncate"
         )
     if report.num_truncated or report.num_dropped:
         warnings.warn(f"{what}: {report}", stacklevel=3)
@@ -202,16 +177,14 @@ def within_limit(
 
 
 def row_order(config: Any, rows: Sequence[Any]) -> RowOrder:
-    """Return the order in which training visits the rows, by the settings of `data`."""
+    """Return the order in which training visits the rows."""
     return RowOrder.of(
         rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle
     )
 
 
 def num_steps(config: Any, num_rows: int) -> int:
-    """Return the number of optimizer steps of a run over `num_rows` rows, by `max_num_steps` or
-    `num_epochs`.
-    """
+    """Return the number of optimizer steps by `max_num_steps` or `num_epochs`."""
     whole = config.num_epochs * num_rows // config.train_global_batch_size
     return config.max_num_steps or max(1, whole)
 
@@ -228,10 +201,8 @@ def answering(
     def validate(run: Run) -> tuple[dict[str, float], Samples]:
         sampling = config.generation.sampling_params(greedy=True)
         generator = ready_generator(run)
-        metrics, rollouts = evaluate(
-            generator, environment, prompts, sampling, seed=config.run.seed
-        )
-        return metrics, samples_of(rollouts, None, config.run.samples_per_step)
+        rollouts = collect(generator, environment, prompts, sampling, seed=config.run.seed)
+        return measured(rollouts), samples_of(rollouts, None, config.run.samples_per_step)
 
     return validate
 
@@ -239,8 +210,7 @@ def answering(
 def ready_generator(run: Run) -> GenerationBackend:
     """Return the run's generator, awake and with the trainer's present weights.
 
-    Weights are sent before they are used, not at the end of the step that made them: a failing
-    engine can't undo a step.
+    Weights are not sent by the step that made them: a failing engine can't undo it.
     """
     assert run.generator is not None
     run.generator.wake()
@@ -248,31 +218,18 @@ def ready_generator(run: Run) -> GenerationBackend:
     return run.generator
 
 
-def evaluate(
-    generator: GenerationBackend,
-    environment: EnvironmentInterface,
-    prompts: Prompts,
-    sampling: SamplingParams,
-    *,
-    seed: int,
-    first_group: int = 0,
-) -> tuple[dict[str, float], Rollouts]:
-    """Return mean rewards, accuracy (see `Rollouts.correct`) and response length over all prompts,
-    and the responses.
-    """
-    rollouts = collect(
-        generator, environment, prompts, sampling, seed=seed, first_group=first_group
-    )
+def measured(rollouts: Rollouts) -> dict[str, float]:
+    """Return rewards, accuracy (see `Rollouts.correct`) and length of responses on average."""
     return {
         **rollouts.metrics,
         **rollouts.reward_metrics(),
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
-    }, rollouts
+    }
 
 
 def spread(total: int, count: int) -> list[int]:
-    """Return `count` evenly spaced indices below `total`, or all of them if there are fewer.
+    """Return `count` evenly spaced indices below `total`, or all of fewer.
 
     >>> spread(10, 3), spread(2, 3)
     ([0, 3, 6], [0, 1])
@@ -282,14 +239,12 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
-    """Return `count` evenly spaced responses as rows of the sample log; with a batch also the
-    advantages and the trainer's logprobs of their tokens.
+    """Return `count` evenly spaced responses as rows of the sample log; with a batch also their
+    tokens' advantages and the trainer's logprobs.
     """
-    values = (
-        {}
-        if batch is None
-        else {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
-    )
+    values: dict[str, Any] = {}
+    if batch is not None:
+        values = {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
     samples: Samples = []
     for i in spread(len(rollouts), count):
         completion, begin = rollouts.completions[i], len(rollouts.prompts[i])
@@ -306,7 +261,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samp
                 "finish_reason": completion.finish_reason,
                 "token_ids": list(completion.token_ids),
                 "logprobs": list(completion.logprobs),
-                "columns": plain(rollouts.rows[i]),
+                "columns": dict(rollouts.rows[i]),
                 **{name: v[i, begin:end].tolist() for name, v in values.items() if v is not None},
             }
         )
@@ -316,9 +271,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samp
 def worst_tokens(
     sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3
 ) -> list[dict[str, Any]]:
-    """Return the tokens of a sample on which sampler and trainer differ most, the worst first, each
-    with its position in the response (from 0), text and both logprobs.
-    """
+    """Return the tokens of a sample on which sampler and trainer differ most, the worst first."""
     pairs = list(zip(sample["logprobs"], sample["trainer_logprobs"], strict=True))
 
     def gap(place: int) -> float:
@@ -334,12 +287,3 @@ def worst_tokens(
         }
         for place in heapq.nlargest(count, range(len(pairs)), key=gap)
     ]
-
-
-def plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that JSON can hold as they are."""
-    return {
-        name: value
-        for name, value in row.items()
-        if isinstance(value, str | int | float | bool | Sequence) or value is None
-    }

@@ -30,9 +30,10 @@ from nemorl.runtime.algorithms.common import (
     within_limit,
 )
 from nemorl.runtime.algorithms.preference_loss import make_loss, rewards, with_loss_weights
-from nemorl.runtime.config.preference import DPOConfig, KTOLoss
+from nemorl.runtime.config.dpo import DPOConfig, KTOLoss
 from nemorl.runtime.run.job import Inputs, Job
 from nemorl.runtime.run.state import Run
+from nemorl.runtime.watch.waiting import waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,7 @@ class Comparisons:
 
 
 def prepare(config: DPOConfig, inputs: Inputs) -> Job:
-    """Return the job of training on the preferences of `inputs`, as tokens.
-
-    It validates by the same loss on held-out preferences, and by how often the chosen response has
-    the higher reward.
-    """
+    """Return the job of training on the preferences of `inputs`."""
     train, kept, lengths = comparisons(config, inputs.train, inputs.tokenizer)
     held_out, _, held_out_lengths = comparisons(
         config, inputs.validation, inputs.tokenizer, in_pairs=True
@@ -69,9 +66,7 @@ def job(
     held_out: Comparisons,
     lengths: Mapping[str, Lengths],
 ) -> Job:
-    """Return the job on these data; with a precomputed reference, it becomes the job on the data
-    with the reference's logprobs once the model is loaded.
-    """
+    """Return the job on these data; a precomputed reference is added once the model is loaded."""
 
     def with_initial_model(run: Run) -> Job:
         scored, scored_held_out = (with_reference_logprobs(run, part) for part in (train, held_out))
@@ -96,7 +91,7 @@ def job(
 def train_step(
     run: Run, *, data: Comparisons, order: RowOrder
 ) -> tuple[Run, dict[str, float], Samples]:
-    """Make one optimizer step on the next rows of the order, compared with the reference."""
+    """Make one optimizer step on the next rows of the order."""
     config, watch = run.config, Stopwatch()
     rows = order.take(run.state.cursor, config.train_global_batch_size)
     with watch("reference"):
@@ -112,7 +107,7 @@ def train_step(
 
 
 def validate(run: Run, *, data: Comparisons) -> tuple[dict[str, float], Samples]:
-    """Return the loss over all of the data with its metrics, and some of the pairs as samples."""
+    """Return the loss over all of the data with its metrics, and some pairs as samples."""
     config = run.config
     batch = with_loss_weights(with_reference(run, collate_together(data.rows)), config)
     logprobs = in_chunks(run.trainer.get_logprobs, batch, rows=config.train_global_batch_size)
@@ -140,9 +135,8 @@ def samples(
     chosen: Float[Tensor, "pairs"],
     rejected: Float[Tensor, "pairs"],
 ) -> Samples:
-    """Return evenly spaced pairs as rows of the sample log, with their implicit rewards.
-
-    `examples` alternate between chosen and rejected ones.
+    """Return evenly spaced pairs as rows of the sample log; `examples` alternate between chosen and
+    rejected ones.
     """
     found: Samples = []
     for i in spread(len(chosen), run.config.run.samples_per_step):
@@ -164,17 +158,13 @@ def samples(
 
 
 def halves(example: Example) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the token ids of the prompt and of the response, which begins with the first trained
-    token.
-    """
+    """Return the tokens of the prompt, and those from the first trained one."""
     begin = list(example.loss_mask).index(True)
     return example.input_ids[:begin], example.input_ids[begin:]
 
 
 def with_reference(run: Run, batch: TokenBatch) -> TokenBatch:
-    """Return the batch with the reference's logprobs, if the loss needs them and the data have
-    none.
-    """
+    """Return the batch with the reference's logprobs, if the loss needs them."""
     if not run.config.needs_reference or batch.reference_logprobs is not None:
         return batch
     compute, rows = run.trainer.get_reference_logprobs, run.config.train_global_batch_size
@@ -194,21 +184,10 @@ def baseline(run: Run, rows: Sequence[Together]) -> Float[Tensor, ""]:
 
 def with_reference_logprobs(run: Run, data: Comparisons) -> Comparisons:
     """Return the data with the logprobs of the model as it is now, in float32."""
-    from rich.console import Console
-    from rich.progress import track
-
-    console = Console()
-    silent = run.config.run.display == "none" or not console.is_terminal
 
     def computed(rows: Sequence[Together]) -> list[Together]:
         size, result = run.config.train_global_batch_size, []
-        for first in track(
-            range(0, len(rows), size),
-            description="reference logprobs",
-            console=console,
-            transient=True,
-            disable=silent,
-        ):
+        for first in range(0, len(rows), size):
             part = rows[first : first + size]
             values = run.trainer.get_logprobs(collate_together(part)).values
             for row, logprobs in zip(part, values, strict=True):
@@ -222,7 +201,8 @@ def with_reference_logprobs(run: Run, data: Comparisons) -> Comparisons:
                 )
         return result
 
-    return replace(data, rows=computed(data.rows), mismatched=computed(data.mismatched))
+    with waiting("computing the reference's logprobs", quiet=run.config.run.display == "none"):
+        return replace(data, rows=computed(data.rows), mismatched=computed(data.mismatched))
 
 
 def in_chunks(
@@ -236,21 +216,16 @@ def in_chunks(
 def comparisons(
     config: DPOConfig, rows: Sequence[Any], tokenizer: Any, *, in_pairs: bool = False
 ) -> tuple[Comparisons, list[Any], Lengths]:
-    """Return preferences as tokens, the row of each, and their lengths; `data.too_long` says what
-    happens to those over the limit.
+    """Return preferences as tokens, the row of each, and their lengths.
 
-    KTO takes pairs apart; with `in_pairs` the two responses stay next to each other, so that they
-    can be compared.
+    KTO takes pairs apart; with `in_pairs` the two responses stay next to each other.
     """
-    limit, single = config.data.max_total_sequence_length, isinstance(config.loss, KTOLoss)
+    single = isinstance(config.loss, KTOLoss)
     paired = not single or (in_pairs and all(row.get("label") is None for row in rows))
     if paired:
+        what = "responses" if single else "pairs"
         pairs, kept, lengths = within_limit(
-            "responses" if single else "pairs",
-            config,
-            pair_rows(rows),
-            to_pairs(rows, tokenizer),
-            limit,
+            what, config, pair_rows(rows), to_pairs(rows, tokenizer)
         )
         alike = sum(pair.chosen.input_ids == pair.rejected.input_ids for pair in pairs)
         if alike:
@@ -265,7 +240,7 @@ def comparisons(
             found = [(half,) for pair in halves for half in pair]
     else:
         judged, kept, lengths = within_limit(
-            "responses", config, labelled_rows(rows), to_labelled(rows, tokenizer), limit
+            "responses", config, labelled_rows(rows), to_labelled(rows, tokenizer)
         )
         found = [(with_label(example, desirable),) for example, desirable in judged]
         if not in_pairs and len({desirable for _, desirable in judged}) == 1:
@@ -277,7 +252,7 @@ def comparisons(
     examples = [example for row in found for example in row]
     others: list[Together] = []
     if isinstance(config.loss, KTOLoss) and config.loss.baseline == "mismatched":
-        seed = config.run.seed
+        limit, seed = config.data.max_total_sequence_length, config.run.seed
         others = [(other,) for other in mismatched(examples, max_length=limit, seed=seed)]
     lengths = replace(lengths, tokens=[example.num_tokens for example in examples])
     return Comparisons(rows=found, mismatched=others, in_pairs=paired), kept, lengths

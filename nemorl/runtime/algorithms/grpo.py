@@ -1,6 +1,4 @@
-"""GRPO and its relatives: sample a group of responses per prompt, compare them with each other,
-and move the policy towards the better ones.
-"""
+"""GRPO and its relatives: sample groups of responses, and move towards the better ones."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +22,7 @@ from nemorl.runtime.algorithms.common import (
     Stopwatch,
     answering,
     loop,
+    measured,
     ready_generator,
     row_order,
     samples_of,
@@ -38,14 +37,13 @@ from nemorl.runtime.algorithms.policy_loss import (
     make_loss,
     make_loss_weights,
 )
-from nemorl.runtime.config.base import GRPOConfig
-from nemorl.runtime.config.policy import ReinforcePlusPlusAdvantage
+from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.run.job import Inputs, Job
 from nemorl.runtime.run.state import Run
 
 
 def prepare(config: GRPOConfig, inputs: Inputs) -> Job:
-    """Return the job of training on the prompts of `inputs`, as tokens."""
+    """Return the job of training on the prompts of `inputs`."""
     environment = inputs.environment
     assert environment is not None
     check_rows(environment, [*inputs.train, *inputs.validation])
@@ -102,15 +100,20 @@ def train_step(
             batch = replace(batch, loss_mask=mask)
         batch = replace(batch, advantages=advantages(rollouts, batch))
         samples = compared_samples(run, rollouts, batch)
-        measured: Metrics = {}
+        updates: Metrics = {}
         for rows in minibatches(len(batch), config, seed=derive_seed(state.seed, state.step)):
             part = take(batch, rows)
             weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
             part = replace(part, loss_weights=weights)
-            measured = merge(measured, run.trainer.train_step(part, loss_fn))
-        metrics = rollout_metrics(everything, informative, dynamic=config.dynamic_sampling)
+            updates = merge(updates, run.trainer.train_step(part, loss_fn))
+        share = float(informative.float().mean())
+        metrics = measured(everything) | {
+            "reward_std": float(everything.rewards.std(correction=0)),
+            "informative_groups": share,
+            "groups_kept": share if config.dynamic_sampling else 1.0,
+        }
         metrics |= {f"generation/{name}": value for name, value in generator.metrics().items()}
-        metrics |= finalize(measured)
+        metrics |= finalize(updates)
     num_tokens = sum(map(len, everything.prompts)) + int(everything.lengths.sum())
     run = replace(run, state=state.advance(rows=len(everything.group_id.unique())))
     return run, metrics | watch.metrics(num_tokens), samples
@@ -119,11 +122,10 @@ def train_step(
 def roll_out(
     run: Run, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder
 ) -> tuple[Rollouts, Rollouts, Bool[Tensor, "batch"]]:
-    """Return the responses to train on, all that were sampled, and which of all are in informative
-    groups.
+    """Return the responses to train on, all that were sampled, and which are in informative groups.
 
     Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds. Where it
-    finds no other, the last round is trained on all the same, with advantages of 0.
+    finds no other, the last round is trained on, with advantages of 0.
     """
     config, state = run.config, run.state
     assert run.generator is not None
@@ -155,13 +157,13 @@ def roll_out(
 
 
 def with_logprobs(run: Run, batch: TokenBatch) -> TokenBatch:
-    """Return the batch with the logprobs of the policies that the loss compares."""
+    """Return the batch with the logprobs that the loss compares."""
     config, trainer = run.config, run.trainer
     if config.needs_reference:
         reference = trainer.get_reference_logprobs(batch)
         values = of_this_batch(reference, batch, "reference_logprobs")
         batch = replace(batch, reference_logprobs=values)
-    if updates_per_batch(config, len(batch)) > 1 or needs_kl_reward(config):
+    if updates_per_batch(config, len(batch)) > 1 or config.needs_kl_reward:
         batch = with_prev_logprobs(run, batch)
     return batch
 
@@ -173,20 +175,15 @@ def with_prev_logprobs(run: Run, batch: TokenBatch) -> TokenBatch:
 
 
 def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Tensor, "batch seq"]:
-    """Return the values of logprobs that can be compared with the batch's.
-
-    Raises LogprobKindError if they are of another temperature or filter.
-    """
+    """Return the values of logprobs of the batch's temperature and filter."""
     require_same_support(logprobs.kind, batch.logprob_kind, what_a=name, what_b="the batch's")
     return logprobs.values
 
 
 def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples:
-    """Return responses for the sample log with the trainer's logprobs before the update, and the
-    tokens on which the sampler's differ most.
+    """Return responses for the sample log with the trainer's logprobs before the update.
 
-    In a batch with `prev_logprobs` the response with the worst token is among them. In another
-    these few responses cost a forward pass.
+    In a batch with `prev_logprobs` the response on which the sampler's differ most is among them.
     """
     rows = spread(len(batch), run.config.run.samples_per_step)
     if not rows:
@@ -201,17 +198,13 @@ def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples
 
 
 def worst_row(batch: TokenBatch) -> int:
-    """Return the response with the trained token on which sampler and trainer differ most."""
     assert batch.prev_logprobs is not None and batch.generation_logprobs is not None
     gap = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=torch.inf)
     return int(torch.where(batch.loss_mask, gap, 0.0).amax(-1).argmax())
 
 
 def minibatches(num_responses: int, config: GRPOConfig, *, seed: int) -> Iterator[Tensor]:
-    """Yield the rows of each optimizer step on a rollout batch.
-
-    Where a pass over the batch takes several steps, it has a random order of its own.
-    """
+    """Yield the rows of each optimizer step on a rollout batch, in random order if several."""
     size = config.train_global_batch_size or num_responses
     for epoch in range(config.num_updates_per_batch):
         rows = torch.arange(num_responses)
@@ -225,24 +218,3 @@ def updates_per_batch(config: GRPOConfig, num_responses: int) -> int:
     """Return the number of optimizer steps on a rollout batch."""
     size = config.train_global_batch_size or num_responses
     return config.num_updates_per_batch * -(-num_responses // size)
-
-
-def needs_kl_reward(config: GRPOConfig) -> bool:
-    """Return whether the reward holds a KL penalty per token."""
-    return isinstance(config.advantage, ReinforcePlusPlusAdvantage) and config.advantage.kl_coef > 0
-
-
-def rollout_metrics(
-    rollouts: Rollouts, informative: Bool[Tensor, "batch"], *, dynamic: bool
-) -> dict[str, float]:
-    """Return the metrics of everything that was sampled in a step."""
-    share = float(informative.float().mean())
-    return {
-        **rollouts.metrics,
-        **rollouts.reward_metrics(),
-        "reward_std": float(rollouts.rewards.std(correction=0)),
-        "response_length": float(rollouts.lengths.float().mean()),
-        "truncated_fraction": float(rollouts.truncated.float().mean()),
-        "informative_groups": share,
-        "groups_kept": share if dynamic else 1.0,
-    }

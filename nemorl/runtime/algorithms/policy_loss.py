@@ -1,7 +1,6 @@
 """The loss of a GRPO step: its weights, its advantages, and what the model's output costs.
 
-Each function `make_…` is called once, at the start of a run. The loss that `make_loss` returns
-holds no config object and can be sent to other processes.
+Each function `make_…` is called once, at the start of a run. The loss holds no config object.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,11 +22,11 @@ from nemorl.losses.terms import entropy_bonus, kl_loss
 from nemorl.losses.types import LossOutput, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Rollouts
-from nemorl.runtime.config.base import GRPOConfig
-from nemorl.runtime.config.policy import (
+from nemorl.runtime.config.grpo import (
     CISPOLoss,
     ClippedLoss,
     GroupAdvantage,
+    GRPOConfig,
     GSPOLoss,
     PolicyLossConfig,
     ReinforcePlusPlusAdvantage,
@@ -40,7 +39,7 @@ Advantages = Callable[[Rollouts, TokenBatch], Tensor]
 
 
 def make_loss_weights(config: GRPOConfig) -> LossWeights:
-    """Return the function that weights the tokens of an optimizer step as `reduction` says."""
+    """Return the function that weights tokens as `reduction` says."""
     match config.reduction:
         case "token_mean":
             return lambda mask, group_id: masks.token_mean_weights(mask)
@@ -54,7 +53,7 @@ def make_loss_weights(config: GRPOConfig) -> LossWeights:
 
 
 def make_advantages(config: GRPOConfig) -> Advantages:
-    """Return the function that turns rewards, shaped by length, into advantages per token."""
+    """Return the function that turns rewards, shaped by length, into advantages."""
     choice, overlong, limit = config.advantage, config.overlong, config.generation.longest_response
     buffer = max(1, round(overlong.buffer * limit))
 
@@ -92,7 +91,6 @@ def make_advantages(config: GRPOConfig) -> Advantages:
 
 
 def make_loss(config: GRPOConfig) -> LossFn:
-    """Return the configured loss of a part of a batch."""
     off_policy, kl = config.off_policy, config.kl
     return partial(
         policy_loss,
@@ -105,7 +103,7 @@ def make_loss(config: GRPOConfig) -> LossFn:
 
 
 def policy_term(loss: PolicyLossConfig) -> Callable[..., LossOutput]:
-    """Return the function of losses/policy.py that a configuration names, with its constants."""
+    """Return the configured function of losses/policy.py, with its constants."""
     match loss:
         case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
             return partial(policy.clipped, clip_low=low, clip_high=high, dual_clip=dual)
@@ -130,8 +128,8 @@ def policy_loss(
 ) -> LossOutput:
     """Return policy term + KL penalty − entropy bonus of a part of a batch.
 
-    `term` takes the batch's segments where it is `by_sequence`; `off_policy` and `kl` are the
-    options of `importance_weights` and `kl_loss`, or None without them.
+    `term` takes segments where it is `by_sequence`; `off_policy` and `kl` are the options of
+    `importance_weights` and `kl_loss`, None without them.
     """
     assert batch.advantages is not None and batch.loss_weights is not None
     assert batch.generation_logprobs is not None

@@ -19,7 +19,7 @@ from nemorl.losses.preference import sequence_logprobs
 from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
-from nemorl.runtime.config.preference import (
+from nemorl.runtime.config.dpo import (
     DPOConfig,
     DPOLoss,
     HingeLoss,
@@ -36,9 +36,7 @@ def make_loss(config: DPOConfig, batch: TokenBatch, kl: Float[Tensor, ""] | None
 
     In `batch` a row is a pair, segment 1 chosen and segment 2 rejected, or for KTO any number of
     responses labelled by the sign of `advantages`. Each pair (KTO: response) weighs 1 / their
-    number in the step. `kl` is KTO's baseline. The mean negative log-likelihood of the chosen
-    responses is a metric, and as `loss_weights` say (see `with_loss_weights`), times `sft_coef`, a
-    term of the loss. The function holds no config object and can be sent to other processes.
+    number in the step. `kl` is KTO's baseline.
     """
     single = isinstance(config.loss, KTOLoss)
     return partial(
@@ -67,8 +65,8 @@ def preference_loss(
 ) -> LossOutput:
     """Return preference term + `sft_weight` · negative log-likelihood of a part of a step.
 
-    Each pair (`single`: each labelled response) weighs `weight`; the score of a response is the
-    sum of its tokens' logprobs, or with `average` their mean.
+    Each pair (`single`: each labelled response) weighs `weight`; a response's score is the sum of
+    its tokens' logprobs, or with `average` their mean.
     """
     assert part.loss_weights is not None
     scores = by_sequence(output.token_logprobs, part, average=average)
@@ -91,7 +89,7 @@ def preference_loss(
 
 
 def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:
-    """Return the function of losses/preference.py that is configured, with its constants."""
+    """Return the configured function of losses/preference.py, with its constants."""
     match loss:
         case DPOLoss(beta=beta, label_smoothing=smoothing, robust=robust):
             return partial(preference.dpo, beta=beta, label_smoothing=smoothing, robust=robust)
@@ -110,9 +108,7 @@ def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:
 
 
 def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
-    """Return the batch with the weights of the likelihood term: of the chosen responses' tokens, in
-    the pairs that count.
-    """
+    """Return the batch with the weights of the likelihood term: of the chosen responses' tokens."""
     if isinstance(config.loss, KTOLoss):
         assert batch.advantages is not None
         mask = batch.loss_mask & (batch.advantages > 0)
@@ -127,8 +123,8 @@ def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:
 def rewards(
     loss: PreferenceLossConfig, token_logprobs: Float[Tensor, "batch seq"], part: TokenBatch
 ) -> Float[Tensor, "sequences"]:
-    """Return the implicit reward of every response: β(log π − log π_ref), or β·log π where the loss
-    has no reference (orpo: coef·log π).
+    """Return the implicit reward of every response: β(log π − log π_ref), without a reference
+    β·log π (orpo: coef·log π).
     """
     average = averages(loss)
     difference = by_sequence(token_logprobs, part, average=average)
@@ -153,9 +149,7 @@ def trained(part: TokenBatch, *, single: bool) -> Bool[Tensor, "items"]:
 def by_sequence(
     values: Float[Tensor, "batch seq"], part: TokenBatch, *, average: bool = False
 ) -> Float[Tensor, "sequences"]:
-    """Return the sum or mean of the values over each response's trained tokens, row by row and in
-    each row by segment.
-    """
+    """Return the sum or mean of the values over each response's trained tokens."""
     return sequence_logprobs(
         values,
         part.loss_mask,

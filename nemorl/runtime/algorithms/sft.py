@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from nemorl.data.batch import Example, TokenBatch, collate
+from nemorl.data.datasets import to_examples
 from nemorl.data.order import RowOrder
 from nemorl.data.rows import origin_of
+from nemorl.data.statistics import Lengths
 from nemorl.losses.masked import mean_of
 from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
@@ -19,27 +22,30 @@ from nemorl.runtime.algorithms.common import (
     loop,
     num_steps,
     row_order,
-    tokenised_examples,
     tokenised_prompts,
+    within_limit,
 )
-from nemorl.runtime.config.base import SFTConfig
+from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.run.job import Inputs, Job
 from nemorl.runtime.run.state import Run
 
 
 def prepare(config: SFTConfig, inputs: Inputs) -> Job:
-    """Return the job of training on the demonstrations of `inputs`, as tokens.
+    """Return the job of training on the demonstrations of `inputs`.
 
-    It validates what the rows allow: the loss on demonstrations, and greedy answers where there is
-    an answer.
+    It validates what the rows allow: the loss on demonstrations, and greedy answers.
     """
-    examples, rows, lengths = tokenised_examples(config, inputs.train, inputs.tokenizer)
+
+    def tokenised(rows: Sequence[Any]) -> tuple[list[Example], list[Any], Lengths]:
+        return within_limit("examples", config, rows, to_examples(rows, inputs.tokenizer))
+
+    examples, rows, lengths = tokenised(inputs.train)
     demonstrations = [
         row
         for row in inputs.validation
         if row.get("messages") is not None or row.get("response") is not None
     ]
-    held_out, _, held_out_lengths = tokenised_examples(config, demonstrations, inputs.tokenizer)
+    held_out, _, held_out_lengths = tokenised(demonstrations)
     with_answer = [row for row in inputs.validation if row.get("answer") is not None]
     questions, _ = tokenised_prompts(config, with_answer, inputs.tokenizer)
     answer = answering(config, inputs.environment, questions)
@@ -47,7 +53,7 @@ def prepare(config: SFTConfig, inputs: Inputs) -> Job:
     if inputs.validation and not held_out and not questions:
         first, columns = origin_of(inputs.validation[0], 0), ", ".join(inputs.validation[0])
         raise ValueError(
-            "data.validation must have rows with a response or messages, or with an answer, but"
+            "data.validation must have rows with a response, messages or an answer, but"
             f" {first} has the columns {columns}: name them (data.response_column,"
             " data.answer_column)"
         )
@@ -87,7 +93,7 @@ def train_step(
 
 
 def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
-    """Return the negative log-likelihood of a part of a batch, with the mean entropy."""
+    """Return the negative log-likelihood of a part of a batch."""
     assert batch.loss_weights is not None
     result = nll(output.token_logprobs, batch.loss_weights)
     entropy = {"entropy": mean_of(output.entropy, batch.loss_weights != 0)}
@@ -95,7 +101,7 @@ def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
 
 
 def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:
-    """Return the batch with the weights of its tokens, as `reduction` says."""
+    """Return the batch with weights as `reduction` says."""
     build = token_mean_weights if config.reduction == "token_mean" else sequence_mean_weights
     return replace(batch, loss_weights=build(batch.loss_mask))
 

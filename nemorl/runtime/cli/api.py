@@ -39,13 +39,11 @@ def train(
     - `dataset`, `validation`: a file, a hub name, a list of dicts, a datasets.Dataset, a
       DataModule, or several of them
     - `reward_fn`: fn(prompt, response) -> float, fn(prompts, responses) -> list of floats (either
-      may ask for columns of the data by name), the name of a reward, an environment, or several in
-      a list or mapping
-    - `algorithm`: "grpo", "sft", "dpo" or one that you registered; `preset` (of GRPO): "dapo",
-      "gspo", …
-    - `overrides`: any setting, by its name where that is unique (`lr=1e-6`, `max_new_tokens=64`),
-      by section and name (`optimizer__lr=1e-6`), or a section at a time (`optimizer={"lr": 1e-6}`,
-      `optimizer=OptimizerConfig(lr=1e-6)`)
+      may name columns of the data), the name of a reward, an environment, or several in a list or
+      mapping
+    - `algorithm`: "grpo", "sft", "dpo" or one that you registered; `preset` of GRPO: "dapo", …
+    - `overrides`: settings by name where that is unique (`lr=1e-6`), by section and name
+      (`optimizer__lr=1e-6`), or a section at a time (a dict or `OptimizerConfig(lr=1e-6)`)
 
     Returns metrics, history, paths and the trained model (None where it was spread over devices:
     load paths.hf). Raises ValueError that names the field where something can't work.
@@ -68,9 +66,6 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
     >>> config = make_config("grpo", preset="dapo", lr=1e-6, generation={"max_new_tokens": 64})
     >>> config.optimizer.lr, config.generation.max_new_tokens, config.loss.clip_high
     (1e-06, 64, 0.28)
-    >>> make_config("grpo", learning_rat=1e-6)
-    Traceback (most recent call last):
-    ConfigError: unknown setting learning_rat of grpo; did you mean learning_rate?
     """
     cls = get_algorithm(algorithm).config
     require(
@@ -83,27 +78,22 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
     tree = layer(cls, {}, preset_overrides(preset) if preset is not None else {})
     mapping: dict[str, Any] = {}
     for name, value in overrides.items():
-        _join(mapping, _nested(cls, algorithm, name, value), name)
-    return construct(cls, layer(cls, tree, mapping))
-
-
-def _join(mapping: dict[str, Any], more: dict[str, Any], name: str) -> None:
-    """Add one override to the others: `loss="gspo", clip_low=0.1` is about one section."""
-    for key, value in more.items():
-        before, now = (
-            {"name": part} if isinstance(part, str) and key in mapping else part
-            for part in (mapping.get(key), value)
-        )
-        if isinstance(before, dict) and isinstance(now, dict):
+        key, now = _nested(cls, algorithm, name, value)
+        if key in mapping:  # loss="gspo", clip_low=0.1
+            before, now = (
+                {"name": part} if isinstance(part, str) else part or {}
+                for part in (mapping[key], now)
+            )
             twice = ", ".join(sorted(before.keys() & now.keys()))
             remedy = f"{key}.{twice} is given in two ways; keep one"
             require(not twice, name, "must be given once", now, remedy)
-            value = before | now
-        mapping[key] = value
+            now = before | now
+        mapping[key] = now
+    return construct(cls, layer(cls, tree, mapping))
 
 
-def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> dict[str, Any]:
-    """Return one override as nested sections."""
+def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> tuple[str, Any]:
+    """Return the top-level key of an override, and its value there."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
     elif isinstance(value, tuple | Path):
@@ -111,7 +101,7 @@ def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> dic
     keys = dotted_keys(cls)
     # A whole section, a top-level setting, or another library's spelling of one.
     if name in {key.partition(".")[0] for key in keys}:
-        return {name: value}
+        return name, value
     found = [name.replace("__", ".")]
     if found[0] not in keys:
         found = [key for key, own in keys.items() if own and key.rpartition(".")[2] == name]
@@ -123,7 +113,7 @@ def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> dic
         hint = closest(name, known) or f"; nemorl {algorithm} --help lists them"
         raise ConfigError(f"unknown setting {name} of {algorithm}{hint}", name)
     section, _, key = found[0].rpartition(".")
-    return {section: {key: value}}
+    return section, {key: value}
 
 
 def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: Any) -> TrainResult:
@@ -174,7 +164,7 @@ class Trainer:
         validation: Rows = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainResult:
-        """Train on `dataset`, with arguments and result as of `nemorl.train`."""
+        """Train, with arguments and result as of `nemorl.train`."""
         return _run(
             self.config,
             self.model,

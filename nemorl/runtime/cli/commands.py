@@ -1,4 +1,4 @@
-"""What the commands besides the algorithms do and print. Free of torch until one is executed."""
+"""What the commands besides the algorithms do and print."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -37,17 +37,16 @@ def print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int =
     from rich.text import Text
 
     console, answers, columns = Console(), result["answers"], ("prompt", "response", "answer")
-    if answers:
-        title = f"the first {min(shown, len(answers))} of {len(answers)} answers"
-        table = Table(title=title, title_justify="left")
-        for name in columns:
-            table.add_column(name, overflow="fold")
-        table.add_column("reward", justify="right")
-        for row in answers[:shown]:
-            color = "green" if row["reward"] > 0 else "red"
-            cells = (Text(_short(row[name])) for name in columns)
-            table.add_row(*cells, Text(f"{row['reward']:g}", style=color))
-        console.print(table)
+    title = f"the first {min(shown, len(answers))} of {len(answers)} answers"
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    table.add_column("reward", justify="right")
+    for row in answers[:shown]:
+        color = "green" if row["reward"] > 0 else "red"
+        cells = (Text(_short(row[name])) for name in columns)
+        table.add_row(*cells, Text(f"{row['reward']:g}", style=color))
+    console.print(table)
     temperature = config.generation.temperature
     sampling = f"temperature {temperature:g}, {config.n} per prompt" if temperature else "greedy"
     scores = Table(title=f"{config.model} on {config.data} ({sampling})", title_justify="left")
@@ -139,8 +138,6 @@ def plan(config: PlanConfig) -> None:
 
 
 class Command(NamedTuple):
-    """A command besides the algorithms: its settings, and the function that executes it."""
-
     config: type[Any]
     execute: Callable[[Any], None]
 

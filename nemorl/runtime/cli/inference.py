@@ -11,14 +11,13 @@ from nemorl.data.sources import has_splits
 from nemorl.data.templates import with_chat_template
 from nemorl.models.causal_lm import load_causal_lm, usable_device
 from nemorl.models.pretrained import load_tokenizer, model_folder
-from nemorl.rollout.collect import Prompts, Rollouts, join
+from nemorl.rollout.collect import Prompts, collect, join
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.algorithms.common import evaluate as evaluate_prompts
 from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
-from nemorl.runtime.config.base import DataConfig
+from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.export import require_replaceable, write_checkpoint
@@ -28,8 +27,8 @@ from nemorl.runtime.watch.waiting import waiting_for_engines
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """Return accuracy (see `Rollouts.correct`), mean rewards and response length of a model's
-    answers to a data set, and every answer.
+    """Return accuracy (see `Rollouts.correct`), mean rewards and length of a model's answers to a
+    data set, and every answer.
     """
     environment = make_environment(config.reward, config.reward_weights)
     data = DataConfig(
@@ -41,18 +40,14 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     rows = (read_rows(data, "validation") or [])[: config.max_rows]
     check_rows(environment, rows)
     sampling = replace(config.generation.sampling_params(), n=config.n)
-    parts: list[Rollouts] = []
     with _loaded(config, rows) as (prompts, generator):
-        at_a_time = max(
-            1, config.generation.num_replicas * config.generation.max_batch_size // config.n
+        at_a_time = config.generation.num_replicas * config.generation.max_batch_size // config.n
+        rollouts = join(
+            [
+                collect(generator, environment, part, sampling, seed=config.seed, first_group=first)
+                for part, first in _with_progress(prompts, max(1, at_a_time))
+            ]
         )
-        for part, first in _with_progress(prompts, at_a_time):
-            parts.append(
-                evaluate_prompts(
-                    generator, environment, part, sampling, seed=config.seed, first_group=first
-                )[1]
-            )
-    rollouts = join(parts)
     answers: list[dict[str, Any]] = [
         {
             "prompt": rollouts.texts[i],
@@ -73,7 +68,7 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
 
 
 def generate(config: GenerateConfig) -> list[dict[str, Any]]:
-    """Return answers to prompts, with the log-probability of each as it was sampled, in nats."""
+    """Return answers to prompts, each with its log-probability in nats."""
     texts = config.prompts()
     rows: list[dict[str, Any]] = [
         {"prompt": [{"role": "user", "content": text}] if config.chat else text} for text in texts
@@ -126,7 +121,6 @@ def export(config: ExportConfig) -> Path:
 def _loaded(
     config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Prompts, GenerationBackend]]:
-    """Load the model, and yield the prompts as tokens and a generator."""
     folder = model_folder(config.model)
     tokenizer = with_chat_template(
         load_tokenizer(config.tokenizer or folder),
@@ -134,9 +128,8 @@ def _loaded(
         config.chat_template_kwargs,
     )
     token_ids = to_prompts(rows, tokenizer)
-    device = (
-        "cpu" if config.generation.backend == "vllm" else config.device
-    )  # an engine with a copy of its own needs the GPU for that
+    # An engine with a copy of its own needs the GPU for that.
+    device = "cpu" if config.generation.backend == "vllm" else config.device
     backend = get_generation_backend(config.generation.backend)
     generator = backend(
         model=load_causal_lm(folder, device=usable_device(device)),
@@ -152,7 +145,7 @@ def _loaded(
 
 
 def _with_progress(prompts: Prompts, size: int) -> Any:
-    """Yield slices of the prompts and the index of each one's first, under a progress bar."""
+    """Yield slices of the prompts and the index of each one's first."""
     from rich.progress import track
 
     starts = range(0, len(prompts), size)

@@ -36,17 +36,14 @@ class Inspection:
 
     kind: Kind
     rows: Sequence[Row]
-    """One for each item."""
     items: Sequence[Any]
-    """Token ids of prompts, Examples, Pairs, or Examples with their verdict."""
+    """Of each row: token ids, an Example, a Pair, or an Example with its verdict."""
     statistics: LengthStatistics
     tokenizer: Any
 
 
 def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Rows = None) -> Inspection:
-    """Return the rows of `data.train` (or `train`) as the model's tokenizer and chat template make
-    them; nothing is cut.
-    """
+    """Return the rows of `data.train` (or `train`) as tokens; nothing is cut."""
     from nemorl.models.pretrained import load_tokenizer, model_folder
 
     model, data = config.model, config.data
@@ -59,7 +56,7 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Rows = 
             "model.path",
             "must be given",
             model.path,
-            "add --model.path (or --model.tokenizer): its tokenizer makes the tokens",
+            "add --model.path, or --model.tokenizer",
         )
         tokenizer = load_tokenizer(model.tokenizer or model_folder(model.path))
     tokenizer = with_chat_template(tokenizer, model.chat_template, model.chat_template_kwargs)
@@ -94,8 +91,8 @@ def kind_of(row: Mapping[str, Any]) -> Kind:
 def print_inspection(
     config: InspectConfig, found: Inspection, console: "Console | None" = None
 ) -> None:
-    """Print the first rows, with what is trained on in color (between brackets where there is
-    none), and the lengths of all.
+    """Print the first rows, what is trained on in color (without one, between brackets), and the
+    lengths of all.
     """
     from rich.console import Console
     from rich.text import Text
@@ -133,9 +130,7 @@ def print_inspection(
 def shown(
     example: Example, tokenizer: Any, marks: tuple[str, str] | None, encoding: str = "utf-8"
 ) -> "Text":
-    """Return an example as text: what is trained on is between the marks, or green without any; a
-    line break is ↵ as well, and what can't be encoded is escaped.
-    """
+    """Return an example as text: what is trained on is between the marks, or green without any."""
     from rich.text import Text
 
     text, begin = Text(), 0
@@ -166,7 +161,7 @@ def _parts(kind: Kind, item: Any) -> list[tuple[str, Example]]:
 
 
 def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
-    """Return the text of some tokens within their sequence.
+    """Return the text of some tokens.
 
     Decoded alone, they might lose a space that a tokenizer removes at the beginning.
     """

@@ -6,7 +6,6 @@ before the settings are known to be good.
 
 import contextlib
 import dataclasses
-import inspect
 import os
 import re
 import sys
@@ -19,10 +18,11 @@ from typing import Any, Literal, cast
 
 from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
-from nemorl.runtime.config.base import BaseConfig, GRPOConfig
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import construct, dump_yaml, layer, unions, yaml_layer
 from nemorl.runtime.ranks.environment import is_follower
-from nemorl.runtime.run.directory import RunDirectory, free_directory
+from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS
 
@@ -98,9 +98,9 @@ def _main(argv: Sequence[str] | None) -> int:
         return 0
     known = [*ALGORITHMS, *COMMANDS]
     if command not in known:
-        did_you_mean = closest(command, known) or "."
-        message = f"unknown command {command!r}{did_you_mean} Commands: {', '.join(known)}"
-        return _fail("nemorl", message, 2)
+        hint = closest(command, known) or "."
+        problem = f"unknown command {command!r}{hint} Commands: {', '.join(known)}"
+        return _fail("nemorl", problem, 2)
     shown, warnings.formatwarning = warnings.formatwarning, _warning
     try:
         return _execute(command, args)
@@ -109,29 +109,26 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _execute(command: str, args: Sequence[str]) -> int:
-    """Parse the settings of a known command, execute it, and return its exit code.
+    """Execute a known command, and return its exit code.
 
     What goes wrong by the user's settings, data or machine is one line on standard error.
     """
-    prog, config, claimed = f"nemorl {command}", None, None
+    prog, config = f"nemorl {command}", None
     try:
         config = parse(command, args)
         if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
             return 0
         if command in COMMANDS:
             COMMANDS[command].execute(config)
-            return 0
-        if config.run.dir is None and not is_follower():
-            claimed = free_directory(command)
-            config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=claimed))
-        _train(config)
+        else:
+            _train(config)
         return 0
     except Terminated as stop:
-        return _fail(prog, _interrupted(command, config, "terminated"), int(str(stop.code)))
+        return _fail(prog, "\n".join(["terminated", *_notes(stop)]), 143)
     except SystemExit as stop:  # --help, and flags that tyro refuses
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
-    except KeyboardInterrupt:
-        return _fail(prog, _interrupted(command, config, "interrupted"), 130)
+    except KeyboardInterrupt as stop:
+        return _fail(prog, "\n".join(["interrupted", *_notes(stop)]), 130)
     except BrokenPipeError:  # nemorl … | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -141,10 +138,6 @@ def _execute(command: str, args: Sequence[str]) -> int:
             raise
         code = 2 if isinstance(error, ValueError) else 1
         return _fail(prog, _message(error, parsed=config is not None), code)
-    finally:
-        if claimed is not None:
-            with contextlib.suppress(OSError):  # not empty: the run began
-                Path(claimed).rmdir()
 
 
 def _train(config: BaseConfig) -> None:
@@ -154,27 +147,29 @@ def _train(config: BaseConfig) -> None:
 
 
 def _message(error: Exception, *, parsed: bool) -> str:
-    """Return an error as one line with its notes; of a reward's error print the user's frames."""
+    """Return an error with its notes; of a reward's error print the user's frames."""
     kind = ""
     if of_a_reward(error):
         kind, own = f"{type(error).__name__}: ", str(Path(__file__).parents[2])
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if not frame.filename.startswith(own)]
         print(*traceback.format_list(theirs), sep="", end="", file=sys.stderr)
-    notes = [note for note in getattr(error, "__notes__", ()) if not note.startswith("in worker ")]
     hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if parsed else ""
-    return f"{kind}{error}" + "".join(f"\n{note}" for note in notes) + hint
+    return "\n".join([f"{kind}{error}", *_notes(error)]) + hint
+
+
+def _notes(error: BaseException) -> list[str]:
+    notes = getattr(error, "__notes__", ())
+    return [note for note in notes if not note.startswith("in worker ")]
 
 
 def of_a_reward(error: BaseException) -> bool:
     """Return whether an error was raised by a user's reward function."""
-    return any(note.startswith("This was reward ") for note in getattr(error, "__notes__", ()))
+    return any(note.startswith("This was reward ") for note in _notes(error))
 
 
 def parse(command: str, args: Sequence[str]) -> Any:
-    """Return the config of a command from all layers, checked; None where --print-config has
-    printed it.
-    """
+    """Return the checked config of a command; None where --print-config has printed it."""
     from nemorl.runtime.config.flags import Extra, parse_flags, peek
     from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, preset_overrides
 
@@ -183,10 +178,10 @@ def parse(command: str, args: Sequence[str]) -> Any:
     extra: list[Extra] = [("config", str | None, None, from_file)]
     tree: dict[str, Any] = {}
     if cls is GRPOConfig:
-        listed = "\n".join(f"{name}: {text}" for name, text in DESCRIPTIONS.items())
+        listed = [f"{name}: {text}" for name, text in DESCRIPTIONS.items()]
         known = cast(Any, Literal)[tuple(PRESETS)] | None
-        below = f"A named set of settings, below --config and flags.\n{listed}"
-        extra.append(("preset", known, None, below))
+        text = "\n".join(["A named set of settings, below --config and flags.", *listed])
+        extra.append(("preset", known, None, text))
         if (name := peek(args, "--preset")) not in (None, "None"):
             tree = preset_overrides(name)
     extra.append(("print_config", bool, False, "Print the resolved settings as YAML and stop."))
@@ -211,20 +206,13 @@ def parse(command: str, args: Sequence[str]) -> Any:
             config.run.dir,
             "there is none in it: check the path",
         )
-        for key, value, what in (
-            ("model.path", config.model.path, "folder"),
-            ("data.train", config.data.train, "file"),
-        ):
-            remedy = f"add --{key} with a {what} or a name on the hub"
-            require(bool(value), key, "must be given", value, remedy)
+        remedy = "add --model.path with a folder or a name on the hub"
+        require(bool(config.model.path), "model.path", "must be given", "", remedy)
     return config
 
 
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> str | None:
-    """Return the config.yaml of a run that is resumed without --config, if that is so.
-
-    Raises ValueError if the run is of another algorithm.
-    """
+    """Return the config.yaml of a run that is resumed without --config, if that is so."""
     from nemorl.runtime.config.flags import peek
     from nemorl.runtime.run.record import read_record
 
@@ -246,7 +234,7 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> str | None:
 def _refuse_other_variants(
     section: str, members: dict[str, type[Any]], chosen: str, args: Sequence[str]
 ) -> None:
-    """Raise a ValueError for a flag of another variant: --loss reinforce --loss.clip-low 0.1."""
+    """Raise ValueError for a flag of another variant: --loss reinforce --loss.clip-low 0.1."""
     keys = {
         name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
         for name, member in members.items()
@@ -256,10 +244,9 @@ def _refuse_other_variants(
         key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
         owners = [name for name in keys if key in keys[name]]
         if flag.startswith(f"--{section}.") and owners and chosen not in owners:
-            own = ", ".join(keys[chosen]) or "it has none"
             raise ValueError(
-                f"{flag} is no setting of {section} {chosen} ({own}): it belongs to"
-                f" {', '.join(owners)}; add --{section} {owners[0]}"
+                f"{flag} is no setting of {section} {chosen}: it belongs to {', '.join(owners)};"
+                f" add --{section} {owners[0]}"
             )
 
 
@@ -268,7 +255,7 @@ def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
 
 
 def _import(module: str) -> str | None:
-    """Import a module of the working directory or an installed one, and return the error if any."""
+    """Import a module, and return the error if any."""
     sys.path.insert(0, str(Path.cwd()))  # an installed command has no working directory on it
     try:
         import_module(module.removesuffix(".py"))
@@ -281,23 +268,13 @@ def _import(module: str) -> str | None:
 
 
 def _commands() -> str:
-    """Return a line for each command: what its config's docstring begins with."""
+    """Return a line for each command: the first sentence of its config's docstring."""
     configs = {name: each.config for name, each in ALGORITHMS.items()}
     configs |= {name: each.config for name, each in COMMANDS.items()}
     width = max(map(len, configs))
-    docs = {name: inspect.getdoc(config) or "" for name, config in configs.items()}
-    docs = {name: re.split(r"[.:](?=\s|$)", " ".join(doc.split()))[0] for name, doc in docs.items()}
-    return "\n".join(f"  {name:<{width}}  {doc}" for name, doc in docs.items())
-
-
-def _interrupted(command: str, config: Any, how: str) -> str:
-    if not isinstance(config, BaseConfig):
-        return how
-    folder = config.run.dir
-    if not (Path(str(folder)) / "checkpoints" / "latest").exists():
-        return f"{how} before there was anything to save in {folder}"
-    again = f"nemorl {command} --run.dir {folder} --run.resume"
-    return f"{how}; go on from the last checkpoint with: {again}"
+    docs = {name: " ".join((config.__doc__ or "").split()) for name, config in configs.items()}
+    firsts = {name: re.split(r"[.:](?=\s|$)", doc)[0] for name, doc in docs.items()}
+    return "\n".join(f"  {name:<{width}}  {first}" for name, first in firsts.items())
 
 
 def _fail(prog: str, message: str, code: int) -> int:

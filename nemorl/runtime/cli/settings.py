@@ -1,4 +1,4 @@
-"""The settings of the commands besides the algorithms. Free of torch."""
+"""The settings of the commands besides the algorithms."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +8,8 @@ import tyro
 
 from nemorl.checks import at_least, require
 from nemorl.parallel.config import ModelConfig
-from nemorl.runtime.config.base import DataConfig, GenerationConfig
+from nemorl.runtime.config.data import DataConfig
+from nemorl.runtime.config.generation import GenerationConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,23 +17,19 @@ class AnswerConfig:
     """What `eval` and `generate` have in common: the model, and how it answers."""
 
     model: str
-    """A folder with a Hugging Face causal language model, its name on the hub, or a run directory
-    (its export is taken).
-    """
+    """Folder of a Hugging Face causal language model, its name on the hub, or a run's directory."""
     n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
     """Answers per prompt; more than one needs a temperature above 0."""
     tokenizer: str | None = None
-    """Folder or hub name of the tokenizer; the model's own unless given."""
+    """Folder or hub name of the tokenizer. Default: the model's own."""
     chat_template: str | None = None
-    """A Jinja chat template, the path of a file with one, or passthrough (contents as they are);
-    the tokenizer's own unless given.
+    """Jinja chat template, path of a file with one, or passthrough (contents as they are). Default:
+    the tokenizer's own.
     """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values that the chat template asks for by name; those that a model was trained with are in
-    its tokenizer already.
-    """
+    """Values for the chat template by name; those of the training are in the tokenizer already."""
     device: str | None = None
-    """torch: cpu, cuda, cuda:1, …; the first GPU if there is one unless given."""
+    """torch: cpu, cuda, cuda:1, …. Default: the first GPU if there is one."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the engine computes in."""
     generation: tyro.conf.OmitArgPrefixes[GenerationConfig] = field(
@@ -46,7 +43,7 @@ class AnswerConfig:
             "device",
             "is not for vllm, which takes the first GPU",
             self.device,
-            "remove it, and set the variable CUDA_VISIBLE_DEVICES to the GPUs that vLLM is to see",
+            "remove it, and set CUDA_VISIBLE_DEVICES",
         )
         require(
             self.n == 1 or self.generation.temperature > 0,
@@ -62,25 +59,23 @@ class EvalConfig(AnswerConfig):
     """Answer the prompts of a data set and judge the answers by a reward."""
 
     data: str
-    """Rows to answer: a local .jsonl, .json, .parquet or .csv file, or the name of a data set on
-    the hub.
-    """
+    """Rows to answer: a .jsonl, .json, .parquet or .csv file, or a data set's name on the hub."""
     output: str | None = None
     """Write every answer to this .jsonl file."""
     reward: str | tuple[str, ...] = "exact_match"
     """Rewards by name, or module:function of your own, as in training."""
     reward_weights: tuple[float, ...] = ()
-    """One for each of several rewards; all 1 unless given."""
+    """Weight of each of several rewards. Default: 1."""
     max_rows: int | None = None
-    """Only the first this many rows."""
+    """Number of rows that are answered, from the top. Default: all."""
     split: str | None = None
-    """The split that is taken of a hub data set; "test" unless given."""
+    """Split of a hub data set. Default: "test"."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
     answer_column: str = "answer"
     """Column that rewards such as exact_match compare the response with."""
     seed: int = 0
-    """Of the sampling, where temperature is above 0."""
+    """Seed of the sampling."""
     generation: tyro.conf.OmitArgPrefixes[GenerationConfig] = field(
         default_factory=lambda: GenerationConfig(temperature=0.0)
     )
@@ -104,14 +99,13 @@ class GenerateConfig(AnswerConfig):
     chat: bool = False
     """Send each prompt as a user's message through the chat template."""
     seed: int | None = None
-    """Makes sampling repeatable; new answers at each call unless given."""
+    """Seed of the sampling. Default: new answers at each call."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(0, seed=self.seed)
         if not self.chat:
-            names = ["chat_template", "chat_template_kwargs"]
-            for name in names:
+            for name in ("chat_template", "chat_template_kwargs"):
                 given = getattr(self, name)
                 require(not given, name, "is for --chat", given, "add --chat, or remove it")
         require(
@@ -147,17 +141,11 @@ class ExportConfig:
     output: str
     """The folder to write."""
     step: int | Literal["best"] | None = None
-    """The step whose checkpoint is taken, or best: that of the best run.metric; the newest one
-    unless given.
-    """
+    """Step of the checkpoint, or best: that of the best run.metric. Default: the newest."""
     lora: Literal["merged", "adapter"] = "merged"
-    """Of a run with LoRA: the base model with the adapters merged into it, or a PEFT folder of the
-    adapters alone.
-    """
+    """LoRA: the base model with the adapters merged into it, or a PEFT folder of the adapters."""
     base_model: str | None = None
-    """Of a run with LoRA: folder or hub name of the base model, where the run doesn't know it or it
-    has moved.
-    """
+    """LoRA: folder or hub name of the base model, where the run doesn't know it or it has moved."""
 
     def __post_init__(self) -> None:
         at_least(0, step=None if self.step == "best" else self.step)
@@ -167,14 +155,13 @@ class ExportConfig:
 class ReportConfig:
     """Show a run on a web page: curves, samples token by token, settings, warnings.
 
-    The page is one file that needs no network. It works for a run in progress and for one that
-    crashed, too.
+    The page is one file that needs no network, also for a run in progress or one that crashed.
     """
 
     run: tyro.conf.Positional[str]
     """The run's directory."""
     output: str | None = None
-    """The .html file to write; report.html in the run's directory unless given."""
+    """The .html file to write. Default: report.html in the run's directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +171,8 @@ class InspectConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     kind: Literal["auto", "prompt", "sft", "pairs", "labels"] = "auto"
-    """What the rows are for: prompts (grpo), demonstrations (sft), preference pairs (dpo), single
-    answers with a label (dpo --loss kto). auto: what the first row looks like.
+    """Prompts (grpo), demonstrations (sft), preference pairs (dpo), or single answers with a label
+    (dpo --loss kto). auto: what the first row looks like.
     """
     rows: int = 3
     """How many rows are shown, from the top."""

@@ -1,8 +1,8 @@
 """Settings as command-line flags: `--section.key` for each key, its docstring as help.
 
-The parser is made for one tree of values: they are the defaults that --help shows, and the variant
-of a union that they name is the one whose flags exist. The result is a tree again, so that checks
-across fields see file and flags together.
+The parser is made for one tree of values, which --help shows as defaults; of a union, only the
+variant that the tree names has flags. The result is a tree again, so that checks across fields see
+file and flags together.
 """
 
 import copy
@@ -33,7 +33,7 @@ def parse_flags(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the tree with the flags of `args` laid over it, and the values of `extra`.
 
-    --help and bad flags end in SystemExit, as in argparse.
+    --help and bad flags raise SystemExit.
     """
     options = [
         (
@@ -81,9 +81,9 @@ def field_docs(cls: type) -> dict[str, str]:
 def _with_defaults(
     cls: type, tree: Mapping[str, Any], members: Mapping[str, type] | None = None
 ) -> type:
-    """A subclass of `cls` that has the values of `tree` as defaults, and no checks.
+    """Return a subclass of `cls` that has the values of `tree` as defaults, and no checks.
 
-    `members` are the variants of a union, by name: the flag of a name is the section, --loss gspo.
+    `members`: the variants of a union by name, which --loss chooses.
     """
     hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     tree, fields = defaults(cls) | dict(tree), []
@@ -133,7 +133,7 @@ _REGISTRY = tyro.constructors.ConstructorRegistry()
 def _json(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """How a mapping is given: --model.chat-template-kwargs '{"enable_thinking": false}'."""
+    """Read a mapping: --model.chat-template-kwargs '{"enable_thinking": false}'."""
     if typing.get_origin(info.type) is not dict:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(

@@ -1,13 +1,10 @@
-"""The section `generation`: how responses are sampled, and by which engines."""
+"""The section `generation`."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from nemorl.checks import at_least, require
+from nemorl.checks import at_least, refuse_unused, require
 from nemorl.rollout.generation import SamplingParams
-
-LONGEST_RESPONSE = 256
-"""Tokens of a response if generation.max_new_tokens is not given."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +12,7 @@ class GenerationConfig:
     """How responses are sampled."""
 
     backend: str = "torch"
-    """Generation backend: torch is embedded and shares the trainer's weights; vllm is fast on GPUs
-    and runs on a cluster.
-    """
+    """torch: embedded, with the trainer's weights; vllm: fast on GPUs, also on a cluster."""
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy (evaluation only)."""
     top_k: int = 0
@@ -27,56 +22,50 @@ class GenerationConfig:
     min_p: float = 0.0
     """Share of the likeliest token's probability below which tokens are dropped."""
     max_new_tokens: int | None = None
-    """Longest response, in tokens. Default: 256, or in a run half of
-    data.max_total_sequence_length if that is less.
-    """
+    """Longest response, in tokens. Default: 256, at most half of data.max_total_sequence_length."""
     stop_strings: tuple[str, ...] = ()
-    """Strings that end a response when one appears in its text."""
+    """Strings that end a response."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end a response, besides the tokenizer's end-of-sequence token."""
+    """Tokens that end a response, besides the end-of-sequence token."""
     max_batch_size: int = 256
-    """Number of sequences that an engine decodes at a time; the others wait."""
+    """Sequences that an engine decodes at a time."""
     num_replicas: int = 1
     """vllm: engines, which Ray places (on the cluster at RAY_ADDRESS, or on this machine)."""
     tensor_parallel_size: int = 1
     """vllm: devices over which each engine splits the model."""
     cpus_per_replica: int = 1
-    """vllm: CPU cores of each replica; without GPUs, the threads of each device's worker."""
+    """vllm: CPU cores of each replica; without GPUs, threads of each device's worker."""
     max_model_len: int | None = None
-    """vllm: longest prompt and response together, in tokens. Default in a run:
-    data.max_total_sequence_length, which is also the least.
+    """vllm: longest prompt and response together, in tokens. Default and least in a run:
+    data.max_total_sequence_length.
     """
     engine: dict[str, Any] = field(default_factory=dict)
-    """vllm: further arguments of the engine by vLLM's own names, such as gpu_memory_utilization:
-    0.5.
-    """
+    """vllm: further arguments by vLLM's own names, such as gpu_memory_utilization: 0.5."""
     python: str | None = None
-    """vllm: the Python interpreter of the replicas, if not the trainer's; its environment has the
-    same versions of nemorl and Ray.
+    """vllm: Python interpreter of the replicas, with the same versions of nemorl and Ray. Default:
+    the trainer's.
     """
     colocated: bool = True
-    """vllm: replicas share the trainer's GPUs and sleep while it trains. false: they have their own
-    GPUs.
-    """
+    """vllm: replicas share the trainer's GPUs, and sleep while it trains."""
     sleep_level: Literal[0, 1, 2] | None = None
-    """vllm: GPU memory freed while the trainer works: none (0), the cache and, to main memory, the
-    weights (1), or both for good (2). None: 2 if colocated on GPUs.
+    """vllm: GPU memory freed while the trainer works: none (0), cache and weights, to main memory
+    (1) or for good (2). None: 2 if colocated on GPUs.
     """
     weight_transport: Literal["auto", "shared_memory", "object_store", "cuda_ipc", "nccl"] = "auto"
-    """vllm: transport of new weights to the replicas. auto: the fastest that works."""
+    """vllm: transport of new weights. auto: the fastest that works."""
     timeout_s: float = 300.0
     """vllm: seconds without progress after which a replica is replaced."""
     start_timeout_s: float = 600.0
     """vllm: longest start of a replica, in seconds."""
     max_restarts: int = 3
-    """vllm: replacements of a replica in a row without a finished prompt; after these the run
-    continues without it, or ends if it was the last.
+    """vllm: replacements of a replica in a row without a finished prompt, before the run goes on
+    without it or, after the last one, ends.
     """
     log_dir: str | None = None
     """vllm: folder of the replicas' logs. Default: logs/ of the run."""
     trainer_gpus: int | None = None
-    """vllm: GPUs of this machine reserved for training if colocated is false. Default: those that
-    train here outside Ray.
+    """vllm: GPUs of this machine reserved for training if not colocated. Default: those that train
+    here outside Ray.
     """
 
     def __post_init__(self) -> None:
@@ -103,30 +92,23 @@ class GenerationConfig:
                 "300 is five minutes",
             )
         if self.backend == "torch":
-            names, default = [item.name for item in fields(self)], GenerationConfig(backend="vllm")
-            for name in names[names.index("num_replicas") :]:
-                value, remedy = (
-                    getattr(self, name),
-                    "add --generation.backend vllm, or omit it",
-                )
-                require(
-                    value == getattr(default, name),
-                    f"generation.{name}",
-                    "is not for torch, the embedded engine",
-                    value,
-                    remedy,
-                )
+            names = [item.name for item in fields(self)]
+            refuse_unused(
+                "generation",
+                self,
+                "is not for torch, the embedded engine",
+                "add --generation.backend vllm, or omit it",
+                names=names[names.index("num_replicas") :],
+            )
         self.sampling_params()
 
     @property
     def longest_response(self) -> int:
         """Return `max_new_tokens`, or its default."""
-        return LONGEST_RESPONSE if self.max_new_tokens is None else self.max_new_tokens
+        return self.max_new_tokens or 256
 
     def sampling_params(self, *, greedy: bool = False) -> SamplingParams:
-        """Return the parameters of a request; `greedy` keeps limits and stops, but always takes the
-        likeliest token.
-        """
+        """Return the parameters of a request; `greedy` always takes the likeliest token."""
         filters: dict[str, Any] = (
             {} if greedy else {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         )

@@ -4,34 +4,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemorl.checks import closest
-from nemorl.runtime.config.base import GRPOConfig
+from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import construct, layer
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath (arXiv 2402.03300) §4.2
     "grpo": {"kl": {"coef": 0.04}},
-    # Understanding R1-Zero-Like Training (arXiv 2503.20783) §3.2: neither the group's deviation nor
-    # the response's own length divides
     "dr_grpo": {
         "advantage": {"name": "group", "baseline": "group_mean", "scale": "none"},
         "reduction": "constant",
     },
-    # Back to Basics (arXiv 2402.14740)
     "rloo": {
         "advantage": {"name": "group", "baseline": "leave_one_out", "scale": "none"},
         "loss": {"name": "reinforce"},
         "reduction": "constant",
     },
-    # NeMo RL's examples/configs/grpo_math_1B.yaml: use_leave_one_out_baseline, normalize_rewards,
-    # token_level_loss, reference_policy_kl_penalty 0.01 (its newest versions differentiate the
-    # penalty as kl.gradient "score" does)
+    # examples/configs/grpo_math_1B.yaml (its newest versions differentiate the penalty as
+    # kl.gradient "score" does)
     "nemo_grpo": {
         "advantage": {"name": "group", "baseline": "leave_one_out", "scale": "leave_one_out_std"},
         "reduction": "token_mean",
         "kl": {"coef": 0.01},
     },
-    # DAPO (arXiv 2503.14476) §3; its buffer of 4,096 tokens is a fifth of the longest response,
-    # 20,480
+    # The buffer of 4,096 tokens is a fifth of the longest response, 20,480.
     "dapo": {
         "loss": {"name": "clipped", "clip_low": 0.2, "clip_high": 0.28},
         "reduction": "token_mean",
@@ -39,15 +33,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dynamic_sampling": True,
         "kl": {"coef": 0.0},
     },
-    # Group Sequence Policy Optimization (arXiv 2507.18071) §5.1
     "gspo": {
         "loss": {"name": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
         "reduction": "sequence_mean",
     },
-    # MiniMax-M1 (arXiv 2506.13585), which gives no number; the bound of 5 on the ratio is ScaleRL's
-    # (arXiv 2510.13786), TRL's epsilon_high=5.0
+    # The paper gives no number; the bound of 5 on the ratio is ScaleRL's (arXiv 2510.13786).
     "cispo": {"loss": {"name": "cispo", "clip_high": 4.0}, "reduction": "token_mean"},
-    # REINFORCE++ (arXiv 2501.03262); the coefficient is OpenRLHF's default
+    # The coefficient is OpenRLHF's default.
     "reinforce_plus_plus": {
         "advantage": {"name": "reinforce_plus_plus", "kl_coef": 0.01},
         "reduction": "token_mean",
@@ -56,19 +48,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What each preset changes, as nested sections between the defaults and the user's own file."""
 
 DESCRIPTIONS = {
-    "grpo": "group mean and deviation, KL penalty (DeepSeekMath)",
-    "dr_grpo": "no division by deviation or length (R1-Zero-like training)",
-    "rloo": "leave-one-out baseline, REINFORCE (Back to Basics)",
+    "grpo": "group mean and deviation, KL penalty (DeepSeekMath, arXiv 2402.03300)",
+    "dr_grpo": "no division by deviation or length (R1-Zero-like training, arXiv 2503.20783)",
+    "rloo": "leave-one-out baseline, REINFORCE (Back to Basics, arXiv 2402.14740)",
     "nemo_grpo": "leave-one-out mean and deviation, token mean, KL penalty (NeMo RL)",
-    "dapo": "clip-higher, token mean, overlong shaping and filter, dynamic sampling (DAPO)",
-    "gspo": "sequence-level ratio (Qwen's GSPO)",
-    "cispo": "REINFORCE with a clipped importance weight (MiniMax-M1)",
-    "reinforce_plus_plus": "KL in the reward, whitened over the batch (REINFORCE++)",
+    "dapo": "clip-higher, token mean, overlong shaping, dynamic sampling (arXiv 2503.14476)",
+    "gspo": "sequence-level ratio (Qwen's GSPO, arXiv 2507.18071)",
+    "cispo": "REINFORCE with a clipped importance weight (MiniMax-M1, arXiv 2506.13585)",
+    "reinforce_plus_plus": "KL in the reward, whitened over the batch (arXiv 2501.03262)",
 }
 
 
 def preset_overrides(name: str) -> dict[str, Any]:
-    """Return what a preset changes. Raises ValueError for an unknown name, with the valid ones."""
+    """Return what a preset changes. Raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(
             f"unknown preset {name!r}{closest(name, PRESETS) or '.'} Valid names:"

@@ -1,27 +1,23 @@
-"""The section `runtime`: how the processes of a run on several devices start and are watched."""
+"""The section `runtime`."""
 
 from dataclasses import dataclass
 
 from nemorl.checks import at_least, require
 
 WEEK_S = 604_800
-"""Seconds: longer than any call, and no more than the clocks of collectives can count."""
+"""No more than the clocks of collectives can count."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """How the ranks of a run on several devices run, and what happens when one fails."""
+    """How the ranks of a run on several devices are run and watched."""
 
     max_restarts: int = 0
-    """Number of restarts from the last checkpoint, with new ranks, after one has died or hung. 0:
-    such a failure ends the run.
-    """
+    """Restarts from the last checkpoint, with new ranks, after one has died or hung."""
     timeout_s: float = 1800.0
-    """Longest call of the ranks, such as an optimizer step, in seconds. After it they count as hung
-    and are ended.
-    """
+    """Longest call of the ranks, such as an optimizer step, in seconds; then they count as hung."""
     start_timeout_s: float = 600.0
-    """Longest start of the ranks, with the loading of the model, in seconds."""
+    """Longest start of the ranks, model included, in seconds."""
     cpus_per_rank: int = 1
     """CPU cores of each rank; without a GPU, its number of threads."""
 

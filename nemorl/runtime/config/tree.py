@@ -1,7 +1,7 @@
 """Settings from nested mappings and YAML files to frozen dataclasses, and back.
 
-A dataclass is a section; a union of dataclasses, annotated with `Field(discriminator="name")`, is a
-section whose `name` chooses one. Pydantic checks keys and types; the dataclasses check the rest.
+A dataclass is a section; a union of dataclasses is a section whose `name` chooses one. Pydantic
+checks keys and types; the dataclasses check the rest.
 """
 
 import dataclasses
@@ -51,14 +51,10 @@ def from_dict(
 ) -> Config:
     """Return the config that nested sections describe; the rest is as in `base`, or the default.
 
-    Raises ConfigError for unknown keys and wrong types, ValueError for what the config refuses.
-
-    >>> from nemorl.runtime.config.base import GRPOConfig
-    >>> from_dict(GRPOConfig, {"loss": {"name": "gspo"}, "optimizer": {"lr": 1e-6}}).loss
-    GSPOLoss(name='gspo', clip_low=0.0003, clip_high=0.0004, token_gradient=False)
+    >>> from nemorl.runtime.config.grpo import GRPOConfig
     >>> from_dict(GRPOConfig, {"kl": {"coeff": 0.1}})
     Traceback (most recent call last):
-    nemorl.runtime.config.yaml_io.ConfigError: unknown key kl.coeff; did you mean kl.coef? ...
+    ConfigError: unknown key kl.coeff; did you mean kl.coef? ...
     """
     return construct(cls, layer(cls, {} if base is None else to_dict(base), mapping))
 
@@ -94,8 +90,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `override` laid over `base`, section by section. A section whose `name` changes
-    starts afresh: another variant has other keys.
+    """Return `override` laid over `base`. A section whose `name` changes starts afresh.
 
     >>> merge({"lr": 1, "loss": {"name": "clipped", "clip_low": 0.1}}, {"loss": "reinforce"})
     {'lr': 1, 'loss': {'name': 'reinforce'}}
@@ -117,8 +112,7 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
 def layer(cls: type, tree: Mapping[str, Any], mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Return `mapping` laid over `tree` (over the defaults if that is empty).
 
-    Keys and types are checked. What concerns several settings is left to `construct`, as a later
-    layer may change it.
+    Only keys and types are checked: a later layer may change the rest.
     """
     spelled: dict[str, str] = {}
     try:
@@ -176,7 +170,7 @@ def unions(cls: type) -> dict[str, dict[str, type]]:
 def dotted_keys(cls: type) -> dict[str, bool]:
     """Return every key of a config, of all variants, and the aliases: True for our own spelling.
 
-    >>> from nemorl.runtime.config.base import SFTConfig
+    >>> from nemorl.runtime.config.sft import SFTConfig
     >>> dotted_keys(SFTConfig)["optimizer.lr"], dotted_keys(SFTConfig)["learning_rate"]
     (True, False)
     """
@@ -212,7 +206,7 @@ def defaults(cls: type) -> dict[str, Any]:
 def _without_aliases(
     cls: type, mapping: Mapping[str, Any], spelled: dict[str, str]
 ) -> dict[str, Any]:
-    """`mapping` in our own spelling. `spelled` gets the alias of each key that had one."""
+    """Return `mapping` in our own spelling. `spelled` gets the alias of each key that had one."""
     result = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()
     }
@@ -255,7 +249,7 @@ def _validated(cls: type, tree: Mapping[str, Any], ignored: tuple[str, ...] = ()
 
 
 def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
-    """Our words for a problem that pydantic found."""
+    """Return our words for a problem that pydantic found."""
     kind, value, context = problem["type"], problem["input"], problem.get("ctx", {})
     if kind == "value_error":
         return context["error"]
@@ -284,11 +278,7 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
     elif variants(hint):
         message = f"must be a section, but it is {value!r}: write its keys below it, indented"
     else:
-        words = {
-            "bool_type": "true or false",
-            "tuple_type": "a list",
-            "dict_type": "a mapping from names to values",
-        }
+        words = {"bool_type": "true or false", "tuple_type": "a list", "dict_type": "a mapping"}
         what = words.get(kind) or problem["msg"].partition("should be ")[2]
         message = f"must be {what}, but it is {value!r}{_remedy(kind, value)}"
     return ConfigError(f"{key} {message}", key)
@@ -308,10 +298,11 @@ def _unknown_key(cls: type, owner: type, key: str) -> ConfigError:
     section, _, name = key.rpartition(".")
     prefix = f"{section}." if section else ""
     names = [field.name for field in dataclasses.fields(owner)]
-    same = (each for each in _keys(cls) if each.rpartition(".")[2] == name and each != key)
-    elsewhere = dict.fromkeys(same)
-    hint = f"; did you mean {' or '.join(elsewhere)}?" if elsewhere else ""
-    hint = hint or closest(key, [prefix + each for each in names]) or ";"
+    elsewhere = dict.fromkeys(each for each in _keys(cls) if each.rpartition(".")[2] == name)
+    elsewhere.pop(key, None)
+    hint = closest(key, [prefix + each for each in names]) or ";"
+    if elsewhere:
+        hint = f"; did you mean {' or '.join(elsewhere)}?"
     of = " ".join(filter(None, [section, defaults(owner).get("name")]))
     listed = f"keys{f' of {of}' if of else ''}: {', '.join(names)}"
     return ConfigError(f"unknown key {key}{hint} {listed}", key)

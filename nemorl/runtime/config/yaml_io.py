@@ -31,10 +31,7 @@ def dump(mapping: Mapping[str, Any], indent: str = "") -> str:
 
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the mapping in a YAML file, and the line of every dotted key.
-
-    Raises ConfigError, with file and line, for what can't be read.
-    """
+    """Return the mapping in a YAML file, and the line of every dotted key."""
     yaml = YAML(typ="safe", pure=True)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -50,8 +47,7 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise ConfigError(f"{path}{where}: not valid YAML: {why}{remedy}") from None
     plain = json.loads(json.dumps({} if tree is None else tree, default=str))
     if not isinstance(plain, dict):
-        held = f"{plain!r:.40}"
-        raise ConfigError(f"{path} must hold keys and sections (`key: value`), but it holds {held}")
+        raise ConfigError(f"{path} must hold keys and sections (`key: value`), not {plain!r:.40}")
     return plain, _lines(node)
 
 

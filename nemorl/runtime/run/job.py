@@ -11,7 +11,7 @@ from nemorl.data.rows import COLUMNS, Row
 from nemorl.data.sources import DataModule, has_splits, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.environment import EnvironmentInterface
-from nemorl.runtime.config.base import DataConfig
+from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.run.state import Run
 
 Rows = Any
@@ -67,21 +67,21 @@ def read_data(
     A `DataModule` given as `train` brings its own validation rows. Where there are none,
     `data.held_out` takes some of the training rows.
     """
-    if train is not None:
-        require(
-            not data.weights or len(data.weights) == len(sources_of(train)),
-            "data.weights",
-            f"must be as many as there are training sets ({len(sources_of(train))})",
-            data.weights,
-            "give one weight for each set, or none",
-        )
-        if (
-            isinstance(train, DataModule)
-            and validation is None
-            and data.validation is None
-            and len(train.validation_rows())
-        ):
-            validation = train
+    count = len(sources_of(data.train if train is None else train))
+    require(
+        not data.weights or len(data.weights) == count,
+        "data.weights",
+        f"must be as many as there are training sets ({count})",
+        data.weights,
+        "give one weight for each set, or none",
+    )
+    if (
+        isinstance(train, DataModule)
+        and validation is None
+        and data.validation is None
+        and len(train.validation_rows())
+    ):
+        validation = train
     rows, held_out = (
         read_rows(data, "train", train) or [],
         read_rows(data, "validation", validation) or [],

@@ -1,5 +1,4 @@
-"""From settings to a run whose parts are live: names, devices, trainer, generator, checkpoint.
+"""From settings to a run whose parts are live.
 
-`launch.run` starts a run. `registry` is the only place that knows algorithms, backends and loggers
-by name; rooms above use it, and `settings` and `lengths`.
+`launch.run` starts a run. `registry` knows algorithms, backends and loggers by name.
 """

@@ -1,7 +1,4 @@
-"""On which devices a run trains, and whose processes have them.
-
-Worked out and checked against model and machine before anything starts.
-"""
+"""On which devices a run trains, checked against model and machine before anything starts."""
 
 import os
 import warnings
@@ -28,11 +25,11 @@ class Devices:
     plan: ParallelPlan
     """Without an open degree."""
     ranked: bool
-    """Whether the model is spread over ranks in other processes; a single rank counts."""
+    """Whether the model is on ranks in other processes; a single rank counts."""
     torchrun: bool = False
-    """Whether the ranks are processes that torchrun has started, of which this is one."""
+    """Whether torchrun has started the ranks, of which this process is one."""
     restarted: bool = False
-    """Whether torchrun has started them again after a failure."""
+    """Whether it has started them again after a failure."""
     on_gpus: bool = False
 
     @classmethod
@@ -43,11 +40,8 @@ class Devices:
         *,
         num_gpus: int | None = None,
     ) -> "Devices":
-        """Return the devices that `config` asks for in this environment.
-
-        Under torchrun the plan has all of its processes; otherwise as many as its degrees say.
-        `num_gpus` are those of this machine (looked up unless given). Raises ValueError for what
-        can't be.
+        """Return the devices that `config` asks for: under torchrun all of its processes, otherwise
+        as many as the plan's degrees say. `num_gpus` are this machine's (default: looked up).
         """
         started = torchrun_size(environ)
         torchrun, num_ranks = started is not None, started or config.parallel.num_ranks
@@ -63,17 +57,23 @@ class Devices:
             "spread adapters by parallel.dp_shard and cp",
         )
         gpus = _num_gpus() if num_gpus is None else num_gpus
-        check_device(config.trainer.device, ranked=ranked, gpus=None if on_cluster else gpus)
+        there = on_cluster or gpus > 0
+        check_device(config.trainer.device, ranked=ranked, has_gpus=there)
         on_gpus = config.trainer.device != "cpu" and gpus > 0
-        if torchrun:
-            _check_torchrun(config, environ)
-        elif ranked and not on_cluster:
+        require(
+            config.run.dir is not None or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
+            "run.dir",
+            "must be given where torchrun may start the run again",
+            None,
+            "add --run.dir",
+        )
+        if ranked and not torchrun and not on_cluster:
             check_size(num_ranks, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
         return cls(
             plan=plan,
             ranked=ranked,
             torchrun=torchrun,
-            restarted=torchrun and int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
+            restarted=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
             on_gpus=on_gpus,
         )
 
@@ -87,17 +87,13 @@ class Devices:
         return self.plan.num_ranks
 
     def check_model(self, config: Any) -> None:
-        """Raise a ValueError for a Hugging Face configuration (None: unknown) that the plan can't
-        spread.
-        """
+        """Raise ValueError if the plan can't spread a model of this configuration, if any."""
         needed = ("num_attention_heads", "intermediate_size", "vocab_size")
         if config is not None and all(hasattr(config, name) for name in needed):
             self.plan.check(config)
 
     def check_weights(self, path: str, *, from_scratch: bool = False) -> None:
-        """Raise a ValueError for a local model folder with missing or broken weights, before ranks
-        start.
-        """
+        """Raise ValueError for a local model folder with missing or broken weights."""
         folder = Path(path)
         if from_scratch or not self.ranked or not folder.is_dir():
             return
@@ -116,68 +112,48 @@ class Devices:
             ) from error
 
     def check_given(self, model: Any) -> None:
-        """Raise a ValueError for a model in memory where ranks have to load their parts of it."""
-        who = f"the {self.plan.num_ranks} ranks of parallel"
-        if self.torchrun:
-            who = "torchrun's processes"
+        """Raise ValueError for a model in memory where ranks have to load their parts of it."""
         require(
             model is None or not self.ranked,
             "model",
-            f"must be a folder or a hub name, from which each of {who} loads its own part",
+            f"must be a folder or a hub name, from which each of {self.plan.num_ranks} ranks loads"
+            " its part",
             type(model).__name__,
             "save_pretrained() it, with its tokenizer, and name that folder",
         )
 
 
 def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ranked: bool) -> None:
-    """Raise a ValueError for settings of the plan and of the ranks that nothing would use."""
-    unused = {
-        "cp_method": (plan.cp > 1, "is for parallel.cp above 1"),
-        "sequence_parallel": (plan.tp > 1, "is for parallel.tp above 1"),
-        "reduce_dtype": (ranked, "is for gradients that several devices sum"),
-    }
-    for name, (used, requirement) in unused.items():
+    """Raise ValueError for settings of the plan and of the ranks that nothing would use."""
+    for name, used, purpose in (
+        ("cp_method", plan.cp > 1, "parallel.cp above 1"),
+        ("sequence_parallel", plan.tp > 1, "parallel.tp above 1"),
+        ("reduce_dtype", ranked, "gradients that several devices sum"),
+    ):
         if not used:
-            refuse_unused("parallel", plan, requirement, "remove it", names=[name])
+            refuse_unused("parallel", plan, f"is for {purpose}", "remove it", names=[name])
     if torchrun:
         refuse_unused(
             "runtime",
             runtime,
             "is not for runs under torchrun, which starts the processes",
-            "remove it; torchrun has its own options (--nproc-per-node, --max-restarts)",
+            "remove it; torchrun has --nproc-per-node and --max-restarts",
             names=["max_restarts", "cpus_per_rank"],
         )
     if not ranked:
-        refuse_unused(
-            "runtime",
-            runtime,
-            "is for ranks in processes of their own",
-            "add a degree of parallel, or remove it",
-        )
+        requirement, remedy = "is for several ranks", "add a degree of parallel, or remove it"
+        refuse_unused("runtime", runtime, requirement, remedy)
 
 
-def check_device(device: str | None, *, ranked: bool, gpus: int | None) -> None:
-    """Raise a ValueError for a trainer.device that torch can't use; `gpus` are those of this
-    machine, None where the ranks are on others.
-    """
-    require(
-        not ranked or device in (None, "cpu", "cuda"),
-        "trainer.device",
-        "must be cpu or cuda where the ranks have one each",
-        device,
-        "name no other and no number; CUDA_VISIBLE_DEVICES says which GPUs are used",
-    )
-    if device is None:
-        return
-    if device.startswith("cuda"):
+def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
+    """Raise ValueError for a trainer.device that torch can't use."""
+    if ranked:
         require(
-            gpus is None
-            or (device == "cuda" and gpus > 0)
-            or device in [f"cuda:{index}" for index in range(gpus)],
+            device in (None, "cpu", *["cuda"] * has_gpus),
             "trainer.device",
-            f"must be one that torch can use here, where it finds {gpus} GPUs",
+            f"must be cpu{' or cuda' * has_gpus} where the ranks have one each",
             device,
-            "remove it for the best one",
+            "remove it; CUDA_VISIBLE_DEVICES says which GPUs are used",
         )
         return
     from nemorl.models.causal_lm import usable_device
@@ -189,8 +165,8 @@ def check_device(device: str | None, *, ranked: bool, gpus: int | None) -> None:
 
 
 def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
-    """Raise a ValueError for more ranks than this machine has GPUs (0: they compute on its cores),
-    or more cores for each than there are. Ranks that have to share cores are a warning.
+    """Raise ValueError for more ranks than this machine has GPUs (0: they compute on its cores), or
+    more cores for each than it has. Ranks that share cores are a warning.
     """
     cores = os.cpu_count() or 1
     require(
@@ -214,16 +190,6 @@ def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
             " machine: a lower degree is faster",
             stacklevel=4,
         )
-
-
-def _check_torchrun(config: BaseConfig, environ: Mapping[str, str]) -> None:
-    require(
-        config.run.dir is not None or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
-        "run.dir",
-        "must be given where torchrun may start the run again",
-        None,
-        "add --run.dir, in which the run goes on",
-    )
 
 
 def _num_gpus() -> int:

@@ -1,7 +1,4 @@
-"""`run`: from a configuration to a finished run.
-
-Everything is checked and loaded in order of cost, put together, and handed to the algorithm's loop.
-"""
+"""`run`: from a configuration to a finished run, checked and loaded in order of cost."""
 
 import itertools
 import warnings
@@ -18,7 +15,6 @@ from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.metric_rules import require_validation
 from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.run import checkpoint
@@ -66,16 +62,14 @@ def run(
     """Run the algorithm that `config` is of, in the folder `config.run.dir`.
 
     A loaded `model` and `tokenizer`, rows and a reward function may be given here instead of by
-    name in the configuration. With `config.run.resume` the run in the folder goes on from its last
-    checkpoint, and ends with the numbers that it would have had without the interruption.
+    name. With `config.run.resume` the run goes on from its last checkpoint, and ends with the
+    numbers that it would have had without the interruption.
 
-    The loop, the callbacks and the reward are in this process, whatever `config.parallel` says:
-    other processes only have their parts of the model. Under torchrun that is the process of rank
-    0; in the others this function serves rank 0 until the run is over, and returns the same result
-    without the model.
+    The loop, the callbacks and the reward are in this process. Under torchrun it is that of rank 0;
+    the others serve it until the run is over, and return the same result without the model.
 
-    Raises ValueError that names the field where something in the configuration or the data can't
-    work, where possible before the model is loaded.
+    Raises ValueError that names the field where something can't work, where possible before the
+    model is loaded.
     """
     name = algorithm_of(config)
     require(
@@ -83,8 +77,7 @@ def run(
         "model.from_scratch",
         "can't be given together with a loaded model",
         True,
-        "build the model with random weights yourself, or name its folder (--model.path) instead"
-        " of passing it",
+        "omit it, or name the model's folder (--model.path)",
     )
     get_training_backend(config.trainer.backend)  # or an error that lists the known names
     get_generation_backend(config.generation.backend)
@@ -100,12 +93,9 @@ def run(
         config.data, train=train, validation=validation, seed=config.run.seed
     )
     if not rows:
-        raise ValueError(
-            "data.train must name rows to train on, but it is empty: give --data.train FILE, or"
-            " run(config, train=rows)"
-        )
-    held_out = held_out[: config.run.max_val_samples]
-    require_validation(config.run.metrics_of_rules(), validates=bool(held_out))
+        raise ValueError("data.train must name rows to train on: add --data.train FILE")
+    if not held_out:
+        config.run.require_training_metrics()
     resume, folder = config.run.resume or devices.restarted, config.run.dir or free_directory(name)
     config = replace(config, run=replace(config.run, resume=resume, dir=folder))
     with locked(Path(folder)), signals_raise():
@@ -122,36 +112,36 @@ def run(
                 tokenizer, config.model.chat_template, config.model.chat_template_kwargs
             )
             inputs = Inputs(
-                train=rows, validation=held_out, tokenizer=tokenizer, environment=environment
+                train=rows,
+                validation=held_out[: config.run.max_val_samples],
+                tokenizer=tokenizer,
+                environment=environment,
             )
             job: Job = load(get_algorithm(name).prepare)(config, inputs)
             if job.generates and shortened:
                 warnings.warn(shortened, stacklevel=2)
-            return with_restarts(
-                Launch(
-                    config=config,
-                    devices=devices,
-                    directory=directory,
-                    job=job,
-                    folder=path,
-                    model=model,
-                    engines=generation_config(config, directory, devices)
-                    if job.generates
-                    else None,
-                    tokenizer=tokenizer,
-                    lengths=show_lengths(job.lengths, config),
-                    log=log,
-                    loggers=loggers,
-                    callbacks=callbacks,
-                )
+            engines = generation_config(config, directory, devices) if job.generates else None
+            launch = Launch(
+                config=config,
+                devices=devices,
+                directory=directory,
+                job=job,
+                folder=path,
+                model=model,
+                engines=engines,
+                tokenizer=tokenizer,
+                lengths=show_lengths(job.lengths, config),
+                log=log,
+                loggers=loggers,
+                callbacks=callbacks,
             )
+            return with_restarts(launch)
 
 
 def with_restarts(launch: Launch) -> TrainResult:
     """Train, and up to runtime.max_restarts times again, with new ranks and from the last
     checkpoint, after ranks have died or hung.
 
-    The numbers are those of a run without the failure. Each restart is a warning that says why.
     The caller's callbacks see all attempts, and are closed after the last one.
     """
     config, generators = launch.config, random_state()
@@ -167,9 +157,7 @@ def with_restarts(launch: Launch) -> TrainResult:
                     raise
                 reason = str(failure)
             point = checkpoint.latest(launch.directory.path)
-            where = f"goes on from {point}"
-            if point is None:
-                where = "begins anew, as there is no checkpoint yet,"
+            where = f"goes on from {point}" if point else "begins anew, without a checkpoint yet,"
             times = f"restart {restart} of {config.runtime.max_restarts}"
             event("restart", times, restart=restart)
             warnings.warn(f"the run {where} with new ranks ({times}): {reason}", stacklevel=3)

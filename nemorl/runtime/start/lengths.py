@@ -1,4 +1,4 @@
-"""How long the sequences of a run's data are, as shown before it and kept in its data.json."""
+"""How long the sequences of a run's data are, as shown and kept in data.json."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,9 +13,7 @@ if TYPE_CHECKING:
 def show_lengths(
     lengths: Mapping[str, Lengths | Sequence[int]], config: BaseConfig
 ) -> dict[str, Any]:
-    """Print the lengths of a run's data sets, unless run.display is none, and return what data.json
-    holds.
-    """
+    """Print the lengths of a run's data sets, and return the contents of data.json."""
     limit = config.data.max_total_sequence_length
     statistics = {
         name: length_statistics(given, None if isinstance(given, Lengths) else limit)

@@ -1,6 +1,4 @@
-"""A run whose parts are live: trainer and generator are set up, stand where the last checkpoint
-left them, and are shut down at the end.
-"""
+"""A run whose parts are live: trainer and generator as the last checkpoint left them."""
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +13,9 @@ from torch import nn
 from nemorl.checks import require
 from nemorl.models.causal_lm import usable_device
 from nemorl.models.pretrained import check_vocabulary
-from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
-from nemorl.runtime.config.policy import GapConfig
+from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run import checkpoint
@@ -43,9 +40,7 @@ from nemorl.runtime.watch.waiting import waiting_for_engines, waiting_for_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """A run before its model is loaded: everything that is read and checked once, however often
-    its ranks are started.
-    """
+    """A run before its model is loaded: what is read and checked once."""
 
     config: Any
     devices: Devices
@@ -56,7 +51,7 @@ class Launch:
     model: nn.Module | None
     """A loaded model that was given."""
     engines: GenerationConfig | None
-    """The set-up of the generator; None where the job samples nothing."""
+    """None where the job samples nothing."""
     tokenizer: Any
     lengths: Mapping[str, Any]
     """The contents of data.json."""
@@ -84,7 +79,8 @@ def train(launch: Launch) -> TrainResult:
         directory.write_data(launch.lengths)
         if generator is not None:
             generator.update_weights(TrainerWeights(trainer), version=run.state.policy_version)
-            prompt = probe(config, trainer.model.config.vocab_size)
+            length = min(8, config.data.max_total_sequence_length // 2)
+            prompt = [token % trainer.model.config.vocab_size for token in range(length)]
             check_agreement(trainer, generator, prompt, precision=config.parallel.param_dtype)
             generator.sleep()  # until it is needed
         launch.log.total_steps = job.num_steps
@@ -113,37 +109,26 @@ def live_trainer(launch: Launch, found: Path | None) -> Iterator[Any]:
     setup = backend_config(
         config, launch.job, launch.folder, found, devices=devices, directory=launch.directory
     )
-    with waiting:
-        set_up(trainer, setup)
     try:
-        if devices.ranked:  # a backend in this process seeds the generators that a reward uses
-            torch.manual_seed(config.run.seed)
-        check_vocabulary(trainer.model, launch.tokenizer)
-        yield trainer
-    finally:
-        trainer.shutdown()
-
-
-def set_up(trainer: Any, config: BackendConfig) -> None:
-    """Set up a training backend, and shut it down if that fails.
-
-    Raises ValueError if a backend of your own has no `model` or `step` afterwards.
-    """
-    try:
-        trainer.setup(config)
+        with waiting:
+            trainer.setup(setup)
         missing = [name for name in ("model", "step") if not hasattr(trainer, name)]
         require(
             not missing,
             "trainer.backend",
             "must have the attributes model and step once it is set up",
             config.trainer.backend,
-            f"{type(trainer).__name__} has no {' and no '.join(missing)};"
-            " see nemorl.TrainingBackend",
+            f"{type(trainer).__name__} has no {' and no '.join(missing)}",
         )
+        if devices.ranked:  # a backend in this process seeds the generators that a reward uses
+            torch.manual_seed(config.run.seed)
+        check_vocabulary(trainer.model, launch.tokenizer)
+        yield trainer
     except BaseException:
-        with suppress(Exception):  # the error of the set-up is the one to show
+        with suppress(Exception):  # the first error is the one to show
             trainer.shutdown()
         raise
+    trainer.shutdown()
 
 
 @contextmanager
@@ -154,7 +139,7 @@ def live_generator(launch: Launch, trainer: Any) -> Iterator[GenerationBackend |
         yield None
         return
     backend = get_generation_backend(engines.backend)
-    if launch.devices.ranked and shares_model(backend):
+    if launch.devices.ranked and getattr(backend, "shares_model", True):
         # Where the ranks have GPUs, this machine may have none.
         model = whole_model(model, "cpu" if config.trainer.device == "cpu" else None)
     generator = backend(
@@ -168,16 +153,9 @@ def live_generator(launch: Launch, trainer: Any) -> Iterator[GenerationBackend |
         generator.shutdown()
 
 
-def shares_model(generator_class: type) -> bool:
-    """Return whether engines of this class compute with the model that they are made with."""
-    return getattr(generator_class, "shares_model", True)
-
-
 def whole_model(model: Any, device: str | None) -> nn.Module:
-    """Return a model like `model`, whose weights are on ranks, for an engine in this process.
-
-    It is in float32, on `device` (None: the best there is), and without weights until
-    `update_weights` brings them. No random number is drawn.
+    """Return a float32 model like `model`, whose weights are on ranks, without weights, on `device`
+    (None: the best there is). No random number is drawn.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
@@ -190,31 +168,24 @@ def whole_model(model: Any, device: str | None) -> nn.Module:
     return whole.eval().requires_grad_(False)
 
 
-def probe(config: Any, vocab_size: int) -> list[int]:
-    """Return a prompt for `check_agreement`, of any tokens, that leaves room for an answer."""
-    length = max(1, min(8, config.data.max_total_sequence_length // 2))
-    return [token % vocab_size for token in range(length)]
-
-
 def resumed(run: Run, launch: Launch) -> Run:
     """Return the run where its last whole checkpoint left it, if it is to be resumed, and make its
-    directory show this state and these settings.
-
-    Changed settings are a warning.
+    directory show this state and these settings. Changed settings are a warning.
     """
-    config, directory, found = run.config, launch.directory, None
-    if config.run.resume:
-        found = checkpoint.load_latest(directory.path, run)
+    config, directory = run.config, launch.directory
+    found = checkpoint.load_latest(directory.path, run) if config.run.resume else None
     if found is not None:
-        run = replace(run, state=found[1])
+        path, state = found
+        run = replace(run, state=state)
         for change in changes(directory.config, config):
             warn(f"the run goes on with other settings than before: {change}")
-        now, before = launch.devices.plan.num_ranks, num_ranks(found[0])
-        if before not in (0, now):
+        now = launch.devices.plan.num_ranks
+        before = len(list((path / "trainer").glob("optimizer*.safetensors")))
+        if before not in (0, now):  # 0: of another backend
             warn(f"the run goes on with another number of devices than before: {now}, was {before}")
-        if run.state.step >= launch.job.num_steps:
+        if state.step >= launch.job.num_steps:
             warn(
-                f"the run has {run.state.step} steps already, so there is nothing to do up to step"
+                f"the run has {state.step} steps already, so there is nothing to do up to step"
                 f" {launch.job.num_steps}: raise max_num_steps"
             )
     elif config.run.resume and checkpoint.present(directory.path):
@@ -230,20 +201,12 @@ def resumed(run: Run, launch: Launch) -> Run:
 
 
 def warn(message: str) -> None:
-    """Warn the caller of `nemorl.run`."""
     warnings.warn(message, stacklevel=4)
 
 
-def num_ranks(found: Path) -> int:
-    """Return the number of ranks that wrote a checkpoint; 0 for one of another backend."""
-    return len(list((found / "trainer").glob("optimizer*.safetensors")))
-
-
 def own_callbacks(launch: Launch, model: nn.Module) -> tuple[list[Callback], list[Callback]]:
-    """Return nemorl's callbacks that come before the caller's, and those that come after.
-
-    Those before show and record. Those after save: a checkpoint covers all that was recorded
-    before it.
+    """Return the callbacks that show and record, which come before the caller's, and those after,
+    which save: a checkpoint covers all that was recorded before it.
     """
     config, directory = launch.config, launch.directory
     logged = LoggedRun(

@@ -1,7 +1,4 @@
-"""What is chosen by name: algorithms, backends, loggers.
-
-Each is imported when it is asked for; yours join by a decorator.
-"""
+"""What is chosen by name: algorithms, backends, loggers. Yours join by a decorator."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,8 +7,10 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import closest, require
-from nemorl.runtime.config.base import BaseConfig, GRPOConfig, SFTConfig
-from nemorl.runtime.config.preference import DPOConfig
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.dpo import DPOConfig
+from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.sft import SFTConfig
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import TrainingBackend
@@ -25,10 +24,8 @@ Prepare = Callable[[Any, "Inputs"], "Job"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm as the launcher and the command line know it."""
-
     config: type[BaseConfig]
-    """The dataclass of its settings; its docstring begins `nemorl NAME --help`."""
+    """The dataclass of its settings; its docstring is shown by --help."""
     prepare: str | Prepare
     """prepare(config, inputs) -> Job, or its place: "module:function"."""
 
@@ -53,12 +50,12 @@ LOGGERS: dict[str, Any] = {
 
 
 def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prepare], Prepare]:
-    """Register an algorithm for `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and,
-    through `nemorl.main`, the command `nemorl NAME`.
+    """Register an algorithm for `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and the
+    command `nemorl NAME`.
 
     The decorated function turns the config and the `Inputs` (rows, tokenizer, environment) into a
     `Job` before a model is loaded. Raises ValueError where another algorithm has the name or the
-    config, or `config` is no frozen dataclass derived from `BaseConfig`.
+    config.
     """
     derived = isinstance(config, type) and issubclass(config, BaseConfig)
     require(
@@ -84,32 +81,26 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prep
 
 
 def register_training_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
-    """Register a class with the methods of `TrainingBackend` as `trainer.backend=name`.
-
-    Raises ValueError if another has the name, or a method is missing.
-    """
+    """Register a class with the methods of `TrainingBackend` as `trainer.backend=name`."""
     protocol = "nemorl.parallel.backend:TrainingBackend"
     return _register(name, TRAINING_BACKENDS, "training backend", protocol=protocol)
 
 
 def register_generation_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
-    """Register a class with the methods of `GenerationBackend` as `generation.backend=name`.
-
-    Raises ValueError if another has the name, or a method is missing.
-    """
+    """Register a class with the methods of `GenerationBackend` as `generation.backend=name`."""
     protocol = "nemorl.rollout.generation:GenerationBackend"
     return _register(name, GENERATION_BACKENDS, "generation backend", protocol=protocol)
 
 
 def register_logger(name: str) -> Callable[[Registered], Registered]:
-    """Register a logger as `run.loggers name`: something that is made with a `LoggedRun` and has
-    the methods of `MetricLogger`.
+    """Register a class with the methods of `MetricLogger`, made with a `LoggedRun`, as a name of
+    `run.loggers`.
     """
     return _register(name, LOGGERS, "logger")
 
 
 def get_algorithm(name: str) -> Algorithm:
-    """Return an algorithm by its name; an unknown one is a ValueError that lists the known ones."""
+    """Return an algorithm."""
     return _get(name, ALGORITHMS, "algorithm")
 
 
@@ -130,12 +121,7 @@ def algorithm_of(config: Any) -> str:
 
 
 def get_training_backend(name: str) -> "type[TrainingBackend]":
-    """Return the class of a training backend.
-
-    >>> get_training_backend("dtenosr")
-    Traceback (most recent call last):
-    ValueError: unknown training backend 'dtenosr'; did you mean dtensor? Valid names: dtensor
-    """
+    """Return the class of a training backend."""
     return load(_get(name, TRAINING_BACKENDS, "training backend"))
 
 
@@ -144,47 +130,31 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
     return load(_get(name, GENERATION_BACKENDS, "generation backend"))
 
 
-def get_logger(name: str) -> "LoggerFactory":
-    """Return the class of a logger, or the function that makes it."""
-    return load(_get(name, LOGGERS, "logger"))
-
-
 def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":
-    """Return the loggers that `run.loggers` names, after the one of the run's own files.
-
-    names: None means TensorBoard where it is installed.
-    Raises: ValueError for a name that is unknown, doubled, or whose package is missing.
+    """Return the loggers that `run.loggers` names (None: TensorBoard where it is installed), after
+    the one of the run's own files.
     """
     from nemorl.runtime.watch.loggers.jsonl import JsonlLogger
 
     if names is None:
         names = ("tensorboard",) if installed("tensorboard") else ()
     for name in names:
-        require(
-            list(names).count(name) == 1,
-            "run.loggers",
-            "must name each logger once",
-            list(names),
-            f"omit the second {name}",
-        )
         if name in ("tensorboard", "wandb", "mlflow") and not installed(name):
             raise ValueError(
-                f"run.loggers can't name {name}, because the package {name} is not installed:"
-                " pip install 'nemorl[loggers]', or omit it"
+                f"run.loggers can't name {name}, because it is not installed: pip install"
+                " 'nemorl[loggers]', or omit it"
             )
-    return {"jsonl": JsonlLogger} | {name: get_logger(name) for name in names}
+    return {"jsonl": JsonlLogger} | {name: load(_get(name, LOGGERS, "logger")) for name in names}
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be imported; a folder of that name, such as W&B's own `wandb/`
-    in the working directory, is none.
-    """
+    """Return whether a package can be imported; W&B's folder `wandb/` is none."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def load(target: Any) -> Any:
-    """Return the object at "module:name"; anything but a string is returned as it is."""
+    """Return the object at "module:name", or one that is no string."""
     if not isinstance(target, str):
         return target
     module, _, attribute = target.partition(":")
@@ -202,23 +172,18 @@ def _get(name: str, known: dict[str, Any], kind: str) -> Any:
 def _register(
     name: str, known: dict[str, Any], kind: str, *, protocol: str | None = None
 ) -> Callable[[Any], Any]:
-    if not name or not all(part.isidentifier() for part in name.split("-")):
-        raise ValueError(
-            f"the name of a {kind} must be a word, but it is {name!r}: use letters, digits and _"
-        )
-
     def decorate(value: Any) -> Any:
         present = known.get(name)
         # A module that is loaded twice may register twice.
         if present is not None and _home(present) != _home(value):
             raise ValueError(f"the {kind} {name!r} is registered already: choose another name")
-        attributes = vars(load(protocol)) if protocol else {}
-        methods = [key for key, of in attributes.items() if callable(of) and key[0] != "_"]
+        required = vars(load(protocol)) if protocol else {}
+        methods = [key for key, of in required.items() if callable(of) and key[0] != "_"]
         missing = [method for method in methods if not callable(getattr(value, method, None))]
         if missing:
             raise ValueError(
                 f"a {kind} must have the methods {', '.join(methods)}, but {name!r} has no"
-                f" {', '.join(missing)}: add them"
+                f" {', '.join(missing)}"
             )
         known[name] = value
         return value

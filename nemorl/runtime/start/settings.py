@@ -1,7 +1,7 @@
-"""What a run's parts are set up with, worked out from its settings and its model."""
+"""What a run's parts are set up with."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,19 +25,17 @@ from nemorl.runtime.start.devices import Devices
 def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | None) -> Any:
     """Return the config with the names of what was given in Python, so that config.yaml has them.
 
-    A reward without a name is noted as given in Python, so that a resume without it is an error.
+    A reward without a name is noted, so that a resume without it is an error.
     """
 
     def named(value: Any) -> Any:
-        several = isinstance(value, Sequence) and not isinstance(value, str) and bool(value)
-        parts = list(value) if several else [value]
-        if not all(isinstance(part, str | Path) for part in parts):
-            return None
-        return tuple(map(str, parts)) if several else str(value)
+        if isinstance(value, list | tuple) and value:
+            return tuple(map(str, value)) if all(map(named, value)) else None
+        return str(value) if isinstance(value, str | Path) else None
 
-    names = {"train": named(train), "validation": named(validation)}
-    data = {key: name for key, name in names.items() if name is not None}
-    config = replace(config, data=replace(config.data, **data)) if data else config
+    given = {"train": named(train), "validation": named(validation)}
+    data = {key: name for key, name in given.items() if name}
+    config = replace(config, data=replace(config.data, **data))
     if reward is None or not hasattr(config, "reward"):
         return config
     parts = list(reward) if isinstance(reward, Mapping | list | tuple) else [reward]
@@ -49,7 +47,7 @@ def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | Non
 
 
 def model_config_of(model: nn.Module | str) -> Any:
-    """Return the Hugging Face configuration of a model, or of a folder or hub name.
+    """Return the Hugging Face configuration of a model, folder or hub name.
 
     None where it can't be read: loading the model will say what is wrong.
     """
@@ -65,9 +63,7 @@ def model_config_of(model: nn.Module | str) -> Any:
 
 
 def within_positions(config: Any, of_model: Any) -> Any:
-    """Return the config with data.max_total_sequence_length lowered, with a warning, to the number
-    of the model's positions.
-    """
+    """Return the config with data.max_total_sequence_length lowered to the model's positions."""
     positions = getattr(of_model, "max_position_embeddings", None)
     wanted = config.data.max_total_sequence_length
     if positions is None or wanted <= positions:
@@ -81,11 +77,8 @@ def within_positions(config: Any, of_model: Any) -> Any:
 
 
 def with_response_length(config: Any) -> tuple[Any, str | None]:
-    """Return the config with generation.max_new_tokens as a number that leaves room for a prompt,
-    and a message where that is less than the usual one.
-
-    A number that was given stays. Nothing is set for an algorithm without rewards, which samples
-    nothing.
+    """Return the config with generation.max_new_tokens set, unless it was given, to leave room for
+    a prompt, and a message where that is less than the usual one.
     """
     if config.generation.max_new_tokens is not None or not hasattr(config, "reward"):
         return config, None
@@ -124,9 +117,7 @@ def backend_config(
     devices: Devices,
     directory: RunDirectory,
 ) -> BackendConfig:
-    """Return what the training backend is set up with; `found` is the checkpoint that it resumes
-    from.
-    """
+    """Return what the training backend is set up with, resumed from the checkpoint `found`."""
     total_steps = job.num_updates or job.num_steps
     needs_initial_model = job.keep_reference or job.with_initial_model is not None
     return BackendConfig(
@@ -148,10 +139,7 @@ def backend_config(
 def profile_config(
     profile: ProfileConfig, directory: RunDirectory, *, total_steps: int
 ) -> ProfileConfig:
-    """Return what is profiled, in profile/ of the run unless another folder was given.
-
-    Raises ValueError where nothing would be recorded, or could be written.
-    """
+    """Return what is profiled, in profile/ of the run unless another folder was given."""
     span = profile.span()
     if span is None:
         return profile
@@ -170,10 +158,8 @@ def profile_config(
 def generation_config(
     config: BaseConfig, directory: RunDirectory, devices: Devices
 ) -> GenerationConfig:
-    """Return what an engine is set up with: its longest sequence, the place of its logs and the
-    GPUs that it leaves to the trainer are the run's, unless they were given.
-
-    Raises ValueError where the engine's longest sequence is shorter than the run's.
+    """Return what an engine is set up with: longest sequence, logs and the GPUs that it leaves to
+    the trainer are the run's, unless they were given.
     """
     given, longest = config.generation, config.data.max_total_sequence_length
     if given.backend == "torch":
@@ -191,10 +177,8 @@ def generation_config(
 
 
 def changes(path: str | Path, config: Any) -> list[str]:
-    """Return the settings that differ from those in a file, if numbers depend on them and they are
-    not the length of the run.
-
-    A file that can't be read is a warning.
+    """Return the settings, other than the run's length, that numbers depend on and that differ from
+    those in a file.
     """
     try:
         before, now = flat(to_dict(load_config(type(config), path))), flat(to_dict(config))

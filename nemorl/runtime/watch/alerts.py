@@ -3,7 +3,7 @@
 import math
 import warnings
 
-from nemorl.runtime.config.policy import GapConfig
+from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory

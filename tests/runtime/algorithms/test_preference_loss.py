@@ -19,7 +19,7 @@ from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.layout import cut
 from nemorl.runtime.algorithms.preference_loss import make_loss, rewards, with_loss_weights
-from nemorl.runtime.config.preference import (
+from nemorl.runtime.config.dpo import (
     DPOConfig,
     DPOLoss,
     HingeLoss,
@@ -32,17 +32,19 @@ from tests.runtime.runs import TIMES
 from tests.tiny_models import tiny_model
 
 CONFIGS = {
-    "dpo": DPOConfig(),
+    "dpo": DPOConfig(loss=DPOLoss(beta=0.3)),
     "dpo averaged": DPOConfig(loss=DPOLoss(average_logprobs=True)),
     "dpo smoothed, with sft": DPOConfig(loss=DPOLoss(label_smoothing=0.1), sft_coef=0.7),
     "dpo robust": DPOConfig(loss=DPOLoss(label_smoothing=0.1, robust=True)),
-    "ipo": DPOConfig(loss=IPOLoss()),
+    "ipo": DPOConfig(loss=IPOLoss(beta=0.2)),
     "ipo summed": DPOConfig(loss=IPOLoss(average_logprobs=False)),
     "hinge": DPOConfig(loss=HingeLoss(beta=0.05)),
-    "simpo": DPOConfig(loss=SimPOLoss(label_smoothing=0.1)),
-    "orpo": DPOConfig(loss=ORPOLoss()),
+    "simpo": DPOConfig(loss=SimPOLoss(beta=1.0, margin=0.5, label_smoothing=0.1)),
+    "orpo": DPOConfig(loss=ORPOLoss(coef=0.2)),
     "orpo by sequence": DPOConfig(loss=ORPOLoss(), sft_reduction="sequence_mean"),
-    "kto": DPOConfig(loss=KTOLoss(desirable_coef=1.5), sft_coef=0.3),
+    "kto": DPOConfig(
+        loss=KTOLoss(beta=0.2, desirable_coef=1.5, undesirable_coef=2.0), sft_coef=0.3
+    ),
 }
 LAYOUTS = {
     "one row at a time": TrainerConfig(train_micro_batch_size=1),

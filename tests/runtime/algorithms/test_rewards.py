@@ -11,6 +11,7 @@ import pytest
 import nemorl
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.runtime.cli.main import main, parse
+from nemorl.runtime.run.directory import read_lines
 from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -133,21 +134,6 @@ def test_sft_validates_with_several_rewards(tmp_path: Path):
     assert result.metrics["val_accuracy"] == result.metrics["val_reward/exact_match"]
 
 
-def test_a_row_without_a_column_is_found_before_the_run(tmp_path: Path):
-    rows = [*addition_rows(3), {"prompt": "1+1="}]
-    with pytest.raises(
-        ValueError, match="reward 'exact_match' wants the column 'answer', but row 4 has only"
-    ):
-        start(grpo_config(tmp_path), rows=rows, reward=[digits, "exact_match"])
-    with pytest.raises(
-        ValueError,
-        match=(
-            "reward_weights must be one number per reward, but there are 1 for digits, exact_match"
-        ),
-    ):
-        start(grpo_config(tmp_path, reward_weights=(1.0,)), reward=[digits, "exact_match"])
-
-
 def test_what_validation_and_evaluation_need_is_checked_before_a_model_is_loaded(
     saved, tmp_path: Path
 ):
@@ -227,7 +213,7 @@ def test_evaluation_with_several_rewards(saved, tmp_path: Path, capsys):
         )
         == 0
     )
-    answers = [json.loads(line) for line in output.read_text().splitlines()]
+    answers = read_lines(output)
     assert len(answers) == 12
     assert all(
         answer["reward"] == pytest.approx(answer["rewards"]["exact_match"] + 0.1)

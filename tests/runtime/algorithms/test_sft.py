@@ -9,7 +9,7 @@ import nemorl
 from nemorl.data.datasets import to_examples
 from nemorl.runtime.algorithms.sft import num_steps, validation_loss
 from nemorl.runtime.run.state import LoopState, Run
-from tests.runtime.runs import addition_rows, sft_config, start
+from tests.runtime.runs import addition_rows, of_phase, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 
@@ -19,7 +19,7 @@ def test_it_learns_its_demonstrations(tmp_path: Path):
     """
     config = sft_config(tmp_path, steps=180, run={"val_period": 90, "export": True})
     result = start(config, validation=addition_rows(35), scale=1.0)
-    validations = [line for line in result.history if line["phase"] == "validation"]
+    validations = of_phase(result, "validation")
     assert [line["step"] for line in validations] == [90, 180]
     assert validations[-1]["loss"] < 0.2
     assert result.metrics["val_accuracy"] > 0.9
@@ -114,17 +114,3 @@ def test_rows_with_messages(tmp_path: Path):
     assert result.metrics["num_tokens"] == 16 * 6  # 4 tokens, 1 digit, the end token
     assert result.metrics["val_loss"] > 0
     assert result.metrics["val_response_length"] > 0
-
-
-def test_too_long_rows_are_dropped_and_counted(tmp_path: Path):
-    data = nemorl.DataConfig(max_total_sequence_length=6, too_long="drop")
-    rows = [*addition_rows(20), {"prompt": "111+1=", "response": "112"}]
-    with pytest.warns(UserWarning, match="examples: .* dropped"):
-        start(sft_config(tmp_path, data=data, steps=1), rows=rows)
-    with pytest.raises(ValueError, match="row 21: the sequence has 10 tokens, max_length is 6"):
-        start(
-            sft_config(
-                tmp_path / "b", data=nemorl.DataConfig(max_total_sequence_length=6), steps=1
-            ),
-            rows=rows,
-        )

@@ -9,7 +9,7 @@ import torch
 
 import nemorl
 from nemorl.runtime.cli.api import make_config
-from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
+from tests.runtime.runs import addition_rows, digits, grpo_config, of_phase, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 QUIET = {
@@ -30,10 +30,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def losses(result: nemorl.TrainResult) -> list[float]:
-    return [line["loss"] for line in result.history if line["phase"] == "train"]
+    return [line["loss"] for line in of_phase(result, "train")]
 
 
-def test_train_is_run(folder: Path, tmp_path: Path) -> None:
+def test_train_is_run(folder: Path, tmp_path: Path):
     sizes = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
     result = nemorl.train(model=folder, dataset=addition_rows(), reward_fn=digits, **SMALL, **sizes)
     assert result.paths.path == Path("runs/grpo") and result.paths.metrics.exists()
@@ -53,7 +53,7 @@ def test_train_is_run(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_trainers_are_run(folder: Path, tmp_path: Path) -> None:
+def test_trainers_are_run(folder: Path, tmp_path: Path):
     sft = nemorl.SFTTrainer.from_pretrained(folder, train_global_batch_size=16, **SMALL).fit(
         addition_rows()
     )
@@ -98,12 +98,12 @@ def test_trainers_are_run(folder: Path, tmp_path: Path) -> None:
         ({"preset": "dappo"}, r"unknown preset 'dappo'; did you mean dapo\?"),
     ],
 )
-def test_overrides_that_can_not_be(overrides: dict, message: str) -> None:
+def test_overrides_that_can_not_be(overrides: dict, message: str):
     with pytest.raises(ValueError, match=message):
         make_config("grpo", **overrides)
 
 
-def test_overrides() -> None:
+def test_overrides():
     config = make_config(
         "grpo",
         learning_rate=1e-4,
@@ -135,7 +135,7 @@ def test_overrides() -> None:
         make_config("gpro")
 
 
-def test_a_loaded_model_needs_its_tokenizer(folder: Path) -> None:
+def test_a_loaded_model_needs_its_tokenizer(folder: Path):
     with pytest.raises(ValueError, match="tokenizer must be given with a loaded model"):
         nemorl.train(model=tiny_model(), dataset=addition_rows(), reward_fn=digits, **SMALL)
     from transformers import AutoModelForCausalLM
@@ -147,14 +147,3 @@ def test_a_loaded_model_needs_its_tokenizer(folder: Path) -> None:
         ).metrics["num_tokens"]
         > 0
     )
-
-
-def test_a_reward_where_none_is_learned_from() -> None:
-    from nemorl.runtime.start.settings import environment_of
-
-    with pytest.raises(ValueError, match="reward can't be given here, because _Plain has none"):
-        environment_of(_Plain(), "exact_match")
-
-
-class _Plain(nemorl.BaseConfig):
-    """No reward."""

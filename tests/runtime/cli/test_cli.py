@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 
 import nemorl
-from nemorl.runtime.cli import main as cli
-from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig, ReportConfig
-from nemorl.runtime.config.base import GenerationConfig, GRPOConfig, SFTConfig
-from nemorl.runtime.config.flags import field_docs, peek
-from nemorl.runtime.config.policy import (
+from nemorl import (
     ClippedLoss,
+    GenerationConfig,
     GroupAdvantage,
+    GRPOConfig,
     GSPOLoss,
     ReinforceLoss,
     ReinforcePlusPlusAdvantage,
+    SFTConfig,
 )
+from nemorl.runtime.cli import main as cli
+from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig, ReportConfig
+from nemorl.runtime.config.flags import field_docs
 from nemorl.runtime.config.tree import (
     dump_yaml,
     fields_of,
@@ -33,6 +35,7 @@ from nemorl.runtime.config.tree import (
     unions,
     variants,
 )
+from nemorl.runtime.run.directory import read_lines
 from nemorl.runtime.start.registry import ALGORITHMS
 
 NEEDED = {
@@ -80,7 +83,7 @@ def flags(cls: type, prefix: str = "") -> Iterator[tuple[type, dataclasses.Field
 
 
 @pytest.mark.parametrize("command", [*ALGORITHMS, *cli.COMMANDS])
-def test_every_key_is_a_flag_with_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_key_is_a_flag_with_help(command: str, capsys):
     cls = (ALGORITHMS.get(command) or cli.COMMANDS[command]).config
     choices = [
         [f"--{section}", name] for section, members in unions(cls).items() for name in members
@@ -112,7 +115,7 @@ def test_every_key_is_a_flag_with_help(command: str, capsys: pytest.CaptureFixtu
     assert undocumented == []
 
 
-def test_help_shows_defaults_and_the_selectors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_defaults_and_the_selectors(capsys):
     assert cli.main(["grpo", "--help"]) == 0
     text = capsys.readouterr().out
     assert (
@@ -129,7 +132,7 @@ def test_help_shows_defaults_and_the_selectors(capsys: pytest.CaptureFixture[str
     assert "(default: 0.28)" in capsys.readouterr().out
 
 
-def test_top_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_help_teaches(capsys):
     for args in ([], ["--help"], ["-h"], ["help"]):
         assert cli.main(args) == 0
         text = capsys.readouterr().out
@@ -137,9 +140,7 @@ def test_top_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0 and capsys.readouterr().out.startswith("nemorl ")
 
 
-def test_the_commands_that_help_shows_parse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_commands_that_help_shows_parse(tmp_path: Path, monkeypatch, capsys):
     import shlex
 
     monkeypatch.chdir(tmp_path)
@@ -163,7 +164,7 @@ def test_the_commands_that_help_shows_parse(
 @pytest.mark.parametrize(
     "args", [["--help"], ["grpo", "--help"], ["generate", "--help"]], ids=" ".join
 )
-def test_help_is_fast_and_without_torch(args: list[str]) -> None:
+def test_help_is_fast_and_without_torch(args: list[str]):
     """Under a second of processor time, however busy the machine is."""
     code = (
         "import sys; from nemorl.runtime.cli.main import main; code = main(sys.argv[1:]); assert"
@@ -178,7 +179,7 @@ def test_help_is_fast_and_without_torch(args: list[str]) -> None:
 # Layers
 
 
-def test_four_layers(tmp_path: Path) -> None:
+def test_four_layers(tmp_path: Path):
     path = tmp_path / "my.yaml"
     path.write_text(
         "loss: {clip_low: 0.1}\nkl: {coef: 0.5}\noptimizer: {lr: 1e-6}\nreduction: group_mean\n"
@@ -203,23 +204,16 @@ def test_four_layers(tmp_path: Path) -> None:
     )  # a flag wins with a default's value, too
 
 
-def test_a_flag_can_repair_what_the_file_alone_would_break(tmp_path: Path) -> None:
+def test_a_flag_can_repair_what_the_file_alone_would_break(tmp_path: Path):
     path = tmp_path / "my.yaml"
-    path.write_text("generation: {max_new_tokens: 4096}\n")
-    assert (
-        grpo(
-            "--config", str(path), "--data.max-total-sequence-length", "8192"
-        ).generation.max_new_tokens
-        == 4096
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"generation\.max_new_tokens must be below data\.max_total_sequence_length",
-    ):
+    path.write_text("trainer: {micro_batch_tokens: 64}\n")
+    config = grpo("--config", str(path), "--data.max-total-sequence-length", "64")
+    assert config.trainer.micro_batch_tokens == 64
+    with pytest.raises(ValueError, match=r"trainer\.micro_batch_tokens must hold the longest"):
         grpo("--config", str(path))
 
 
-def test_spellings_of_flags() -> None:
+def test_spellings_of_flags():
     config = grpo(
         "--num-prompts-per-step",
         "8",
@@ -242,7 +236,7 @@ def test_spellings_of_flags() -> None:
     ).generation == GenerationConfig(stop_strings=("\n", "END"), stop_token_ids=(1, 2))
 
 
-def test_unions(tmp_path: Path) -> None:
+def test_unions(tmp_path: Path):
     assert grpo("--loss", "gspo").loss == GSPOLoss()
     assert grpo("--loss.clip-low", "0.1", "--loss=gspo", "--loss.token-gradient").loss == GSPOLoss(
         clip_low=0.1, token_gradient=True
@@ -272,7 +266,6 @@ def test_unions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "args",
     [
-        ["grpo", *NEEDED["grpo"]],
         [
             "grpo",
             *NEEDED["grpo"],
@@ -304,9 +297,7 @@ def test_unions(tmp_path: Path) -> None:
     ],
     ids=lambda args: " ".join(args)[:50],
 )
-def test_print_config_round_trips(
-    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_print_config_round_trips(args: list[str], tmp_path: Path, capsys):
     command, *rest = args
     assert cli.main([*args, "--print-config"]) == 0
     printed = capsys.readouterr().out
@@ -317,17 +308,9 @@ def test_print_config_round_trips(
     assert dump_yaml(config) == printed
 
 
-def test_print_config_needs_neither_model_nor_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_needs_neither_model_nor_data(capsys):
     assert cli.main(["grpo", "--print-config"]) == 0
     assert capsys.readouterr().out == dump_yaml(GRPOConfig())
-
-
-def test_peek() -> None:
-    assert peek(["--config", "a.yaml", "--config=b.yaml"], "--config") == "b.yaml"
-    assert (
-        peek(["--config"], "--config") is None and peek(["--loss.clip-low", "1"], "--loss") is None
-    )
-    assert peek(["--print_config", "x"], "--print-config") == "x"
 
 
 # Errors
@@ -343,59 +326,29 @@ BAD = [
     (["grpo", "--optimizer.lrr", "3"], "Perhaps you meant: --optimizer.lr FLOAT"),
     (["grpo", "--lr", "3"], "Perhaps you meant: --optimizer.lr FLOAT"),
     (
-        ["grpo", "--loss", "gpso"],
-        (
-            "loss.name must be one of clipped, gspo, cispo, reinforce, but it is 'gpso'; did you"
-            " mean gspo?"
-        ),
-    ),
-    (
         ["grpo", "--loss", "reinforce", "--loss.clip-low", "0.1"],
-        (
-            "--loss.clip-low is no setting of loss reinforce (it has none): it belongs to clipped,"
-            " gspo, cispo"
-        ),
+        ("--loss.clip-low is no setting of loss reinforce: it belongs to clipped, gspo, cispo"),
     ),
     (
         ["grpo", "--loss", "clipped", "--loss.no-token-gradient"],
-        (
-            "is no setting of loss clipped (clip_low, clip_high, dual_clip): it belongs to gspo;"
-            " add --loss gspo"
-        ),
+        ("is no setting of loss clipped: it belongs to gspo; add --loss gspo"),
     ),
     (
         ["grpo", "--advantage.kl-coef", "0.1"],
         "it belongs to reinforce_plus_plus; add --advantage reinforce_plus_plus",
     ),
     (["grpo", "--loss"], "Missing value for argument '--loss'"),
-    (["grpo", "--preset", "dapoo"], "unknown preset 'dapoo'; did you mean dapo?"),
     (["sft", "--preset", "dapo"], "Unrecognized options: --preset, dapo"),
-    (["grpo", "--num-prompts-per-step", "many"], "Error parsing --num-prompts-per-step"),
     (["grpo", "--advantage.baseline", "mean"], "invalid choice 'mean'"),
     (
         ["grpo", "--kl.coef", "-1"],
         "nemorl grpo: error: kl.coef must be at least 0, but it is -1.0: use 0 or more",
     ),
-    (
-        ["grpo", "--num-generations-per-prompt", "1"],
-        (
-            "num_generations_per_prompt must be at least 2 where responses are compared within"
-            " their group"
-        ),
-    ),
-    (["grpo", "--config", "nope.yaml"], "can't read the config file nope.yaml"),
-    (["grpo", "--data.train", "d"], "model.path must be given"),
-    (["sft", "--model.path", "m"], "data.train must be given"),
     (["eval", "--model", "m"], "--data STR"),
-    (
-        ["eval", "--model", "m", "--data", "d", "-n", "4"],
-        "n must be 1 with temperature 0, but it is 4",
-    ),
     (
         ["eval", "--model", "m", "--data", "d", "--temperature", "-1"],
         "temperature must be 0 (greedy) or more",
     ),
-    (["generate", "--model", "m"], "prompt must be given"),
     (["export", "--run", "r"], "--output STR"),
     (["export", *NEEDED["export"], "--step", "-1"], "step must be at least 0"),
 ]
@@ -404,26 +357,8 @@ BAD = [
 @pytest.mark.parametrize(
     "args, message", BAD, ids=lambda value: " ".join(value) if isinstance(value, list) else ""
 )
-def test_bad_flags(args: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_flags(args: list[str], message: str, capsys):
     assert message in refused(capsys, *args)
-
-
-def test_bad_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "my.yaml"
-    path.write_text("kl:\n  coeff: 0.1\n")
-    assert "my.yaml, line 2: unknown key kl.coeff; did you mean kl.coef?" in refused(
-        capsys, "grpo", "--config", str(path)
-    )
-    path.write_text("loss: {name: reinforce, clip_low: 0.1}\n")
-    assert "unknown key loss.clip_low; keys of loss reinforce: name" in refused(
-        capsys, "grpo", "--config", str(path)
-    )
-
-
-def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NEMORL_TRACEBACK", "1")
-    with pytest.raises(ValueError, match=r"kl\.coef"):
-        cli.main(["grpo", "--kl.coef", "-1"])
 
 
 # Commands, over a launch module of the test's own
@@ -453,21 +388,18 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     return seen
 
 
-def test_train(launched: types.SimpleNamespace) -> None:
+def test_train(launched):
     assert cli.main(["grpo", *NEEDED["grpo"], "--max-num-steps", "3"]) == 0
     given = {
         "model": {"path": "m"},
         "data": {"train": "d"},
         "max_num_steps": 3,
-        "run": {"dir": "runs/grpo"},
     }
     assert launched.config == from_dict(GRPOConfig, given)
     assert cli.main(["sft", *NEEDED["sft"]]) == 0 and isinstance(launched.config, SFTConfig)
 
 
-def test_eval(
-    launched: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_eval(launched, tmp_path: Path, capsys):
     answers = [
         {"prompt": f"[{i}+1]=", "response": "1[/b]", "answer": "1", "reward": float(i < 3)}
         for i in range(10)
@@ -510,12 +442,10 @@ def test_eval(
         and "1[/b]" in text
         and str(output) in text
     )
-    assert [json.loads(line) for line in output.read_text().splitlines()] == answers
+    assert read_lines(output) == answers
 
 
-def test_generate(
-    launched: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate(launched, tmp_path: Path, capsys):
     (tmp_path / "prompts.txt").write_text("c=\n\nd=\n")
     row = {
         "prompt": "a=",
@@ -550,7 +480,7 @@ def test_generate(
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == launched.result
 
 
-def test_prompt_files_that_can_not_be(tmp_path: Path) -> None:
+def test_prompt_files_that_can_not_be(tmp_path: Path):
     with pytest.raises(ValueError, match="file must be a readable text file"):
         GenerateConfig(model="m", file=str(tmp_path / "nope")).prompts()
     (tmp_path / "empty").write_text("\n\n")
@@ -558,7 +488,7 @@ def test_prompt_files_that_can_not_be(tmp_path: Path) -> None:
         GenerateConfig(model="m", file=str(tmp_path / "empty")).prompts()
 
 
-def test_export(launched: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export(launched, capsys):
     launched.result = Path("out")
     assert cli.main(["export", "--run", "r", "--output", "out", "--step", "4"]) == 0
     assert (
@@ -568,10 +498,10 @@ def test_export(launched: types.SimpleNamespace, capsys: pytest.CaptureFixture[s
 
 
 def test_errors_of_a_command_are_one_line(
-    launched: types.SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    launched,
+    monkeypatch,
+    capsys,
+):
     launched.result = ValueError("the prompt column is missing")
     assert "nemorl grpo: error: the prompt column is missing (NEMORL_TRACEBACK=1 shows" in refused(
         capsys, "grpo", *NEEDED["grpo"]
@@ -595,30 +525,20 @@ def test_errors_of_a_command_are_one_line(
         cli.main(["grpo", *NEEDED["grpo"]])
 
 
-def test_interrupt(
-    launched: types.SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupt(launched, capsys):
     launched.result = KeyboardInterrupt()
-    run = tmp_path / "run"
-    assert cli.main(["grpo", *NEEDED["grpo"], "--run.dir", str(run)]) == 130
-    assert "interrupted before there was anything to save" in capsys.readouterr().err
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / "latest").write_text("step_3")
-    assert cli.main(["grpo", *NEEDED["grpo"], "--run.dir", str(run)]) == 130
-    assert capsys.readouterr().err.splitlines() == [
-        "nemorl grpo: interrupted; go on from the last checkpoint with: nemorl grpo --run.dir"
-        f" {run} --run.resume"
-    ]
-    assert (
-        cli.main(["eval", *NEEDED["eval"]]) == 130
-        and capsys.readouterr().err == "nemorl eval: interrupted\n"
-    )
+    for command in ("grpo", "eval"):
+        assert cli.main([command, *NEEDED[command]]) == 130
+        assert capsys.readouterr().err == f"nemorl {command}: interrupted\n"
+    launched.result.add_note("runs/mine has a checkpoint")
+    assert cli.main(["grpo", *NEEDED["grpo"]]) == 130
+    assert capsys.readouterr().err == "nemorl grpo: interrupted\nruns/mine has a checkpoint\n"
 
 
 # The package's face
 
 
-def test_public_names() -> None:
+def test_public_names():
     assert nemorl.GRPOConfig is GRPOConfig and nemorl.__version__
     assert set(nemorl.__all__) <= set(dir(nemorl)) and "run" in nemorl.__all__
     for name in nemorl.__all__:
@@ -627,7 +547,7 @@ def test_public_names() -> None:
         nemorl.nope  # noqa: B018
 
 
-def test_importing_the_package_needs_no_torch() -> None:
+def test_importing_the_package_needs_no_torch():
     code = (
         "import sys, nemorl; nemorl.GRPOConfig(), nemorl.preset('dapo'); assert not {'torch',"
         " 'numpy', 'transformers'} & set(sys.modules)"
@@ -635,9 +555,7 @@ def test_importing_the_package_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_a_module_that_registers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_that_registers(tmp_path: Path, monkeypatch, capsys):
     code = """
 from dataclasses import dataclass
 import nemorl
@@ -676,9 +594,7 @@ def prepare(config, inputs):
     assert "--import must name a module in" in refused(capsys, "--import", "nope_of_cli", "grpo")
 
 
-def test_a_run_of_another_algorithm_or_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_of_another_algorithm_or_none(tmp_path: Path, capsys):
     from nemorl.runtime.run.directory import RunDirectory
     from nemorl.runtime.run.record import begin_record
 
@@ -695,10 +611,10 @@ def test_a_run_of_another_algorithm_or_none(
 
 
 def test_warnings_and_pipes(
-    launched: types.SimpleNamespace,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    launched,
+    capfd,
+    monkeypatch,
+):
     """A warning is one line without the place in our code; a reader that has seen enough is no
     error.
     """
@@ -727,9 +643,7 @@ def test_warnings_and_pipes(
     assert done.stderr == ""
 
 
-def test_the_traceback_of_a_reward_is_the_users(
-    launched: types.SimpleNamespace, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_traceback_of_a_reward_is_the_users(launched, capsys):
     error = KeyError("answer")
     error.add_note("This was reward 'mine' for prompt 'p' and response 'r'.")
     launched.result = error

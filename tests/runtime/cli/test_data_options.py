@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import nemorl
-from nemorl.data.order import RowOrder, rows_at, split_rows
+from nemorl.data.order import RowOrder, split_rows
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.job import read_data
 from nemorl.runtime.start.lengths import show_lengths
-from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
+from tests.runtime.runs import addition_rows, digits, dpo_config, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{% if shout %}a{% endif %}{{ m.content }}{% endfor %}"
@@ -74,7 +74,7 @@ def test_a_mixture_meets_its_weights_and_resumes_where_it_stopped(tmp_path: Path
     assert sum(row["prompt"][0] == "b" for row in wanted) > 20
 
 
-@pytest.mark.parametrize("make", [sft_config, grpo_config])
+@pytest.mark.parametrize("make", [sft_config, grpo_config, dpo_config])
 def test_weights_and_shuffle_reach_the_order(make, tmp_path: Path):
     from nemorl.runtime.algorithms.common import row_order
     from nemorl.runtime.run.job import read_rows
@@ -140,32 +140,8 @@ def test_each_of_several_validation_sets_has_its_own_split(tmp_path: Path):
     ("make", "message"),
     [
         (
-            lambda: nemorl.DataConfig(train=("a", "b"), weights=(1.0,)),
-            r"data\.weights must be as many as there are training sets \(2\)",
-        ),
-        (
-            lambda: nemorl.DataConfig(train="a", weights=(1.0, 2.0)),
-            r"data\.weights must be as many as there are training sets \(1\)",
-        ),
-        (lambda: nemorl.DataConfig(weights=(1.0, 0.0)), r"data\.weights must be positive"),
-        (lambda: nemorl.DataConfig(held_out=-1), r"data\.held_out must be at least 0"),
-        (
-            lambda: nemorl.DataConfig(held_out=2.5),
-            r"data\.held_out must be a share below 1 or a whole number",
-        ),
-        (
-            lambda: nemorl.DataConfig(held_out=2, validation="v"),
-            r"data\.held_out is for runs without data\.validation",
-        ),
-        (
-            lambda: read_data(
-                nemorl.DataConfig(held_out=2), train=addition_rows(4), validation=addition_rows(2)
-            ),
-            r"data\.held_out is for runs without",
-        ),
-        (
-            lambda: read_data(nemorl.DataConfig(held_out=9), train=addition_rows(4)),
-            r"data\.held_out\) must leave at least one of the 4 rows",
+            lambda: read_data(nemorl.DataConfig(held_out=2.5), train=addition_rows(4)),
+            r"data\.held_out\) must leave .*: give a number of rows, or a share below 1",
         ),
         (
             lambda: read_data(nemorl.DataConfig(weights=(1.0, 2.0)), train=addition_rows(4)),
@@ -284,7 +260,7 @@ def test_template_arguments_in_yaml_and_flags(tmp_path: Path):
     ).chat_template_kwargs == {"a": 1}
     with pytest.raises(
         ValueError,
-        match=r"model\.chat_template_kwargs must be a mapping from names to values, but it is 'x'",
+        match=r"model\.chat_template_kwargs must be a mapping, but it is 'x'",
     ):
         from_dict(nemorl.SFTConfig, {"model": {"chat_template_kwargs": "x"}})
     with pytest.raises(ValueError, match="chat_template_kwargs is for --chat"):
@@ -324,21 +300,3 @@ def test_renamed_columns_of_preferences(tmp_path: Path):
     }
     found = read_data(nemorl.DataConfig(**columns), train=rows)[0]
     assert found == [rows[0] | {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}]
-
-
-def test_the_order_without_weights_is_that_of_all_rows(tmp_path: Path):
-    rows = [letters(7, "a"), letters(5, "b")]
-    config = grpo_config(
-        tmp_path,
-        steps=1,
-        num_prompts_per_step=12,
-        num_generations_per_prompt=2,
-        run={"samples_per_step": 24},
-    )
-    start(config, rows=rows)
-    seen = [
-        json.loads(line)["columns"]
-        for line in (tmp_path / "samples" / "step_1.jsonl").read_text().splitlines()
-    ]
-    everything = [*rows[0], *rows[1]]
-    assert seen[::2] == [everything[i] for i in rows_at(12, 0, 12, seed=0)]

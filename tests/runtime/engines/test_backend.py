@@ -9,7 +9,7 @@ from peft import LoraConfig
 from nemorl.losses.logprobs import filter_logits
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.base import GenerationConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.start.devices import Devices

@@ -11,7 +11,7 @@ import pytest
 
 from nemorl import OptimizerConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.config.base import GenerationConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.replicas import check_apart
 from nemorl.runtime.engines.spec import Place

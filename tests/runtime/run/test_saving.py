@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file
 
-from nemorl.runtime.config.metric_rules import Condition, MetricWatch, Ranking, require_validation
+from nemorl.runtime.config.metric_rules import Condition, MetricWatch, Ranking
+from nemorl.runtime.config.run import RunConfig
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.directory import RunDirectory
@@ -276,10 +277,9 @@ def test_a_metric_that_was_there_once_may_be_missing():
 
 
 def test_rules_about_a_validation_need_one():
-    require_validation({"run.metric": "val_loss", "run.stop_when": None}, validates=True)
-    require_validation({"run.metric": "loss", "run.stop_when": None}, validates=False)
+    RunConfig(metric="loss", stop_when="reward > 1").require_training_metrics()
     with pytest.raises(ValueError, match=r"run\.stop_when .*no validation.*give data\.validation"):
-        require_validation({"run.metric": None, "run.stop_when": "val_loss"}, validates=False)
+        RunConfig(stop_when=" val_loss < 1").require_training_metrics()
 
 
 def fail_after(

@@ -11,7 +11,6 @@ import pytest
 import nemorl
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.start.devices import Devices
-from nemorl.runtime.start.live import shares_model
 from tests.tiny_models import tiny_model
 
 TORCHRUN = {
@@ -78,23 +77,8 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             0,
             r"runtime.max_restarts is not for runs under torchrun.*--max-restarts",
         ),
-        (
-            {"runtime": {"max_restarts": 1}},
-            {},
-            0,
-            (
-                r"runtime.max_restarts is for ranks in processes of their own, but it is 1: add a"
-                r" degree of parallel"
-            ),
-        ),
-        ({"runtime": {"timeout_s": 9}}, {}, 0, r"runtime.timeout_s is for ranks"),
-        ({"runtime": {"cpus_per_rank": 2}}, {}, 0, r"runtime.cpus_per_rank is for ranks"),
-        (
-            {"plan": {"sequence_parallel": False}},
-            {},
-            0,
-            r"parallel.sequence_parallel is for parallel.tp above 1",
-        ),
+        ({"runtime": {"timeout_s": 9}}, {}, 0, r"runtime.timeout_s is for several ranks"),
+        ({"runtime": {"cpus_per_rank": 2}}, {}, 0, r"runtime.cpus_per_rank is for several ranks"),
         (
             {"plan": {"cp_method": "allgather"}},
             {},
@@ -108,12 +92,6 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             r"parallel.reduce_dtype is for gradients that several devices sum",
         ),
         (
-            {"plan": {"tp": 2}, "lora": nemorl.LoRAConfig(rank=2)},
-            {},
-            0,
-            r"lora.rank must be 0 with parallel.tp above 1",
-        ),
-        (
             {"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="cuda:1")},
             {},
             2,
@@ -123,31 +101,19 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             {"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="meta")},
             {},
             0,
-            r"trainer.device must be cpu or cuda .* 'meta': name no other",
+            r"trainer.device must be cpu where the ranks have one each, but it is 'meta'",
         ),
         (
             {"plan": {"tp": 2}, "trainer": nemorl.TrainerConfig(device="cuda")},
             {},
             0,
-            r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'",
+            r"trainer.device must be cpu where the ranks have one each, but it is 'cuda'",
         ),
         (
             {"trainer": nemorl.TrainerConfig(device="cuda")},
             TORCHRUN,
             0,
-            r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'",
-        ),
-        (
-            {"trainer": nemorl.TrainerConfig(device="cuda")},
-            {},
-            0,
-            r"trainer.device .* where it finds 0 GPUs, but it is 'cuda'",
-        ),
-        (
-            {"trainer": nemorl.TrainerConfig(device="cuda:2")},
-            {},
-            2,
-            r"trainer.device .* where it finds 2 GPUs, but it is 'cuda:2'",
+            r"trainer.device must be cpu where .* 'cuda'",
         ),
         (
             {"trainer": nemorl.TrainerConfig(device="gpu")},
@@ -192,8 +158,7 @@ def test_what_a_plain_model_can_not_do_gets_a_rank(plan):
 
 def test_devices_that_are_there_or_may_be_elsewhere():
     for options, environ, gpus in (
-        ({"trainer": nemorl.TrainerConfig(device="cuda:1")}, {}, 2),
-        ({"trainer": nemorl.TrainerConfig(device="cuda")}, {}, 1),
+        ({"trainer": nemorl.TrainerConfig(device="cuda"), "plan": {"tp": 2}}, {}, 2),
         ({"trainer": nemorl.TrainerConfig(device="cpu")}, {}, 0),
         (
             {
@@ -208,7 +173,7 @@ def test_devices_that_are_there_or_may_be_elsewhere():
         Devices.of(config(**options), environ, num_gpus=gpus)
 
 
-def test_ranks_that_share_cores_are_told(monkeypatch: pytest.MonkeyPatch):
+def test_ranks_that_share_cores_are_told(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     with pytest.warns(
         UserWarning,
@@ -276,12 +241,7 @@ def test_gpus_that_engines_leave_alone(options, environ, gpus, taken, monkeypatc
 
 def test_the_plan_must_suit_the_model():
     devices = Devices.of(config(plan={"tp": 4, "dp_shard": 2}), {}, num_gpus=0)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"parallel.tp 4 does not divide the model's num_key_value_heads 2.*parallel.tp may be"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"does not divide the model's num_key_value_heads 2"):
         devices.check_model(tiny_model().config)
     devices.check_model(tiny_model(num_key_value_heads=4, vocab_size=64).config)
     devices.check_model(None)  # loading it will say what is wrong
@@ -297,17 +257,7 @@ def test_the_plan_must_suit_the_model():
 def test_a_model_in_memory_is_for_one_process():
     model = tiny_model()
     Devices.of(config(), {}).check_given(model)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"model must be a folder or a hub name, from which each of the 2 ranks .*"
-            r" 'Qwen2ForCausalLM': save_pre"
-        ),
-    ):
-        Devices.of(config(plan={"tp": 2}), {}, num_gpus=0).check_given(model)
-    with pytest.raises(
-        ValueError, match=r"from which each of torchrun's processes loads its own part"
-    ):
+    with pytest.raises(ValueError, match=r"from which each of 4 ranks loads its part"):
         Devices.of(config(), TORCHRUN, num_gpus=0).check_given(model)
 
 
@@ -316,10 +266,3 @@ def test_a_restart_by_torchrun_is_seen():
     environ = {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}
     assert not Devices.of(given, environ, num_gpus=0).restarted
     assert Devices.of(given, {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, num_gpus=0).restarted
-
-
-def test_which_engines_need_a_model_of_their_own():
-    assert shares_model(nemorl.get_generation_backend("torch"))
-    assert shares_model(type("Mine", (), {}))
-    pytest.importorskip("vllm")
-    assert not shares_model(nemorl.get_generation_backend("vllm"))

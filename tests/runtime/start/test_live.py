@@ -24,7 +24,7 @@ from nemorl.runtime.start import live
 from nemorl.runtime.start.launch import failed_ranks
 from nemorl.runtime.start.live import whole_model
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
-from tests.runtime.runs import TIMES, addition_rows, digits, grpo_config, sft_config
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
 from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
 
 
@@ -78,13 +78,6 @@ def go(config: Any, *, reward: Any = digits, **options: Any) -> nemorl.TrainResu
     )
 
 
-def numbers(result: nemorl.TrainResult) -> list[dict[str, Any]]:
-    return [
-        {name: value for name, value in line.items() if name not in TIMES}
-        for line in result.history
-    ]
-
-
 @pytest.mark.parametrize("make", [grpo_config, sft_config])
 def test_the_same_numbers_as_in_one_process(make, folder, ranks, tmp_path: Path):
     """The generator's own copy has the trainer's weights at every step, and what is exported is the
@@ -94,7 +87,7 @@ def test_the_same_numbers_as_in_one_process(make, folder, ranks, tmp_path: Path)
         make(tmp_path / "run", steps=3, run={"export": True, "val_period": 2}), folder
     )
     spread, whole = go(config), go(alone(config))
-    assert numbers(spread) == numbers(whole)
+    assert list(map(numbers, spread.history)) == list(map(numbers, whole.history))
     assert spread.model is None and whole.model is not None
     exported = AutoModelForCausalLM.from_pretrained(spread.paths.hf)
     for name, weight in whole.model.state_dict().items():
@@ -104,7 +97,7 @@ def test_the_same_numbers_as_in_one_process(make, folder, ranks, tmp_path: Path)
 
 
 def test_ranks_have_gpus_where_the_machine_of_the_loop_has_none(
-    folder, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder, ranks, tmp_path: Path, monkeypatch
 ):
     """As where Ray places them: the engine then computes on what there is."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -115,7 +108,7 @@ def test_ranks_have_gpus_where_the_machine_of_the_loop_has_none(
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_deterministic_kernels_where_the_engine_computes_too(
-    deterministic, folder, ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    deterministic, folder, ranks, tmp_path: Path, monkeypatch
 ):
     """Though the ranks are other processes, as those stand-ins are made to be."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -146,8 +139,8 @@ def test_adapters_on_ranks(lora, folder, ranks, tmp_path: Path):
         folder,
     )
     spread, whole = go(config), go(alone(config))
-    for line, other in zip(numbers(spread), numbers(whole), strict=True):
-        assert line == pytest.approx(other, abs=1e-5)
+    for line, other in zip(spread.history, whole.history, strict=True):
+        assert numbers(line) == pytest.approx(numbers(other), abs=1e-5)
     files = {path.name for path in spread.paths.hf.iterdir()}
     assert files == {path.name for path in whole.paths.hf.iterdir()}
     for path in spread.paths.hf.glob("*.safetensors"):
@@ -237,7 +230,7 @@ def test_ranks_that_die_cost_no_number(make, folder, ranks, tmp_path: Path):
         r" within 9 s from rank 0",
         told[1],
     )
-    assert numbers(result) == numbers(straight)
+    assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
     assert seen.steps == [1, 2, 3, 3, 3, 4, 5, 6] and seen.begun == 3
     assert [one.ended for one in ranks["all"]] == [True] * 3
     assert json.loads(result.paths.record.read_text())["status"] == "finished"
@@ -303,12 +296,10 @@ def test_a_death_before_the_first_checkpoint(when, folder, ranks, tmp_path: Path
     ranks["deaths"][when] = killed
     with pytest.warns(
         UserWarning,
-        match=(
-            r"the run begins anew, as there is no checkpoint yet, with new ranks \(restart 1 of 1\)"
-        ),
+        match=(r"the run begins anew, without a checkpoint yet, with new ranks \(restart 1 of 1\)"),
     ):
         result = go(config, reward=noisy)
-    assert numbers(result) == numbers(straight)
+    assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
 
 
 def test_a_death_while_a_checkpoint_is_written_is_seen_through_its_error():
@@ -344,7 +335,7 @@ def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_
     assert told == [
         "the run goes on with other settings than before: parallel.dp_shard is 2, was None"
     ]
-    assert numbers(result) == numbers(straight)
+    assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -47,7 +47,8 @@ def test_a_folder_that_can_not_be_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch
 ):
     monkeypatch.setattr(
-        "nemorl.runtime.start.live.set_up", lambda *given: pytest.fail("the model is loaded")
+        "nemorl.parallel.dtensor.backend.DTensorBackend.setup",
+        lambda *given: pytest.fail("the model is loaded"),
     )
     (tmp_path / "file").touch()
     profile = nemorl.ProfileConfig(steps="3", dir=str(tmp_path / "file" / "traces"))

@@ -157,8 +157,6 @@ def test_names_that_can_not_be():
         ),
     ):
         chosen_loggers(("tensorbord",))
-    with pytest.raises(ValueError, match=r"run\.loggers must name each logger once"):
-        chosen_loggers(("wandb", "wandb"))
 
 
 def test_a_folder_is_no_package(monkeypatch):

@@ -10,18 +10,16 @@ from nemorl.runtime.config.base import BaseConfig
 
 
 def check_beta(beta: float) -> None:
-    """Raise ValueError unless β, the scale of log-ratios, is positive."""
     require(beta > 0, "loss.beta", "must be positive", beta, "0.1 is usual (simpo: 2.0)")
 
 
 def check_label_smoothing(value: float) -> None:
-    """Raise ValueError unless less than half of the labels are taken for wrong."""
     require(
         0 <= value < 0.5,
         "loss.label_smoothing",
         "must lie in 0 … 0.5 (0.5 excluded)",
         value,
-        "the share of labels believed wrong; try 0.1",
+        "try 0.1",
     )
 
 
@@ -33,15 +31,11 @@ class DPOLoss:
     beta: float = 0.1
     """Scale of the implicit reward log π/π_ref: the smaller, the further the policy moves."""
     label_smoothing: float = 0.0
-    """Share of pairs whose label is believed to be wrong (conservative DPO)."""
+    """Share of pairs whose label is thought wrong (conservative DPO)."""
     robust: bool = False
-    """Use the loss that is unbiased under such labels (robust DPO) instead of the conservative one;
-    needs label_smoothing.
-    """
+    """Use the loss that is unbiased under such labels (robust DPO); needs label_smoothing."""
     average_logprobs: bool = False
-    """Average over a response's tokens instead of summing, so that long responses weigh no more
-    than short ones.
-    """
+    """Average over a response's tokens instead of summing."""
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
@@ -57,15 +51,13 @@ class DPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class IPOLoss:
-    """(log-ratio of the pair - 1/(2β))²: identity preference optimization, a regression that stays
-    bounded when labels are certain.
-    """
+    """(log-ratio of the pair - 1/(2β))²: identity preference optimization."""
 
     name: Literal["ipo"] = "ipo"
     beta: float = 0.1
-    """Target 1/(2β) of the log-ratio: the smaller β, the further the policy moves."""
+    """The log-ratio's target is 1/(2β)."""
     average_logprobs: bool = True
-    """Average over a response's tokens instead of summing, as its authors and TRL do."""
+    """Average over a response's tokens, as its authors and TRL do."""
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
@@ -97,7 +89,7 @@ class SimPOLoss:
     margin: float = 1.0
     """Margin by which the chosen response should win (γ of the paper)."""
     label_smoothing: float = 0.0
-    """Share of pairs whose label is believed to be wrong."""
+    """Share of pairs whose label is thought wrong."""
 
     def __post_init__(self) -> None:
         check_beta(self.beta)
@@ -106,9 +98,7 @@ class SimPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class ORPOLoss:
-    """Supervised learning of the chosen responses with an odds-ratio term against the rejected
-    ones, without a reference.
-    """
+    """Supervised learning of the chosen responses with an odds-ratio term, without a reference."""
 
     name: Literal["orpo"] = "orpo"
     coef: float = 0.1
@@ -120,20 +110,20 @@ class ORPOLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class KTOLoss:
-    """Kahneman-Tversky optimization: single responses, each labeled desirable or not (pairs are
-    split into one of each).
+    """Kahneman-Tversky optimization of single responses, each labeled desirable or not (pairs are
+    split).
     """
 
     name: Literal["kto"] = "kto"
     beta: float = 0.1
     """Scale of the implicit reward log π/π_ref."""
     desirable_coef: float = 1.0
-    """Weight of desirable responses, to balance sets that have more of one kind."""
+    """Weight of desirable responses."""
     undesirable_coef: float = 1.0
     """Weight of undesirable responses."""
     baseline: Literal["mismatched", "none"] = "mismatched"
-    """Baseline of rewards: the KL from the reference, measured on the step's prompts with other
-    prompts' responses, or 0 (TRL's apo_zero_unpaired).
+    """Baseline of rewards: the KL from the reference, measured on prompts with other prompts'
+    responses, or 0 (TRL's apo_zero_unpaired).
     """
 
     def __post_init__(self) -> None:
@@ -156,16 +146,15 @@ class DPOConfig(BaseConfig):
 
     loss: PreferenceLossConfig = field(default_factory=DPOLoss)
     reference: Literal["live", "precomputed"] = "live"
-    """Source of the reference's logprobs: a frozen copy of the initial model in every step, or one
-    pass over all data before the first step, with no second model in memory. simpo and orpo need
-    neither.
+    """Source of the reference's logprobs: a frozen copy of the initial model, or one pass over all
+    data before the first step, with no second model in memory. simpo and orpo need neither.
     """
     sft_coef: float | None = None
     """Weight of an additional negative log-likelihood of the chosen (desirable) responses. None: 1
-    for orpo, which includes it, and 0 otherwise.
+    for orpo, 0 otherwise.
     """
     sft_reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """Weighting of that term: every token counts the same, or every response."""
+    """Weighting of that term: by token or by response."""
     train_global_batch_size: int = 32
     """Pairs per optimizer step (kto: responses)."""
     max_num_steps: int | None = None
@@ -190,7 +179,7 @@ class DPOConfig(BaseConfig):
             "reference",
             f"can't be precomputed for {self.loss.name}, which compares with no reference",
             self.reference,
-            "remove it, or choose --loss dpo",
+            "remove it",
         )
         refuse_unused(
             "generation",
@@ -206,7 +195,7 @@ class DPOConfig(BaseConfig):
 
     @property
     def sft_weight(self) -> float:
-        """`sft_coef`, or what is usual for the loss."""
+        """Weight of the likelihood term."""
         if self.sft_coef is not None:
             return self.sft_coef
         return 1.0 if isinstance(self.loss, ORPOLoss) else 0.0

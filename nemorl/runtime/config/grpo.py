@@ -1,0 +1,285 @@
+"""The settings of GRPO and its relatives, with their losses and advantages as sections."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemorl.checks import at_least, require
+from nemorl.runtime.config.base import BaseConfig
+
+
+def check_clip(low: float, high: float) -> None:
+    require(0 <= low <= 1, "loss.clip_low", "must lie in 0 … 1", low, "0.2 clips the ratio at 0.8")
+    require(high >= 0, "loss.clip_high", "must be at least 0", high, "0.2 clips the ratio at 1.2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedLoss:
+    """PPO's clipped surrogate, token by token (GRPO, DAPO, Dr. GRPO)."""
+
+    name: Literal["clipped"] = "clipped"
+    clip_low: float = 0.2
+    """The ratio is clipped below 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio is clipped above 1 + clip_high (0.28 in DAPO's clip-higher)."""
+    dual_clip: float | None = None
+    """Bound of the loss where the advantage is negative, as a multiple of it."""
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_low, self.clip_high)
+        require(
+            self.dual_clip is None or self.dual_clip > 1,
+            "loss.dual_clip",
+            "must be above 1 or None",
+            self.dual_clip,
+            "3 is usual",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPOLoss:
+    """The clipped surrogate of the whole sequence's ratio (GSPO)."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = 3e-4
+    """The sequence's ratio is clipped below 1 - clip_low."""
+    clip_high: float = 4e-4
+    """The sequence's ratio is clipped above 1 + clip_high."""
+    token_gradient: bool = False
+    """Use GSPO-token: the same value, with a gradient per token."""
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_low, self.clip_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPOLoss:
+    """REINFORCE weighted by the clipped, stopped ratio (MiniMax-M1)."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: float | None = None
+    """The ratio is clipped below 1 - clip_low. None: no lower bound, as in MiniMax-M1."""
+    clip_high: float = 4.0
+    """The ratio is clipped above 1 + clip_high."""
+
+    def __post_init__(self) -> None:
+        check_clip(self.clip_low or 0.0, self.clip_high)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforceLoss:
+    """Plain REINFORCE: -A · log π (RLOO)."""
+
+    name: Literal["reinforce"] = "reinforce"
+
+
+PolicyLossConfig = Annotated[
+    ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss, Field(discriminator="name")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupAdvantage:
+    """(reward - baseline) / scale within the responses to one prompt."""
+
+    name: Literal["group"] = "group"
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none", "length_weighted"] = (
+        "group_mean"
+    )
+    """Baseline subtracted from a reward."""
+    scale: Literal["group_std", "leave_one_out_std", "batch_std", "none"] = "group_std"
+    """Divisor of the difference."""
+    ddof: Literal[0, 1] = 1
+    """A standard deviation divides by n - ddof."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlusAdvantage:
+    """REINFORCE++: reward minus a per-token KL penalty, whitened over the batch."""
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    kl_coef: float = 0.0
+    """Weight of the penalty log π_prev - log π_ref per token. Above 0, a reference is kept."""
+    group_baseline: bool = False
+    """Subtract the group's mean reward first (REINFORCE++-baseline)."""
+
+    def __post_init__(self) -> None:
+        at_least(0, advantage__kl_coef=self.kl_coef)
+
+
+AdvantageConfig = Annotated[
+    GroupAdvantage | ReinforcePlusPlusAdvantage, Field(discriminator="name")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLConfig:
+    """Penalty for leaving the reference model, added to the loss."""
+
+    coef: float = 0.0
+    """Weight of the penalty. Above 0, a frozen copy of the initial model is kept."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimator of KL(π‖π_ref)."""
+    gradient: Literal["pathwise", "score", "importance"] = "pathwise"
+    """Gradient: of the estimate alone, with the score-function term, or weighted by π/π_gen."""
+
+    def __post_init__(self) -> None:
+        at_least(0, kl__coef=self.coef)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyConfig:
+    """Correction for the gap between sampler and trainer by w = π_prev/π_gen."""
+
+    mode: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
+    """truncate: clamp w (TIS); mask: drop tokens with w outside the bounds (IcePop);
+    sequence_mask: drop whole sequences.
+    """
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """w of each token, of the sequence (product), or its geometric mean."""
+    min: float = 0.0
+    """Lower bound of w."""
+    max: float = 2.0
+    """Upper bound of w."""
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.min < self.max,
+            "off_policy.min",
+            "must be at least 0 and below off_policy.max",
+            self.min,
+            f"off_policy.max is {self.max}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverlongConfig:
+    """Treatment of responses that reach generation.max_new_tokens (DAPO)."""
+
+    buffer: float = 0.0
+    """Last share of the limit, over which the reward falls linearly (DAPO: 0.2). 0: no shaping."""
+    penalty: float = 1.0
+    """Reward that a response at the limit loses."""
+    filter: bool = False
+    """Exclude responses cut off at the limit from the loss."""
+
+    def __post_init__(self) -> None:
+        at_least(0, overlong__penalty=self.penalty)
+        require(
+            0 <= self.buffer <= 1,
+            "overlong.buffer",
+            "must lie in 0 … 1",
+            self.buffer,
+            "DAPO's is 0.2",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GapConfig:
+    """Limits on the gap between sampler and trainer: token_mult_prob_error of a step, the mean of
+    exp |log π_trainer - log π_sampler|, 1 if they agree.
+    """
+
+    warn: float | None = 1.05
+    """Gap from which to warn, and again whenever its excess over 1 has doubled. null: never."""
+    stop: float | None = None
+    """Gap that ends the run with an error. null: never."""
+
+    def __post_init__(self) -> None:
+        for name, bound in (("warn", self.warn), ("stop", self.stop)):
+            require(
+                bound is None or bound > 1,
+                f"gap.{name}",
+                "must be above 1 or None",
+                bound,
+                "1 is agreement; 1.05 is 5 % off on average",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(BaseConfig):
+    """Reinforcement learning from groups of responses per prompt. Its relatives: see --preset."""
+
+    loss: PolicyLossConfig = field(default_factory=ClippedLoss)
+    advantage: AdvantageConfig = field(default_factory=GroupAdvantage)
+    kl: KLConfig = field(default_factory=KLConfig)
+    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    gap: GapConfig = field(default_factory=GapConfig)
+    reward: str | tuple[str, ...] = "exact_match"
+    """Rewards by name, or module:function of your own: fn(prompt, response), with any data columns
+    as further parameters.
+    """
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each of several rewards. Default: 1."""
+    reduction: Literal["token_mean", "sequence_mean", "constant", "group_mean"] = "sequence_mean"
+    """Weighting of tokens (constant: divided by generation.max_new_tokens, as in Dr. GRPO)."""
+    num_prompts_per_step: int = 32
+    """Prompts per rollout batch."""
+    num_generations_per_prompt: int = 8
+    """Responses per prompt: the group size."""
+    max_num_steps: int = 100
+    """Number of rollout batches."""
+    train_global_batch_size: int | None = None
+    """Sequences per optimizer step. None: the whole rollout batch."""
+    num_updates_per_batch: int = 1
+    """Passes over each rollout batch."""
+    dynamic_sampling: bool = False
+    """Replace groups whose rewards are all equal by fresh ones (DAPO)."""
+    max_sampling_rounds: int = 4
+    """Rounds after which dynamic sampling continues with the groups that it has."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(
+            1,
+            num_prompts_per_step=self.num_prompts_per_step,
+            num_generations_per_prompt=self.num_generations_per_prompt,
+            max_num_steps=self.max_num_steps,
+            train_global_batch_size=self.train_global_batch_size,
+            num_updates_per_batch=self.num_updates_per_batch,
+            max_sampling_rounds=self.max_sampling_rounds,
+        )
+        match self.advantage:
+            case ReinforcePlusPlusAdvantage(group_baseline=compares_groups):
+                pass
+            case GroupAdvantage(baseline="batch_mean" | "none", scale="batch_std" | "none"):
+                compares_groups = False
+            case _:
+                compares_groups = True
+        require(
+            self.num_generations_per_prompt > 1 or not compares_groups,
+            "num_generations_per_prompt",
+            "must be at least 2 where responses are compared within their group",
+            self.num_generations_per_prompt,
+            "use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
+        )
+        responses = self.num_prompts_per_step * self.num_generations_per_prompt
+        require(
+            responses % (self.train_global_batch_size or 1) == 0,
+            "train_global_batch_size",
+            f"must divide the {responses} responses of a rollout batch (num_prompts_per_step ·"
+            " num_generations_per_prompt)",
+            self.train_global_batch_size,
+            "all optimizer steps are of one size",
+        )
+        require(
+            self.generation.temperature > 0,
+            "generation.temperature",
+            "must be above 0 for training",
+            self.generation.temperature,
+            "1.0 is usual",
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen copy of the initial model is kept."""
+        return self.kl.coef > 0 or self.needs_kl_reward
+
+    @property
+    def needs_kl_reward(self) -> bool:
+        """Whether the reward holds a KL penalty per token."""
+        return isinstance(self.advantage, ReinforcePlusPlusAdvantage) and self.advantage.kl_coef > 0

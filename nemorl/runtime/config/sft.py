@@ -1,0 +1,34 @@
+"""The settings of SFT."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from nemorl.checks import at_least
+from nemorl.runtime.config.base import BaseConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(BaseConfig):
+    """Supervised fine-tuning on demonstrations."""
+
+    train_global_batch_size: int = 32
+    """Sequences per optimizer step."""
+    max_num_steps: int | None = None
+    """Number of optimizer steps. None: as num_epochs says."""
+    num_epochs: int = 1
+    """Passes over the data if max_num_steps is not given."""
+    reduction: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """Weighting of the loss: every token counts the same, or every sequence."""
+    reward: str | tuple[str, ...] = "exact_match"
+    """Reward that judges answers to validation rows that have one; as in GRPO."""
+    reward_weights: tuple[float, ...] = ()
+    """Weight of each of several rewards. Default: 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(
+            1,
+            train_global_batch_size=self.train_global_batch_size,
+            max_num_steps=self.max_num_steps,
+            num_epochs=self.num_epochs,
+        )

@@ -91,6 +91,7 @@ def make_advantages(config: GRPOConfig) -> Advantages:
 
 
 def make_loss(config: GRPOConfig) -> LossFn:
+    """Return the configured loss of a part of a batch."""
     off_policy, kl = config.off_policy, config.kl
     return partial(
         policy_loss,

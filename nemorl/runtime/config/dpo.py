@@ -9,11 +9,11 @@ from nemorl.checks import at_least, refuse_unused, require
 from nemorl.runtime.config.base import BaseConfig
 
 
-def check_beta(beta: float) -> None:
+def _check_beta(beta: float) -> None:
     require(beta > 0, "loss.beta", "must be positive", beta, "0.1 is usual (simpo: 2.0)")
 
 
-def check_label_smoothing(value: float) -> None:
+def _check_label_smoothing(value: float) -> None:
     require(
         0 <= value < 0.5,
         "loss.label_smoothing",
@@ -38,8 +38,8 @@ class DPOLoss:
     """Average over a response's tokens instead of summing."""
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
-        check_label_smoothing(self.label_smoothing)
+        _check_beta(self.beta)
+        _check_label_smoothing(self.label_smoothing)
         require(
             not self.robust or self.label_smoothing > 0,
             "loss.robust",
@@ -60,7 +60,7 @@ class IPOLoss:
     """Average over a response's tokens, as its authors and TRL do."""
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
+        _check_beta(self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class HingeLoss:
     """Average over a response's tokens instead of summing."""
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
+        _check_beta(self.beta)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +92,8 @@ class SimPOLoss:
     """Share of pairs whose label is thought wrong."""
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
-        check_label_smoothing(self.label_smoothing)
+        _check_beta(self.beta)
+        _check_label_smoothing(self.label_smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +127,7 @@ class KTOLoss:
     """
 
     def __post_init__(self) -> None:
-        check_beta(self.beta)
+        _check_beta(self.beta)
         at_least(
             0,
             loss__desirable_coef=self.desirable_coef,

@@ -9,7 +9,7 @@ from nemorl.checks import at_least, require
 from nemorl.runtime.config.base import BaseConfig
 
 
-def check_clip(low: float, high: float) -> None:
+def _check_clip(low: float, high: float) -> None:
     require(0 <= low <= 1, "loss.clip_low", "must lie in 0 … 1", low, "0.2 clips the ratio at 0.8")
     require(high >= 0, "loss.clip_high", "must be at least 0", high, "0.2 clips the ratio at 1.2")
 
@@ -27,7 +27,7 @@ class ClippedLoss:
     """Bound of the loss where the advantage is negative, as a multiple of it."""
 
     def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high)
+        _check_clip(self.clip_low, self.clip_high)
         require(
             self.dual_clip is None or self.dual_clip > 1,
             "loss.dual_clip",
@@ -50,7 +50,7 @@ class GSPOLoss:
     """Use GSPO-token: the same value, with a gradient per token."""
 
     def __post_init__(self) -> None:
-        check_clip(self.clip_low, self.clip_high)
+        _check_clip(self.clip_low, self.clip_high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class CISPOLoss:
     """The ratio is clipped above 1 + clip_high."""
 
     def __post_init__(self) -> None:
-        check_clip(self.clip_low or 0.0, self.clip_high)
+        _check_clip(self.clip_low or 0.0, self.clip_high)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -178,13 +178,15 @@ def resumed(run: Run, launch: Launch) -> Run:
         path, state = found
         run = replace(run, state=state)
         for change in changes(directory.config, config):
-            warn(f"the run goes on with other settings than before: {change}")
+            _warn(f"the run goes on with other settings than before: {change}")
         now = launch.devices.plan.num_ranks
         before = len(list((path / "trainer").glob("optimizer*.safetensors")))
         if before not in (0, now):  # 0: of another backend
-            warn(f"the run goes on with another number of devices than before: {now}, was {before}")
+            _warn(
+                f"the run goes on with another number of devices than before: {now}, was {before}"
+            )
         if state.step >= launch.job.num_steps:
-            warn(
+            _warn(
                 f"the run has {state.step} steps already, so there is nothing to do up to step"
                 f" {launch.job.num_steps}: raise max_num_steps"
             )
@@ -194,13 +196,13 @@ def resumed(run: Run, launch: Launch) -> Run:
             " back, or begin anew in another folder (--run.dir)"
         )
     elif config.run.resume:
-        warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew")
+        _warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew")
     directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
     directory.truncate(run.state.step if found is not None else -1)
     return run
 
 
-def warn(message: str) -> None:
+def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 

@@ -188,7 +188,7 @@ def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples
     rows = spread(len(batch), run.config.run.samples_per_step)
     if not rows:
         return []
-    if batch.prev_logprobs is not None and (worst := _worst_row(batch)) not in rows:
+    if batch.prev_logprobs is not None and (worst := worst_row(batch)) not in rows:
         rows = sorted([*rows[:-1], worst])
     part = trim(take(batch, rows))
     if part.prev_logprobs is None:
@@ -197,7 +197,8 @@ def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples
     return [{**sample, "worst_tokens": worst_tokens(sample, run.tokenizer)} for sample in samples]
 
 
-def _worst_row(batch: TokenBatch) -> int:
+def worst_row(batch: TokenBatch) -> int:
+    """Return the response on which sampler and trainer differ most."""
     assert batch.prev_logprobs is not None and batch.generation_logprobs is not None
     gap = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=torch.inf)
     return int(torch.where(batch.loss_mask, gap, 0.0).amax(-1).argmax())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """PEFT's names of the files in an adapter folder."""
@@ -24,40 +25,69 @@ def require_peft(what: str) -> None:
         ) from error
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers that have an adapter, with their names."""
-    yield from (item for item in model.named_modules() if hasattr(item[1], "base_layer"))
+def canonical(name: str) -> str:
+    """Return a module's or parameter's name without what activation checkpointing adds.
+
+    >>> canonical("model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
+    'model.layers.0.mlp.up_proj.weight'
+    """
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers that have an adapter, by name."""
+    modules = model.named_modules()
+    return {canonical(name): layer for name, layer in modules if hasattr(layer, "base_layer")}
 
 
 def has_adapters(model: nn.Module) -> bool:
-    return next(adapted_layers(model), None) is not None
+    return bool(adapted_layers(model))
 
 
-def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and persistent buffers that the model has once adapters are merged.
+def live_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name, of tied ones the first."""
+    seen: dict[int, str] = {}
+    return {
+        canonical(name): tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if seen.setdefault(id(tensor), name) == name
+    }
 
-    Names are those of the plain model, tied tensors come once. An adapted weight is a new tensor,
-    W + alpha/rank · B A; all others are the live ones. The model is not changed.
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that ranks may share; then a collective call."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def merged_tensors(
+    model: nn.Module, *, dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that the model has once adapters are merged, under Hugging Face's names.
+
+    An adapted weight is a new tensor, W + alpha/rank · B A; all others are the live ones. Those of
+    a sharded model are gathered one by one: a collective call.
+
+    dtype: cast to it, before they are gathered.
     """
-    layers, seen = dict(adapted_layers(model)), set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        layer, adapted, leaf = name.partition(".base_layer.")
-        if ".lora_" in name or id(tensor) in seen:
+    layers = adapted_layers(model)
+    for name, tensor in live_tensors(model).items():
+        if ".lora_" in name:
             continue
-        seen.add(id(tensor))
-        value = tensor.detach()
-        if adapted and leaf == "weight":
-            with torch.no_grad():
-                value = value + sum(
-                    layers[layer].get_delta_weight(adapter)
-                    for adapter in layers[layer].active_adapters
-                )
-        yield f"{layer}.{leaf}" if adapted else name, value
+        owner, adapted, leaf = name.partition(".base_layer.")
+        merges, value = adapted and leaf == "weight", tensor.detach()
+        value = full_tensor(value if merges or dtype is None else value.to(dtype))
+        if merges:
+            layer = layers[owner]
+            for adapter in layer.active_adapters:
+                a, b = (full_tensor(part[adapter].weight) for part in (layer.lora_A, layer.lora_B))
+                value = value + layer.scaling[adapter] * (b @ a)
+        yield f"{owner}.{leaf}" if adapted else name, value if dtype is None else value.to(dtype)
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
     """Merge the adapters into the weights in place: the model is a plain one with equal outputs."""
-    for name, layer in list(adapted_layers(model)):
+    for name, layer in adapted_layers(model).items():
         layer.merge()
         model.set_submodule(name, layer.get_base_layer())
     if hasattr(model, "peft_config"):
@@ -72,9 +102,8 @@ def base_of(folder: Path) -> str | None:
     Raises: ValueError where its adapter_config.json can't be read.
     """
     try:
-        return json.loads((folder / CONFIG).read_text(encoding="utf-8")).get(
-            "base_model_name_or_path"
-        )
+        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return values.get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
             f"{folder / CONFIG} must be a JSON object as PEFT writes it, but can't be read as one"

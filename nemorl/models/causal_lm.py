@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model: load it, refuse the kinds that don't train here."""
+"""A Hugging Face causal language model: how it is loaded, and its parts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from nemorl.models.adapters import CONFIG, base_of, has_adapters, merge_adapters, merge_folder
-from nemorl.models.hub import loading
-
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
+from nemorl.models.hub import check_supported, loading
 
 
 def load_causal_lm(
@@ -20,12 +17,11 @@ def load_causal_lm(
     *,
     from_scratch: bool = False,
     seed: int = 0,
-    device: torch.device | str = "cpu",
     field: str = "model.path",
 ) -> nn.Module:
-    """Load a causal language model in float32.
+    """Load a causal language model in float32 on the CPU.
 
-    path: a folder or a hub name; an adapter folder gives its base model with the adapters merged.
+    path: a folder or a hub name; of an adapter folder its base model with the adapters merged.
     from_scratch: random weights from `seed`, for the configuration alone.
     field: the setting that an error names.
 
@@ -42,7 +38,7 @@ def load_causal_lm(
                 " --lora merged --base-model …"
             )
         model = load_causal_lm(base, field=f"the base model of the adapters in {path}")
-        return merge_folder(model, folder).to(device)
+        return merge_folder(model, folder)
     with loading(path, field=field):
         if from_scratch:
             torch.manual_seed(seed)
@@ -56,28 +52,25 @@ def load_causal_lm(
             model, report = loaded
             # transformers would fill them with random numbers, and only warn.
             if missing := sorted(report["missing_keys"]):
-                found = f"{', '.join(missing[:3])}, {len(missing)} in all"
-                raise ValueError(f"its weights lack {found}")
-    check_supported(model)
-    return (merge_adapters(model) if has_adapters(model) else model).to(device)
+                names = ", ".join(missing[:3])
+                raise ValueError(f"its weights lack {names}, {len(missing)} in all")
+    check_supported(model.config)
+    return merge_adapters(model) if has_adapters(model) else model
 
 
 def on_meta(source: Any) -> Any:
     """Build a model in float32 on the meta device, without memory.
 
     source: a Hugging Face configuration, or the folder or hub name of a model.
-
-    Raises: ValueError where it can't be loaded or is not supported.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if isinstance(source, str):
         with loading(source):
             source = AutoConfig.from_pretrained(source)
+    check_supported(source)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(source, dtype=torch.float32)
-    check_supported(model)
-    return model
+        return AutoModelForCausalLM.from_config(source, dtype=torch.float32)
 
 
 @contextmanager
@@ -94,27 +87,6 @@ def _progress_bar(folder: Path) -> Iterator[None]:
     finally:
         if quiet:
             logging.enable_progress_bar()
-
-
-def check_supported(model: nn.Module) -> None:
-    """Raise a ValueError with the reason where a model's numbers might differ from its own here."""
-    config: Any = model.config
-    types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    used = getattr(config, "use_sliding_window", True)
-    window = getattr(config, "sliding_window", None) if used else None
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    if config.model_type not in SUPPORTED:
-        reason = "it is none of those"
-    elif window or types != {"full_attention"}:
-        reason = f"it has a sliding attention window of {window} tokens"
-    elif getattr(head, "bias", None) is not None:
-        reason = "its output layer has a bias"
-    else:
-        return
-    raise ValueError(
-        f"the model must be one of {', '.join(SUPPORTED)} with full attention, but it is"
-        f" {config.model_type!r} and {reason}"
-    )
 
 
 def usable_device(name: str | None) -> torch.device:

@@ -1,16 +1,36 @@
-"""The one error for a model or tokenizer that can't be loaded. Free of torch."""
+"""Which models are supported, and the one error for what can't be loaded. Free of torch."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
+
+
+def check_supported(config: Any) -> None:
+    """Raise ValueError where a model with this configuration might give other numbers here."""
+    types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = getattr(config, "use_sliding_window", True)
+    window = getattr(config, "sliding_window", None) if windowed else None
+    reason = ""
+    if config.model_type in SUPPORTED:
+        if not window and types == {"full_attention"}:
+            return
+        reason = f" and it has a sliding attention window of {window} tokens"
+    raise ValueError(
+        f"the model must be one of {', '.join(SUPPORTED)} with full attention, but it is"
+        f" {config.model_type!r}{reason}"
+    )
 
 
 def cannot_load(
     name: str, reason: object, *, field: str = "model.path", remedy: str = "check it"
 ) -> ValueError:
-    """Return the error that names what was to be loaded, why it can't be, and what to do."""
+    """Return the error that names the model, why it can't be loaded, and what to do."""
     first = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
     return ValueError(
         f"{field} must be a folder with a Hugging Face model or a hub name, but {name!r} could not"
@@ -24,12 +44,8 @@ def loading(
 ) -> Iterator[None]:
     """Load the model or tokenizer `name` in the block, with one error for all that goes wrong.
 
-    name: a folder or a hub name.
     field: the setting that the error names.
     files: the hub's cache has the model if it has one of these.
-
-    Raises: ValueError for an empty name, a hub name that is not in the cache where there is no
-    network, and whatever the loading itself raises.
     """
     if not name:
         raise ValueError(
@@ -47,8 +63,8 @@ def loading(
 def require_hub(name: str, *files: str, field: str = "model.path") -> None:
     """Raise ValueError where the cache has none of the `files` of `name` and there is no network.
 
-    huggingface_hub tries for half a minute for each file, even without a network. One request
-    before that finds out at once. Any answer, and HF_HUB_OFFLINE, is left to the loading itself.
+    huggingface_hub would try each file for half a minute. Any answer, and HF_HUB_OFFLINE, is left
+    to the loading itself.
     """
     import httpx
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -61,9 +77,7 @@ def require_hub(name: str, *files: str, field: str = "model.path") -> None:
             f"there is no such folder, the hub's cache does not have it, and {constants.ENDPOINT}"
             f" can't be reached: {str(error) or type(error).__name__}"
         )
-        remedy = (
-            "check it, or set HF_HUB_OFFLINE=1 with the cache (HF_HOME) of a machine that has it"
-        )
+        remedy = "check it, or set HF_HUB_OFFLINE=1 with the cache (HF_HOME) of another machine"
         raise cannot_load(name, reason, field=field, remedy=remedy) from error
     except (httpx.HTTPError, OSError, ValueError):
         pass

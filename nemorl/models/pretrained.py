@@ -54,10 +54,7 @@ def weights_folder(name: str) -> Path | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors that `transformers` reads: model.safetensors, else those in the index.
-
-    Raises: ValueError where the index can't be read.
-    """
+    """Return the safetensors that `transformers` reads: model.safetensors or those of the index."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if not (folder / INDEX).is_file():
@@ -70,7 +67,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer of a folder or hub name. Raises ValueError where there is none."""
+    """Load the tokenizer of a folder or hub name."""
     from transformers import AutoTokenizer
 
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")

@@ -1,9 +1,8 @@
 """Safetensors files, written one tensor or one piece of a tensor at a time and read by slices.
 
-A file of pieces says in its header where each belongs, as torch.distributed.checkpoint's
-HuggingFaceStorageWriter does, so that torch's reader understands it. That writer is not used: it
-serializes a whole file in memory, and plans by collective calls, which a thread beside a training
-step must not make.
+A file of pieces says in its header where each belongs, as torch's HuggingFaceStorageWriter does.
+That is not used, as it serializes a whole file in memory, and plans by collective calls, which a
+thread beside a training step must not make.
 """
 
 import json
@@ -48,7 +47,7 @@ class Piece:
 
 
 def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]) -> Checksum:
-    """Write a file of `pieces`, whose values `tensors` yields in the same order, to the disk."""
+    """Write a file of `pieces`, whose values `tensors` yields, to the disk."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     if any(any(piece.offsets) for piece in pieces):
         places = {piece.name: {"saved_offsets": piece.offsets} for piece in pieces}
@@ -65,12 +64,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece], tensors: Iterable[Tensor]
     header += b" " * (-len(header) % 8)
     with CheckedWriter(path) as file:
         file.write(len(header).to_bytes(8, "little") + header)
-        for piece, tensor in zip(pieces, tensors, strict=True):
-            if tuple(tensor.shape) != piece.shape or tensor.dtype != piece.dtype:
-                raise ValueError(
-                    f"{piece.name} must be {piece.dtype} of shape {piece.shape}, but is"
-                    f" {tensor.dtype} of shape {tuple(tensor.shape)}"
-                )
+        for _, tensor in zip(pieces, tensors, strict=True):
             flat = tensor.detach().cpu().contiguous().flatten()
             file.write(flat.view(torch.uint8).numpy())
         return file.checksum()
@@ -103,8 +97,7 @@ class TensorFiles:
     With `checksums`, by file name, each byte is checked when it is read. Tensors that are read may
     be views of the files.
 
-    Raises:
-        DamagedFile: a file is not whole or, where it is read, not as it was written.
+    Raises: DamagedFile where a file is not whole or, once it is read, not as it was written.
     """
 
     def __init__(
@@ -117,15 +110,9 @@ class TensorFiles:
                 # Ranks that hold the same piece may both have written it.
                 self._pieces.setdefault(stored.piece.name, {})[stored.piece.offsets] = stored
 
-    def __enter__(self) -> "TensorFiles":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pieces.clear()
-
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The whole tensors' shapes by name. Raises ValueError if a piece is missing."""
+        """Those of the whole tensors by name. Raises ValueError if a piece is missing."""
         return {name: self._shape(name) for name in self._pieces}
 
     def read(
@@ -158,8 +145,7 @@ class TensorFiles:
         shape = tuple(map(max, zip(*ends, strict=True)))
         if sum(math.prod(piece.shape) for piece in pieces) != math.prod(shape):
             raise ValueError(
-                f"{name} must be there in full, but a part of it is missing: was a file of the"
-                " checkpoint lost?"
+                f"{name} must be there in full, but a part is missing: was a file lost?"
             )
         return shape
 
@@ -209,8 +195,8 @@ def write_index(folder: Path, files: Mapping[str, Sequence[Piece]]) -> None:
 def write_model_files(
     folder: Path, weights: Iterable[tuple[str, Tensor]], *, max_bytes: float = 5e9
 ) -> None:
-    """Write weights as `transformers` loads them, in files of at most `max_bytes` unless a single
-    tensor is larger. No more than one file's tensors are in memory at a time.
+    """Write weights as `transformers` loads them, in files of at most `max_bytes`, unless a tensor
+    is larger; with one file's tensors in memory at a time.
     """
     written: list[list[Piece]] = []
     for tensors in _batches(weights, max_bytes):

@@ -29,9 +29,7 @@ class Layout:
     multiple_of: int
 
     def parts(self, rank: int = 0) -> tuple[TokenBatch, ...]:
-        """Return the microbatches of a rank. An empty one is a row of padding, so that the rank
-        takes part in all collectives.
-        """
+        """Return the microbatches of a rank; an empty one as a row of padding, for collectives."""
         plan = self.microbatches[rank]
         found = split(self.rows, plan, multiple_of=self.multiple_of)
         padding = pytree.tree_map_only(
@@ -42,9 +40,7 @@ class Layout:
     def place(
         self, values: Sequence[Shaped[Tensor, "_ _"]], rank: int = 0
     ) -> Shaped[Tensor, "rows width"]:
-        """Put a rank's values of each of its microbatches in the rows' places; 0 elsewhere, so that
-        ranks add up.
-        """
+        """Put a rank's values of its microbatches in the rows' places; 0 elsewhere."""
         placed = values[0].new_zeros(self.rows.input_ids.shape)
         for rows, value in zip(self.microbatches[rank], values, strict=True):
             if rows:

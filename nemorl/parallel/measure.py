@@ -24,18 +24,11 @@ def flops_per_step(
     N: weights of all matrices but the embeddings, with the output layer, tied or not; 2 operations
     per token forward, 4 backward. The second term is attention of each token to itself and those
     before it: 4 operations forward per pair and number in a head, 8 backward (PaLM counts all L²
-    pairs). Recomputation and padding are of no use to the model and don't count.
+    pairs). Recomputation and padding don't count.
 
     model_config: a Hugging Face configuration.
     segment_lengths: L of each sequence.
     frozen_weights: as in LoRA, where matrices need no gradients: 4 · N.
-
-    >>> from types import SimpleNamespace
-    >>> config = SimpleNamespace(
-    ...     hidden_size=4, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8,
-    ...     vocab_size=10)
-    >>> flops_per_step(config, [3]) == 6 * (4 * 4 * 4 + 3 * 4 * 8 + 10 * 4) * 3 + 12 * 4 * 6
-    True
     """
     hidden, heads = model_config.hidden_size, model_config.num_attention_heads
     head_dim = getattr(model_config, "head_dim", None) or hidden // heads
@@ -65,8 +58,8 @@ class StepMeter:
     Metrics, which may be merged over steps and ranks:
 
     - trainer/seconds: of a step
-    - trainer/memory_gb: 10^9 bytes; on a GPU the peak of tensors in the step, elsewhere the peak of
-      the process's main memory so far
+    - trainer/memory_gb: 10^9 bytes; on a GPU the peak of tensors in the step, elsewhere of the
+      process's main memory so far
     - trainer/tflops_per_device: 10^12 operations (`flops_per_step`) per second and device
     - trainer/mfu: the same as a share of the device's peak in bfloat16, where that is known
     """

@@ -1,6 +1,6 @@
 """Traces of training steps by torch.profiler: a file per rank, for ui.perfetto.dev.
 
-A process has one profiler, kept here. It is closed at exit, as an open one would crash the process.
+A process has one profiler, which is closed at exit, as an open one would crash the process.
 """
 
 import atexit
@@ -47,8 +47,6 @@ def profiled(config: ProfileConfig, *, step: int, rank: int) -> Iterator[None]:
 
     One recording holds all of these steps and what goes on between them; it is then in `config.dir`
     as rank0_steps10-12.json. Where the run ends earlier, `close_profile` writes what there is.
-
-    Raises: ValueError if the folder can't be written to.
     """
     global _recording
     span = config.span()
@@ -68,10 +66,7 @@ def profiled(config: ProfileConfig, *, step: int, rank: int) -> Iterator[None]:
 
 
 def close_profile() -> None:
-    """Write the open trace, if there is one; from any thread.
-
-    An error while writing is a warning: a trace is not worth a run.
-    """
+    """Write the open trace, if there is one; from any thread. An error is a warning."""
     global _recording
     recording, _recording = _recording, None
     if recording is None:
@@ -99,8 +94,7 @@ def profile_folder(config: ProfileConfig) -> Path | None:
     if config.steps is None:
         return None
     requirement = "must be given where no run has a directory for it"
-    named = config.dir is not None
-    require(named, "profile.dir", requirement, None, "name a folder (--profile.dir)")
+    require(bool(config.dir), "profile.dir", requirement, None, "name a folder (--profile.dir)")
     folder = Path(str(config.dir))
     try:
         folder.mkdir(parents=True, exist_ok=True)

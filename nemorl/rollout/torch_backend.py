@@ -12,13 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.models.adapters import has_adapters
-from nemorl.models.causal_lm import (
-    check_supported,
-    decoder_of,
-    end_tokens,
-    head_weight,
-    load_causal_lm,
-)
+from nemorl.models.causal_lm import decoder_of, end_tokens, head_weight, load_causal_lm
+from nemorl.models.hub import check_supported
 from nemorl.rollout.attention import decoding
 from nemorl.rollout.generation import (
     Completion,
@@ -67,7 +62,7 @@ class TorchGenerationBackend:
         self.max_batch_size = config.max_batch_size
         if self.model is None:
             self.model = load_causal_lm(self.model_path)
-        check_supported(self.model)
+        check_supported(self.model.config)
         self.end_tokens = end_tokens(self.model, self.tokenizer)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

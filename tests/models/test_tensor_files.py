@@ -2,7 +2,6 @@
 
 import json
 import zlib
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -28,11 +27,8 @@ def some_tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     shapes = {"matrix": (5, 7), "vector": (3,), "scalar": (), "nothing": (0, 4), "cube": (2, 3, 4)}
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
-    return (
-        tensors
-        | {str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in DTYPES.values()}
-        | {"transposed": torch.randn(4, 6).T}
-    )
+    tensors |= {str(dtype): torch.tensor([0, 1, 1]).to(dtype) for dtype in DTYPES.values()}
+    return tensors | {"transposed": torch.randn(4, 6).T}
 
 
 def write_whole(path: Path, tensors: dict[str, torch.Tensor]) -> Checksum:
@@ -45,13 +41,12 @@ def test_what_is_written_is_read_by_others_and_the_other_way_round(tmp_path: Pat
     tensors = some_tensors()
     write_whole(tmp_path / "ours", tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs")
-    found = load_file(tmp_path / "ours")
+    torch.testing.assert_close(load_file(tmp_path / "ours"), tensors, atol=0, rtol=0)
     for path in (tmp_path / "ours", tmp_path / "theirs"):
-        with TensorFiles([path]) as stored:
-            assert stored.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            for name, tensor in tensors.items():
-                torch.testing.assert_close(stored.read(name), tensor, atol=0, rtol=0)
-                torch.testing.assert_close(found[name], tensor, atol=0, rtol=0)
+        stored = TensorFiles([path])
+        assert stored.shapes == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(stored.read(name), tensor, atol=0, rtol=0)
 
 
 @pytest.fixture
@@ -79,14 +74,13 @@ def test_what_is_read_is_checked_and_the_rest_is_not(tmp_path: Path, small_block
     content = bytearray(path.read_bytes())
     content[-1] ^= 1  # in the last row of b
     path.write_bytes(content)
-    with TensorFiles([path], checksums) as stored:
-        assert torch.equal(stored.read("a"), a)
-        assert torch.equal(stored.read("b", (0, 0), (8, 4)), torch.zeros(8, 4))
-        for begin in (0, 15):
-            with pytest.raises(DamagedFile, match=r"file is damaged \(its CRC-32"):
-                stored.read("b", (begin, 0), (16 - begin, 1))
-    with TensorFiles([path]) as stored:
-        assert stored.read("b")[-1, -1] != 0, "without checksums nothing is checked"
+    stored = TensorFiles([path], checksums)
+    assert torch.equal(stored.read("a"), a)
+    assert torch.equal(stored.read("b", (0, 0), (8, 4)), torch.zeros(8, 4))
+    for begin in (0, 15):
+        with pytest.raises(DamagedFile, match=r"file is damaged \(its CRC-32"):
+            stored.read("b", (begin, 0), (16 - begin, 1))
+    assert TensorFiles([path]).read("b")[-1, -1] != 0, "without checksums nothing is checked"
 
 
 @pytest.mark.parametrize("place", range(0, 760, 40))
@@ -98,9 +92,9 @@ def test_no_damage_is_missed(tmp_path: Path, small_blocks, place, how):
     changed = bytes(content) != path.read_bytes()
     path.write_bytes(content)
     try:
-        with TensorFiles([path], checksums) as stored:
-            for name in stored.shapes:
-                stored.read(name)
+        stored = TensorFiles([path], checksums)
+        for name in stored.shapes:
+            stored.read(name)
         assert not changed
     except DamagedFile:
         assert changed
@@ -110,23 +104,10 @@ def test_no_damage_is_missed(tmp_path: Path, small_blocks, place, how):
 def test_a_file_that_is_cut_is_an_error_with_and_without_checksums(tmp_path: Path, size):
     path, checksums, _ = write_two(tmp_path)
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(DamagedFile, match="bytes instead of"):
+    with pytest.raises(DamagedFile, match=r"incomplete|is damaged|no safetensors file"):
         TensorFiles([path], checksums)
     with pytest.raises(DamagedFile, match=r"incomplete|no safetensors file"):
         TensorFiles([path])
-
-
-def test_numbers_of_another_form_than_announced_are_an_error(tmp_path: Path):
-    piece = Piece.whole("a", torch.zeros(2, 2))
-    with pytest.raises(
-        ValueError,
-        match=r"a must be torch.float32 of shape \(2, 2\), but is torch.float32 of shape \(4,\)",
-    ):
-        write_tensors(tmp_path / "file", [piece], [torch.zeros(4)])
-    with pytest.raises(ValueError, match=r"but is torch\.float64"):
-        write_tensors(tmp_path / "file", [piece], [torch.zeros(2, 2, dtype=torch.float64)])
-    with pytest.raises(ValueError, match="shorter"):
-        write_tensors(tmp_path / "file", [piece, piece], [torch.zeros(2, 2)])
 
 
 def cut(size: int, points: list[int]) -> list[tuple[int, int]]:
@@ -135,11 +116,9 @@ def cut(size: int, points: list[int]) -> list[tuple[int, int]]:
 
 
 def write_pieces(
-    folder: Path, tensor: torch.Tensor, rows: list[int], columns: list[int], *, count: int = 3
+    folder: Path, tensor: torch.Tensor, rows: list[int], columns: list[int]
 ) -> list[Path]:
-    """The tensor cut into boxes, each in one of `count` files or, where they have the same name, in
-    one of more.
-    """
+    """The tensor cut into boxes, each in a file."""
     boxes = [
         (slice(*row), slice(*column))
         for row in cut(tensor.shape[0], rows)
@@ -166,18 +145,18 @@ def write_pieces(
 def test_any_box_is_read_from_any_pieces(tmp_path_factory, data, rows, columns):
     folder = tmp_path_factory.mktemp("pieces")
     tensor = torch.arange(6 * 5).reshape(6, 5)
-    with TensorFiles(write_pieces(folder, tensor, rows, columns)) as stored:
-        assert stored.shapes == {"x": (6, 5)}
-        begins = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
-        shape = [
-            data.draw(st.integers(1, size - begin))
-            for size, begin in zip(tensor.shape, begins, strict=True)
-        ]
-        found = stored.read("x", begins, shape)
-        assert torch.equal(
-            found, tensor[begins[0] : begins[0] + shape[0], begins[1] : begins[1] + shape[1]]
-        )
-        assert torch.equal(stored.read("x"), tensor)
+    stored = TensorFiles(write_pieces(folder, tensor, rows, columns))
+    assert stored.shapes == {"x": (6, 5)}
+    begins = [data.draw(st.integers(0, size - 1)) for size in tensor.shape]
+    shape = [
+        data.draw(st.integers(1, size - begin))
+        for size, begin in zip(tensor.shape, begins, strict=True)
+    ]
+    found = stored.read("x", begins, shape)
+    assert torch.equal(
+        found, tensor[begins[0] : begins[0] + shape[0], begins[1] : begins[1] + shape[1]]
+    )
+    assert torch.equal(stored.read("x"), tensor)
 
 
 def test_pieces_are_torchs_own_form(tmp_path: Path):
@@ -197,13 +176,12 @@ def test_a_lost_piece_is_missed(tmp_path: Path, lost):
     paths = write_pieces(tmp_path, tensor, [2], [1])
     assert len(paths) == 4
     paths.pop(lost)
-    with TensorFiles(paths) as stored:
-        try:
-            shapes = stored.shapes
-        except ValueError as error:
-            assert "x must be there in full, but a part of it is missing" in str(error)
-        else:
-            assert shapes != {"x": (6, 4)}
+    try:
+        shapes = TensorFiles(paths).shapes
+    except ValueError as error:
+        assert "x must be there in full, but a part is missing" in str(error)
+    else:
+        assert shapes != {"x": (6, 4)}
 
 
 def test_pieces_that_are_there_twice_are_read_once(tmp_path: Path):
@@ -213,9 +191,8 @@ def test_pieces_that_are_there_twice_are_read_once(tmp_path: Path):
         *write_pieces(tmp_path, tensor, [2], []),
         *write_pieces(tmp_path / "more", tensor, [2], []),
     ]
-    with TensorFiles(paths) as stored:
-        assert torch.equal(stored.read("x"), tensor)
-        assert stored.shapes == {"x": (6, 4)}
+    assert torch.equal(TensorFiles(paths).read("x"), tensor)
+    assert TensorFiles(paths).shapes == {"x": (6, 4)}
 
 
 @pytest.mark.parametrize(("max_bytes", "files"), [(1e9, 1), (100, 4), (200, 2), (1, 4)])
@@ -234,8 +211,7 @@ def test_a_model_is_written_in_files_that_are_not_too_large(tmp_path: Path, max_
         assert values["metadata"]["total_size"] == 400
         for name, file in values["weight_map"].items():
             assert torch.equal(load_file(tmp_path / file)[name], tensors[name])
-    with TensorFiles(paths) as stored:
-        assert stored.shapes.keys() == tensors.keys()
+    assert TensorFiles(paths).shapes.keys() == tensors.keys()
     assert len(list(tmp_path.iterdir())) == files + (files > 1)
 
 
@@ -250,9 +226,3 @@ def test_no_more_than_a_file_is_held(tmp_path: Path):
 
     write_model_files(tmp_path, tensors(), max_bytes=200)
     assert seen == [0, 0, 0, 1, 1, 2]
-
-
-def test_pieces_know_their_size():
-    assert (
-        replace(Piece.whole("a", torch.zeros(3, 4, dtype=torch.bfloat16)), name="b").num_bytes == 24
-    )

@@ -30,28 +30,28 @@ from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.memory import Workload
+from nemorl.parallel.planner.config import PlanConfig
 from tests.parallel.batches import nll_loss
 
 
-def measure_steps(
-    folder: Path, plan: ParallelPlan, work: Workload, micro_batches: int
-) -> tuple[int, int]:
-    """The peak bytes of the second optimizer step of this rank, and what it sends in the third."""
+def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[int, int]:
+    """The peak bytes of this rank's second optimizer step, and what it sends in the third, each of
+    two microbatches.
+    """
     trainer = TrainerConfig(
         device="cpu",
-        train_micro_batch_size=work.rows,
+        train_micro_batch_size=work.micro_batch_rows,
         logprob_chunk=work.logprob_chunk,
         sequence_packing=work.packed,
         packed_row_tokens=work.seq_len if work.packed else None,
     )
     model = ModelConfig(path=str(folder), from_scratch=not work.lora_rank)
-    lora = LoRAConfig(rank=work.lora_rank, target_modules=work.lora_targets)
+    lora = LoRAConfig(rank=work.lora_rank, target_modules=work.lora_target_modules)
     config = BackendConfig(
-        model=model, trainer=trainer, parallel=plan, lora=lora, keep_reference=work.keep_reference
+        model=model, trainer=trainer, parallel=plan, lora=lora, keep_reference=work.reference
     )
-    batch = _batch(micro_batches * work.rows * plan.data_ranks, work)
-    loss_fn = _loss_with_entropy if work.entropy_gradient else nll_loss
+    batch = _batch(2 * work.micro_batch_rows * plan.data_ranks, work)
+    loss_fn = _loss_with_entropy if work.entropy else nll_loss
     with Allocations() as recorded:
         # Adapters are for a trained model: here one that is handed over, as no weights lie in the
         # folder.
@@ -69,7 +69,7 @@ def measure_steps(
     return recorded.peak(begin, end), sent.total
 
 
-def _batch(rows: int, work: Workload) -> TokenBatch:
+def _batch(rows: int, work: PlanConfig) -> TokenBatch:
     """Rows of the workload's width: of one sequence, or for packing four times as many of a
     quarter's length.
     """

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from nemorl.parallel.determinism import deterministic_kernels, use_deterministic_kernels
+from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 
@@ -29,11 +29,8 @@ def test_it_is_on_and_then_as_before(monkeypatch, workspace):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
     torch.backends.cudnn.benchmark = True
     before = settings()
-    restore = use_deterministic_kernels()
-    try:
+    with deterministic_kernels():
         assert settings() == (True, False, True, False, False, workspace or ":4096:8")
-    finally:
-        restore()
     assert settings() == before
     torch.backends.cudnn.benchmark = False
 
@@ -46,20 +43,13 @@ def test_sampling_with_every_filter_has_such_kernels_on_a_gpu():
         logits = torch.randn(num_rows, 150_000, generator=torch.Generator().manual_seed(0)).cuda()
         slots = [Slot(0, i, SamplingParams(**filters), 3, 0, 8) for i in range(num_rows)]
         with deterministic_kernels():
-            tokens, logprobs = zip(
-                *(sample_tokens(logits, SlotTensors.of(slots, logits.device)) for _ in range(5)),
-                strict=True,
+            first, *others = (
+                sample_tokens(logits, SlotTensors.of(slots, logits.device)) for _ in range(5)
             )
-        assert all(torch.equal(tokens[0], other) for other in tokens) and all(
-            torch.equal(logprobs[0], other) for other in logprobs
-        )
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.gpu
 def test_what_can_not_be_is_an_error_on_a_gpu():
-    restore = use_deterministic_kernels()
-    try:
-        with pytest.raises(RuntimeError, match="histc"):
-            torch.histc(torch.ones(4, device="cuda"))
-    finally:
-        restore()
+    with deterministic_kernels(), pytest.raises(RuntimeError, match="histc"):
+        torch.histc(torch.ones(4, device="cuda"))

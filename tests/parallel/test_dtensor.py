@@ -3,21 +3,22 @@ and agreement with the embedded generator.
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig
 
 from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize
-from nemorl.models.causal_lm import check_supported, load_causal_lm
-from nemorl.parallel.backend import TrainingBackend
+from nemorl.models.causal_lm import load_causal_lm
+from nemorl.models.hub import check_supported
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
-    ModelConfig,
     OptimizerConfig,
     TrainerConfig,
 )
@@ -34,6 +35,13 @@ from tests.parallel.batches import nll_loss, random_batch
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 
+def set_up(model: Any = None, *, trainer: Any = None, **options: Any) -> DTensorBackend:
+    backend = DTensorBackend(model)
+    trainer = TrainerConfig(**{"device": "cpu", **(trainer or {})})
+    backend.setup(BackendConfig(trainer=trainer, **options))
+    return backend
+
+
 @given(
     st.lists(st.lists(st.integers(1, 17), min_size=0, max_size=5), min_size=1, max_size=3),
     st.integers(0, 5),
@@ -44,12 +52,8 @@ def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int
     width = max(1, max(sum(row) for row in rows) + padding)
     segments = torch.zeros(len(rows), width, dtype=torch.long)
     for r, row in enumerate(rows):
-        filled = (
-            torch.cat([torch.full((length,), i + 1) for i, length in enumerate(row)])
-            if row
-            else torch.zeros(0, dtype=torch.long)
-        )
-        segments[r, : len(filled)] = filled
+        filled = [i + 1 for i, length in enumerate(row) for _ in range(length)]
+        segments[r, : len(filled)] = torch.tensor(filled, dtype=torch.long)
     generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(
@@ -69,12 +73,8 @@ def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int
     cotangent = torch.where(
         real, torch.randn(out.shape, generator=generator, dtype=torch.float64), 0.0
     )
-    for ours, theirs in zip(
-        torch.autograd.grad(out, (q, k, v), cotangent),
-        torch.autograd.grad(expected, (q, k, v), cotangent),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, theirs)
+    ours, theirs = (torch.autograd.grad(x, (q, k, v), cotangent) for x in (out, expected))
+    torch.testing.assert_close(ours, theirs)
 
 
 @given(st.lists(st.integers(1, 70), min_size=2, max_size=40), st.integers(0, 9))
@@ -82,10 +82,8 @@ def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padd
     """Each token is found again at its place, and a bucket is at most a quarter longer than any of
     its segments.
     """
-    segments = torch.cat(
-        [torch.full((length,), i + 1) for i, length in enumerate(lengths)]
-        + [torch.zeros(padding, dtype=torch.long)]
-    )[None]
+    ids = [i + 1 for i, length in enumerate(lengths) for _ in range(length)]
+    segments = torch.tensor([ids + [0] * padding])
     buckets = segment_buckets(segments)
     assert buckets is not None
     laid_out = torch.cat([*(tokens.flatten() for tokens in buckets.tokens), torch.tensor([-1])])
@@ -119,12 +117,7 @@ def test_an_all_ones_mask_or_a_cache_is_never_given():
         ).logits
         sound = model(packed.input_ids, position_ids=packed.position_ids, use_cache=False).logits
     assert (leaky - sound).abs().max() > 1e-3  # the trap is there
-    backend = DTensorBackend(model)
-    backend.setup(
-        BackendConfig(
-            trainer=TrainerConfig(device="cpu", sequence_packing=True, packed_row_tokens=21)
-        )
-    )
+    backend = set_up(model, trainer={"sequence_packing": True, "packed_row_tokens": 21})
     expected = sound.log_softmax(-1)[0, :-1].gather(-1, packed.input_ids[0, 1:, None])[:, 0]
     ours = backend.get_logprobs(batch).values
     order = [row for plan in pack_plan(batch.lengths, 21) for row in plan]
@@ -143,33 +136,22 @@ def test_the_sampler_and_the_trainer_agree(packing, precision):
     """Prefill and cached decoding against a whole forward pass, on the very same parameters; also
     after they have moved.
     """
-    trainer: TrainingBackend = DTensorBackend(tiny_model(scale=2.0))
-    trainer.setup(
-        BackendConfig(
-            trainer=TrainerConfig(device="cpu", sequence_packing=packing),
-            parallel=ParallelPlan(param_dtype=precision),
-            optimizer=OptimizerConfig(lr=1e-2),
-        )
+    trainer = set_up(
+        tiny_model(scale=2.0),
+        trainer={"sequence_packing": packing},
+        parallel=ParallelPlan(param_dtype=precision),
+        optimizer=OptimizerConfig(lr=1e-2),
     )
     generator = TorchGenerationBackend(
         model=trainer.model, tokenizer=tiny_tokenizer(), precision=precision
     )
     generator.setup(GenerationConfig())
     prompts = Prompts([{"prompt": ""}] * 6, random_prompts(6))
+    reward = FunctionalRewardWrapper(lambda prompt, response: 0.0)
     for step in range(2):
-        for sampling in (
-            SamplingParams(n=4, max_new_tokens=12),
-            SamplingParams(n=4, max_new_tokens=12, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01),
-        ):
-            batch = to_token_batch(
-                collect(
-                    generator,
-                    FunctionalRewardWrapper(lambda prompt, response: 0.0),
-                    prompts,
-                    sampling,
-                    seed=step,
-                )
-            )
+        for filters in ({}, {"temperature": 0.7, "top_k": 9, "top_p": 0.9, "min_p": 0.01}):
+            sampling = SamplingParams(n=4, max_new_tokens=12, **filters)
+            batch = to_token_batch(collect(generator, reward, prompts, sampling, seed=step))
             ours = trainer.get_logprobs(batch).values
             gaps = (ours - batch.generation_logprobs)[batch.loss_mask].abs()
             assert gaps.max() < (1e-5 if precision == "float32" else 0.5)
@@ -179,8 +161,7 @@ def test_the_sampler_and_the_trainer_agree(packing, precision):
 
 
 def test_weights_are_shared_not_copied():
-    trainer = DTensorBackend(tiny_model())
-    trainer.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+    trainer = set_up(tiny_model())
     generator = TorchGenerationBackend(model=trainer.model)
     before = {name: tensor.data_ptr() for name, tensor in trainer.export_weights()}
     generator.update_weights(trainer.export_weights(), version=1)
@@ -208,39 +189,22 @@ def test_schedules_by_hand(schedule, expected):
 
 
 def test_a_model_that_would_give_wrong_numbers_is_refused_by_name():
-    from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
-
-    options = {
-        "vocab_size": 16,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-    }
-    with pytest.raises(
-        ValueError, match=r"but it is 'mistral' and it has a sliding attention window of 4 tokens"
-    ):
-        check_supported(MistralForCausalLM(MistralConfig(sliding_window=4, **options)))
-    check_supported(MistralForCausalLM(MistralConfig(sliding_window=None, **options)))
-    with pytest.raises(
-        ValueError,
-        match=r"one of llama, mistral, qwen2, qwen3 with full attention, but it is 'gpt2'",
-    ):
-        check_supported(GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2)))
+    with pytest.raises(ValueError, match="'mistral' and it has a sliding attention window of 4"):
+        check_supported(MistralConfig(sliding_window=4))
+    check_supported(MistralConfig(sliding_window=None))
+    gpt = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2))
+    with pytest.raises(ValueError, match=r"one of llama, .* with full attention, but it is 'gpt2'"):
+        set_up(gpt)
 
 
 def test_loading(tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
-    loaded = load_causal_lm(str(tmp_path / "model"))
-    fresh = [
-        load_causal_lm(
-            str(tmp_path / "model"), from_scratch=True, seed=seed
-        ).model.norm.weight.dtype
-        for seed in (0, 1)
-    ]
-    assert torch.equal(loaded.model.embed_tokens.weight, tiny_model().model.embed_tokens.weight)
-    assert fresh == [torch.float32] * 2
+    loaded, *fresh = (
+        load_causal_lm(str(tmp_path / "model"), **options).model.embed_tokens.weight
+        for options in ({}, {"from_scratch": True}, {"from_scratch": True, "seed": 1})
+    )
+    assert torch.equal(loaded, tiny_model().model.embed_tokens.weight)
+    assert not torch.equal(*fresh) and fresh[0].dtype == torch.float32
     with pytest.raises(ValueError, match=r"model.path must name a model folder"):
         load_causal_lm("")
     with pytest.raises(ValueError, match=r"'no/such/model' could not be loaded"):
@@ -252,13 +216,7 @@ def test_the_model_is_handed_back_as_it_came():
     what a fresh copy gives.
     """
     model, fresh = tiny_model(scale=3.0), tiny_model(scale=3.0)
-    backend = DTensorBackend(model)
-    backend.setup(
-        BackendConfig(
-            trainer=TrainerConfig(device="cpu"),
-            parallel=ParallelPlan(activation_checkpointing="full"),
-        )
-    )
+    backend = set_up(model, parallel=ParallelPlan(activation_checkpointing="full"))
     backend.get_logprobs(random_batch([4]))
     backend.shutdown()
     assert not model.training
@@ -278,17 +236,16 @@ def test_several_tokens_after_cached_ones_need_a_mask():
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", "foo"])
 def test_a_device_that_is_not_there(device):
-    with pytest.raises(
-        ValueError, match=f"device must be one that torch can use here, but it is '{device}'"
-    ):
-        DTensorBackend(tiny_model()).setup(BackendConfig(trainer=TrainerConfig(device=device)))
+    message = f"device must be one that torch can use here, but it is '{device}'"
+    with pytest.raises(ValueError, match=message):
+        set_up(tiny_model(), trainer={"device": device})
 
 
 def test_use_before_and_after():
     backend = DTensorBackend(tiny_model())
     with pytest.raises(RuntimeError, match=r"call setup\(\) first"):
         backend.get_logprobs(random_batch([4]))
-    backend.setup(BackendConfig(model=ModelConfig(), trainer=TrainerConfig(device="cpu")))
+    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
     backend.shutdown()
     with pytest.raises(RuntimeError, match=r"nothing after shutdown"):
         backend.get_logprobs(random_batch([4]))
@@ -302,12 +259,10 @@ def test_a_gpu_gives_the_numbers_of_the_cpu():
     """
     outcomes = []
     for device in ("cpu", "cuda"):
-        trainer = DTensorBackend(tiny_model(scale=2.0))
-        trainer.setup(
-            BackendConfig(
-                trainer=TrainerConfig(device=device, sequence_packing=True),
-                optimizer=OptimizerConfig(lr=1e-3),
-            )
+        trainer = set_up(
+            tiny_model(scale=2.0),
+            trainer={"device": device, "sequence_packing": True},
+            optimizer=OptimizerConfig(lr=1e-3),
         )
         batch = random_batch([9, 2, 30, 17, 1, 30, 5, 12])
         before = trainer.get_logprobs(batch).values
@@ -331,28 +286,15 @@ def test_a_gpu_gives_the_numbers_of_the_cpu():
 def test_setup_refuses_other_weights_than_a_checkpoint_began_with(rank: int, tmp_path: Path):
     """Also where the checkpoint's backend was itself one that went on with a trained model."""
 
-    def made(model, **options) -> DTensorBackend:
-        backend = DTensorBackend(model)
-        backend.setup(
-            BackendConfig(
-                trainer=TrainerConfig(device="cpu"), lora=LoRAConfig(rank=rank), **options
-            )
-        )
-        return backend
-
-    first = made(tiny_model())
+    lora = LoRAConfig(rank=rank)
+    first = set_up(tiny_model(), lora=lora)
     first.train_step(random_batch([5, 6]), nll_loss)
     first.save_checkpoint(tmp_path / "first")
     if not rank:
-        again = made(tiny_model(seed=1))
+        again = set_up(tiny_model(seed=1))
         again.load_checkpoint(tmp_path / "first")
         again.save_checkpoint(tmp_path / "first")
-    made(tiny_model(), same_initial_model_as=tmp_path / "first")
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"first must be of a run that began with the model in use, .* load the initial model of"
-            r" that run anew"
-        ),
-    ):
-        made(tiny_model(seed=1), same_initial_model_as=tmp_path / "first")
+    set_up(tiny_model(), lora=lora, same_initial_model_as=tmp_path / "first")
+    message = "first must be of a run that began with the model in use, .* load the initial model"
+    with pytest.raises(ValueError, match=message):
+        set_up(tiny_model(seed=1), lora=lora, same_initial_model_as=tmp_path / "first")

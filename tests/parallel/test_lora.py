@@ -103,20 +103,15 @@ def test_adapters_learn_and_the_base_stays(trainer, plan):
 def test_only_adapters_are_optimized():
     made = trained(1)
     optimized = {id(p) for group in made.optimizer.param_groups for p in group["params"]}
-    assert (
-        optimized
-        == {id(tensor) for tensor in adapter_tensors(made.model).values()}
-        == {id(p) for p in made.optimizer.state}
-    )
+    adapters = {id(tensor) for tensor in adapter_tensors(made.model).values()}
+    assert optimized == adapters == {id(p) for p in made.optimizer.state}
     assert all(p.grad is None for p in made.model.parameters() if id(p) not in optimized)
     assert len(optimized) == 2 * 2 * 7  # A and B, two layers, q k v o gate up down
 
 
 def test_nothing_changes_at_first():
     made, batch = backend(keep_reference=True), random_batch(LENGTHS)
-    plain = DTensorBackend(tiny_model(scale=2.0))
-    plain.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
-    expected = plain.get_logprobs(batch).values
+    expected = backend(lora={"rank": 0, "alpha": 32.0}).get_logprobs(batch).values
     assert torch.equal(made.get_logprobs(batch).values, expected)
     made.train_step(batch, nll_loss)
     assert not torch.equal(made.get_logprobs(batch).values, expected)
@@ -144,7 +139,7 @@ def test_rank_alpha_and_targets_say_where_and_how_much():
     made = trained(
         2, lora={"rank": 2, "alpha": 3.0, "target_modules": ("q_proj", "layers.1.mlp.down_proj")}
     )
-    adapted = dict(adapted_layers(made.model))
+    adapted = adapted_layers(made.model)
     assert sorted(adapted) == [
         "model.layers.0.self_attn.q_proj",
         "model.layers.1.mlp.down_proj",
@@ -166,13 +161,9 @@ def test_rank_alpha_and_targets_say_where_and_how_much():
 
 def test_dropout_is_on_in_training_only():
     batch = random_batch(LENGTHS)
-    with_dropout, without = trained(2, lora={"dropout": 0.5}), trained(2)
-    assert not torch.equal(
-        with_dropout.get_logprobs(batch).values, without.get_logprobs(batch).values
-    )
-    assert torch.equal(
-        with_dropout.get_logprobs(batch).values, with_dropout.get_logprobs(batch).values
-    )
+    made = trained(2, lora={"dropout": 0.5})
+    first, again, without = (each.get_logprobs(batch).values for each in (made, made, trained(2)))
+    assert torch.equal(first, again) and not torch.equal(first, without)
 
 
 def test_the_seed_decides_the_adapters():
@@ -186,10 +177,8 @@ def test_the_seed_decides_the_adapters():
 def test_exported_weights_are_those_of_the_live_model(tied):
     """Merged under Hugging Face's names, and the live model stays as it is."""
     made = trained(model=tiny_model(scale=2.0, tied=tied))
-    live, adapters = (
-        logits(made.model),
-        {name: tensor.clone() for name, tensor in adapter_tensors(made.model).items()},
-    )
+    live = logits(made.model)
+    adapters = {name: tensor.clone() for name, tensor in adapter_tensors(made.model).items()}
     exported = dict(made.export_weights())
     plain = tiny_model(seed=3, tied=tied)
     assert exported.keys() == dict(plain.named_parameters()).keys()
@@ -224,25 +213,15 @@ def test_the_sampler_shares_the_live_model():
     generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
     generator.setup(GenerationConfig())
     prompts = Prompts([{"prompt": ""}] * 6, random_prompts(6))
+    reward = FunctionalRewardWrapper(lambda prompt, response: 0.0)
+    sampling = SamplingParams(n=2, max_new_tokens=12)
     for step in range(3):
-        sampling = SamplingParams(n=2, max_new_tokens=12)
-        batch = to_token_batch(
-            collect(
-                generator,
-                FunctionalRewardWrapper(lambda prompt, response: 0.0),
-                prompts,
-                sampling,
-                seed=step,
-            )
+        batch = to_token_batch(collect(generator, reward, prompts, sampling, seed=step))
+        now, reference = (
+            (found.values - batch.generation_logprobs)[batch.loss_mask].abs().max()
+            for found in (trainer.get_logprobs(batch), trainer.get_reference_logprobs(batch))
         )
-        gaps = (trainer.get_logprobs(batch).values - batch.generation_logprobs)[
-            batch.loss_mask
-        ].abs()
-        assert gaps.max() < 1e-5
-        reference = (trainer.get_reference_logprobs(batch).values - batch.generation_logprobs)[
-            batch.loss_mask
-        ].abs()
-        assert (reference.max() > 0.01) == (step > 0)
+        assert now < 1e-5 and (reference > 0.01) == (step > 0)
         trainer.train_step(random_batch([5, 9], seed=step), nll_loss)
         weights = trainer.export_weights()
         generator.update_weights(weights, version=step + 1)
@@ -301,7 +280,7 @@ def test_peft_loads_a_checkpoint(tmp_path: Path):
 def test_what_a_checkpoint_must_fit(tmp_path: Path):
     trained().save_checkpoint(tmp_path / "saved")
     cases: list[tuple[DTensorBackend, str]] = [
-        (backend(tiny_model(seed=5)), "its adapters were trained beside other weights"),
+        (backend(tiny_model(seed=5)), "it began with other weights"),
         (
             backend(lora={"rank": 8}),
             r"differs in base_model.*q_proj.* \(28 in all\)|differs in .*\(28 in all\).*lora.rank",
@@ -336,7 +315,7 @@ def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
     made = trained(model=model)
     made.save_checkpoint(tmp_path / "saved")
     made.shutdown()
-    with pytest.raises(ValueError, match="load the base model of that run anew"):
+    with pytest.raises(ValueError, match="load the initial model of that run anew"):
         backend(model).load_checkpoint(tmp_path / "saved")
 
 
@@ -356,13 +335,8 @@ def test_fingerprints():
 
 
 def test_what_is_refused():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"lora.target_modules .* but it is 'q_prj': there are down_proj, gate_proj, k_proj,"
-            r" o_proj, q_proj, up_proj, v_proj"
-        ),
-    ):
+    message = r"lora.target_modules .* but it is 'q_prj': there are down_proj, .* up_proj, v_proj"
+    with pytest.raises(ValueError, match=message):
         backend(lora={"target_modules": ("v_proj", "q_prj")})
     for name in (
         "lm_head",
@@ -462,14 +436,10 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(precision):
     outcomes = []
     for device in ("cpu", "cuda"):
         made = DTensorBackend(tiny_model(scale=2.0))
-        trainer, plan = (
-            TrainerConfig(device=device, sequence_packing=True),
-            ParallelPlan(param_dtype=precision),
-        )
         made.setup(
             BackendConfig(
-                trainer=trainer,
-                parallel=plan,
+                trainer=TrainerConfig(device=device, sequence_packing=True),
+                parallel=ParallelPlan(param_dtype=precision),
                 optimizer=OptimizerConfig(lr=1e-2),
                 lora=LoRAConfig(rank=4),
                 keep_reference=True,
@@ -477,17 +447,10 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(precision):
         )
         batch = random_batch(LENGTHS)
         losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(5)]
-        outcomes.append(
-            (
-                losses,
-                made.get_logprobs(batch).values,
-                made.get_reference_logprobs(batch).values,
-                made._base,
-            )
-        )
-    (losses, now, reference, base), (gpu_losses, gpu_now, gpu_reference, gpu_base) = outcomes
+        logprobs = (made.get_logprobs(batch).values, made.get_reference_logprobs(batch).values)
+        outcomes.append((losses, logprobs, made._base))
+    (losses, logprobs, base), (gpu_losses, gpu_logprobs, gpu_base) = outcomes
     tolerance = 1e-3 if precision == "float32" else 0.1
     assert gpu_losses == pytest.approx(losses, abs=tolerance)
-    torch.testing.assert_close(gpu_now, now, atol=tolerance, rtol=0)
-    torch.testing.assert_close(gpu_reference, reference, atol=tolerance, rtol=0)
+    torch.testing.assert_close(gpu_logprobs, logprobs, atol=tolerance, rtol=0)
     assert gpu_base == base

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nemorl.data.batch import collate
+from nemorl.data.batch import Example, collate
 from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize, merge
 from nemorl.parallel import measure
@@ -26,28 +26,9 @@ CPU = torch.device("cpu")
 
 
 def batch_of(lengths: list[int]):
+    masks = {n: [False] + [True] * (n - 1) for n in lengths}
     return collate(
-        [
-            {
-                "input_ids": [5] * n,
-                "loss_mask": [False] + [True] * (n - 1),
-                "response_mask": [True] * n,
-            }
-            for n in lengths
-        ]
-    )
-
-
-def whole_attention(config, length: int) -> float:
-    """What a program without a causal kernel computes beyond `flops_per_step`: the pairs above the
-    diagonal.
-    """
-    return (
-        12
-        * config.num_hidden_layers
-        * config.num_attention_heads
-        * config.head_dim
-        * (length * length - length * (length + 1) // 2)
+        [Example(input_ids=[5] * n, loss_mask=masks[n], response_mask=masks[n]) for n in lengths]
     )
 
 
@@ -57,19 +38,18 @@ def whole_attention(config, length: int) -> float:
 def test_pytorch_counts_the_same(kind, tied, frozen):
     model, length = tiny_model(kind, tied=tied, hidden_size=48, num_hidden_layers=3), 20
     model.set_attn_implementation("eager")
-    embedded = (
-        model.get_input_embeddings()(torch.full((2, length), 5)).detach().requires_grad_()
-    )  # their gradient is needed, too
+    # Their gradient is needed, too.
+    embedded = model.get_input_embeddings()(torch.full((2, length), 5)).detach().requires_grad_()
     if frozen:
         model.requires_grad_(False)
     with FlopCounterMode(display=False) as counter:
         model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
-    rotary = (
-        2 * 2 * model.config.head_dim // 2 * length
-    )  # its frequencies times positions, once a row
-    expected = flops_per_step(
-        model.config, [length] * 2, frozen_weights=frozen
-    ) + 2 * whole_attention(model.config, length)
+    config = model.config
+    rotary = 2 * 2 * config.head_dim // 2 * length  # its frequencies times positions, once a row
+    # Without a causal kernel the pairs above the diagonal are computed, too.
+    above = length * (length - 1) // 2
+    above *= 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    expected = flops_per_step(config, [length] * 2, frozen_weights=frozen) + 2 * above
     assert counter.get_total_flops() == pytest.approx(expected, abs=2 * rotary)
 
 
@@ -83,25 +63,17 @@ def test_a_model_of_a_billion_and_a_half():
         num_key_value_heads=2,
         vocab_size=151936,
     )
-    assert flops_per_step(config, [1]) / 6 == pytest.approx(
-        1.544e9, rel=1e-3
-    )  # as in its model card, tied
-    assert flops_per_step(config, [8192]) / (8192 * flops_per_step(config, [1])) == pytest.approx(
-        1.228, abs=0.01
-    )
+    one = flops_per_step(config, [1])
+    assert one / 6 == pytest.approx(1.544e9, rel=1e-3)  # as in its model card, tied
+    assert flops_per_step(config, [8192]) / (8192 * one) == pytest.approx(1.228, abs=0.01)
 
 
 def test_packing_changes_nothing_but_one_long_sequence_does():
     batch, config = batch_of([7, 3, 9, 5]), tiny_model().config
     packed = pack(batch, pack_plan([7, 3, 9, 5], capacity=16))
-    assert len(packed) < 4 and sorted(segment_lengths(packed)) == sorted(
-        segment_lengths(batch)
-    ) == [3, 5, 7, 9]
-    assert (
-        flops_per_step(config, [24])
-        > flops_per_step(config, [7, 3, 9, 5])
-        == flops_per_step(config, segment_lengths(packed))
-    )
+    assert len(packed) < 4 and segment_lengths(batch) == [7, 3, 9, 5]
+    assert sorted(segment_lengths(packed)) == [3, 5, 7, 9]
+    assert flops_per_step(config, [24]) > flops_per_step(config, [7, 3, 9, 5])
 
 
 def step(meter: StepMeter, batch, pause: float = 0.02):
@@ -114,17 +86,12 @@ def test_a_step(monkeypatch):
     config, batch = tiny_model().config, batch_of([7, 3])
     monkeypatch.setattr(measure, "peak_flops", lambda device: 1e9)
     found = finalize(step(StepMeter(config, CPU, 4), batch))
-    assert set(found) == {
-        "trainer/seconds",
-        "trainer/memory_gb",
-        "trainer/tflops_per_device",
-        "trainer/mfu",
-    }
+    names = {"seconds", "memory_gb", "tflops_per_device", "mfu"}
+    assert set(found) == {f"trainer/{name}" for name in names}
     assert 0.02 <= found["trainer/seconds"] < 0.5
     flops = flops_per_step(config, [7, 3]) / 4 / found["trainer/seconds"]
-    assert found["trainer/tflops_per_device"] == pytest.approx(flops / 1e12) and found[
-        "trainer/mfu"
-    ] == pytest.approx(flops / 1e9)
+    assert found["trainer/tflops_per_device"] == pytest.approx(flops / 1e12)
+    assert found["trainer/mfu"] == pytest.approx(flops / 1e9)
     monkeypatch.setattr(measure, "peak_flops", lambda device: None)
     assert "trainer/mfu" not in step(StepMeter(config, CPU, 1), batch)
 
@@ -137,12 +104,9 @@ def test_several_steps_and_ranks_are_one_rate():
     parts = [step(meter, batch_of([200]), 0.01), step(meter, batch_of([3]), 0.2)]
     both = finalize(merge(*parts))
     work = sum(flops_per_step(meter.model_config, [length]) for length in (200, 3))
-    assert both["trainer/seconds"] == pytest.approx(
-        sum(finalize(part)["trainer/seconds"] for part in parts) / 2
-    )
-    assert both["trainer/tflops_per_device"] == pytest.approx(
-        work / 1e12 / (2 * both["trainer/seconds"])
-    )
+    seconds = sum(finalize(part)["trainer/seconds"] for part in parts)
+    assert both["trainer/seconds"] == pytest.approx(seconds / 2)
+    assert both["trainer/tflops_per_device"] == pytest.approx(work / 1e12 / seconds)
     again = finalize(merge(merge(*parts), merge(*parts)))
     assert again == pytest.approx(both)
 

@@ -32,10 +32,8 @@ def train(config: ProfileConfig, steps: range, rank: int = 0) -> None:
 
 def in_a_process(folder: Path, then: str) -> int:
     """The exit code of a process that records two steps and then does something else."""
-    code = (
-        "from tests.parallel.test_profiling import *; train(ProfileConfig(steps='1:9',"
-        f" dir={str(folder)!r}), range(1, 3)); {then}"
-    )
+    config = f"ProfileConfig(steps='1:9', dir={str(folder)!r})"
+    code = f"from tests.parallel.test_profiling import *; train({config}, range(1, 3)); {then}"
     return subprocess.run([sys.executable, "-c", code], check=False).returncode
 
 
@@ -66,12 +64,9 @@ def test_nothing_is_opened_without_steps(tmp_path, monkeypatch):
 
 def test_each_rank_and_each_run_has_files_of_its_own(tmp_path):
     train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 3), rank=3)
-    train(
-        ProfileConfig(steps="5", dir=str(tmp_path / "other")), range(5, 6)
-    )  # another run in this process
-    assert set(traces(tmp_path / "other")) == {"rank0_steps5-5.json"}
-    (tmp_path / "other" / "rank0_steps5-5.json").unlink()
-    (tmp_path / "other").rmdir()
+    another = tmp_path.with_name("another")  # run in this process
+    train(ProfileConfig(steps="5", dir=str(another)), range(5, 6))
+    assert traces(another) == {"rank0_steps5-5.json": ["5"]}
     assert traces(tmp_path) == {"rank3_steps1-2.json": ["1", "2"]}
 
 
@@ -87,13 +82,16 @@ def test_a_run_that_ends_earlier_keeps_what_there_is(tmp_path):
     assert traces(tmp_path) == {"rank0_steps2-3.json": ["2", "3"]}
 
 
-def test_any_thread_may_end_it(tmp_path):
-    """The profiler of one thread, ended by another, would crash the process."""
-    close = (
-        "import threading; thread = threading.Thread(target=close_profile); thread.start();"
-        " thread.join()"
-    )
-    assert in_a_process(tmp_path, close) == 0
+def in_a_thread(function: Callable, *args: object) -> None:
+    thread = threading.Thread(target=function, args=args)
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("then", ["in_a_thread(close_profile)", "pass"])
+def test_any_thread_or_the_end_of_the_process_may_end_it(tmp_path, then):
+    """The profiler of one thread, ended by another, or never, would crash the process."""
+    assert in_a_process(tmp_path, then) == 0
     assert traces(tmp_path) == {"rank0_steps1-2.json": ["1", "2"]}
 
 
@@ -102,25 +100,20 @@ def test_other_threads_record_nothing_any_more_while_it_ends(tmp_path, monkeypat
     now and then.
     """
 
-    def elsewhere(operation: Callable) -> None:
-        thread = threading.Thread(target=operation, args=(torch.ones(4),))
-        thread.start()
-        thread.join()
-
     train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 2))
-    elsewhere(torch.special.erfcx)
+    in_a_thread(torch.special.erfcx, torch.ones(4))
     profiler = profiling._recording.profiler
     stop = profiler.stop
-    monkeypatch.setattr(profiler, "stop", lambda: (elsewhere(torch.special.log_ndtr), stop()))
+
+    def late() -> None:
+        in_a_thread(torch.special.log_ndtr, torch.ones(4))
+        stop()
+
+    monkeypatch.setattr(profiler, "stop", late)
     close_profile()
     (trace,) = tmp_path.iterdir()
     assert "aten::special_erfcx" in trace.read_text()
     assert "aten::special_log_ndtr" not in trace.read_text()
-
-
-def test_a_process_that_ends_in_the_midst_does_not_crash(tmp_path):
-    assert in_a_process(tmp_path, "pass") == 0
-    assert traces(tmp_path) == {"rank0_steps1-2.json": ["1", "2"]}
 
 
 def test_a_signal_while_it_is_written_leaves_no_half_a_file(tmp_path, monkeypatch):
@@ -145,30 +138,21 @@ def test_a_disk_that_is_full_ends_no_run(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(profiling._recording.profiler, "export_chrome_trace", full)
-    with pytest.warns(
-        UserWarning, match=r"rank0_steps1-1\.json could not be written: No space left"
-    ):
+    with pytest.warns(UserWarning, match=r"steps1-1\.json could not be written: No space left"):
         close_profile()
 
 
 def test_a_folder_that_can_not_be_is_refused_early(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError,
-        match=r"profile\.dir must be a folder that can be written to, but .*file/traces can't",
-    ):
+    message = r"profile\.dir must be a folder that can be written to, but .*file/traces can't"
+    with pytest.raises(ValueError, match=message):
         profile_folder(ProfileConfig(steps="1", dir=str(tmp_path / "file" / "traces")))
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"profile\.dir must be given where no run has a directory for it, but it is None: name"
-            r" a folder"
-        ),
-    ):
+    message = (
+        r"profile\.dir must be given where no run has a directory for it, but it is None: name"
+    )
+    with pytest.raises(ValueError, match=message):
         profile_folder(ProfileConfig(steps="1"))
     assert profile_folder(ProfileConfig()) is None
-    assert (
-        profile_folder(ProfileConfig(steps="1", dir=str(tmp_path / "a" / "b")))
-        == tmp_path / "a" / "b"
-    )
-    assert not list((tmp_path / "a" / "b").iterdir())
+    folder = tmp_path / "a" / "b"
+    assert profile_folder(ProfileConfig(steps="1", dir=str(folder))) == folder
+    assert not list(folder.iterdir())

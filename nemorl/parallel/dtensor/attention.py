@@ -1,10 +1,9 @@
 """Causal attention in which each segment of a packed row sees only itself.
 
-A dense block-diagonal mask costs the square of the row's length. Here segments of similar length
-are gathered into small batches: the cost is that of the segments alone, on every device.
+Segments of similar length are gathered into small batches: the cost is theirs alone, while a dense
+block-diagonal mask costs the square of the row's length.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ class SegmentBuckets:
     """The segments of packed rows, in buckets of similar length.
 
     tokens: of each bucket the flat token indices, `[segments, longest]`. A shorter segment repeats
-    its last token, which comes after all others: none of them sees it, and it is never read.
+    its last token, which none of the others sees, and which is never read.
     places: the place of each token in the buckets laid end to end; one past the end for padding.
     """
 
@@ -33,8 +32,8 @@ class SegmentBuckets:
 def segment_buckets(segment_ids: Int[Tensor, "batch seq"]) -> SegmentBuckets | None:
     """Return the buckets of packed rows, or None where each row is one segment.
 
-    Lengths are rounded up to four steps per power of two, and a bucket is as long as its longest
-    segment: at most a quarter is wasted, in few buckets. Padding belongs to no segment.
+    Lengths are rounded up to four steps per power of two: at most a quarter is wasted, in few
+    buckets.
 
     >>> buckets = segment_buckets(torch.tensor([[1, 1, 1, 2, 0]]))
     >>> [tokens.tolist() for tokens in buckets.tokens], buckets.places.tolist()
@@ -57,14 +56,10 @@ def segment_buckets(segment_ids: Int[Tensor, "batch seq"]) -> SegmentBuckets | N
         longest = int(lengths[inside].max())
         offsets = torch.arange(longest, device=segment_ids.device)
         buckets.append(begins[inside, None] + torch.minimum(offsets, lengths[inside, None] - 1))
-    return SegmentBuckets(tuple(buckets), _places(buckets, rows * seq))
-
-
-def _places(buckets: Sequence[Tensor], num_tokens: int) -> Tensor:
-    """Return the first place of each token in the buckets laid end to end."""
     tokens = torch.cat([bucket.flatten() for bucket in buckets])
-    places = tokens.new_full((num_tokens,), len(tokens))
-    return places.scatter_reduce(0, tokens, torch.arange(len(tokens), device=tokens.device), "amin")
+    places = tokens.new_full((rows * seq,), len(tokens))
+    order = torch.arange(len(tokens), device=tokens.device)
+    return SegmentBuckets(tuple(buckets), places.scatter_reduce(0, tokens, order, "amin"))
 
 
 @torch.compiler.disable  # it would be compiled anew for each way in which segments can lie

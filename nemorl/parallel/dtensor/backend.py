@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +20,18 @@ from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Mean, Metrics, Sum, merge
 from nemorl.models import adapters
 from nemorl.models.attention import use_attention
-from nemorl.models.causal_lm import check_supported, load_causal_lm, usable_device
+from nemorl.models.causal_lm import load_causal_lm, usable_device
+from nemorl.models.hub import check_supported
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
-from nemorl.parallel.determinism import use_deterministic_kernels
+from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor.attention import ATTENTION_NAME, segment_attention
-from nemorl.parallel.dtensor.build import build, export
-from nemorl.parallel.dtensor.checkpoint import (
-    CheckpointWriter,
-    Saved,
-    damage_shared,
-    load_state,
-)
+from nemorl.parallel.dtensor.build import build
+from nemorl.parallel.dtensor.checkpoint import CheckpointWriter, Saved
 from nemorl.parallel.dtensor.head import plain_logprobs, sharded_logprobs
-from nemorl.parallel.dtensor.lora import (
-    adapters_off,
-    add_adapters,
-    check_base,
-    check_initial,
-    fingerprint,
-)
+from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base, fingerprint
 from nemorl.parallel.dtensor.mesh import World, is_started_as_rank
-from nemorl.parallel.dtensor.optimizer import (
-    clip_gradients,
-    learning_rate,
-    make_optimizer,
-    require_finite,
-)
+from nemorl.parallel.dtensor.optimizer import learning_rate, make_optimizer, require_finite
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.profiling import close_profile, profile_folder, profiled
@@ -58,7 +43,7 @@ class DTensorBackend:
 
     In a process by itself the model has plain tensors. In a rank (`mesh.is_started_as_rank`) it is
     spread as `config.parallel` says: all ranks make the same calls with the same whole batches, and
-    each gets the whole result. Dropout is on in `train_step` and off in `get_logprobs`.
+    each gets the whole result. Dropout is on in `train_step` only.
 
     With LoRA only adapters train: checkpoints hold them alone, the reference is the model without
     them, and exported weights, and the model that is handed back, have them merged.
@@ -68,7 +53,7 @@ class DTensorBackend:
         self._given = model
         self._model: nn.Module | None = None
         self._reference: nn.Module | None = None
-        self._restore: list[Callable[[], None]] = []
+        self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
         self.step = 0
 
@@ -78,7 +63,7 @@ class DTensorBackend:
             adapters.require_peft("lora.rank")
         profile_folder(config.profile)
         if config.trainer.deterministic:
-            self._restore.append(use_deterministic_kernels())
+            self._settings.enter_context(deterministic_kernels())
         if self._given is not None and adapters.has_adapters(self._given):
             raise ValueError(
                 "model must be a plain one, but it has PEFT adapters: merge them first"
@@ -89,13 +74,13 @@ class DTensorBackend:
             self._set_up_sharded(keeps_reference)
         else:
             self._set_up_plain(keeps_reference)
-        initial, trained = config.same_initial_model_as, bool(config.lora.rank)
-        if initial is not None:
-            check_initial(load_state(initial)["base"], self._base, initial)
+        if (initial := config.same_initial_model_as) is not None:
+            check_base(Saved(initial, self.world).state["base"], self._base, initial)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self._writer = CheckpointWriter(self.world)
+        frozen = bool(config.lora.rank)
         self.meter = StepMeter(
-            self.model.config, self.device, self.world.size, frozen_weights=trained
+            self.model.config, self.device, self.world.size, frozen_weights=frozen
         )
         torch.manual_seed(config.seed)
 
@@ -112,8 +97,8 @@ class DTensorBackend:
         model: Any = self._given
         if model is None:
             fresh = config.model.from_scratch
-            model = load_causal_lm(path, from_scratch=fresh, seed=config.seed, device=self.device)
-        check_supported(model)
+            model = load_causal_lm(path, from_scratch=fresh, seed=config.seed)
+        check_supported(model.config)  # also one that was given
         model = model.to(device=self.device, dtype=torch.float32)
         trainable = [p for p in model.parameters() if p.requires_grad]
         self._found = model.config._attn_implementation, model.training, trainable
@@ -141,7 +126,7 @@ class DTensorBackend:
 
     @property
     def model(self) -> Any:
-        """The live model, which a generator in the same process shares if it is not sharded."""
+        """The live model, which a generator in the same process may share."""
         if self._model is None:
             raise RuntimeError(
                 "the training backend has no model: call setup() first, and nothing after"
@@ -152,8 +137,7 @@ class DTensorBackend:
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Take an optimizer step.
 
-        Raises: FloatingPointError, with the weights unchanged, if the loss or a gradient is not
-        finite.
+        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
         """
         if batch.loss_weights is None:
             raise ValueError(
@@ -172,11 +156,10 @@ class DTensorBackend:
             # Counted before the weights change: after an error amid it the step has begun.
             self.step += 1
             self.optimizer.step()
-            measured = self._merged(self.meter.end(batch), data_ranks_only=False)
+            measured = self.meter.end(batch)
         one = torch.tensor(1.0)
         return {
-            **metrics,
-            **measured,
+            **self._merged(metrics, measured),
             "loss": Mean(loss, one),
             "grad_norm": Mean(grad_norm, one),
             "lr": Mean(torch.tensor(float(lr)), one),
@@ -184,9 +167,7 @@ class DTensorBackend:
         }
 
     def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
-        """Compute the batch's gradient; return its metrics and loss, summed over microbatches and
-        ranks.
-        """
+        """Compute the gradient; return the metrics of this rank's rows and the whole loss."""
         model, world = self.model.train(), self.world
         self.optimizer.zero_grad(set_to_none=True)
         if world.sharded:  # dropout that is the same in a resumed run
@@ -203,28 +184,26 @@ class DTensorBackend:
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
         if world.data_group is not None:
             dist.all_reduce(loss, group=world.data_group)
-        return self._merged(metrics), loss
+        return metrics, loss
 
     def _clip(self) -> Tensor:
         """Clip the gradient's norm over all devices; return the norm before."""
-        max_norm, parameters = self.config.optimizer.max_grad_norm, self.model.parameters()
-        limit = math.inf if max_norm is None else max_norm
-        if not self.world.sharded:
-            return clip_gradients(parameters, limit).detach()
-        from nemorl.parallel.dtensor import titan
+        limit = self.config.optimizer.max_grad_norm
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+        norm = adapters.full_tensor(norm.detach())
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
+        return norm
 
-        return titan.clip_gradients(parameters, limit).detach()
-
-    def _merged(self, metrics: Metrics, *, data_ranks_only: bool = True) -> Metrics:
-        """Merge the metrics of all ranks, or of the first of those that share rows."""
+    def _merged(self, metrics: Metrics, measured: Metrics) -> Metrics:
+        """Merge what all ranks measured, and the metrics of the first of those that share rows."""
+        first = self.world.cp_rank == self.world.tp_rank == 0
+        own = {**metrics, **measured} if first else measured
         if self.world.size == 1:
-            return metrics
-        counts = self.world.cp_rank == self.world.tp_rank == 0 or not data_ranks_only
-        own = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), metrics)
-        found: Metrics = {}
-        for other in self.world.gather_objects(own if counts else {}):
-            found = merge(found, other)
-        return found
+            return own
+        own = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), own)
+        return functools.reduce(merge, self.world.gather_objects(own))
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._logprobs(self.model, batch)
@@ -247,16 +226,12 @@ class DTensorBackend:
         dtype: cast to it before they are gathered.
         """
         self.optimizer.zero_grad(set_to_none=True)  # their memory is for the generator
-        if self.world.sharded:
-            yield from export(self.model, dtype=dtype)
-        else:
-            for name, tensor in adapters.merged_tensors(self.model):
-                yield name, tensor if dtype is None else tensor.to(dtype)
+        yield from adapters.merged_tensors(self.model, dtype=dtype)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write a folder that `transformers` (with LoRA: PEFT) loads, with the optimizer's state.
 
-        It is the same for all plans, so that every other plan can resume from it.
+        Every other plan can resume from it.
 
         background: write from a copy in main memory, and return at once.
         """
@@ -269,20 +244,17 @@ class DTensorBackend:
             self._writer.wait()
 
     def load_checkpoint(self, path: Path) -> None:
-        with damage_shared(self.world):
-            saved, state = Saved(path, self.world), load_state(path)
+        saved = Saved(path, self.world)
         with_adapters = (path / adapters.CONFIG).exists()
         rank = self.config.lora.rank
         requirement = f"must be {'above 0' if with_adapters else '0'}, as when {path} was written"
         remedy = "resume with the settings of that run"
         require(bool(rank) == with_adapters, "lora.rank", requirement, rank, remedy)
-        if with_adapters:
-            check_base(state["base"], self._base, path)
-        elif self.config.keep_reference:
-            check_initial(state["base"], self._base, path)
+        if with_adapters or self.config.keep_reference:
+            check_base(saved.state["base"], self._base, path)
         saved.load(self.model, self.optimizer)
         # The weights that the run began with, whatever this backend was set up with.
-        self.step, self._base = state["step"], state["base"]
+        self.step, self._base = saved.state["step"], saved.state["base"]
 
     def shutdown(self) -> None:
         """Hand the model back as it came, but for its weights and in float32."""
@@ -304,8 +276,7 @@ class DTensorBackend:
             model.train(training)
             model.zero_grad(set_to_none=True)
         self._model = self._reference = self._given = None
-        while self._restore:
-            self._restore.pop()()
+        self._settings.close()
 
     def _cut(self, batch: TokenBatch) -> Layout:
         plan, trainer = self.world.plan, self.config.trainer

@@ -2,7 +2,7 @@
 parallelism, head, checkpointing, compile, FSDP2, memory, weights.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nemorl.checks import require
-from nemorl.models.adapters import adapted_layers
+from nemorl.models.adapters import live_tensors
 from nemorl.models.attention import use_attention
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import loading
@@ -21,28 +21,9 @@ from nemorl.parallel.config import BackendConfig, LoRAConfig
 from nemorl.parallel.dtensor.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.dtensor.context_parallel import CONTEXT_ATTENTION, context_attention
 from nemorl.parallel.dtensor.head import install_head
-from nemorl.parallel.dtensor.lora import NAME, add_adapters, fresh_adapters
+from nemorl.parallel.dtensor.lora import add_adapters, fresh_adapters
 from nemorl.parallel.dtensor.mesh import World
-from nemorl.parallel.dtensor.pieces import fill, full_tensor
-
-
-def canonical(name: str) -> str:
-    """Return a parameter's Hugging Face name, without what checkpointing and compilation add.
-
-    >>> canonical("model.layers.0._checkpoint_wrapped_module.mlp.up_proj.weight")
-    'model.layers.0.mlp.up_proj.weight'
-    """
-    return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
-
-
-def without_adapter(name: str) -> str:
-    """Return the plain model's name of a weight, which may have an adapter beside it."""
-    return canonical(name).replace(".base_layer.", ".")
-
-
-def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return every parameter by its Hugging Face name, tied ones once."""
-    return {canonical(name): parameter for name, parameter in model.named_parameters()}
+from nemorl.parallel.dtensor.pieces import fill
 
 
 def build(
@@ -54,17 +35,15 @@ def build(
     and an adapter folder are first loaded whole on each rank's CPU.
 
     frozen: without gradients and adapters.
-
-    Raises: ValueError where the model can't be loaded, is not supported, or does not suit the plan.
     """
     lora, path = LoRAConfig() if frozen else config.lora, config.model.path
     remedy = "spread the model with parallel.dp_shard or parallel.cp instead"
     fits = not lora.rank or world.plan.tp == 1
     require(fits, "lora.rank", "must be 0 with parallel.tp above 1", lora.rank, remedy)
-    whole = given is not None or config.model.from_scratch
-    folder = None if whole else weights_folder(path)
+    fresh = config.model.from_scratch
+    folder = None if fresh or given is not None else weights_folder(path)
     if folder is None and given is None:
-        given = load_causal_lm(path, from_scratch=config.model.from_scratch, seed=config.seed)
+        given = load_causal_lm(path, from_scratch=fresh, seed=config.seed)
     model = on_meta(str(folder) if given is None else given.config)
     world.plan.check(model.config)
     if lora.rank:
@@ -79,8 +58,7 @@ def build(
         assert folder is not None
         load_folder(model, folder)
     if lora.rank:
-        fresh = fresh_adapters(model, seed=config.seed)
-        copy_whole(model, {canonical(name): tensor for name, tensor in fresh.items()})
+        copy_whole(model, fresh_adapters(model, seed=config.seed))
     return model
 
 
@@ -102,19 +80,11 @@ def shard(model: Any, world: World) -> None:
     if plan.activation_checkpointing != "none":
         checkpoint_activations(decoder, plan.activation_checkpointing)
     if plan.compile:
-        compile_layers(decoder, dynamic=False if plan.tp > 1 else None)
+        # Layers are alike: one is compiled, and all use it. With DTensors it must be anew for each
+        # shape (torch 2.13); after eight shapes layers run uncompiled.
+        for layer in decoder.layers:
+            layer.compile(dynamic=False if plan.tp > 1 else None)
     apply_fsdp(model, world.fsdp_mesh, plan)
-
-
-def compile_layers(decoder: Any, *, dynamic: bool | None) -> None:
-    """Compile each layer in place. They are alike: one is compiled, and all use it. Attention is
-    not compiled.
-
-    dynamic: False to compile anew for each shape of a microbatch, as DTensors need it (torch 2.13);
-    after eight shapes layers run uncompiled.
-    """
-    for layer in decoder.layers:
-        layer.compile(dynamic=dynamic)
 
 
 def materialize(model: Any, world: World) -> None:
@@ -131,57 +101,37 @@ def load_folder(model: nn.Module, folder: Path) -> None:
     Raises: ValueError where some are missing or of other shapes.
     """
     wanted = {
-        without_adapter(name): parameter.detach()
-        for name, parameter in model.named_parameters()
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in live_tensors(model).items()
         if ".lora_" not in name
     }
-    with loading(str(folder)), TensorFiles(weight_files(folder)) as stored:
-        wrong = []
+    with loading(str(folder)):
+        stored = TensorFiles(weight_files(folder))
+        shapes, wrong = stored.shapes, []
         for name, tensor in wanted.items():
-            found, expected = stored.shapes.get(name), list(tensor.shape)
+            found, expected = shapes.get(name), tuple(tensor.shape)
             if found is None:
                 wrong.append(f"{name} is missing")
-            elif list(found) != expected:
-                wrong.append(f"{name} is {list(found)}, where {expected} is expected")
+            elif found != expected:
+                wrong.append(f"{name} is {list(found)}, where {list(expected)} is expected")
         if wrong:
             raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")
         for name, tensor in wanted.items():
             fill(tensor, stored, name)
 
 
+@torch.no_grad()
 def copy_whole(model: nn.Module, whole: Mapping[str, Tensor]) -> None:
     """Copy each parameter's shard out of whole tensors, which every rank has; names that `whole`
     lacks stay as they are.
     """
-    with torch.no_grad():
-        for name, parameter in parameters_by_name(model).items():
-            value = whole.get(without_adapter(name), whole.get(name))
-            if value is None:
-                continue
-            value = value.detach().to(parameter.device, parameter.dtype)
-            if isinstance(parameter, DTensor):
-                value = distribute_tensor(
-                    value, parameter.device_mesh, parameter.placements, src_data_rank=None
-                )
-            parameter.copy_(value)
-
-
-def export(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter whole, under its Hugging Face name; a collective call.
-
-    One at a time, tied ones once, adapters merged. No rank holds more than one whole parameter.
-
-    dtype: cast to it before they are gathered.
-    """
-    layers = {canonical(name): layer for name, layer in adapted_layers(model)}
-    for name, parameter in parameters_by_name(model).items():
-        if ".lora_" in name:
+    for name, parameter in live_tensors(model).items():
+        value = whole.get(name.replace(".base_layer.", "."))
+        if value is None:
             continue
-        layer, value = layers.get(name.partition(".base_layer.")[0]), parameter.detach()
-        value = full_tensor(value if dtype is None or layer is not None else value.to(dtype))
-        if layer is not None and name.endswith(".base_layer.weight"):
-            a, b = (
-                full_tensor(part[NAME].weight.detach()) for part in (layer.lora_A, layer.lora_B)
+        value = value.detach().to(parameter.device, parameter.dtype)
+        if isinstance(parameter, DTensor):
+            value = distribute_tensor(
+                value, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
-            value = value + layer.scaling[NAME] * (b @ a)
-        yield without_adapter(name), value if dtype is None else value.to(dtype)
+        parameter.copy_(value)

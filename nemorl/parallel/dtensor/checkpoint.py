@@ -11,17 +11,13 @@
     manifest.json            sizes and CRC-32 of all of these, written last by rank 0
 
 No rank holds more than one whole tensor besides its own part, and each reads and checks its own
-pieces only, from files of any plan. No pickle is read or written. torchtitan's CheckpointManager,
-on torch.distributed.checkpoint, publishes a checkpoint by its folder's name alone and pickles what
-is no tensor.
+pieces only, from files of any plan.
 """
 
 import json
-import socket
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,31 +27,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.models.adapters import CONFIG, WEIGHTS, has_adapters
+from nemorl.models.adapters import WEIGHTS, full_tensor, has_adapters, live_tensors
 from nemorl.models.checked_files import (
-    MANIFEST,
     CheckedFile,
     Checksum,
-    DamagedFile,
     checksum,
     read_manifest,
     write_manifest,
 )
-from nemorl.models.tensor_files import (
-    INDEX,
-    Piece,
-    TensorFiles,
-    file_name,
-    write_index,
-    write_tensors,
-)
-from nemorl.parallel.dtensor.build import canonical
+from nemorl.models.tensor_files import Piece, TensorFiles, file_name, write_index, write_tensors
 from nemorl.parallel.dtensor.lora import adapter_tensors, check_scale, write_adapter_config
 from nemorl.parallel.dtensor.mesh import World
-from nemorl.parallel.dtensor.pieces import fill, full_tensor, own_part, replicas
+from nemorl.parallel.dtensor.pieces import fill, own_part, replicas
 
 STATE = "backend.json"
-SMALL_FILES = ("config.json", "generation_config.json", CONFIG, INDEX, STATE)
 BEGUN = ".begun"
 """A file by which ranks see whether they share the folder."""
 SLOWEST = timedelta(days=1)
@@ -67,7 +52,7 @@ File = tuple[str, list[Piece], Iterable[Tensor]]
 class CheckpointWriter:
     """Writes this rank's part of checkpoints, one at a time, at once or in a thread.
 
-    Made by all ranks together.
+    Made by all ranks together. Errors are OSErrors, on every rank if one has them.
     """
 
     def __init__(self, world: World) -> None:
@@ -79,7 +64,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._written: dict[str, Checksum] = {}
-        self._error: BaseException | None = None
+        self._error: Exception | None = None
 
     def save(
         self,
@@ -93,22 +78,41 @@ class CheckpointWriter:
         """Write everything that the next step depends on; a collective call.
 
         With `background` return as soon as all is copied to main memory; `wait` says when it is
-        written. `state` goes into backend.json. Raises OSError if a rank cannot write its part.
+        written. `state` goes into backend.json.
         """
         self.wait()
-        self._begin(path)
-        self._path, self._written, self._error = path, {}, None
         lora = has_adapters(model)
-        if self.world.rank == 0:
-            try:
-                _write_small_files(model, path, state, lora=lora, count=self.world.size)
-            except OSError as error:
-                self._error = error
-        files = [self._weights(model, lora=lora), self._optimizer(model, optimizer)]
+        tensors = adapter_tensors(model) if lora else live_tensors(model)
+        count = 1 if lora else min(self.world.size, len(tensors))
+        names = [WEIGHTS if lora else file_name("model", index, count) for index in range(count)]
+        owners = shared_out({name: tensor.numel() for name, tensor in tensors.items()}, count)
+        pieces: list[list[Piece]] = [[] for _ in range(self.world.size)]
+        for name, tensor in tensors.items():
+            pieces[owners[name]].append(Piece.whole(name, tensor))
+        with self.world.share_errors():
+            if self.world.rank == 0:
+                path.mkdir(parents=True, exist_ok=True)
+                for file in (*path.glob("*.json"), *path.glob("*.safetensors")):
+                    file.unlink()
+                _write_small_files(model, path, state, lora=lora)
+                if count > 1:
+                    write_index(path, dict(zip(names, pieces, strict=False)))
+                (path / BEGUN).touch()
+        with self.world.share_errors():
+            # It is listed, as a look-up may be answered from a cache.
+            if not path.is_dir() or path / BEGUN not in path.iterdir():
+                raise OSError(
+                    f"{path} is not the folder that the other ranks see: put the run in one that"
+                    " all machines share"
+                )
+        self._path, self._written, self._error = path, {}, None
+        own, name = pieces[self.world.rank], names[min(self.world.rank, count - 1)]
+        weights: File = (name, own, _gathered(tensors, own))
+        files = [weights, self._optimizer(model, optimizer)]
         if background:
             files = [
-                (name, pieces, [tensor.detach().to("cpu", copy=True) for tensor in tensors])
-                for name, pieces, tensors in files
+                (name, pieces, [tensor.detach().to("cpu", copy=True) for tensor in values])
+                for name, pieces, values in files
             ]
             self._thread = threading.Thread(
                 target=self._write, args=(path, files), name="checkpoint", daemon=True
@@ -121,85 +125,33 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Return when all ranks have written the last checkpoint and its manifest is there.
 
-        A collective call, in any thread. Raises OSError on every rank if one could not write.
+        A collective call, in any thread.
         """
         path = self._path
         if path is None:
             return
-        if self._thread is not None:
-            self._thread.join()
+        self.close()
         self._thread = self._path = None
-        error, self._error = self._error, None
-        if error is not None and self.world.size == 1:
-            raise error
-        problem = None
-        if error is not None:
-            problem = f"could not write its part: {str(error) or type(error).__name__}"
-        parts = self._raise_any(problem, self._written, group=self._group)
-        problem = None
-        if self.world.rank == 0:
-            try:
+        with self.world.share_errors(self._group):
+            error = self._error
+            if error is not None and self.world.size > 1 and not isinstance(error, OSError):
+                error = OSError(repr(error))
+            if error is not None:
+                raise error
+        parts = self.world.gather_objects(self._written, group=self._group)
+        with self.world.share_errors(self._group):
+            if self.world.rank == 0:
                 write_manifest(path, {name: file for part in parts for name, file in part.items()})
                 (path / BEGUN).unlink()
-            except OSError as failure:
-                problem = str(failure)
-        self._raise_any(problem, group=self._group)
 
     def close(self) -> None:
         """Let a thread finish its files."""
         if self._thread is not None:
             self._thread.join()
 
-    def _begin(self, path: Path) -> None:
-        """Make an empty folder, and raise OSError on every rank unless all see it."""
-        problem = None
-        try:
-            if self.world.rank == 0:
-                path.mkdir(parents=True, exist_ok=True)
-                _clear(path)
-                (path / BEGUN).touch()
-        except OSError as error:
-            problem = f"on {socket.gethostname()}: {error}"
-        self._raise_any(problem)
-        try:  # the listing is read anew, where a look-up may come from a cache
-            shared = BEGUN in {file.name for file in path.iterdir()}
-        except OSError:
-            shared = False
-        problem = (
-            f"on {socket.gethostname()}: {path} is not the folder that the other ranks see: put"
-            " the run in one that all machines share"
-        )
-        self._raise_any(None if shared else problem)
-
-    def _raise_any(self, problem: str | None, value: Any = None, *, group: Any = None) -> list[Any]:
-        """Return every rank's value, or raise OSError on all if one has a problem."""
-        found = self.world.gather_objects((problem, value), group=group)
-        for rank, (problem, _) in enumerate(found):
-            if problem is not None:
-                size = self.world.size
-                raise OSError(problem if size == 1 else f"rank {rank} of {size} {problem}")
-        return [value for _, value in found]
-
-    def _weights(self, model: nn.Module, *, lora: bool) -> File:
-        """This rank's file of whole weights, which all ranks gather one by one."""
-        tensors = adapter_tensors(model) if lora else unique_tensors(model)
-        count = 1 if lora else num_files(tensors, self.world.size)
-        owners = shared_out({name: tensor.numel() for name, tensor in tensors.items()}, count)
-        own = [name for name, owner in owners.items() if owner == self.world.rank]
-        pieces = [Piece.whole(name, tensor) for name, tensor in tensors.items() if name in own]
-
-        def values() -> Iterator[Tensor]:
-            for name, tensor in tensors.items():
-                whole = full_tensor(tensor.detach())
-                if name in own:
-                    yield whole
-
-        name = WEIGHTS if lora else file_name("model", self.world.rank, count)
-        return name, pieces, values()
-
     def _optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> File:
-        """This rank's pieces of the optimizer's state. Ranks that hold the same take turns."""
-        names = {id(parameter): name for name, parameter in unique_tensors(model).items()}
+        """Return this rank's pieces of the optimizer's state. Ranks with the same take turns."""
+        names = {id(parameter): name for name, parameter in live_tensors(model).items()}
         pieces: list[Piece] = []
         values: list[Tensor] = []
         entries = [
@@ -209,68 +161,50 @@ class CheckpointWriter:
         ]
         for number, (name, tensor) in enumerate(entries):
             local, offsets = own_part(tensor)
-            copies, this = (
-                replicas(tensor)
-                if isinstance(tensor, DTensor)
-                else (self.world.size, self.world.rank)
-            )
+            copies, this = self.world.size, self.world.rank
+            if isinstance(tensor, DTensor):
+                copies, this = replicas(tensor)
             if local.numel() and this == number % copies:
                 pieces.append(Piece(name, local.dtype, tuple(local.shape), offsets))
                 values.append(local)
         return file_name("optimizer", self.world.rank, self.world.size), pieces, values
 
     def _write(self, path: Path, files: list[File]) -> None:
-        for name, pieces, given in files:
-            tensors = iter(given)
+        for name, pieces, values in files:
+            tensors = iter(values)
             try:
-                if pieces or name.startswith("optimizer"):
+                if pieces:
                     self._written[name] = write_tensors(path / name, pieces, tensors)
-            except BaseException as error:
+            except Exception as error:
                 self._error = self._error or error
             deque(tensors, maxlen=0)  # the other ranks need this one's part of every tensor
         try:
-            for name in SMALL_FILES:
-                if self.world.rank == 0 and (path / name).exists():
-                    self._written[name] = checksum(path / name)
+            for file in path.glob("*.json") if self.world.rank == 0 else ():
+                self._written[file.name] = checksum(file)
         except OSError as error:
             self._error = self._error or error
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """Return the `state` that was saved."""
-    return json.loads(bytes(CheckedFile(path / STATE, read_manifest(path)[STATE]).read()))
-
-
-@contextmanager
-def damage_shared(world: World) -> Iterator[None]:
-    """Raise DamagedFile on every rank if one cannot read a file in the block; a collective call."""
-    damage = None
-    try:
-        yield
-    except OSError as error:
-        damage = str(error)
-    for found in world.gather_objects(damage):
-        if found is not None:
-            raise DamagedFile(found)
-
-
 class Saved:
-    """What a `CheckpointWriter` wrote, read by all ranks together: damage that one rank meets is
-    raised on every rank.
+    """What a `CheckpointWriter` wrote, read by all ranks together.
+
+    `state` is the one that was saved. Damage that one rank meets is a DamagedFile on every rank.
     """
 
     def __init__(self, path: Path, world: World) -> None:
         self.path, self.world = path, world
-        self.checksums = read_manifest(path)
+        with world.share_errors():
+            self.checksums = read_manifest(path)
+            state = CheckedFile(path / STATE, self.checksums[STATE]).read()
+            self.state: dict[str, Any] = json.loads(bytes(state))
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Copy this rank's part into the model's own tensors, or its adapters, and its optimizer.
 
-        Raises ValueError, before anything is changed, if it belongs to another model, and
-        DamagedFile on every rank if a rank reads a damaged byte; then another checkpoint must be
-        loaded.
+        Raises ValueError, before anything is changed, if it belongs to another model. After a
+        DamagedFile another checkpoint must be loaded.
         """
-        with damage_shared(self.world):
+        with self.world.share_errors():
             self._load_weights(model)
             self._load_optimizer(optimizer, model)
 
@@ -279,84 +213,49 @@ class Saved:
 
     def _load_weights(self, model: nn.Module) -> None:
         lora = has_adapters(model)
-        own = adapter_tensors(model) if lora else unique_tensors(model)
-        with self._files(WEIGHTS if lora else "model*.safetensors") as stored:
-            saved = stored.shapes
-            wrong = sorted(
-                name
-                for name in saved.keys() | own.keys()
-                if name not in saved or name not in own or saved[name] != tuple(own[name].shape)
-            )
-            if wrong:
-                whose, remedy = "the model", "name the model of that run"
-                if lora:
-                    whose, remedy = (
-                        "the adapters",
-                        "give the model, lora.rank and lora.target_modules of that run",
-                    )
-                raise ValueError(
-                    f"checkpoint {self.path} must be of {whose} in use, but differs in"
-                    f" {', '.join(wrong[:5])} ({len(wrong)} in all): {remedy}"
-                )
+        own = adapter_tensors(model) if lora else live_tensors(model)
+        stored = self._files(WEIGHTS if lora else "model*.safetensors")
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        if wrong := sorted({name for name, _ in stored.shapes.items() ^ shapes.items()}):
+            whose, remedy = "the model", "name the model of that run"
             if lora:
-                check_scale(model, self.path)
-            for name, tensor in own.items():
-                fill(tensor, stored, name)
+                whose = "the adapters"
+                remedy = "give the model, lora.rank and lora.target_modules of that run"
+            raise ValueError(
+                f"checkpoint {self.path} must be of {whose} in use, but differs in"
+                f" {', '.join(wrong[:5])} ({len(wrong)} in all): {remedy}"
+            )
+        if lora:
+            check_scale(model, self.path)
+        for name, tensor in own.items():
+            fill(tensor, stored, name)
 
     def _load_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in unique_tensors(model).items()}
+        names = {id(parameter): name for name, parameter in live_tensors(model).items()}
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        indices = {names[id(parameter)]: index for index, parameter in enumerate(parameters)}
+        stored = self._files("optimizer*.safetensors")
+        shapes = stored.shapes
+        saved = {key.rpartition(".")[0] for key in shapes}
+        if saved and (wrong := sorted(saved ^ indices.keys())):
+            raise ValueError(
+                f"the optimizer's state in {self.path} must be that of the parameters that train,"
+                f" but differs in {', '.join(wrong[:5])}: go on with the settings of that run"
+            )
         state: dict[int, dict[str, Tensor]] = {}
-        with self._files("optimizer*.safetensors") as stored:
-            shapes = stored.shapes
-            saved: dict[str, list[str]] = {}
-            for key in shapes:
-                saved.setdefault(key.rpartition(".")[0], []).append(key)
-            own = [names[id(parameter)] for parameter in parameters]
-            wrong = sorted(saved.keys() - set(own))
-            wrong += [name for name in own if saved and name not in saved]
-            if wrong:
-                raise ValueError(
-                    f"the optimizer's state in {self.path} must be that of the parameters that"
-                    f" train, but differs in {', '.join(wrong[:5])}: go on with the settings of"
-                    " that run"
-                )
-            for index, (name, parameter) in enumerate(zip(own, parameters, strict=True)):
-                for key in saved.get(name, []):
-                    if shapes[key] == tuple(parameter.shape):
-                        empty = torch.empty_like(parameter, requires_grad=False)
-                        value = fill(empty, stored, key)
-                    else:
-                        value = stored.read(key).clone()
-                    state.setdefault(index, {})[key.rpartition(".")[2]] = value
+        for key, shape in shapes.items():
+            name, _, what = key.rpartition(".")
+            parameter = parameters[indices[name]]
+            if shape == tuple(parameter.shape):
+                value = fill(torch.empty_like(parameter, requires_grad=False), stored, key)
+            else:
+                value = stored.read(key).clone()
+            state.setdefault(indices[name], {})[what] = value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
-def unique_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their Hugging Face names, of tensors that share
-    memory only the first.
-    """
-    seen: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    return {
-        canonical(name): tensor
-        for name, tensor in state.items()
-        if seen.setdefault(id(tensor), name) == name
-    }
-
-
-def num_files(tensors: Mapping[str, Tensor], ranks: int) -> int:
-    """Each rank writes a file, as long as there are tensors for all of them."""
-    return max(1, min(ranks, len(tensors)))
-
-
 def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Give each name an owner out of `count` so that all get about the same: the largest first, to
-    the one that has the least.
-
-    >>> shared_out({"a": 5, "b": 1, "c": 4}, 2)
-    {'a': 0, 'c': 1, 'b': 1}
-    """
+    """Give each name an owner out of `count`: the largest first, to the one that has the least."""
     loads, owners = [0] * count, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owners[name] = loads.index(min(loads))
@@ -364,9 +263,16 @@ def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     return owners
 
 
-def _write_small_files(
-    model: Any, path: Path, state: Mapping[str, Any], *, lora: bool, count: int
-) -> None:
+def _gathered(tensors: Mapping[str, Tensor], own: list[Piece]) -> Iterator[Tensor]:
+    """Yield this rank's share of whole tensors, all of which all ranks gather one by one."""
+    names = {piece.name for piece in own}
+    for name, tensor in tensors.items():
+        whole = full_tensor(tensor.detach())
+        if name in names:
+            yield whole
+
+
+def _write_small_files(model: Any, path: Path, state: Mapping[str, Any], *, lora: bool) -> None:
     (path / STATE).write_text(json.dumps(dict(state)), encoding="utf-8")
     if lora:
         write_adapter_config(model, path)
@@ -374,25 +280,3 @@ def _write_small_files(
     model.config.save_pretrained(path)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(path)
-    tensors = unique_tensors(model)
-    count = num_files(tensors, count)
-    if count > 1:
-        sizes = {name: tensor.numel() for name, tensor in tensors.items()}
-        files: dict[str, list[Piece]] = {}
-        for name, owner in shared_out(sizes, count).items():
-            piece = Piece.whole(name, tensors[name])
-            files.setdefault(file_name("model", owner, count), []).append(piece)
-        write_index(path, files)
-
-
-def _clear(path: Path) -> None:
-    """Remove an earlier checkpoint, whose files may have other names."""
-    for pattern in (
-        "model*.safetensors",
-        "optimizer*.safetensors",
-        WEIGHTS,
-        MANIFEST,
-        *SMALL_FILES,
-    ):
-        for file in path.glob(pattern):
-            file.unlink()

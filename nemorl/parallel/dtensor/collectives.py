@@ -81,7 +81,7 @@ def all_gather_same(
     values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup
 ) -> Float[Tensor, "..."]:
     """Join every rank's values along `dim`, for ranks that all compute the same loss of the result:
-    each takes its own part of the gradient, which is counted once.
+    each takes its own part of the gradient.
     """
     return _AllGatherSame.apply(values, dim, group)
 

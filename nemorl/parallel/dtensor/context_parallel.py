@@ -2,7 +2,7 @@
 
 A row is cut into 2n chunks, of which rank r has the r-th from the front and from the back
 (zig-zag), so that all have equal work under a causal mask. Segments of packed rows may lie across
-chunks: a token finds its segment by `segment_ids`, and its place in it by `position_ids`.
+chunks.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class RowSplit:
     @classmethod
     def of(cls, seq: int, rank: int, group: dist.ProcessGroup, device: torch.device) -> "RowSplit":
         """Raise ValueError unless `seq` is a multiple of twice the number of ranks."""
-        order = torch.tensor(zigzag(seq, dist.get_world_size(group)), device=device)
+        order = zigzag(seq, dist.get_world_size(group)).to(device)
         return cls(order, order.argsort(), rank, group)
 
     @property
@@ -49,11 +49,11 @@ class RowSplit:
         return values.index_select(1, self.own)
 
 
-def zigzag(seq: int, ranks: int) -> list[int]:
+def zigzag(seq: int, ranks: int) -> Int[Tensor, "seq"]:
     """Return the places of a row's tokens in the order in which the ranks hold them.
 
     >>> zigzag(8, 2)
-    [0, 1, 6, 7, 2, 3, 4, 5]
+    tensor([0, 1, 6, 7, 2, 3, 4, 5])
     """
     if seq % (2 * ranks):
         raise ValueError(
@@ -61,8 +61,7 @@ def zigzag(seq: int, ranks: int) -> list[int]:
             f" have {seq}: pad them"
         )
     chunks = torch.arange(seq).chunk(2 * ranks)
-    halves = [half for rank in range(ranks) for half in (chunks[rank], chunks[-1 - rank])]
-    return torch.cat(halves).tolist()
+    return torch.cat([half for r in range(ranks) for half in (chunks[r], chunks[-1 - r])])
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,11 @@ class ContextState:
     """What attention needs to know of whole rows; made once per microbatch for all layers."""
 
     split: RowSplit
-    method: str
     buckets: SegmentBuckets | None = None
     """ulysses: the segments of the whole rows."""
     bias: Float[Tensor, "batch 1 part seq"] | None = None
     """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, keys in the order
-    of the ranks. Of the queries' dtype: otherwise each layer would make and keep one of its own.
+    of the ranks. In the queries' dtype, or each layer would make and keep one of its own.
     """
 
     @classmethod
@@ -87,17 +85,15 @@ class ContextState:
         method: str,
         dtype: torch.dtype,
     ) -> "ContextState":
-        """Make it from whole rows: a token sees its own segment up to itself, padding only itself
-        (no sum may be empty).
-        """
+        """Make it from whole rows: a token sees its segment up to itself, padding only itself."""
         if method == "ulysses":
-            return cls(split, method, buckets=segment_buckets(segment_ids))
+            return cls(split, buckets=segment_buckets(segment_ids))
         segments, positions = segment_ids[:, None, split.order], position_ids[:, None, split.order]
         own, places = split.take(segment_ids)[:, :, None], split.take(position_ids)[:, :, None]
         sees = (own == segments) & (own > 0) & (places >= positions)
         sees |= (split.own[:, None] == split.order)[None]
         zero = torch.zeros((), dtype=dtype, device=sees.device)
-        return cls(split, method, bias=zero.where(sees, -torch.inf)[:, None])
+        return cls(split, bias=zero.where(sees, -torch.inf)[:, None])
 
 
 @torch.compiler.disable
@@ -112,8 +108,7 @@ def context_attention(
     context: ContextState | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Return `[batch, part, heads, dim]` from `[batch, heads, part, dim]` of this rank's tokens,
-    each attending to its segment on all ranks.
+    """Return `[batch, part, heads, dim]` from `[batch, heads, part, dim]` of this rank's tokens.
 
     ulysses (DeepSpeed): all-to-all, after which each rank has all tokens of some heads; keys are
     repeated where their heads don't divide. allgather (Llama 3): each rank collects all keys and
@@ -121,9 +116,9 @@ def context_attention(
     """
     assert context is not None and attention_mask is None
     split, options = context.split, {"dropout": dropout, "scaling": scaling}
-    if context.method == "allgather":
+    if context.bias is not None:
         key, value = all_gather(torch.stack((key, value)), 3, split.group).unbind(0)
-        return attend(query, key, value, context.bias, **options), None  # type: ignore[arg-type]
+        return attend(query, key, value, context.bias, **options), None
     if key.shape[1] % dist.get_world_size(split.group):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     whole = [

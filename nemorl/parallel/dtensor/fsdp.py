@@ -9,7 +9,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from nemorl.parallel.dtensor.mesh import DTYPES
 from nemorl.parallel.dtensor.tensor_parallel import is_tied
-from nemorl.parallel.dtensor.titan import sum_gradients
 from nemorl.parallel.plan import ParallelPlan
 
 
@@ -17,10 +16,9 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
     """Shard a model's parameters over a mesh, in place; over one rank, too, for mixed precision.
 
     A unit for each layer, one for the embedding, and one for the last norm and the head (a single
-    one where they are tied). Gradients are summed.
+    one where they are tied).
 
     mesh: the axis fsdp, or dp_replicate and fsdp (HSDP).
-    plan: its dtypes and cpu_offload count here.
     """
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     dtypes = MixedPrecisionPolicy(
@@ -37,6 +35,14 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
         fully_shard(layer, **options, reshard_after_forward=True)
     fully_shard(model, **options)
     sum_gradients(model)
+
+
+def sum_gradients(model: nn.Module) -> None:
+    """Have FSDP2 sum gradients, not average them: a loss's weights are those of the whole step."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a plain sum, all that gloo has
 
 
 def reshard(model: nn.Module) -> None:

@@ -1,7 +1,4 @@
-"""From token ids to log-probabilities of tokens: the decoder, then a head that works in chunks.
-
-Each rank's head knows its part of the rows and of the vocabulary.
-"""
+"""From token ids to log-probabilities of tokens: the decoder, then a head that works in chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from nemorl.parallel.dtensor.mesh import DTYPES, World
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """What the head needs besides hidden states: the token that each one predicts, and how."""
+    """The head's inputs besides hidden states: the token that each one predicts, and how."""
 
     next_ids: Int[Tensor, "batch part"]
     predicts: Bool[Tensor, "batch part"]
@@ -67,9 +64,8 @@ def plain_logprobs(
 def sharded_logprobs(
     model: nn.Module, world: World, batch: TokenBatch, *, chunk: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the same of a model that `build.shard` has spread; a collective call.
-
-    Each rank that shares these rows gets all of them.
+    """Return the same, of all of the rows, of a model that `build.shard` has spread; a collective
+    call.
     """
     ids, segments, positions = batch.input_ids, batch.segment_ids, batch.position_ids
     next_ids, predicts = shift(ids), shift(same_segment(segments))
@@ -104,7 +100,7 @@ def sharded_logprobs(
 
 
 def shift(values: Tensor) -> Tensor:
-    """Return at each token what is given for the next one; 0 at the last."""
+    """Return at each token the next one's value; 0 at the last."""
     return nn.functional.pad(values[:, 1:], (0, 1))
 
 

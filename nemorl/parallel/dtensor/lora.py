@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemorl.checks import require
-from nemorl.models.adapters import CONFIG, adapted_layers
+from nemorl.models.adapters import CONFIG, adapted_layers, full_tensor
 from nemorl.parallel.config import LoRAConfig
 
 NAME = "default"
@@ -37,24 +36,20 @@ def add_adapters(
 
     # Other readers of the file want an int where it is one.
     alpha: Any = int(config.alpha) if config.alpha == int(config.alpha) else config.alpha
-    options: dict[str, Any] = {
-        "r": config.rank,
-        "lora_alpha": alpha,
-        "lora_dropout": config.dropout,
-        "task_type": "CAUSAL_LM",
-    }
-    names = targets(model, config)
-    torch.manual_seed(seed)
-    inject_adapter_in_model(
-        LoraConfig(target_modules=names, base_model_name_or_path=base, **options), model, NAME
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=alpha,
+        lora_dropout=config.dropout,
+        task_type="CAUSAL_LM",
+        target_modules=_targets(model, config),
+        base_model_name_or_path=base,
     )
+    torch.manual_seed(seed)
+    inject_adapter_in_model(settings, model, NAME)
 
 
-def targets(model: nn.Module, config: LoRAConfig) -> list[str]:
-    """Return the names of the layers that get an adapter: `config.target_modules`, else all.
-
-    A name is that of linear layers, whole or its last parts, but not of the output layer.
-    """
+def _targets(model: nn.Module, config: LoRAConfig) -> list[str]:
+    """Return the names of linear layers, or the last parts of names, that get an adapter."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     layers = [
         name
@@ -70,14 +65,13 @@ def targets(model: nn.Module, config: LoRAConfig) -> list[str]:
 
 
 def fresh_adapters(model: nn.Module, *, seed: int) -> dict[str, Tensor]:
-    """Return the numbers that PEFT gives new adapters in one process with this seed.
-
-    Drawn in PEFT's order; for a model on the meta device PEFT draws none.
+    """Return the numbers that PEFT gives new adapters in one process with this seed, in its order;
+    for a model on the meta device it draws none.
     """
     generator_state = torch.get_rng_state()
     torch.manual_seed(seed)
     found: dict[str, Tensor] = {}
-    for name, layer in adapted_layers(model):
+    for name, layer in adapted_layers(model).items():
         rank, width = layer.lora_A[NAME].weight.shape
         first = nn.Linear(width, rank, bias=False)
         second = nn.Linear(rank, layer.lora_B[NAME].weight.shape[0], bias=False)
@@ -92,7 +86,7 @@ def fresh_adapters(model: nn.Module, *, seed: int) -> dict[str, Tensor]:
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
     """Give the outputs of the model without adapters: its own reference, without a copy."""
-    layers = [layer for _, layer in adapted_layers(model)]
+    layers = adapted_layers(model).values()
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -106,7 +100,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the adapters' live parameters under their names in PEFT's files."""
     return {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)[NAME].weight
-        for name, layer in adapted_layers(model)
+        for name, layer in adapted_layers(model).items()
         for part in ("lora_A", "lora_B")
     }
 
@@ -130,16 +124,14 @@ def check_scale(model: Any, folder: Path) -> None:
 def fingerprint(model: nn.Module) -> str:
     """Return a hash of the weights without adapters: names, shapes, and evenly spaced samples.
 
-    It notices another model, and the same one after training (which changes about every number),
-    without reading gigabytes. A sharded model has the same one; its tensors are gathered one by
-    one: a collective call.
+    It notices another model, and the same one after training, without reading gigabytes. A sharded
+    model has the same one; its tensors are gathered one by one: a collective call.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         if ".lora_" in name:
             continue
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        flat = whole.detach().flatten()
+        flat = full_tensor(tensor).detach().flatten()
         # An odd step, so that the samples don't all lie in one column.
         sample = flat[:: flat.numel() // SAMPLED | 1].float().cpu()
         digest.update(f"{name.replace('.base_layer.', '.')} {tuple(tensor.shape)}".encode())
@@ -148,20 +140,9 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def check_base(expected: str, found: str, folder: Path) -> None:
-    """Raise ValueError if the adapters in `folder` were trained beside other weights."""
+    """Raise ValueError if the run of a checkpoint began with weights of another fingerprint."""
     if found != expected:
         raise ValueError(
-            f"checkpoint {folder} must be of the model in use, but its adapters were trained beside"
-            " other weights: load the base model of that run anew (one that was trained in this"
-            " process has its adapters merged)"
-        )
-
-
-def check_initial(expected: str, found: str, folder: Path) -> None:
-    """Raise ValueError if the run of a checkpoint began with other weights, its reference."""
-    if found != expected:
-        raise ValueError(
-            f"checkpoint {folder} must be of a run that began with the model in use, because that"
-            " is the reference, but it began with other weights: load the initial model of that"
-            " run anew (one that was given to a run is trained afterwards)"
+            f"checkpoint {folder} must be of a run that began with the model in use, but it began"
+            " with other weights: load the initial model of that run anew"
         )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -28,7 +31,7 @@ class World:
     plan: ParallelPlan
     device: torch.device
     dims: Any = None
-    """torchtitan's ParallelDims; None in a process that trains alone on plain tensors."""
+    """torchtitan's ParallelDims; None in a process that trains alone, on plain tensors."""
     rank: int = 0
     size: int = 1
     data_rank: int = 0
@@ -61,8 +64,6 @@ class World:
         """Join the ranks that the environment names (RANK, WORLD_SIZE, …); a collective call.
 
         timeout_s: how long a collective may take; torch's default for None.
-
-        Raises: ValueError where the plan asks for another number of ranks.
         """
         from nemorl.parallel.dtensor.titan import make_dims
 
@@ -106,11 +107,27 @@ class World:
         dist.all_gather_object(found, value, group=group or self.control_group)
         return found
 
+    @contextmanager
+    def share_errors(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Raise an OSError of the block on every rank if one has it; a collective call."""
+        own = None
+        try:
+            yield
+        except OSError as error:
+            if self.size == 1:
+                raise
+            host = socket.gethostname()
+            own = type(error), f"rank {self.rank} of {self.size} on {host}: {error}"
+        for found in self.gather_objects(own, group=group):
+            if found is not None:
+                kind, message = found
+                raise kind(message)
+
 
 def start_process_group(
     device_name: str | None, *, timeout: timedelta | None = None
 ) -> torch.device:
-    """Return this rank's device, with torch.distributed initialized from the environment."""
+    """Initialize torch.distributed from the environment; return this rank's device."""
     kind = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
     if kind.type == "cuda" and kind.index is None:
         # Where each process sees only its own GPU, that is number 0.
@@ -132,7 +149,7 @@ def start_process_group(
 def is_started_as_rank() -> bool:
     """Return whether this process was started as a rank, by torchrun or by us.
 
-    A process group of one says nothing: vLLM leaves one behind in the process that it ran in.
+    A process group of one says nothing: vLLM leaves one behind.
     """
     return ("WORLD_SIZE" in os.environ and "RANK" in os.environ) or (
         dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

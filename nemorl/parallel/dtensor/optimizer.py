@@ -1,7 +1,6 @@
-"""AdamW, the learning rate as a pure function of the step, and clipping by the global norm."""
+"""AdamW, and the learning rate as a pure function of the step."""
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,25 +52,16 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Ada
     )
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> Float[Tensor, ""]:
-    """Scale all gradients to a global norm of at most `max_norm`; return the norm before."""
-    return nn.utils.clip_grad_norm_(list(parameters), max_norm)
-
-
 def require_finite(loss: Float[Tensor, ""], grad_norm: Float[Tensor, ""], *, step: int) -> None:
     """Raise FloatingPointError unless both are finite, before a weight changes.
 
     step: of the optimizer, from 1.
-
-    >>> require_finite(torch.tensor(float("nan")), torch.tensor(1.0), step=3)
-    Traceback (most recent call last):
-    FloatingPointError: the loss of optimizer step 3 must be finite, but it is nan: ...
     """
     if bool(loss.isfinite() & grad_norm.isfinite()):
         return
     name, value = ("gradient's norm", grad_norm) if bool(loss.isfinite()) else ("loss", loss)
     raise FloatingPointError(
         f"the {name} of optimizer step {step} must be finite, but it is {float(value)}: the weights"
-        " were left as they are; look for extreme advantages or logprobs in the samples, check the"
-        " model's weights, or lower optimizer.lr"
+        " were left as they are; look for extreme advantages or logprobs in the samples, or lower"
+        " optimizer.lr"
     )

@@ -1,4 +1,4 @@
-"""Tensors that ranks share: the whole of one, and a rank's own piece of it."""
+"""A rank's own piece of a tensor that ranks share."""
 
 import torch
 from torch import Tensor
@@ -6,11 +6,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from nemorl.models.tensor_files import TensorFiles
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor that ranks share; a collective call."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -22,9 +17,7 @@ def own_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     local = tensor.to_local()
-    assert tuple(local.shape) == tuple(shape), (
-        f"{tuple(local.shape)} here, {shape} by {tensor.placements}"
-    )
+    assert tuple(local.shape) == tuple(shape)
     return local, tuple(offsets)
 
 

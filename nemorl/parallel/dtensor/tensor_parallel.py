@@ -17,9 +17,6 @@ from torch.distributed.tensor.parallel import (
 
 from nemorl.parallel.dtensor.titan import NoParallel
 
-KNOWN_STYLES = {"colwise", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"}
-"""Styles of Hugging Face's tensor-parallel plans that `layer_plan` covers."""
-
 
 def is_tied(model: Any) -> bool:
     """Return whether input and output embeddings are one parameter."""
@@ -33,16 +30,7 @@ def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> 
     model's inputs are the same on all ranks.
 
     sequence_parallel: split norms and residuals over tokens.
-
-    Raises: ValueError for a model whose layers are not those of a plain decoder.
     """
-    unknown = set((model.config.base_model_tp_plan or {"": "it has no plan"}).values())
-    if unknown := unknown - KNOWN_STYLES:
-        raise ValueError(
-            f"parallel.tp must be 1 for a {model.config.model_type} model, whose layers are split"
-            f" in ways that are not known here ({', '.join(sorted(unknown))}): use"
-            " parallel.dp_shard or parallel.cp"
-        )
     decoder, head, tied = model.get_decoder(), model.get_output_embeddings(), is_tied(model)
     # The embedding's output stays whole, because the model makes its positions from its shape; the
     # first layer cuts it.
@@ -93,7 +81,7 @@ def layer_plan(layer: Any, *, sequence_parallel: bool) -> dict[str, ParallelStyl
 
 
 def _norm(sequence_parallel: bool) -> ParallelStyle:
-    """Return a style with the weight on the mesh, over which the gradients' norm is taken."""
+    """Return a style with the weight on the mesh, over which the gradient norm is taken."""
     if sequence_parallel:
         return SequenceParallel(use_local_output=True)
     return NoParallel(input_layout=Replicate(), use_local_output=True)

@@ -10,7 +10,7 @@ from nemorl.models.hub import loading
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, seconds, step_traffic
-from nemorl.parallel.planner.memory import Memory, Step, Workload
+from nemorl.parallel.planner.memory import Memory, Step
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
 
 if TYPE_CHECKING:
@@ -30,18 +30,17 @@ class Candidate:
     host: int
     """Bytes of main memory of a machine that cpu_offload takes."""
     traffic: Traffic
-    micro_batches: int
     seconds: float
     """Of an optimizer step, for comparison."""
 
     @property
     def flags(self) -> str:
         """The settings that make a run use this plan."""
-        parts, default = [], ParallelPlan()
-        for name in (item.name for item in fields(ParallelPlan)):
-            value = getattr(self.plan, name)
-            if value != getattr(default, name):
-                flag = f"--parallel.{name.replace('_', '-')}"
+        parts = []
+        for item in fields(ParallelPlan):
+            value = getattr(self.plan, item.name)
+            if value != item.default:
+                flag = f"--parallel.{item.name.replace('_', '-')}"
                 parts.append(flag if value is True else f"{flag} {value}")
         return " ".join(parts)
 
@@ -61,29 +60,26 @@ class Planned:
 
 
 def find_plans(config: PlanConfig) -> Planned:
-    """Find every plan for the model, in order.
-
-    Raises: ValueError where there is no such model, or no plan suits it.
-    """
+    """Find every plan for the model, in order. Raises ValueError where none suits it."""
     model, steps, refused = read_shape(config.model), [], dict[str, None]()
     for plan in candidates(config, model):
         problems = list(plan.problems(model))
         refused |= dict.fromkeys(problems)
         if not problems:
-            steps.append(Step(model, plan, workload(config)))
+            steps.append(Step(model, plan, config))
     if not steps:
-        reason = "; ".join(refused)
-        reason = reason or f"the degrees given do not multiply to a divisor of {config.gpus}"
+        given = f"the degrees given do not multiply to a divisor of {config.gpus}"
+        reason = "; ".join(refused) or given
         raise ValueError(f"gpus must allow a plan that suits the model, but none does: {reason}")
-    found = [estimate(config, step) for step in steps]
-    fitting = sorted((each for each in found if not lacking(config, each)), key=_order)
-    large = [each for each in found if lacking(config, each)]
-    large.sort(key=lambda each: (lacking(config, each), each.fullest.total, each.seconds))
-    return Planned(steps[0], tuple(fitting), tuple(large), tuple(refused))
+    found = [(lacking(config, each), each) for each in map(estimate, steps)]
+    fitting = sorted((each for lacks, each in found if not lacks), key=_order)
+    found.sort(key=lambda pair: (pair[0], pair[1].fullest.total, pair[1].seconds))
+    large = tuple(each for lacks, each in found if lacks)
+    return Planned(steps[0], tuple(fitting), large, tuple(refused))
 
 
 def lacking(config: PlanConfig, candidate: Candidate) -> str:
-    """Return the setting that gives a plan too little memory, if there is one."""
+    """Return the setting that gives a plan too little memory, or nothing."""
     room = GB * (1 - config.reserve)
     if config.host_memory is not None and candidate.host > config.host_memory * room:
         return "host_memory"
@@ -91,10 +87,7 @@ def lacking(config: PlanConfig, candidate: Candidate) -> str:
 
 
 def read_shape(name: str) -> ModelShape:
-    """Read the sizes of a folder, a config.json or a model on the hub.
-
-    Raises: ValueError where there are none.
-    """
+    """Read the sizes of a folder, a config.json or a model on the hub."""
     with loading(name, field="model"):
         path = Path(name)
         if not path.exists():
@@ -107,12 +100,14 @@ def read_shape(name: str) -> ModelShape:
 
 
 def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
-    """Yield the plans that the settings allow, whether they suit the model or not."""
+    """Yield the plans that the settings allow, even if they don't suit the model."""
     gpus = config.gpus
-    for tp in _degrees(1 if config.lora_rank else config.tp, min(gpus, config.gpus_per_node), gpus):
-        for cp in _degrees(config.cp, gpus, gpus // tp):
+    for tp in _degrees(1 if config.lora_rank else config.tp, gpus):
+        if tp > config.gpus_per_node:
+            continue
+        for cp in _degrees(config.cp, gpus // tp):
             divides = cp == 1 or model.num_attention_heads % (tp * cp) == 0
-            for shard in _degrees(config.dp_shard, gpus, gpus // (tp * cp)):
+            for shard in _degrees(config.dp_shard, gpus // (tp * cp)):
                 replicate = gpus // (tp * cp * shard)
                 if config.dp_replicate not in (None, replicate):
                     continue
@@ -130,44 +125,22 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
                         )
 
 
-def _degrees(given: int | None, most: int, number: int) -> Iterator[int]:
-    """Yield the divisors of a number, or the one that is asked for."""
-    for degree in range(1, most + 1):
-        if number % degree == 0 and given in (None, degree):
-            yield degree
+def _degrees(given: int | None, number: int) -> list[int]:
+    """Return the divisors of a number, or the one that is asked for."""
+    return [n for n in range(1, number + 1) if number % n == 0 and given in (None, n)]
 
 
-def workload(config: PlanConfig) -> Workload:
-    """Return the work of a step that the settings describe."""
-    return Workload(
-        rows=config.micro_batch_rows,
-        seq_len=config.seq_len,
-        packed=config.packed,
-        logprob_chunk=config.logprob_chunk,
-        entropy_gradient=config.entropy,
-        keep_reference=config.reference,
-        lora_rank=config.lora_rank,
-        lora_targets=config.lora_target_modules,
-    )
-
-
-def estimate(config: PlanConfig, step: Step) -> Candidate:
-    """Estimate what a plan costs."""
-    rows, per_node = config.micro_batch_rows, config.gpus_per_node
-    count = -(-(config.batch_rows or 2 * config.gpus * rows) // (step.plan.data_ranks * rows))
+def estimate(step: Step) -> Candidate:
     moments = [step.training_memory()]
-    if config.colocated_generation:
-        tokens = config.generation_sequences * config.seq_len
-        split = config.generation_tp
-        moments.append(step.generation_memory(tokens=tokens, tensor_parallel_size=split))
-    sent = step_traffic(step, micro_batches=count)
+    if step.work.colocated_generation:
+        moments.append(step.generation_memory())
+    traffic = step_traffic(step)
     return Candidate(
         step.plan,
         fullest=max(moments, key=lambda moment: moment.total),
-        host=min(config.gpus, per_node) * step.host_memory(),
-        traffic=sent,
-        micro_batches=count,
-        seconds=seconds(step, sent, micro_batches=count, gpus_per_node=per_node),
+        host=min(step.work.gpus, step.work.gpus_per_node) * step.host_memory(),
+        traffic=traffic,
+        seconds=seconds(step, traffic),
     )
 
 
@@ -179,10 +152,7 @@ def _order(candidate: Candidate) -> tuple[float, int, int]:
 
 
 def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = None) -> None:
-    """Print the plans that fit, and the flags of the first.
-
-    Raises: ValueError where none fits, after the smallest are shown.
-    """
+    """Print the plans that fit, and the flags of the first; else the smallest, and an error."""
     from rich.console import Console
     from rich.text import Text
 
@@ -244,19 +214,12 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     name = lacking(config, smallest)
     needed = smallest.host if name == "host_memory" else smallest.fullest.total
     given: float = getattr(config, name)
-    ways = {
-        "--cpu-offload": not config.cpu_offload,
-        "--lora-rank 16": not config.lora_rank,
-        "a smaller --micro-batch-rows": config.micro_batch_rows > 1,
-        "fewer --generation-sequences or a larger --generation-tp": config.colocated_generation,
-        "more --gpus": True,
-        "a shorter --seq-len": True,
-    }
+    generation = "fewer --generation-sequences, " if config.colocated_generation else ""
     return (
         f"{name} must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs {needed / GB:.1f}"
-        f" GB ({smallest.flags or 'one device'}); try"
-        f" {', '.join(way for way, possible in ways.items() if possible)}"
+        f" GB ({smallest.flags or 'one device'}); try --cpu-offload, --lora-rank 16, {generation}"
+        "more --gpus, or a shorter --seq-len"
     )
 
 
@@ -274,7 +237,7 @@ PARTS = {
 
 
 def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
-    """Return a table with a line for each plan, without the columns that are all 0."""
+    """Return a table with a line for each plan, without columns that are all 0."""
     from rich import box
     from rich.table import Table
 
@@ -282,7 +245,7 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
     parts = {
         title: name
         for title, name in PARTS.items()
-        if any(getattr(candidate.fullest, name) for candidate in shown)
+        if any(getattr(each.fullest, name) for each in shown)
     }
     host = ["host"] * config.cpu_offload
     for title in (*DEGREES, "recompute", *parts, "total", *host, "sent", "time"):

@@ -5,7 +5,7 @@ from typing import Literal
 
 from nemorl.checks import at_least, require
 from nemorl.parallel.plan import Precision
-from nemorl.parallel.planner.memory import LINEAR
+from nemorl.parallel.planner.model_shape import LINEAR
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from nemorl.parallel.planner.model_shape import shard_ranks
 FLOPS = {"bfloat16": 400e12, "float32": 50e12}
 NODE_BANDWIDTH, NETWORK_BANDWIDTH, HOST_BANDWIDTH = 300e9, 40e9, 25e9
 """Operations and bytes per second of a GPU of the H100's kind: to its neighbors, to other machines,
-to main memory. They put plans in order; they are no promise.
+to main memory.
 """
 RECOMPUTED = {"none": 0.0, "selective": 0.15, "full": 1 / 3}
 """What recomputation adds to forward and backward pass where the whole model trains."""
@@ -16,7 +16,7 @@ RECOMPUTED = {"none": 0.0, "selective": 0.15, "full": 1 / 3}
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes that a device sends (and receives) in an optimizer step; collectives run in rings."""
+    """Bytes that a device sends in an optimizer step; collectives run in rings."""
 
     shard: int = 0
     """FSDP2: parameters gathered forward and backward, gradients reduced to shards."""
@@ -32,7 +32,7 @@ class Traffic:
         return sum(astuple(self))
 
 
-def step_traffic(step: Step, *, micro_batches: int = 1) -> Traffic:
+def step_traffic(step: Step) -> Traffic:
     """Return what each device sends in a step; gradients are reduced after each microbatch."""
     model, plan, layers = step.model, step.plan, step.model.num_hidden_layers
     if not plan.needs_ranks:
@@ -40,7 +40,7 @@ def step_traffic(step: Step, *, micro_batches: int = 1) -> Traffic:
 
     def sent(array: float, devices: int, times: float = 1) -> int:
         """A device sends the parts of an array that the others have."""
-        return int(micro_batches * times * array * (devices - 1) / devices)
+        return int(step.micro_batches * times * array * (devices - 1) / devices)
 
     ranks, (embedding, norm, *head) = shard_ranks(plan), model.ends()
     # The head's parameters stay from forward to backward, and a tied embedding's with them.
@@ -68,11 +68,11 @@ def step_traffic(step: Step, *, micro_batches: int = 1) -> Traffic:
     )
 
 
-def seconds(step: Step, traffic: Traffic, *, micro_batches: int, gpus_per_node: int) -> float:
+def seconds(step: Step, traffic: Traffic) -> float:
     """Return the time of an optimizer step, to compare plans by.
 
     Parameters travel while layers compute, activations while they wait. Axes lie in a machine from
-    the innermost: tp, cp, dp_shard. Groups whose size does not divide a machine's span machines.
+    the innermost: tp, cp, dp_shard. Groups whose size does not divide a machine's span several.
     """
     model, plan, work = step.model, step.plan, step.work
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
@@ -82,16 +82,16 @@ def seconds(step: Step, traffic: Traffic, *, micro_batches: int, gpus_per_node: 
     small = step.adapter_parameters()
     passes = 4 * weights + 6 * (small + attention) if work.lora_rank else 6 * (weights + attention)
     again = RECOMPUTED[plan.activation_checkpointing] * 6 * (weights + small + attention)
-    compute = micro_batches * step.tokens * (passes + again) / plan.tp
+    compute = step.micro_batches * step.tokens * (passes + again) / plan.tp
 
     def speed(devices: int) -> float:
-        near = plan.num_ranks <= gpus_per_node or gpus_per_node % devices == 0
+        near = plan.num_ranks <= work.gpus_per_node or work.gpus_per_node % devices == 0
         return NODE_BANDWIDTH if near else NETWORK_BANDWIDTH
 
     shards = plan.model_ranks * (plan.dp_shard or 1)
     hidden = traffic.shard / speed(shards) + traffic.replicate / speed(plan.num_ranks)
     if plan.cpu_offload:  # parameters come twice from main memory, and gradients go there
         moved = 2 * step.kept() + step.trained()
-        hidden = max(hidden, micro_batches * STATE * moved / HOST_BANDWIDTH)
+        hidden = max(hidden, step.micro_batches * STATE * moved / HOST_BANDWIDTH)
     waiting = traffic.tensor / speed(plan.tp) + traffic.context / speed(plan.model_ranks)
     return max(compute / FLOPS[plan.param_dtype], hidden) + waiting

@@ -3,43 +3,13 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 
-from nemorl.checks import at_least
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.parallel.planner.model_shape import Matrix, ModelShape
+from nemorl.parallel.planner.config import PlanConfig
+from nemorl.parallel.planner.model_shape import LINEAR, Matrix, ModelShape
 
 BYTES = {"float32": 4, "bfloat16": 2}
 STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers: float32 in any case."""
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""A layer's matrices, which may get adapters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """What each device computes."""
-
-    rows: int = 1
-    """Rows of a microbatch."""
-    seq_len: int
-    """Their width in tokens."""
-    packed: bool = True
-    """Whether rows hold several sequences each."""
-    accumulates: bool = True
-    """Whether gradients wait while the next microbatch of a step is computed."""
-    logprob_chunk: int = 1024
-    """Tokens whose logits are held at a time."""
-    entropy_gradient: bool = False
-    """Whether the loss has an entropy term."""
-    keep_reference: bool = False
-    """Whether a frozen copy is kept; with adapters that is the model without them."""
-    lora_rank: int = 0
-    """Rank of the adapters that train beside a frozen model; 0: the whole model trains."""
-    lora_targets: tuple[str, ...] = ()
-    """Linear layers that get an adapter; all but the output layer if empty."""
-
-    def __post_init__(self) -> None:
-        at_least(1, rows=self.rows, seq_len=self.seq_len, logprob_chunk=self.logprob_chunk)
-        at_least(0, lora_rank=self.lora_rank)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +24,7 @@ class Memory:
     activations: int = 0
     """What forward keeps for backward, and what backward needs besides."""
     logits: int = 0
-    """A chunk of logits, and what softmax and gradient make of it."""
+    """A chunk of logits, with the arrays of softmax and gradient."""
     gathered: int = 0
     """Whole parameters and gradients of the layers being computed, or their casts."""
     generation: int = 0
@@ -67,21 +37,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step on each device; a dp_shard that is left open counts as 1.
-
-    >>> from nemorl.parallel.planner.model_shape import SIZES, model_shape
-    >>> config = dict(zip(SIZES, (4096, 14336, 32, 32, 128256)), num_key_value_heads=8)
-    >>> model, work = model_shape({"model_type": "llama", **config}), Workload(seq_len=8192)
-    >>> small = {"param_dtype": "bfloat16", "activation_checkpointing": "full"}
-    >>> for plan in (ParallelPlan(dp_shard=8), ParallelPlan(dp_shard=8, **small)):
-    ...     print(round(Step(model, plan, work).training_memory().total / 1e9))
-    124
-    24
-    """
+    """An optimizer step on each device; a dp_shard that is left open counts as 1."""
 
     model: ModelShape
     plan: ParallelPlan
-    work: Workload
+    work: PlanConfig
+    """Rows, adapters and the like; its settings of plans don't count."""
 
     @property
     def width(self) -> int:
@@ -91,7 +52,12 @@ class Step:
     @property
     def tokens(self) -> int:
         """Tokens of a microbatch on a device, with padding."""
-        return self.work.rows * self.width // self.plan.cp
+        return self.work.micro_batch_rows * self.width // self.plan.cp
+
+    @property
+    def micro_batches(self) -> int:
+        rows = self.work.batch_rows or 2 * self.work.gpus * self.work.micro_batch_rows
+        return -(-rows // (self.plan.data_ranks * self.work.micro_batch_rows))
 
     @property
     def dtype_size(self) -> int:
@@ -105,7 +71,7 @@ class Step:
 
     def adapted(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of each matrix of a layer that gets an adapter."""
-        names = (self.work.lora_targets or LINEAR) if self.work.lora_rank else ()
+        names = (self.work.lora_target_modules or LINEAR) if self.work.lora_rank else ()
         shapes = {name.split(".")[1]: shape for name, shape, *_ in self.model.linear()}
         return {name: shape for name, shape in shapes.items() if name in names}
 
@@ -128,33 +94,26 @@ class Step:
 
     def trained(self) -> int:
         """Return the parameters that a device trains."""
-        whole = self.model.shard_parameters(self.plan)
-        return self._adapter_shard() if self.work.lora_rank else whole
+        return self._adapter_shard() if self.work.lora_rank else self.kept()
 
     def states(self) -> Memory:
         """Return what a device keeps from step to step."""
         if self.plan.cpu_offload:
             return Memory()
-        copied = self.work.keep_reference and not self.work.lora_rank
+        copied = self.work.reference and not self.work.lora_rank
         return Memory(
             parameters=STATE * self.kept(),
             optimizer=2 * STATE * self.trained(),
             reference=STATE * self.model.shard_parameters(self.plan) * copied,
         )
 
-    def training_memory(self) -> Memory:
-        """Return the fullest moment of a step."""
-        return max(self.moments(), key=lambda moment: moment.total)
-
-    def generation_memory(self, *, tokens: int, tensor_parallel_size: int = 1) -> Memory:
-        """Return the memory while an engine in bfloat16 on the same devices samples.
-
-        tokens: of its cache.
-        """
-        model = self.model
-        kv_heads = max(1, model.num_key_value_heads // tensor_parallel_size)
-        cache = 4 * model.num_hidden_layers * kv_heads * model.head_dim * tokens
-        weights = 2 * model.num_parameters() // tensor_parallel_size
+    def generation_memory(self) -> Memory:
+        """Return the memory while an engine in bfloat16 on the same devices samples."""
+        model, work = self.model, self.work
+        kv_heads = max(1, model.num_key_value_heads // work.generation_tp)
+        cache = 4 * model.num_hidden_layers * kv_heads * model.head_dim
+        cache *= work.generation_sequences * work.seq_len
+        weights = 2 * model.num_parameters() // work.generation_tp
         return replace(self.states(), generation=weights + cache)
 
     def host_memory(self, *, pinned: bool = True) -> int:
@@ -171,48 +130,38 @@ class Step:
             sizes = [STATE * matrix.shard(self.plan) for matrix in matrices]
             return sum(1 << (size - 1).bit_length() if pinned else size for size in sizes)
 
-        copies = 1 if self.work.lora_rank else 2 + self.work.keep_reference
+        copies = 1 if self.work.lora_rank else 2 + self.work.reference
         layer = copies * held(self.model.layer()) + 2 * held(self.adapters())
         whole = self.model.num_hidden_layers * layer + copies * held(self.model.ends())
         return whole + 2 * STATE * self.trained()
 
-    def moments(self) -> list[Memory]:
-        """Return what may be the fullest moment: the backward passes of the head, with all
-        activations; of the last layer, at its begin and end; of the first layer, with all
-        gradients; and of the embedding.
+    def training_memory(self) -> Memory:
+        """Return the fullest moment: the backward pass of the head, with all activations; of the
+        last layer, at its begin or end; or of the embedding.
         """
         plan, layers = self.plan, self.model.num_hidden_layers
-        shard = 0 if plan.cpu_offload else STATE * self.trained()
-        before = shard if self.work.accumulates else 0
-        ends = STATE * sum(matrix.shard(plan) for matrix in self.model.ends())
-        head_only = min(shard, max(before, ends))
         kept, saved = self.kept_per_layer(), self.saved_per_layer()
         again = saved if plan.activation_checkpointing == "full" else max(0, saved - kept)
-        own = again + self._layer_backward()
         stream = 3 * self.tokens * self.dtype_size * self.model.hidden_size
         head, after, begins, layer_ends, embedding = self._gathered()
         moments = (
-            (before, layers * kept + self._outer_activations(), self._logits(), head),
-            (head_only, layers * kept + own, 0, after + begins),
-            (head_only, (layers - 1) * kept + stream, 0, after + layer_ends),
-            (shard, kept + own, 0, after + begins),
-            (shard, stream, 0, embedding),
+            (layers * kept + self._outer_activations(), self._logits(), head),
+            (layers * kept + again + self._layer_backward(), 0, after + begins),
+            ((layers - 1) * kept + stream, 0, after + layer_ends),
+            (stream, 0, embedding),
         )
-        states, mask = self.states(), self._mask()
-        return [
-            replace(
-                states,
-                gradients=gradients,
-                activations=activations + mask,
-                logits=logits,
-                gathered=gathered,
-            )
-            for gradients, activations, logits, gathered in moments
-        ]
+        activations, logits, gathered = max(moments, key=sum)
+        return replace(
+            self.states(),
+            gradients=0 if plan.cpu_offload else STATE * self.trained(),
+            activations=activations + self._mask(),
+            logits=logits,
+            gathered=gathered,
+        )
 
     def _gathered(self) -> tuple[int, int, int, int, int]:
-        """Return bytes of whole parameters and gradients, or of casts to bfloat16: at the head,
-        after it, at the begin and end of a layer's backward pass, and at the embedding.
+        """Return bytes of whole parameters and gradients, or of their casts: at the head, after it,
+        at the begin and end of a layer's backward pass, and at the embedding.
         """
         plan, model, size = self.plan, self.model, self.dtype_size
         reduced, tied = BYTES[plan.reduce_dtype], model.tie_word_embeddings
@@ -221,7 +170,7 @@ class Step:
         adapter = sum(matrix.size for matrix in self.adapters())
         cast = size if size < STATE else 0
         if self.work.lora_rank and not plan.needs_ranks:
-            # The product that needs a frozen matrix's cast backward keeps it; autocast does not.
+            # A product keeps the frozen matrix's cast that its backward needs; autocast does not.
             again = plan.activation_checkpointing != "none"
             kept = 0 if again else cast * model.num_hidden_layers * layer
             begins = cast * (adapter + again * layer)
@@ -251,9 +200,8 @@ class Step:
         """Return what a layer keeps for its backward pass without recomputation, op by op.
 
         Each norm: its input in float32, the normed input, its output. Attention: queries, keys,
-        values, output. The feed-forward: four. Sequence parallelism splits the norms' inputs.
-        Under autocast norms stay in float32, and each product casts their output. With adapters a
-        product's input is kept only where an adapter reads it.
+        values, output. The feed-forward: four. Under autocast norms stay in float32, and each
+        product casts their output. With adapters only inputs that they read are kept.
         """
         model, plan, size = self.model, self.plan, self.dtype_size
         (q, kv, inner), hidden = self.heads_width, model.hidden_size
@@ -276,8 +224,8 @@ class Step:
         return self.tokens * (norms + head_norms + attention + feed_forward + between)
 
     def kept_per_layer(self) -> int:
-        """Return what a layer keeps until its backward pass: `saved_per_layer`, or its input and,
-        if selective, half of its products.
+        """Return `saved_per_layer`, or with recomputation the input and, if selective, half of the
+        products.
         """
         how = self.plan.activation_checkpointing
         if how == "none":
@@ -293,9 +241,7 @@ class Step:
         return self.tokens * self.dtype_size * (widest // self.plan.tp + 2 * model.hidden_size)
 
     def _outer_activations(self) -> int:
-        """Return what is kept outside the layers: last norm, hidden states' gradient, rotary
-        tables, token ids.
-        """
+        """Return last norm, hidden states' gradient, rotary tables and token ids."""
         size, hidden = self.dtype_size, self.model.hidden_size
         norm = hidden * (STATE + size) // self._token_split() + hidden * size
         return self.tokens * (norm + hidden * size + 2 * self.model.head_dim * size + 40)
@@ -303,7 +249,7 @@ class Step:
     def _logits(self) -> int:
         """Return a chunk of logits in float32 with the arrays of softmax and gradient."""
         rows = min(self.work.logprob_chunk, self.tokens)
-        arrays = 2 + (self.plan.tp > 1) * 2 + self.work.entropy_gradient * 2
+        arrays = 2 + (self.plan.tp > 1) * 2 + self.work.entropy * 2
         return STATE * rows * (self.model.vocab_size // self.plan.tp) * arrays
 
     def _token_split(self) -> int:

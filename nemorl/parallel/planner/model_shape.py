@@ -3,13 +3,15 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from types import SimpleNamespace
 from typing import Any, Literal
 
 from nemorl.checks import require
+from nemorl.models.hub import check_supported
 from nemorl.parallel.plan import ParallelPlan
 
-SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types with the layers described here."""
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""A layer's matrices, which may get adapters."""
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -23,7 +25,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
     "qwen3": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
 }
-"""What transformers takes for what a config.json does not say."""
+"""transformers' own values for what a config.json does not say."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,7 @@ class Matrix:
 
 
 def shard_ranks(plan: ParallelPlan) -> int:
-    """Return the devices over which FSDP2 cuts parameters: dp_shard · cp.
-
-    >>> shard_ranks(ParallelPlan(dp_shard=4, cp=2, tp=2))
-    8
-    """
+    """Return the devices over which FSDP2 cuts parameters: dp_shard · cp."""
     return (plan.dp_shard or 1) * plan.cp
 
 
@@ -122,15 +120,12 @@ class ModelShape:
             yield Matrix("lm_head.weight", (self.vocab_size, self.hidden_size), 0)
 
     def num_parameters(self) -> int:
-        layer, ends = (sum(each.size for each in part) for part in (self.layer(), self.ends()))
-        return self.num_hidden_layers * layer + ends
+        return self.shard_parameters(ParallelPlan())
 
     def shard_parameters(self, plan: ParallelPlan) -> int:
         """Return the numbers that each device keeps, with the padding of FSDP2's pieces."""
-        layer, ends = (
-            sum(each.shard(plan) for each in part) for part in (self.layer(), self.ends())
-        )
-        return self.num_hidden_layers * layer + ends
+        layer = sum(matrix.shard(plan) for matrix in self.layer())
+        return self.num_hidden_layers * layer + sum(matrix.shard(plan) for matrix in self.ends())
 
 
 def model_shape(
@@ -138,24 +133,15 @@ def model_shape(
 ) -> ModelShape:
     """Read the sizes in a config.json.
 
-    Raises: ValueError for a model that can't be trained here, and where a size is missing.
-
-    >>> sizes = dict.fromkeys(SIZES, 64) | {"num_hidden_layers": 2, "num_attention_heads": 4}
-    >>> model_shape({"model_type": "llama", **sizes}).num_parameters()
-    65856
+    Raises: ValueError for a model that is not supported, and where a size is missing.
     """
     kind = str(config.get("model_type"))
-    remedy = f"{source} names a model type that can't be trained here"
-    require(kind in SUPPORTED, "model", f"must be one of {', '.join(SUPPORTED)}", kind, remedy)
-    values = {**DEFAULTS[kind], **config}
+    values = {"model_type": kind, **DEFAULTS.get(kind, {}), **config}
+    check_supported(SimpleNamespace(**values))
     for name in SIZES:
         size = values.get(name)
         valid = isinstance(size, int) and size > 0
         require(valid, "model", f"must say its {name}", size, f"complete {source}")
-    layers = set(values.get("layer_types") or ["full_attention"])
-    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
-    full, found = not window and layers == {"full_attention"}, f"of a window of {window} tokens"
-    require(full, "model", "must have full attention", found, "take a model without")
     bias, heads = bool(values.get("attention_bias")), values["num_attention_heads"]
     return ModelShape(
         model_type=kind,

@@ -132,7 +132,7 @@ def _loaded(
     device = "cpu" if config.generation.backend == "vllm" else config.device
     backend = get_generation_backend(config.generation.backend)
     generator = backend(
-        model=load_causal_lm(folder, device=usable_device(device)),
+        model=load_causal_lm(folder).to(usable_device(device)),
         tokenizer=tokenizer,
         precision=config.precision,
     )

@@ -115,9 +115,9 @@ def _copy_checkpoint(directory: Path, trainer: Path, tokenizer: Any) -> Path:
     settings: list[Any] = [AutoConfig.from_pretrained(trainer)]
     if (trainer / "generation_config.json").exists():
         settings.append(GenerationConfig.from_pretrained(trainer))
-    with TensorFiles(files) as stored:
-        weights = ((name, stored.read(name)) for name in sorted(stored.shapes))
-        return _write(directory, weights, settings, tokenizer)
+    stored = TensorFiles(files)
+    weights = ((name, stored.read(name)) for name in sorted(stored.shapes))
+    return _write(directory, weights, settings, tokenizer)
 
 
 @contextmanager

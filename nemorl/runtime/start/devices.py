@@ -103,8 +103,7 @@ class Devices:
         from nemorl.models.tensor_files import TensorFiles
 
         try:
-            with TensorFiles(weight_files(folder)):
-                pass  # the headers say how long the files have to be
+            TensorFiles(weight_files(folder))  # whose headers say how long they have to be
         except (OSError, SafetensorError) as error:
             raise ValueError(
                 f"model.path must hold all weights of its model, but {str(folder)!r} does not"

@@ -76,33 +76,26 @@ class Case:
     @property
     def parallel(self) -> ParallelPlan:
         options: dict[str, Any] = {
+            "param_dtype": self.problem.dtype,
             "activation_checkpointing": self.activation_checkpointing,
             "compile": self.compile,
         }
-        return replace(
-            PLANS[self.plan] or ParallelPlan(), param_dtype=self.problem.dtype, **options
-        )
-
-    @property
-    def settings(self) -> str:
-        """All but the plan, in few words."""
-        problem = self.problem
-        words = [problem.model, "tied" if problem.tied else "untied", self.layout, problem.loss]
-        words += [f"{problem.logprobs} logprobs"] if problem.logprobs else []
-        words += [
-            word for word, is_on in (("LoRA", problem.lora), ("two rows", problem.few)) if is_on
-        ]
-        words += (
-            [f"{self.activation_checkpointing} checkpointing"]
-            if self.activation_checkpointing != "none"
-            else []
-        )
-        words += ["compiled"] if self.compile else []
-        words += [problem.dtype] if problem.dtype != "float32" else []
-        return ", ".join(words + ([f"without: {self.sabotage}"] if self.sabotage else []))
+        return replace(PLANS[self.plan] or ParallelPlan(), **options)
 
     def __str__(self) -> str:
-        return f"{self.plan}, {self.settings}"
+        problem, how = self.problem, self.activation_checkpointing
+        tied = "tied" if problem.tied else "untied"
+        words = {
+            f"{problem.logprobs} logprobs": problem.logprobs,
+            "LoRA": problem.lora,
+            "two rows": problem.few,
+            f"{how} checkpointing": how != "none",
+            "compiled": self.compile,
+            problem.dtype: problem.dtype != "float32",
+            f"without: {self.sabotage}": self.sabotage,
+        }
+        settings = (word for word, is_on in words.items() if is_on)
+        return ", ".join([self.plan, problem.model, tied, self.layout, problem.loss, *settings])
 
 
 @cache

@@ -1,7 +1,7 @@
 """How far a case is from its reference, and how far it may be."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -63,17 +63,17 @@ def errors(case: Case, results: list[Result]) -> Errors:
         [spread for _, _, spread in results]
         + [metric_error(metrics, results[0][1]) for _, metrics, _ in results]
     )
+    found = {"gradient norm": relative(outcome.grad_norms, exact.grad_norms)}
+    found["between ranks"] = between
     if case.problem.dtype == "float32":
-        return distances(outcome, exact) | {
-            "metrics": metric_error(results[0][1], expected_metrics(case.problem)),
-            "between ranks": between,
-        }
-    found, usual = mean_squares(outcome, exact), mean_squares(reference(case.problem), exact)
-    return (
-        {name: found[name] / usual[name] for name in found}
-        | singles(outcome, exact)
-        | {"between ranks": between}
-    )
+        losses = zip(outcome.losses, exact.losses, strict=True)
+        found["loss"] = max(abs(ours - theirs) for ours, theirs in losses)
+        found["metrics"] = metric_error(results[0][1], expected_metrics(case.problem))
+        return found | distances(outcome, exact, greatest)
+    found["loss"] = relative(outcome.losses, exact.losses)
+    usual = distances(reference(case.problem), exact, mean_square)
+    rounded = distances(outcome, exact, mean_square)
+    return found | {name: rounded[name] / usual[name] for name in usual}
 
 
 def limits(case: Case) -> Mapping[str, float]:
@@ -108,81 +108,54 @@ def require_same_names(
 ) -> None:
     """Raise ValueError unless both have tensors of the same names and shapes."""
     ours, theirs = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        {(name, tuple(tensor.shape)) for name, tensor in tensors.items()}
         for tensors in (found, expected)
     )
     if ours != theirs:
-        raise ValueError(f"{what} are {OTHER_PARAMETERS}: {sorted(ours.items() ^ theirs.items())}")
+        raise ValueError(f"{what} are {OTHER_PARAMETERS}: {sorted(ours ^ theirs)}")
 
 
-def distance(a: Tensor, b: Tensor) -> float:
-    """The greatest difference; infinite if one is not a number."""
-    difference = float((a - b).abs().max())
-    return difference if math.isfinite(difference) else math.inf
-
-
-def distances(outcome: Outcome, exact: Outcome) -> Errors:
-    relative = [
-        abs(ours - theirs) / theirs
-        for ours, theirs in zip(outcome.grad_norms, exact.grad_norms, strict=True)
-    ]
-    return {
-        "logprobs": distance(outcome.logprobs, exact.logprobs),
-        "logprobs in the loss": distance(outcome.token_logprobs, exact.token_logprobs),
-        "entropy": distance(outcome.entropy, exact.entropy),
-        "loss": max(
-            abs(ours - theirs) for ours, theirs in zip(outcome.losses, exact.losses, strict=True)
-        ),
-        "gradient": max(
-            distance(outcome.gradients[name], exact.gradients[name]) for name in exact.gradients
-        ),
-        "gradient norm": max(relative),
-        "weights": max(
-            distance(outcome.weights[name], exact.weights[name]) for name in exact.weights
-        ),
-        "logprobs afterwards": distance(outcome.after, exact.after),
-    }
-
-
-def singles(outcome: Outcome, exact: Outcome) -> Errors:
-    pairs = {
-        "loss": (outcome.losses, exact.losses),
-        "gradient norm": (outcome.grad_norms, exact.grad_norms),
-    }
-    return {
-        name: max(abs(a - b) / abs(b) for a, b in zip(*both, strict=True))
-        for name, both in pairs.items()
-    }
-
-
-def mean_squares(outcome: Outcome, exact: Outcome) -> Errors:
-    """The root of the mean square difference."""
-
+def arrays(outcome: Outcome) -> dict[str, Tensor]:
     def flat(tensors: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
 
-    pairs = {
-        "logprobs": (outcome.logprobs, exact.logprobs),
-        "logprobs in the loss": (outcome.token_logprobs, exact.token_logprobs),
-        "entropy": (outcome.entropy, exact.entropy),
-        "gradient": (flat(outcome.gradients), flat(exact.gradients)),
-        "weights": (flat(outcome.weights), flat(exact.weights)),
-        "logprobs afterwards": (outcome.after, exact.after),
+    return {
+        "logprobs": outcome.logprobs,
+        "logprobs in the loss": outcome.token_logprobs,
+        "entropy": outcome.entropy,
+        "gradient": flat(outcome.gradients),
+        "weights": flat(outcome.weights),
+        "logprobs afterwards": outcome.after,
     }
-    return {name: float((a - b).square().mean().sqrt()) for name, (a, b) in pairs.items()}
+
+
+def distances(outcome: Outcome, exact: Outcome, measure: Callable[[Tensor], Tensor]) -> Errors:
+    ours, theirs = arrays(outcome), arrays(exact)
+    return {name: float(measure(ours[name] - theirs[name])) for name in theirs}
+
+
+def greatest(difference: Tensor) -> Tensor:
+    """Infinite if one is not a number."""
+    return difference.abs().max().nan_to_num(torch.inf)
+
+
+def mean_square(difference: Tensor) -> Tensor:
+    """Its root."""
+    return difference.square().mean().sqrt()
+
+
+def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
 
 
 def metric_error(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
     """The greatest difference of those that are expected, relative to 1 + the value; but for times,
     and the trainer's own num_tokens.
     """
-    names = [name for name in expected if not name.startswith("trainer/") and name != "num_tokens"]
     return max(
-        (
-            abs(found.get(name, math.inf) - expected[name]) / (1 + abs(expected[name]))
-            for name in names
-        ),
-        default=0.0,
+        abs(found.get(name, math.inf) - value) / (1 + abs(value))
+        for name, value in expected.items()
+        if not name.startswith("trainer/") and name != "num_tokens"
     )
 
 

@@ -66,15 +66,12 @@ def sequence_logprobs(model: nn.Module, ids: Tensor, kind: LogprobKind) -> tuple
         allowed &= logits >= ranked[:, kind.top_k - 1 : kind.top_k]
     if kind.top_p < 1:
         among = torch.where(allowed, logits.detach(), -torch.inf).softmax(-1)
-        larger = (among[:, None, :] * (logits[:, None, :] > logits[:, :, None])).sum(
-            -1
-        )  # the mass of the tokens above each one
-        allowed &= larger < kind.top_p
+        above = logits[:, None, :] > logits[:, :, None]
+        allowed &= (among[:, None, :] * above).sum(-1) < kind.top_p
     allowed = allowed.scatter(-1, ids[1:, None], True)
     logprobs = torch.where(allowed, logits, -torch.inf).log_softmax(-1)
-    entropy = -torch.where(allowed, logprobs.exp() * torch.where(allowed, logprobs, 0.0), 0.0).sum(
-        -1
-    )
+    finite = torch.where(allowed, logprobs, 0.0)
+    entropy = -torch.where(allowed, finite.exp() * finite, 0.0).sum(-1)
     zero = logits.new_zeros(1)
     return torch.cat([zero, logprobs.gather(-1, ids[1:, None])[:, 0]]), torch.cat([zero, entropy])
 
@@ -139,20 +136,16 @@ def reference(problem: Problem) -> Outcome:
     batch, model = golden_batch(problem), make_model(problem).train()
     if problem.lora:
         torch.manual_seed(0)
-        model = get_peft_model(
-            model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear")
-        )  # type: ignore[assignment]
+        lora = LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules="all-linear")
+        model = get_peft_model(model, lora)  # type: ignore[assignment]
     parameters = {
         name.removeprefix("base_model.model."): p
         for name, p in model.named_parameters()
         if p.requires_grad
     }
-    matrices, others = (
-        [p for p in parameters.values() if (p.ndim > 1) is there] for there in (True, False)
-    )
     groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [p], "weight_decay": WEIGHT_DECAY if p.ndim > 1 else 0.0}
+        for p in parameters.values()
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     with torch.no_grad():

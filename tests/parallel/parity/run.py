@@ -2,7 +2,7 @@
 
 Cases with as many ranks share their processes, a chunk at a time. Results are appended to
 `.parity/results.jsonl`; the next run takes up what is there, as far as the code that they come from
-is still the same. `--write docs/parity.md` puts the tables into the guide.
+is still the same.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 
 from safetensors.torch import load_file, save_file
 
-from tests.parallel.parity.cases import CONTROLS, Case, matrix, subset
+from tests.parallel.parity.cases import CONTROLS, Case, matrix
 from tests.parallel.parity.compare import errors, verdict
 from tests.parallel.parity.golden import make_model
 from tests.parallel.parity.table import write
@@ -32,25 +32,12 @@ STATE = ROOT / ".parity" / "results.jsonl"
 SOURCES = (
     "nemorl/losses",
     "nemorl/data",
+    "nemorl/models",
     "nemorl/parallel",
-    "nemorl/models/causal_lm.py",
-    "nemorl/models/attention.py",
     "tests/parallel/parity",
     "tests/tiny_models.py",
 )
-NOT_COMPUTED_WITH = (
-    "run.py",
-    "table.py",
-    "test_parity.py",
-    "memory.py",
-    "cost.py",
-    "model_shape.py",
-    "command.py",
-    "profiling.py",
-    "measure.py",
-    "determinism.py",
-    "checkpoint.py",
-)
+NOT_COMPUTED_WITH = ("run.py", "table.py", "test_parity.py", "checkpoint.py")
 CHUNK = 14
 SECONDS_PER_CASE = {False: 120, True: 600}
 """Before a chunk is given up, per case of it: eager ones, and those that compile."""
@@ -79,24 +66,15 @@ def run_chunk(cases: Sequence[Case]) -> list[dict[str, float] | str]:
             folders = tuple(Path(folder) / str(i) for i in range(len(cases)))
             for case, path in zip(cases, folders, strict=True):
                 write_model(case, path)
-            results = (
-                [run_cases(tuple(cases), folders)]
-                if not ranks
-                else run_ranks(
-                    ranks,
-                    run_cases,
-                    tuple(cases),
-                    folders,
-                    timeout_s=seconds,
-                    fresh=cases[0].compile,
-                )
-            )
+            given, fresh = (tuple(cases), folders), cases[0].compile
+            if ranks:
+                results = run_ranks(ranks, run_cases, *given, timeout_s=seconds, fresh=fresh)
+            else:
+                results = [run_cases(*given)]
     except Exception as error:  # of one case, perhaps, which the others have to be told from
-        return (
-            [f"{type(error).__name__}: {error}"]
-            if len(cases) == 1
-            else [found for case in cases for found in run_chunk([case])]
-        )
+        if len(cases) == 1:
+            return [f"{type(error).__name__}: {error}"]
+        return [found for case in cases for found in run_chunk([case])]
     return [judge(case, [of_rank[i] for of_rank in results]) for i, case in enumerate(cases)]
 
 
@@ -122,11 +100,12 @@ def write_model(case: Case, folder: Path) -> None:
 
 def chunks(cases: Iterable[Case]) -> list[list[Case]]:
     """By number of ranks, and those that compile apart: they take long."""
+
+    def key(case: Case) -> tuple[bool, int]:
+        return case.compile, case.ranks
+
     found = []
-    for _, group in groupby(
-        sorted(cases, key=lambda case: (case.compile, case.ranks)),
-        key=lambda case: (case.compile, case.ranks),
-    ):
+    for _, group in groupby(sorted(cases, key=key), key=key):
         members = list(group)
         found += [members[start : start + CHUNK] for start in range(0, len(members), CHUNK)]
     random.Random(0).shuffle(found)  # so that what is left can be guessed from what is done
@@ -153,10 +132,9 @@ def run(cases: Sequence[Case]) -> dict[str, dict[str, float] | str]:
     for chunk in chunks(missing):
         for case, found in zip(chunk, run_chunk(chunk), strict=True):
             results[str(case)] = found
+            line = json.dumps({"case": str(case), "digest": digest(), "errors": found})
             with STATE.open("a") as file:
-                file.write(
-                    json.dumps({"case": str(case), "digest": digest(), "errors": found}) + "\n"
-                )
+                file.write(line + "\n")
             right, words = verdict(case, found)
             done += 1
             left = (time.monotonic() - start) / done * (len(missing) - done)
@@ -167,30 +145,11 @@ def run(cases: Sequence[Case]) -> dict[str, dict[str, float] | str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--subset", action="store_true", help="only the cases of every test run")
-    parser.add_argument(
-        "--match",
-        default="",
-        metavar="TEXT",
-        help="only cases in whose name this text is, such as 'TP 2'",
-    )
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="FILE",
-        help="put the tables into this guide, between its marks",
-    )
-    parser.add_argument(
-        "--report",
-        action="store_true",
-        help="run nothing: with --write, the tables of what is known",
-    )
+    parser.add_argument("--match", default="", help="only cases with this in their name ('TP 2')")
+    parser.add_argument("--write", type=Path, help="put the tables into this guide")
+    parser.add_argument("--report", action="store_true", help="run nothing, write what is known")
     options = parser.parse_args(arguments)
-    cases = [
-        case
-        for case in (*(subset() if options.subset else matrix()), *CONTROLS)
-        if options.match in str(case)
-    ]
+    cases = [case for case in (*matrix(), *CONTROLS) if options.match in str(case)]
     results = known() if options.report else run(cases)
     cases = [case for case in cases if str(case) in results]
     failed = [case for case in cases if not verdict(case, results[str(case)])[0]]

@@ -17,13 +17,7 @@ def no_reduction() -> AbstractContextManager[Any]:
     """Each rank keeps the gradient of its own rows (of its own tokens, with cp)."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
-    def own_part(
-        self: Any,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        **_: Any,
-    ) -> None:
+    def own_part(self: Any, output_tensor: Any, input_tensor: Any, group: Any, **_: Any) -> None:
         output_tensor.copy_(input_tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
 
     return patch.object(DefaultReduceScatter, "__call__", own_part)
@@ -33,28 +27,16 @@ def no_reduction_over_replicas() -> AbstractContextManager[Any]:
     """HSDP's second reduction is left out."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-    others = {name: getattr(dist, name) for name in dir(dist)}
-    return patch.object(
-        _fsdp_collectives,
-        "dist",
-        SimpleNamespace(**{**others, "all_reduce": lambda *_, **__: None}),
-    )
+    functions = {name: getattr(dist, name) for name in dir(dist)}
+    functions["all_reduce"] = lambda *_, **__: None
+    return patch.object(_fsdp_collectives, "dist", SimpleNamespace(**functions))
 
 
 def mean_of_gradients() -> AbstractContextManager[Any]:
     """FSDP2's own way: gradients are averaged over ranks."""
     from torch.distributed.fsdp import FSDPModule
 
-    from nemorl.parallel.dtensor import fsdp
-
-    def force_sum_alone(
-        model: nn.Module,
-    ) -> None:  # what gloo needs, with the division that is FSDP2's default
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-
-    return patch.object(fsdp, "sum_gradients", force_sum_alone)
+    return patch.object(FSDPModule, "set_gradient_divide_factor")
 
 
 @contextmanager

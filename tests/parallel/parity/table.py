@@ -26,39 +26,25 @@ def tables(cases: Sequence[Case], results: Results) -> list[str]:
     ran = [case for case in cases if str(case) in results and not case.sabotage]
     controls = [case for case in cases if str(case) in results and case.sabotage]
     failed = [case for case in ran if not verdict(case, results[str(case)])[0]]
-    exact, rounded = (
-        [case for case in ran if (case.problem.dtype == "float32") is is_exact]
-        for is_exact in (True, False)
-    )
-    eager, compiled = (
-        [case for case in exact if case.compile is is_compiled] for is_compiled in (False, True)
-    )
+    rounded = [case for case in ran if case.problem.dtype != "float32"]
+    compiled = [case for case in ran if case not in rounded and case.compile]
+    eager = [case for case in ran if case not in rounded and not case.compile]
+
+    def by_plan(cases: Sequence[Case], limits: Mapping[str, float]) -> str:
+        rows = {name: [case for case in cases if case.plan == name] for name in PLANS}
+        return table("plan", rows, results, limits)
+
     summary = f"{len(ran)} cases, of which {len(ran) - len(failed)} give the reference's numbers."
     return [
         summary + "".join(f"\n- not so: {case}" for case in failed),
         "### By plan, float32, eager",
-        table(
-            "plan",
-            {name: [case for case in eager if case.plan == name] for name in PLANS},
-            results,
-            LIMITS,
-        ),
+        by_plan(eager, LIMITS),
         "### By layout, model, loss and checkpointing, float32, eager",
         table("", by_setting(eager), results, LIMITS),
         "### Compiled, float32",
-        table(
-            "plan",
-            {name: [case for case in compiled if case.plan == name] for name in PLANS},
-            results,
-            LIMITS,
-        ),
+        by_plan(compiled, LIMITS),
         "### bfloat16",
-        table(
-            "plan",
-            {name: [case for case in rounded if case.plan == name] for name in PLANS},
-            results,
-            BFLOAT16_LIMITS,
-        ),
+        by_plan(rounded, BFLOAT16_LIMITS),
         "### Broken on purpose",
         broken(controls, results),
     ]
@@ -66,29 +52,36 @@ def tables(cases: Sequence[Case], results: Results) -> list[str]:
 
 def by_setting(cases: Sequence[Case]) -> dict[str, list[Case]]:
     """Rows of the second table: each takes the cases with one value of one setting."""
-    rows: dict[str, Callable[[Case], bool]] = {
-        layout: lambda case, value=layout: case.layout == value for layout in LAYOUTS
-    }  # type: ignore[misc]
-    for model in ("qwen2", "llama", "qwen3", "mistral"):
-        rows[model] = lambda case, value=model: case.problem.model == value  # type: ignore[misc]
-    rows |= {"tied": lambda case: case.problem.tied, "untied": lambda case: not case.problem.tied}
-    for loss, words in {
-        "policy": "clipping by token and by sequence, KL, entropy",
-        "pairs": "DPO",
-        "nll": "NLL",
-    }.items():
-        rows[words] = lambda case, value=loss: case.problem.loss == value  # type: ignore[misc]
-    for kind, words in {
-        "temperature": "temperature 0.7",
-        "filtered": "temperature 1.3, top-k 20, top-p 0.9",
-        "min-p": "temperature 0.8, min-p 0.03, top-p 0.95",
-    }.items():
-        rows[words] = lambda case, value=kind: case.problem.logprobs == value  # type: ignore[misc]
-    for how in ("none", "selective", "full"):
-        rows[f"{how} checkpointing"] = lambda case, value=how: (
-            case.activation_checkpointing == value
-        )  # type: ignore[misc]
-    return {name: [case for case in cases if applies(case)] for name, applies in rows.items()}
+    groups: list[tuple[Callable[[Case], object], dict[str, object]]] = [
+        (lambda case: case.layout, {name: name for name in LAYOUTS}),
+        (lambda case: case.problem.model, {n: n for n in ("qwen2", "llama", "qwen3", "mistral")}),
+        (lambda case: case.problem.tied, {"tied": True, "untied": False}),
+        (
+            lambda case: case.problem.loss,
+            {
+                "clipping by token and by sequence, KL, entropy": "policy",
+                "DPO": "pairs",
+                "NLL": "nll",
+            },
+        ),
+        (
+            lambda case: case.problem.logprobs,
+            {
+                "temperature 0.7": "temperature",
+                "temperature 1.3, top-k 20, top-p 0.9": "filtered",
+                "temperature 0.8, min-p 0.03, top-p 0.95": "min-p",
+            },
+        ),
+        (
+            lambda case: case.activation_checkpointing,
+            {f"{how} checkpointing": how for how in ("none", "selective", "full")},
+        ),
+    ]
+    return {
+        name: [case for case in cases if setting(case) == value]
+        for setting, rows in groups
+        for name, value in rows.items()
+    }
 
 
 def broken(controls: Iterable[Case], results: Results) -> str:

@@ -5,7 +5,6 @@
 
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,9 +23,7 @@ from tests.parallel.parity.compare import LIMITS, verdict
 from tests.parallel.parity.golden import KINDS, LOSSES, Problem, golden_batch
 from tests.parallel.parity.reference import reference
 from tests.parallel.parity.run import chunks, run_chunk
-from tests.parallel.parity.table import BEGIN, END, number, table
-
-GUIDE = Path(__file__).parent.parent.parent.parent / "docs" / "parity.md"
+from tests.parallel.parity.table import number, table
 
 
 def together(quick: tuple[Case, ...], rest: tuple[Case, ...]) -> list:
@@ -70,20 +67,13 @@ def test_only_what_is_right_passes():
     """
     case, control, fine = Case(plan="FSDP2 2"), CONTROLS[0], dict.fromkeys(LIMITS, 1e-7)
     assert verdict(case, fine) == (True, "") and not verdict(control, fine)[0]
-    for wrong in (
-        fine | {"gradient": 2e-6},
-        fine | {"gradient": math.nan},
-        fine | {"gradient": math.inf},
-    ):
-        assert not verdict(case, wrong)[0] and verdict(control, wrong)[0]
+    for wrong in (2e-6, math.nan, math.inf):
+        found = fine | {"gradient": wrong}
+        assert not verdict(case, found)[0] and verdict(control, found)[0]
     assert verdict(case, fine | {"loss": 2e-6}) == (False, "loss 2.0e-06 > 1.0e-06")
-    assert not verdict(control, fine | {"loss": 1.0})[
-        0
-    ]  # broken on purpose is a gradient, and has to show there
-    assert (
-        not verdict(case, "AssertionError: rank 1 died")[0]
-        and not verdict(control, "AssertionError: rank 1 died")[0]
-    )
+    # Broken on purpose is a gradient, and has to show there.
+    assert not verdict(control, fine | {"loss": 1.0})[0]
+    assert not any(verdict(each, "AssertionError: rank 1 died")[0] for each in (case, control))
 
 
 def test_the_subset_has_everything_once():
@@ -99,9 +89,8 @@ def test_the_subset_has_everything_once():
     assert {case.problem.loss for case in subset()} == set(LOSSES)
     assert {case.problem.model for case in subset()} == {"qwen2", "llama", "qwen3", "mistral"}
     assert {case.activation_checkpointing for case in subset()} == {"none", "selective", "full"}
-    assert len({str(case) for case in matrix()}) == len(matrix()) and len(
-        {str(case) for case in subset()}
-    ) == len(subset())
+    for cases in (matrix(), subset()):
+        assert len({str(case) for case in cases}) == len(cases)
 
 
 @pytest.mark.parametrize(
@@ -141,8 +130,3 @@ def test_the_table_shows_the_worst():
     lines = table("plan", {"FSDP2 2": [case, other]}, results, {"loss": 1e-6}).splitlines()
     assert lines[2:] == ["| *at most* | | *1e-06* |", "| FSDP2 2 | 2 | 3.2e-07 |"]
     assert number(1.234) == "1.2"
-
-
-def test_the_guide_has_the_marks():
-    text = GUIDE.read_text(encoding="utf-8")
-    assert 0 < text.index(BEGIN) < text.index(END)

@@ -4,7 +4,6 @@ come the numbers that it is judged by.
 
 import gc
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import finalize
+from nemorl.models.adapters import full_tensor, live_tensors
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import (
     BackendConfig,
@@ -84,55 +84,40 @@ def measure(backend: DTensorBackend, case: Case) -> Result:
     seen = Seen(batch)
     before = backend.get_logprobs(batch).values
     losses, norms, gradients, metrics = [], [], {}, {}
+    hook = backend.optimizer.register_step_pre_hook(
+        lambda *_: gradients.update(gradients_of(backend))
+    )
     for step in range(STEPS):
-        if step == 0:
-            hook = backend.optimizer.register_step_pre_hook(
-                lambda *_: gradients.update(gradients_of(backend))
-            )
-        found = finalize(
-            backend.train_step(
-                batch, watched(case.problem.loss, seen if step == 0 else lambda *_: None)
-            )
-        )
+        watch = seen if step == 0 else lambda *_: None
+        found = finalize(backend.train_step(batch, watched(case.problem.loss, watch)))
         if step == 0:
             hook.remove()
             metrics = found
         losses.append(found["loss"])
         norms.append(found["grad_norm"])
     clipped = min(1.0, MAX_GRAD_NORM / (norms[0] + 1e-6))
+    token_logprobs, entropy = merged(seen)
     outcome = Outcome(
         logprobs=before,
-        token_logprobs=seen.logprobs,
-        entropy=seen.entropy,
+        token_logprobs=token_logprobs,
+        entropy=entropy,
         losses=tuple(losses),
         grad_norms=tuple(norms),
         gradients={name: gradient / clipped for name, gradient in gradients.items()},
         weights={name: tensor.detach().clone() for name, tensor in backend.export_weights()},
         after=backend.get_logprobs(batch).values,
     )
-    whole = merged(seen)
-    outcome = replace(outcome, token_logprobs=whole["token_logprobs"], entropy=whole["entropy"])
-    return (
-        outcome if not dist.is_initialized() or dist.get_rank() == 0 else None,
-        metrics,
-        seen.spread,
-    )
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    return outcome if first else None, metrics, seen.spread
 
 
 def gradients_of(backend: DTensorBackend) -> dict[str, Tensor]:
     """Of every parameter the whole gradient, under its Hugging Face name; a collective call."""
-    from nemorl.parallel.dtensor.build import parameters_by_name
-
-    found = {}
-    for name, parameter in parameters_by_name(backend.model).items():
-        gradient: Any = parameter.grad
-        if gradient is not None:
-            found[name] = (
-                (gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient)
-                .detach()
-                .clone()
-            )
-    return found
+    return {
+        name: full_tensor(parameter.grad).detach().clone()
+        for name, parameter in live_tensors(backend.model).items()
+        if parameter.grad is not None
+    }
 
 
 class Seen:
@@ -164,7 +149,7 @@ class Seen:
                 mine[place] = value
 
 
-def merged(seen: Seen) -> dict[str, Tensor]:
+def merged(seen: Seen) -> Tensor:
     """What the ranks have seen between them; ranks that share rows must have seen the same.
 
     Padding is 0, and a token that nobody saw NaN.
@@ -181,4 +166,4 @@ def merged(seen: Seen) -> dict[str, Tensor]:
     real = torch.zeros(arrays.shape[1:], dtype=torch.bool)
     for place in seen.places.values():
         real[place] = True
-    return dict(zip(("token_logprobs", "entropy"), torch.where(real, arrays, 0.0), strict=True))
+    return torch.where(real, arrays, 0.0)

@@ -246,7 +246,7 @@ def test_export_when_the_base_has_moved_or_changed(tmp_path: Path, base: Path):
         "base_model_name_or_path"
     ] == str(tmp_path / "elsewhere")
     tiny_model(seed=4).save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="trained beside other weights"):
+    with pytest.raises(ValueError, match="began with other weights"):
         nemorl.export(nemorl.ExportConfig(**options, base_model=str(tmp_path / "other")))
 
 

@@ -14,8 +14,7 @@ from nemorl.models.tensor_files import INDEX
 def model_folder(name: str) -> str:
     """Return the model that `name` means: the export of a run's directory, else the name itself.
 
-    Raises: ValueError for a run that has not been exported, a folder that does not exist, and a
-    hub name that is not in the cache where there is no network.
+    Raises: ValueError for a run that has not been exported, and what can't be there.
     """
     path = Path(name)
     if not name:
@@ -39,9 +38,8 @@ def model_folder(name: str) -> str:
 
 
 def weights_folder(name: str) -> Path | None:
-    """Return the folder with a model's safetensors, downloaded from the hub if necessary.
-
-    Returns: None for an adapter folder, and for weights in another format.
+    """Return the folder with a model's safetensors, downloaded from the hub if necessary; None for
+    adapters and other formats.
     """
     with loading(name):
         folder = Path(name)

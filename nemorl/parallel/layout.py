@@ -1,4 +1,4 @@
-"""How a batch is cut into packed rows, ranks and microbatches for the model, and put together."""
+"""How a batch is cut into packed rows, ranks and microbatches, and put together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -118,9 +118,8 @@ class GpuPeaks:
     def take(self) -> int:
         """Return the peak on the current device since the last call, and restart the counter."""
         device = _numbered(torch.device("cuda"))
-        peak = max(self.before.pop(device, 0), torch.cuda.max_memory_allocated(device))
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
+        self.restart(device)
+        return self.before.pop(device)
 
 
 def _numbered(device: torch.device) -> torch.device:

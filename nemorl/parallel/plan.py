@@ -71,17 +71,13 @@ class ParallelPlan:
 
     @property
     def needs_ranks(self) -> bool:
-        """Whether it takes processes started as ranks, even a single one, for what FSDP2 or
-        torchtitan do.
-        """
+        """Whether it takes processes started as ranks, even a single one, for FSDP2."""
         own = self.compile or self.cpu_offload or self.activation_checkpointing == "selective"
         return own or self.num_ranks > 1
 
     @property
     def row_multiple(self) -> int:
-        """What a row's width must be a multiple of: two chunks per device of cp (zig-zag), each
-        divisible by tp.
-        """
+        """Divisor of a row's width: two chunks per device of cp (zig-zag), each divisible by tp."""
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
 
     def on(self, num_devices: int) -> "ParallelPlan":
@@ -92,22 +88,18 @@ class ParallelPlan:
         >>> ParallelPlan(tp=2).on(8).dp_shard
         4
         """
-        there = f"the {num_devices} devices that there are"
-        degrees, others = f"tp {self.tp} · cp {self.cp}", self.dp_replicate * self.model_ranks
-        if self.dp_shard is not None:
-            asked = (
-                f"{self.num_ranks} = dp_replicate {self.dp_replicate} · dp_shard {self.dp_shard} ·"
-                f" {degrees}"
-            )
-            remedy = "change a degree, or omit parallel.dp_shard"
-            require(
-                self.num_ranks == num_devices, "parallel", f"must ask for {there}", asked, remedy
-            )
-            return self
-        asked = f"{others} = dp_replicate {self.dp_replicate} · {degrees}"
-        remedy = "change a degree or the number of devices"
-        require(num_devices % others == 0, "parallel", f"must divide {there}", asked, remedy)
-        return replace(self, dp_shard=num_devices // others)
+        given = self.dp_shard is not None
+        shard = f"dp_shard {self.dp_shard} · " if given else ""
+        asked = (
+            f"{self.num_ranks} = dp_replicate {self.dp_replicate} · {shard}tp {self.tp} · cp"
+            f" {self.cp}"
+        )
+        fits = self.num_ranks == num_devices if given else num_devices % self.num_ranks == 0
+        verb = "ask for" if given else "divide"
+        requirement = f"must {verb} the {num_devices} devices that there are"
+        remedy = "change a degree, the number of devices, or omit parallel.dp_shard"
+        require(fits, "parallel", requirement, asked, remedy)
+        return self if given else replace(self, dp_shard=num_devices // self.num_ranks)
 
     def problems(self, model: Any) -> Iterator[str]:
         """Yield a sentence per number that does not divide, for a (Hugging Face) configuration."""

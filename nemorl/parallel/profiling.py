@@ -89,7 +89,7 @@ def close_profile() -> None:
 def profile_folder(config: ProfileConfig) -> Path | None:
     """Return the folder of the traces, made if necessary; None where nothing is recorded.
 
-    Raises: ValueError if it can't be written to. Call it early, not in step 10.
+    Raises: ValueError if it can't be written to.
     """
     if config.steps is None:
         return None
@@ -102,10 +102,9 @@ def profile_folder(config: ProfileConfig) -> Path | None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        reason = error.strerror or str(error)
         raise ValueError(
             f"profile.dir must be a folder that can be written to, but {config.dir} can't"
-            f" ({reason}): name another (--profile.dir)"
+            f" ({error.strerror}): name another (--profile.dir)"
         ) from error
     return folder
 

@@ -53,13 +53,9 @@ def split(method: str) -> dict:
             state = ContextState.of(segments, positions(segments), row_split, method, torch.float64)
             output, _ = context_attention(None, query, key, value, None, context=state)
             real = row_split.take(segments > 0)[:, :, None, None]
-            (torch.where(real, output, 0.0) * cotangent.detach().transpose(1, 2)).sum().backward()
-            found[name, many] = [
-                torch.where(real, output, 0.0).detach(),
-                query.grad,
-                key.grad,
-                value.grad,
-            ]
+            output = torch.where(real, output, 0.0)
+            (output * cotangent.detach().transpose(1, 2)).sum().backward()
+            found[name, many] = [output.detach(), query.grad, key.grad, value.grad]
     return found
 
 

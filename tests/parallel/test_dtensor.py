@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig
 
-from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import check_supported
@@ -54,25 +53,18 @@ def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int
     for r, row in enumerate(rows):
         filled = [i + 1 for i, length in enumerate(row) for _ in range(length)]
         segments[r, : len(filled)] = torch.tensor(filled, dtype=torch.long)
-    generator = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
     q, k, v = (
-        torch.randn(
-            len(rows), heads, width, 4, generator=generator, dtype=torch.float64
-        ).requires_grad_()
+        torch.randn(len(rows), heads, width, 4, dtype=torch.float64).requires_grad_()
         for heads in (4, 2, 2)
     )
     real = (segments > 0)[:, :, None, None]
     out = segment_attention(None, q, k, v, None, segment_buckets=segment_buckets(segments))[0]
-    same = (segments[:, :, None] == segments[:, None, :]) & torch.ones(
-        width, width, dtype=torch.bool
-    ).tril()
-    expected = scaled_dot_product_attention(
-        q, k, v, attn_mask=same[:, None], enable_gqa=True
-    ).transpose(1, 2)
+    same = (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=same, enable_gqa=True)
+    expected = expected.transpose(1, 2)
     torch.testing.assert_close(torch.where(real, out, 0.0), torch.where(real, expected, 0.0))
-    cotangent = torch.where(
-        real, torch.randn(out.shape, generator=generator, dtype=torch.float64), 0.0
-    )
+    cotangent = torch.where(real, torch.randn(out.shape, dtype=torch.float64), 0.0)
     ours, theirs = (torch.autograd.grad(x, (q, k, v), cotangent) for x in (out, expected))
     torch.testing.assert_close(ours, theirs)
 
@@ -89,45 +81,14 @@ def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padd
     laid_out = torch.cat([*(tokens.flatten() for tokens in buckets.tokens), torch.tensor([-1])])
     found = laid_out[buckets.places]
     assert found.tolist() == [i if i < sum(lengths) else -1 for i in range(segments.numel())]
-    assert sorted(
-        length for tokens in buckets.tokens for length in [len(set(row)) for row in tokens.tolist()]
-    ) == sorted(lengths)
-    for tokens in buckets.tokens:
-        inside = [len(set(row)) for row in tokens.tolist()]
-        assert tokens.shape[1] == max(inside) <= max(1.25 * min(inside), min(inside) + 0.5)
+    inside = [[len(set(row)) for row in tokens.tolist()] for tokens in buckets.tokens]
+    assert sorted(size for sizes in inside for size in sizes) == sorted(lengths)
+    for tokens, sizes in zip(buckets.tokens, inside, strict=True):
+        assert tokens.shape[1] == max(sizes) <= max(1.25 * min(sizes), min(sizes) + 0.5)
 
 
 def test_a_row_with_one_segment_needs_no_buckets():
     assert segment_buckets(random_batch([9, 2, 30]).segment_ids) is None
-
-
-def test_an_all_ones_mask_or_a_cache_is_never_given():
-    """The traps of packing in transformers: with either, packed sequences see each other.
-
-    Then logprobs would differ from those of each alone.
-    """
-    batch = random_batch([9, 7, 5])
-    packed = pack(batch, pack_plan(batch.lengths, 21))
-    model = tiny_model(scale=2.0)
-    with torch.no_grad():
-        leaky = model(
-            packed.input_ids,
-            position_ids=packed.position_ids,
-            attention_mask=torch.ones_like(packed.input_ids),
-        ).logits
-        sound = model(packed.input_ids, position_ids=packed.position_ids, use_cache=False).logits
-    assert (leaky - sound).abs().max() > 1e-3  # the trap is there
-    backend = set_up(model, trainer={"sequence_packing": True, "packed_row_tokens": 21})
-    expected = sound.log_softmax(-1)[0, :-1].gather(-1, packed.input_ids[0, 1:, None])[:, 0]
-    ours = backend.get_logprobs(batch).values
-    order = [row for plan in pack_plan(batch.lengths, 21) for row in plan]
-    begin = 0
-    for row in order:
-        length = int(batch.lengths[row])
-        torch.testing.assert_close(
-            ours[row, 1:length], expected[begin : begin + length - 1], atol=2e-6, rtol=0
-        )
-        begin += length
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -165,9 +126,8 @@ def test_weights_are_shared_not_copied():
     generator = TorchGenerationBackend(model=trainer.model)
     before = {name: tensor.data_ptr() for name, tensor in trainer.export_weights()}
     generator.update_weights(trainer.export_weights(), version=1)
-    assert {
-        name: tensor.data_ptr() for name, tensor in generator.model.named_parameters()
-    } == before
+    after = {name: tensor.data_ptr() for name, tensor in generator.model.named_parameters()}
+    assert after == before
 
 
 @pytest.mark.parametrize(
@@ -180,12 +140,9 @@ def test_weights_are_shared_not_copied():
 )
 def test_schedules_by_hand(schedule, expected):
     config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
-    assert [learning_rate(step, config, total_steps=7) for step in range(7)] == pytest.approx(
-        expected, abs=1e-6
-    )
-    assert learning_rate(50, config, total_steps=7) == pytest.approx(
-        expected[-1]
-    )  # a run that goes on for longer
+    found = [learning_rate(step, config, total_steps=7) for step in (*range(7), 50)]
+    # At last that of a run that goes on for longer.
+    assert found == pytest.approx([*expected, expected[-1]], abs=1e-6)
 
 
 def test_a_model_that_would_give_wrong_numbers_is_refused_by_name():
@@ -269,17 +226,13 @@ def test_a_gpu_gives_the_numbers_of_the_cpu():
         loss = finalize(trainer.train_step(batch, nll_loss))["loss"]
         generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
         generator.setup(GenerationConfig(max_batch_size=3))
-        completions = generator.generate(
-            random_prompts(6), SamplingParams(temperature=0.0, max_new_tokens=12, n=2)
-        )
-        outcomes.append(
-            (before, loss, trainer.get_logprobs(batch).values, [c.token_ids for c in completions])
-        )
-    (before, loss, after, answers), (gpu_before, gpu_loss, gpu_after, gpu_answers) = outcomes
+        greedy = SamplingParams(temperature=0.0, max_new_tokens=12, n=2)
+        answers = [each.token_ids for each in generator.generate(random_prompts(6), greedy)]
+        outcomes.append((before, trainer.get_logprobs(batch).values, loss, answers))
+    (before, after, loss, answers), (gpu_before, gpu_after, gpu_loss, gpu_answers) = outcomes
     torch.testing.assert_close(gpu_before, before, atol=1e-4, rtol=0)
     torch.testing.assert_close(gpu_after, after, atol=1e-3, rtol=0)
-    assert gpu_loss == pytest.approx(loss, abs=1e-4)
-    assert gpu_answers == answers
+    assert gpu_loss == pytest.approx(loss, abs=1e-4) and gpu_answers == answers
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -80,8 +80,7 @@ def base_weights(made: DTensorBackend) -> dict[str, Tensor]:
 
 
 def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+    torch.testing.assert_close(dict(a), dict(b), atol=0, rtol=0)
 
 
 FULL = {"activation_checkpointing": "full"}
@@ -115,19 +114,15 @@ def test_nothing_changes_at_first():
     assert torch.equal(made.get_logprobs(batch).values, expected)
     made.train_step(batch, nll_loss)
     assert not torch.equal(made.get_logprobs(batch).values, expected)
-    assert torch.equal(
-        made.get_reference_logprobs(batch).values, expected
-    )  # without a second model
-    assert made._reference is None
+    assert torch.equal(made.get_reference_logprobs(batch).values, expected)
+    assert made._reference is None, "no second model"
     made.train_step(batch, nll_loss)  # and the adapters are on and trainable again
     assert not torch.equal(made.get_logprobs(batch).values, expected)
 
 
 def test_adapters_come_back_on_after_an_error():
-    made, batch = (
-        trained(1, keep_reference=True, trainer={"micro_batch_tokens": 30}),
-        random_batch(LENGTHS),
-    )
+    made = trained(1, keep_reference=True, trainer={"micro_batch_tokens": 30})
+    batch = random_batch(LENGTHS)
     before = made.get_logprobs(batch).values
     with pytest.raises(ValueError, match="31"):
         made.get_reference_logprobs(random_batch([31]))
@@ -136,26 +131,15 @@ def test_adapters_come_back_on_after_an_error():
 
 
 def test_rank_alpha_and_targets_say_where_and_how_much():
-    made = trained(
-        2, lora={"rank": 2, "alpha": 3.0, "target_modules": ("q_proj", "layers.1.mlp.down_proj")}
-    )
+    down, targets = "model.layers.1.mlp.down_proj", ("q_proj", "layers.1.mlp.down_proj")
+    made = trained(2, lora={"rank": 2, "alpha": 3.0, "target_modules": targets})
     adapted = adapted_layers(made.model)
-    assert sorted(adapted) == [
-        "model.layers.0.self_attn.q_proj",
-        "model.layers.1.mlp.down_proj",
-        "model.layers.1.self_attn.q_proj",
-    ]
-    assert {
-        tuple(tensor.shape)[0 if ".lora_A." in name else 1]
-        for name, tensor in adapter_tensors(made.model).items()
-    } == {2}
-    layer, plain = adapted["model.layers.1.mlp.down_proj"], tiny_model(scale=2.0)
-    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    merged = dict(made.export_weights())
-    expected = plain.state_dict()["model.layers.1.mlp.down_proj.weight"] + 1.5 * b @ a
-    torch.testing.assert_close(
-        merged["model.layers.1.mlp.down_proj.weight"], expected.detach(), atol=1e-6, rtol=0
-    )
+    assert adapted.keys() == {down, *(f"model.layers.{i}.self_attn.q_proj" for i in (0, 1))}
+    assert all(2 in tensor.shape for tensor in adapter_tensors(made.model).values())
+    a, b = (getattr(adapted[down], part)["default"].weight for part in ("lora_A", "lora_B"))
+    expected = tiny_model(scale=2.0).state_dict()[f"{down}.weight"] + 1.5 * (b @ a).detach()
+    merged = dict(made.export_weights())[f"{down}.weight"]
+    torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
     assert b.abs().max() > 0
 
 
@@ -225,9 +209,8 @@ def test_the_sampler_shares_the_live_model():
         trainer.train_step(random_batch([5, 9], seed=step), nll_loss)
         weights = trainer.export_weights()
         generator.update_weights(weights, version=step + 1)
-        assert (
-            next(weights)[0] == "model.layers.0.self_attn.q_proj.weight"
-        )  # it stopped at the first that it shares
+        # It stopped at the first that it shares.
+        assert next(weights)[0] == "model.layers.0.self_attn.q_proj.weight"
     assert_same(base_weights(trainer), tiny_model(scale=2.0).state_dict())
 
 
@@ -236,16 +219,14 @@ def test_a_generator_of_its_own_gets_merged_weights():
     generator = TorchGenerationBackend(model=tiny_model(seed=9))
     generator.update_weights(trainer.export_weights(), version=1)
     torch.testing.assert_close(logits(generator.model), logits(trainer.model), atol=1e-5, rtol=0)
+    adapted = TorchGenerationBackend(model=backend().model)
     with pytest.raises(ValueError, match="whose model has adapters must share it with the trainer"):
-        TorchGenerationBackend(model=backend().model).update_weights(
-            trainer.export_weights(), version=1
-        )
+        adapted.update_weights(trainer.export_weights(), version=1)
 
 
 def test_a_checkpoint_holds_adapters_alone(tmp_path: Path):
-    made = trained(
-        model=tiny_model(hidden_size=128, intermediate_size=256, scale=2.0), lora={"rank": 1}
-    )
+    model = tiny_model(hidden_size=128, intermediate_size=256, scale=2.0)
+    made = trained(model=model, lora={"rank": 1})
     made.save_checkpoint(tmp_path / "saved")
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [
         "adapter_config.json",
@@ -263,16 +244,11 @@ def test_peft_loads_a_checkpoint(tmp_path: Path):
     made = trained(model=load_causal_lm(str(tmp_path / "base")), lora={"alpha": 6.5})
     made.save_checkpoint(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
-    assert (config["base_model_name_or_path"], config["lora_alpha"], config["r"]) == (
-        str(tmp_path / "base"),
-        6.5,
-        4,
-    )
+    found = config["base_model_name_or_path"], config["lora_alpha"], config["r"]
+    assert found == (str(tmp_path / "base"), 6.5, 4)
     theirs = PeftModel.from_pretrained(tiny_model(scale=2.0), tmp_path / "saved")
     assert torch.equal(logits(theirs), logits(made.model))
-    merged = load_causal_lm(
-        str(tmp_path / "saved")
-    )  # as a model's folder: base and adapters in one
+    merged = load_causal_lm(str(tmp_path / "saved"))  # as a model's folder
     assert list(merged.state_dict()) == list(tiny_model().state_dict())
     torch.testing.assert_close(logits(merged), logits(made.model), atol=1e-5, rtol=0)
 
@@ -281,10 +257,7 @@ def test_what_a_checkpoint_must_fit(tmp_path: Path):
     trained().save_checkpoint(tmp_path / "saved")
     cases: list[tuple[DTensorBackend, str]] = [
         (backend(tiny_model(seed=5)), "it began with other weights"),
-        (
-            backend(lora={"rank": 8}),
-            r"differs in base_model.*q_proj.* \(28 in all\)|differs in .*\(28 in all\).*lora.rank",
-        ),
+        (backend(lora={"rank": 8}), r"differs in .*\(28 in all\).*lora.rank"),
         (backend(lora={"target_modules": ("q_proj",)}), r"differs in .*lora.target_modules"),
         (
             backend(lora={"alpha": 16.0}),
@@ -301,9 +274,8 @@ def test_what_a_checkpoint_must_fit(tmp_path: Path):
             made.load_checkpoint(tmp_path / "saved")
         assert_same(made.model.state_dict(), before)
     backend(lora={"rank": 0, "alpha": 32.0}).save_checkpoint(tmp_path / "whole")
-    with pytest.raises(
-        ValueError, match=r"lora.rank must be 0, as when .*whole was written, but it is 4"
-    ):
+    message = "lora.rank must be 0, as when .*whole was written, but it is 4"
+    with pytest.raises(ValueError, match=message):
         backend().load_checkpoint(tmp_path / "whole")
 
 
@@ -320,16 +292,10 @@ def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
 
 
 def test_fingerprints():
-    prints = {
-        fingerprint(tiny_model(kind, seed=seed)) for kind in ("qwen2", "llama") for seed in (0, 1)
-    }
-    assert len(prints) == 4
+    models = [tiny_model(kind, seed=seed) for kind in ("qwen2", "llama") for seed in (0, 1)]
+    assert len({fingerprint(model) for model in models}) == 4
     model = tiny_model(scale=2.0)
-    assert (
-        fingerprint(model)
-        == fingerprint(backend(tiny_model(scale=2.0)).model)
-        == fingerprint(trained().model)
-    )
+    assert fingerprint(model) == fingerprint(trained().model)
     model.model.layers[1].mlp.up_proj.weight.data[:, 3] += 1e-6  # one column of a matrix
     assert fingerprint(model) != fingerprint(tiny_model(scale=2.0))
 
@@ -338,10 +304,8 @@ def test_what_is_refused():
     message = r"lora.target_modules .* but it is 'q_prj': there are down_proj, .* up_proj, v_proj"
     with pytest.raises(ValueError, match=message):
         backend(lora={"target_modules": ("v_proj", "q_prj")})
-    for name in (
-        "lm_head",
-        "embed_tokens",
-    ):  # their adapters would be passed over: logits are computed from the head's weight alone
+    # Their adapters would be passed over: logits are computed from the head's weight alone.
+    for name in ("lm_head", "embed_tokens"):
         with pytest.raises(ValueError, match="must name linear layers other than the output layer"):
             backend(tiny_model(tied=False), lora={"target_modules": (name,)})
     with pytest.raises(ValueError, match="model must be a plain one, but it has PEFT adapters"):
@@ -365,33 +329,27 @@ def test_settings_that_cannot_work(options, message):
 
 
 def test_random_weights_take_no_adapters():
-    with pytest.raises(
-        ValueError, match=r"lora.rank must be 0 with model.from_scratch, but it is 4"
-    ):
+    with pytest.raises(ValueError, match=r"must be 0 with model.from_scratch, but it is 4"):
         BackendConfig(model=ModelConfig(from_scratch=True), lora=LoRAConfig(rank=4))
 
 
 def test_a_missing_peft_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(
-        ValueError, match=r"lora.rank needs the package peft.*pip install 'nemorl\[lora\]'"
-    ):
+    message = r"lora.rank needs the package peft.*pip install 'nemorl\[lora\]'"
+    with pytest.raises(ValueError, match=message):
         backend()
     backend(lora={"rank": 0, "alpha": 32.0})  # and isn't missed without LoRA
 
 
 def test_an_adapter_folder_that_cannot_be_used(tmp_path: Path):
-    made = trained(1)
-    made.save_checkpoint(tmp_path / "adapter")
+    backend().save_checkpoint(tmp_path / "adapter")
     with pytest.raises(ValueError, match="must name their base model"):
         load_causal_lm(str(tmp_path / "adapter"))
     config = tmp_path / "adapter" / "adapter_config.json"
     values = json.loads(config.read_text())
     config.write_text(json.dumps(values | {"base_model_name_or_path": str(tmp_path / "gone")}))
-    with pytest.raises(
-        ValueError,
-        match=r"the base model of the adapters in .*adapter must be .*gone' could not be loaded",
-    ):
+    message = r"the base model of the adapters in .*adapter must be .*gone' could not be loaded"
+    with pytest.raises(ValueError, match=message):
         load_causal_lm(str(tmp_path / "adapter"))
     tiny_model(hidden_size=16).save_pretrained(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"must hold adapters to .*gone, but they don't fit"):

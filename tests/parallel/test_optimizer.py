@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from nemorl.models.adapters import full_tensor
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.parallel.dtensor.optimizer import make_optimizer
 from tests.ranks import run_ranks
@@ -46,9 +47,8 @@ def test_the_implementation_asked_for_and_the_formula(implementation):
     (by_hand(inputs) ** 2).mean().backward()
     for ours, parameter in zip(model.parameters(), by_hand.parameters(), strict=True):
         grad, decay = parameter.grad, 0.1 if parameter.ndim == 2 else 0.0
-        expected = parameter * (1 - 1e-2 * decay) - 1e-2 * grad / (
-            grad.abs() + 1e-8
-        )  # the first step: both means are the gradient's own
+        # The first step: both means are the gradient's own.
+        expected = parameter * (1 - 1e-2 * decay) - 1e-2 * grad / (grad.abs() + 1e-8)
         torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
@@ -68,17 +68,11 @@ def on_four_ranks(
     parallelize_module(model, mesh["tp"], styles)
     if sharded:
         fully_shard(model, mesh=mesh["dp"])
-    optimizer, plain = (
-        make_optimizer(model, config(implementation)),
-        make_optimizer(alone, config(implementation)),
-    )
+    optimizer = make_optimizer(model, config(implementation))
     steps(model, optimizer)
-    steps(alone, plain)
-    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
-    gap = max(
-        float((ours - other).abs().max())
-        for ours, other in zip(whole, alone.parameters(), strict=True)
-    )
+    steps(alone, make_optimizer(alone, config(implementation)))
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    gap = max(float((full_tensor(ours) - other).abs().max()) for ours, other in pairs)
     return [
         (len(group["params"]), group["weight_decay"], sorted({p.ndim for p in group["params"]}))
         for group in optimizer.param_groups

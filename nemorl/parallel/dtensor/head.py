@@ -43,7 +43,7 @@ def plain_logprobs(
 
     chunk: tokens whose logits are held at a time.
     """
-    # No attention mask and no cache: with either, transformers would ignore the segments.
+    # With an attention mask or a cache transformers would ignore the segments.
     hidden = decoder_of(model)(
         input_ids=batch.input_ids,
         position_ids=batch.position_ids,
@@ -110,8 +110,7 @@ def install_head(
     """Have `model(input_ids, position_ids, head_inputs, …)` return log-probabilities and entropies
     of the next tokens, `[batch, part]`.
 
-    The head stays a module of its own, so that FSDP2 gathers its weight: with tensor parallelism
-    this rank's part of the vocabulary.
+    The head stays a module of its own, so that FSDP2 gathers its weight.
     """
 
     def of_head(

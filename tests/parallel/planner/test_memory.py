@@ -65,28 +65,19 @@ def test_the_sizes_are_the_models(kind: str, overrides: dict[str, Any], tmp_path
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     assert shape.num_parameters() == sum(parameter.numel() for parameter in model.parameters())
-    named = {
-        name.removeprefix("model.layers.0."): tuple(p.shape)
-        for name, p in model.named_parameters()
-        if name.startswith("model.layers.0.")
-    }
+    named = {name: tuple(p.shape) for name, p in model.model.layers[0].named_parameters()}
     assert {matrix.name: matrix.shape for matrix in shape.layer()} == named
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_configuration_does_not_say_is_as_in_transformers(kind: str):
-    said = {
-        "model_type": kind,
-        **SIZES,
-        "num_attention_heads": 64,
-        **({"sliding_window": None} if kind == "mistral" else {}),
-    }
+    said = {"model_type": kind, **SIZES, "num_attention_heads": 64}
+    said |= {"sliding_window": None} if kind == "mistral" else {}
     shape, config = model_shape(said), AutoConfig.for_model(**said)
     for name in ("num_key_value_heads", "tie_word_embeddings"):
         assert getattr(shape, name) == getattr(config, name), name
-    assert shape.head_dim == (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
+    heads_width = config.hidden_size // config.num_attention_heads
+    assert shape.head_dim == (getattr(config, "head_dim", None) or heads_width)
 
 
 REFUSED = {
@@ -240,9 +231,8 @@ def test_the_peaks_of_two_ranks_and_what_they_send(cases: dict[str, Any], tmp_pa
 
 def test_what_shards_and_what_does_not():
     shape, work = model_shape(LLAMA_70B), workload(seq_len=8192)
-    two, eight = (
-        Step(shape, ParallelPlan(dp_shard=degree), work).training_memory() for degree in (2, 8)
-    )
+    sharded = (ParallelPlan(dp_shard=degree) for degree in (2, 8))
+    two, eight = (Step(shape, plan, work).training_memory() for plan in sharded)
     assert eight.optimizer * 4 == two.optimizer
     assert eight.activations == two.activations and eight.gathered == two.gathered
     plans = (ParallelPlan(tp=8), ParallelPlan(tp=8, sequence_parallel=False), ParallelPlan())

@@ -16,19 +16,12 @@ from huggingface_hub import constants
 from nemorl.models.hub import require_hub
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.parallel.planner.command import read_shape
+from nemorl.parallel.planner.model_shape import SIZES
 from nemorl.runtime.cli.main import main
 
 COMMIT = "0" * 40
 CONFIG = json.dumps(
-    {
-        "model_type": "qwen2",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-    }
+    {"model_type": "qwen2", **dict(zip(SIZES, (64, 128, 2, 4, 100), strict=True))}
 ).encode()
 
 
@@ -36,11 +29,8 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, port: int) -> None:
     """As with HF_ENDPOINT, which huggingface_hub reads when it is imported."""
     endpoint = f"http://127.0.0.1:{port}"
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
-    monkeypatch.setattr(
-        constants,
-        "HUGGINGFACE_CO_URL_TEMPLATE",
-        endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-    )
+    url = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
 
 
 @pytest.fixture
@@ -61,20 +51,15 @@ class Hub(BaseHTTPRequestHandler):
     """
 
     def _answer(self) -> None:
-        if not self.path.endswith(
-            "config.json"
-        ):  # a thread that transformers left behind asks for something else
-            self.send_error(404)
+        if not self.path.endswith("config.json"):
+            self.send_error(404)  # to a thread that transformers left behind
             return
         status = self.server.statuses.pop(0) if self.server.statuses else 200  # type: ignore[attr-defined]
         self.server.asked.append(f"{self.command} {status}")  # type: ignore[attr-defined]
         self.send_response(status)
-        for name, value in {
-            "Content-Length": str(len(CONFIG)),
-            "ETag": '"etag"',
-            "X-Repo-Commit": COMMIT,
-        }.items():
-            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(CONFIG)))
+        self.send_header("ETag", '"etag"')
+        self.send_header("X-Repo-Commit", COMMIT)
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(CONFIG)
@@ -108,13 +93,8 @@ def test_without_a_network_a_name_is_refused_at_once(
     what: str, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"'owner/name' could not be loaded \(there is no such folder, .* and"
-            r" http://127.0.0.1:\d+ can't be reached.*HF_HUB_OFFLINE=1"
-        ),
-    ):
+    message = r"'owner/name' could not be loaded \(there is no such folder, .* can't be reached"
+    with pytest.raises(ValueError, match=message):
         WITHOUT_NETWORK[what]()
     assert not caplog.records, "huggingface_hub logs that it tries again"
 

@@ -279,7 +279,7 @@ def test_a_checkpoint_of_another_model_changes_nothing(make, tmp_path: Path):
     make(tiny_model(hidden_size=16)).save_checkpoint(tmp_path / "saved")
     backend = make()
     before = weights(backend)
-    with pytest.raises(ValueError, match="must be of the model in use"):
+    with pytest.raises(ValueError, match=r"must be of .*the model in use"):
         backend.load_checkpoint(tmp_path / "saved")
     assert_same_weights(weights(backend), before, atol=0)
 

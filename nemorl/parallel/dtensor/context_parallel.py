@@ -115,7 +115,8 @@ def context_attention(
     values for its own queries.
     """
     assert context is not None and attention_mask is None
-    split, options = context.split, {"dropout": dropout, "scaling": scaling}
+    split = context.split
+    options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
     if context.bias is not None:
         key, value = all_gather(torch.stack((key, value)), 3, split.group).unbind(0)
         return attend(query, key, value, context.bias, **options), None

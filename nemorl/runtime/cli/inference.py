@@ -20,7 +20,7 @@ from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.export import require_replaceable, write_checkpoint
+from nemorl.runtime.run.export import write_checkpoint
 from nemorl.runtime.run.job import read_rows
 from nemorl.runtime.start.registry import get_generation_backend
 from nemorl.runtime.watch.waiting import waiting_for_engines
@@ -109,12 +109,9 @@ def export(config: ExportConfig) -> Path:
             f"step must be that of a checkpoint in {directory.checkpoints}, but there is none for"
             f" {config.step}: there are {steps or 'none at all'}{unranked}"
         )
-    checkpoint.verify(found)
-    require_replaceable(Path(config.output).resolve())
-    tokenizer = load_tokenizer(str(directory.path / "tokenizer"))
-    return write_checkpoint(
-        Path(config.output), found / "trainer", tokenizer, lora=config.lora, base=config.base_model
-    )
+    output, tokenizer = Path(config.output), load_tokenizer(str(directory.path / "tokenizer"))
+    write_checkpoint(output, found, tokenizer, lora=config.lora, base=config.base_model)
+    return output.resolve()
 
 
 @contextmanager

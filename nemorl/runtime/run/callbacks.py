@@ -15,8 +15,7 @@ class StopTraining(Exception):
 class Callback:
     """Base class whose hooks do nothing: override the ones that you need.
 
-    Steps are counted from 1; step 5 is over when `run.state.step` is 5. The start of a run is
-    step 0.
+    Step 5 is over when `run.state.step` is 5; the start of a run is step 0.
 
     >>> class PrintReward(Callback):
     ...     def on_step_end(self, trainer, step, metrics):
@@ -26,60 +25,45 @@ class Callback:
     """
 
     def on_train_begin(self, trainer: Run) -> None:
-        """Once, before the first step, also after a resume."""
+        """Before the first step, also after a resume."""
 
     def on_epoch_begin(self, trainer: Run, epoch: int) -> None:
-        """Before the first step of a pass over the data (counted from 0), and after a resume.
-
-        Passes that lie within one step begin and end after it.
+        """Before the first step of a pass over the data (counted from 0) and after a resume; passes
+        within one step come after it.
         """
 
     def on_step_begin(self, trainer: Run, step: int) -> None:
         """Before step `step`."""
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
-        """After step `step`, with its measurements."""
+        """After step `step`, with its metrics."""
 
     def on_epoch_end(self, trainer: Run, epoch: int, metrics: dict[str, float]) -> None:
-        """After the last step of a complete pass over the data, with the metrics of that step."""
+        """After the last step of a pass over the data, with its metrics."""
 
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
-        """After a validation of the weights of step `step`."""
+        """After a validation of the weights of this step."""
 
     def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
-        """With a few responses of step `step`: prompt and response as text, where known also
-        reward, tokens, logprobs, advantages.
+        """With a few responses: prompt and response as text, where known also reward, tokens,
+        logprobs, advantages.
         """
 
     def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
-        """After the checkpoint of step `step` has been written to `path`."""
+        """After a checkpoint has been written."""
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        """Once, at the end of the run, with its final metrics; not after an error: see `close`."""
+        """At the end of the run, with its last metrics; not after an error."""
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
-        """When a step, a validation or a callback has raised; `trainer` is as after the last whole
-        step.
-        """
+        """After an error; `trainer` is as after the last whole step."""
 
     def close(self) -> None:
-        """Last, whether the run ended well or raised: free files, threads, the terminal. May be
-        called more than once.
-        """
-
-
-HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+        """Last, also after an error, perhaps twice: free files, threads, the terminal."""
 
 
 def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
-    """Call one hook of every callback, in order, and then raise the first error of one, if any.
-
-    >>> notify([Callback()], "on_stop")
-    Traceback (most recent call last):
-    ValueError: hook must be one of on_train_begin, ..., on_exception, but it is 'on_stop'
-    """
-    if hook not in HOOKS:
-        raise ValueError(f"hook must be one of {', '.join(HOOKS)}, but it is {hook!r}")
+    """Call one hook of every callback, in order, and then raise their first error, if any."""
     error: Exception | None = None
     for callback in callbacks:
         try:
@@ -102,7 +86,7 @@ def notify_of_error(callbacks: Sequence[Callback], trainer: Run, error: BaseExce
 
 @contextmanager
 def closing(callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Close every callback at the end of the block, the last one first, whatever raises."""
+    """Close every callback at the end of the block, the last first."""
     with ExitStack() as stack:
         for callback in callbacks:
             stack.callback(callback.close)

@@ -5,12 +5,11 @@
     rng.json             generators of Python's random and numpy
     rng.safetensors      generators of torch, one for the CPU and one for every GPU
     manifest.json        size and CRC-32 of all of these; a backend that writes a manifest.json of
-                         its own into trainer/ checks its files itself while it reads them
+                         its own into trainer/ checks its files while it reads them
 
-A checkpoint is written into a temporary folder and flushed to the disk, each rank its own part, if
-asked for while training goes on; then the folder is renamed, and last `checkpoints/latest` names it
-(and `checkpoints/best` the best one, by `checkpoints/metrics.json`). A process that dies at any
-point of this leaves the previous checkpoint in force. No pickle is read or written.
+A checkpoint is written into a temporary folder and flushed, each rank its own part; then the folder
+is renamed, and last `checkpoints/latest` names it (`checkpoints/best` the best one, by
+`checkpoints/metrics.json`). A process that dies meanwhile leaves the previous one in force.
 """
 
 import json
@@ -18,11 +17,11 @@ import math
 import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
@@ -30,6 +29,7 @@ from safetensors.torch import save_file
 from nemorl.models.checked_files import (
     MANIFEST,
     CheckedFile,
+    Checksum,
     checksum,
     read_manifest,
     write_manifest,
@@ -37,14 +37,14 @@ from nemorl.models.checked_files import (
 from nemorl.runtime.config.metric_rules import Ranking
 from nemorl.runtime.run.directory import step_of, to_json
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
-from nemorl.runtime.run.files import flush, write_atomically
+from nemorl.runtime.run.files import TEMPORARY, flush, write_atomically
 from nemorl.runtime.run.rng import RandomState, random_state, restore_generators
 from nemorl.runtime.run.state import LoopState, Run
 
-TEMPORARY = ".tmp-"
+T = TypeVar("T")
 REPLACED = ".replaced-"
 SMALL = 1 << 20
-"""Bytes of files that are checked when a checkpoint is looked for, before anything is loaded."""
+"""Size of files that are checked before anything is loaded."""
 
 
 class CheckpointError(OSError):
@@ -59,12 +59,12 @@ def begin(
     background: bool = False,
 ) -> "Unpublished":
     """Write the checkpoint of `run.state.step` aside, or with `background` copy it so that training
-    may go on. `generators` is the random state to save, the present one by default.
+    may go on; `generators` is the random state to save, unless it is the present one.
 
-    Raises:
-        CheckpointError: it cannot be written. The previous checkpoint is then as it was.
+    Raises CheckpointError, and leaves the previous checkpoint as it was.
     """
-    begun = Unpublished(Path(directory) / "checkpoints", run.state.step, run.trainer, background)
+    target = Path(directory) / "checkpoints" / f"step_{run.state.step}"
+    begun = Unpublished(target, run.trainer if background else None)
     folder, trainer = begun.temporary, begun.temporary / "trainer"
     with begun.complete_or_removed():
         shutil.rmtree(folder, ignore_errors=True)
@@ -73,7 +73,7 @@ def begin(
         values, tensors = generators or random_state()
         save_file(tensors, folder / "rng.safetensors")
         (folder / "rng.json").write_text(json.dumps(values))
-        state = {"algorithm": algorithm_of(run), **run.state.to_dict()}
+        state = {"algorithm": _algorithm(run), **asdict(run.state)}
         (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     return begun
 
@@ -82,18 +82,13 @@ def begin(
 class Unpublished:
     """A checkpoint that is being written under another name."""
 
-    checkpoints: Path
-    step: int
-    trainer: Any
-    background: bool
-
-    @property
-    def target(self) -> Path:
-        return self.checkpoints / f"step_{self.step}"
+    target: Path
+    writing: Any
+    """The trainer that writes in the background, if it does."""
 
     @property
     def temporary(self) -> Path:
-        return self.checkpoints / f"{TEMPORARY}{self.target.name}"
+        return self.target.with_name(TEMPORARY + self.target.name)
 
     def publish(
         self,
@@ -102,19 +97,17 @@ class Unpublished:
         ranking: Ranking | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Path:
-        """Put it in place, and remove all but the newest `keep`, or with a ranking all but the best
-        `keep` and the newest. This may run in a thread while training goes on.
-
-        `metrics` are measurements of this step. Raises as `begin`.
-        """
+        """Put it in place, in any thread, and call `rank`. Raises as `begin`."""
         with self.complete_or_removed():
-            if self.background:
-                self.trainer.wait_for_checkpoint()
+            if self.writing is not None:
+                self.writing.wait_for_checkpoint()
             _seal(self.temporary)
             _put_in_place(self.temporary, self.target)
-            write_atomically(self.checkpoints / "latest", self.target.name + "\n")
-            flush(self.checkpoints)
-            rank(self.checkpoints.parent, self.step, metrics or {}, keep=keep, ranking=ranking)
+            checkpoints = self.target.parent
+            write_atomically(checkpoints / "latest", self.target.name + "\n")
+            flush(checkpoints)
+            step = step_of(self.target)
+            rank(checkpoints.parent, step, metrics or {}, keep=keep, ranking=ranking)
         return self.target
 
     @contextmanager
@@ -123,11 +116,9 @@ class Unpublished:
             yield
         except Exception as error:
             shutil.rmtree(self.temporary, ignore_errors=True)
-            free = (
-                f"; {shutil.disk_usage(self.checkpoints).free / 1e9:.3g} GB are free there"
-                if self.checkpoints.exists()
-                else ""
-            )
+            folder, free = self.target.parent, ""
+            if folder.exists():
+                free = f"; {shutil.disk_usage(folder).free / 1e9:.3g} GB are free there"
             raise CheckpointError(
                 f"the checkpoint {self.target} could not be written ({error}){free}. The previous"
                 " one, if any, is intact."
@@ -139,11 +130,11 @@ def rank(
     step: int,
     metrics: Mapping[str, float],
     *,
-    keep: int = 2,
-    ranking: Ranking | None = None,
+    keep: int,
+    ranking: Ranking | None,
 ) -> None:
-    """Record measurements of the checkpoint of `step`, and remove the ones that are not to be kept,
-    also those of later steps: they are of a run that then went back.
+    """Record measurements of the checkpoint of `step`, and keep the newest `keep`, or by `ranking`
+    the best `keep` and the newest. Later steps are of a run that went back, and go.
     """
     checkpoints, there = Path(directory) / "checkpoints", present(directory)
     measured = metrics_by_step(directory)
@@ -165,33 +156,44 @@ def rank(
 
 def latest(directory: Path) -> Path | None:
     """Return the checkpoint to go on from: the one that `checkpoints/latest` names, or else the
-    newest of which no file is missing or cut; None if there is none.
-
-    One that is passed over is a warning that names the file and what is wrong with it.
+    newest of which no file is missing or cut; None if there is none. Others are warned of.
     """
-    for path in _in_order(directory):
+    found = _first(directory, lambda path: verify(path, largest=SMALL))
+    return found and found[0]
+
+
+def load_latest(directory: Path, run: Run) -> tuple[Path, LoopState] | None:
+    """Load the checkpoint to go on from, an older one if that is damaged; None if none is whole.
+    Raises as `load`.
+    """
+    return _first(directory, lambda path: load(path, run))
+
+
+def _first(directory: Path, use: Callable[[Path], T]) -> tuple[Path, T] | None:
+    pointed = _pointed_at(Path(directory) / "checkpoints" / "latest")
+    newest_first = reversed(present(directory).values())
+    for path in sorted(newest_first, key=lambda path: path != pointed):
         try:
-            verify(path, largest=SMALL)
-            return path
+            return path, use(path)
         except CheckpointError as error:
-            warnings.warn(f"{error} Trying an older one.", stacklevel=2)
+            warnings.warn(f"{error} Trying an older one.", stacklevel=3)
     return None
 
 
 def best(directory: Path) -> Path | None:
-    """Return the best checkpoint of a run that ranks them; None where there is none."""
+    """Return the best checkpoint, if the run ranks them."""
     path = _pointed_at(Path(directory) / "checkpoints" / "best")
     return path if path is not None and path.exists() else None
 
 
 def present(directory: Path) -> dict[int, Path]:
-    """Return every checkpoint of a run by its step, the oldest first, whole or not."""
+    """Return every checkpoint by its step, the oldest first, whole or not."""
     found = {step_of(path): path for path in (Path(directory) / "checkpoints").glob("step_*")}
     return {step: found[step] for step in sorted(found) if step >= 0}
 
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
-    """Return the measurements at the step of each checkpoint, the oldest first."""
+    """Return the measurements at each checkpoint's step, the oldest first."""
     try:
         found = json.loads((Path(directory) / "checkpoints" / "metrics.json").read_bytes())
         return {step: dict(found.get(str(step), {})) for step in present(directory)}
@@ -199,78 +201,54 @@ def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
         return {step: {} for step in present(directory)}
 
 
-def load_latest(directory: Path, run: Run) -> tuple[Path, LoopState] | None:
-    """Load the checkpoint to go on from, an older one if that turns out to be damaged; None if
-    none is whole. Raises as `load`.
-    """
-    for path in _in_order(directory):
-        try:
-            return path, load(path, run)
-        except CheckpointError as error:
-            warnings.warn(f"{error} Trying an older one.", stacklevel=2)
-    return None
-
-
 def load(path: Path, run: Run) -> LoopState:
-    """Give trainer and random generators the state that they had when `path` was written, and
-    return the loop's.
+    """Restore trainer and random generators from a checkpoint, and return the loop's state.
 
     Raises:
         ValueError: the checkpoint is of another algorithm or seed; nothing has been changed.
-        CheckpointError: a file is missing or damaged. The trainer may then have read a part, and
-            must load another checkpoint.
+        CheckpointError: a file is missing or damaged; the trainer may have read a part.
     """
-    verify(path, largest=SMALL)
     with _as_checkpoint_error(path):  # a trainer without a manifest of its own does not check files
-        files = {
-            name: CheckedFile(path / name, expected).read()
-            for name, expected in read_manifest(path).items()
-        }
-        values = json.loads(bytes(files["state.json"]))
-        algorithm = values.pop("algorithm")
-        state = LoopState.from_dict(values)
-        generators = json.loads(bytes(files["rng.json"]))
-        tensors = load_tensors(bytes(files["rng.safetensors"]))
-    if algorithm != algorithm_of(run):
+        manifest = read_manifest(path)
+        files = {name: CheckedFile(path / name, manifest[name]).read() for name in manifest}
+    values = json.loads(bytes(files["state.json"]))
+    algorithm, state = values.pop("algorithm"), LoopState(**values)
+    if algorithm != _algorithm(run):
         raise ValueError(
             f"a run must be resumed by its own algorithm, but {path} is of {algorithm}, not"
-            f" {algorithm_of(run)}: name another run.dir"
+            f" {_algorithm(run)}: name another run.dir"
         )
     if state.seed != run.state.seed:
         raise ValueError(
             f"run.seed must stay as it was when a run is resumed ({state.seed}), but it is"
             f" {run.state.seed}: omit it"
         )
-    try:
+    with _as_checkpoint_error(path):
         run.trainer.load_checkpoint(path / "trainer")
-    except (WorkerDied, WorkerTimeout):
-        raise
-    except OSError as error:
-        raise CheckpointError(f"the checkpoint {path} is not used: {error}.") from error
-    restore_generators(generators, tensors)  # last: loading may have drawn from them
+    tensors = load_tensors(bytes(files["rng.safetensors"]))
+    restore_generators(json.loads(bytes(files["rng.json"])), tensors)  # which loading may draw from
     return state
 
 
-def algorithm_of(run: Run) -> str:
-    """Return the name that a checkpoint remembers, so that no other algorithm goes on with it."""
-    return type(run.config).__name__.removesuffix("Config").lower()
+def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
+    """Return the checksums of a checkpoint's files.
 
-
-def verify(path: Path, *, largest: float = math.inf) -> None:
-    """Raise CheckpointError unless all files are there in full size, and those of up to `largest`
-    bytes as they were written.
+    Raises CheckpointError unless all have their size, and those of up to `largest` bytes their
+    CRC-32.
     """
     with _as_checkpoint_error(path):
-        for folder in (path, path / "trainer"):
-            if folder == path or (folder / MANIFEST).exists():
-                for name, expected in read_manifest(folder).items():
-                    if expected.size <= largest:
-                        CheckedFile(folder / name, expected).read()
+        files = {path / name: expected for name, expected in read_manifest(path).items()}
+        if (trainer := path / "trainer") / MANIFEST in files:
+            files |= {trainer / name: each for name, each in read_manifest(trainer).items()}
+        for file, expected in files.items():
+            if expected.size <= largest:
+                CheckedFile(file, expected).read()
+    return files
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed processes left unfinished, and put back a checkpoint that was just being
-    replaced. Call it at a run's start, when no other process writes there.
+    """Remove what killed processes left unfinished, and put back a checkpoint that was being
+    replaced. No other process may write there.
     """
     checkpoints = Path(directory) / "checkpoints"
     for path in checkpoints.glob(f"{REPLACED}*"):
@@ -279,14 +257,11 @@ def sweep(directory: Path) -> None:
             _discard(path)
         else:
             path.rename(original)
-    for path in checkpoints.glob(f"{TEMPORARY}*"):
-        shutil.rmtree(path)
-    for folder, names in (
-        (checkpoints, ("latest", "best", "metrics.json")),
-        (checkpoints.parent, ("metrics.jsonl", "config.yaml")),
-    ):
-        for name in names:
-            for path in folder.glob(f".{name}.*"):
+    for folder in (checkpoints, checkpoints.parent):
+        for path in folder.glob(f"{TEMPORARY}*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
                 path.unlink()
 
 
@@ -294,50 +269,36 @@ def sweep(directory: Path) -> None:
 def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (WorkerDied, WorkerTimeout):
+        raise
+    except OSError as error:
         raise CheckpointError(f"the checkpoint {path} is not used: {error}.") from error
 
 
+def _algorithm(run: Run) -> str:
+    return type(run.config).__name__.removesuffix("Config").lower()
+
+
 def _seal(folder: Path) -> None:
-    """Add the manifest, with everything on the disk. A backend's own manifest stands for the files
-    that it lists, which are on the disk already.
-    """
+    """Add the manifest, with everything on the disk, as files in a backend's own manifest are."""
     trainer = folder / "trainer"
-    own = read_manifest(trainer) if (trainer / MANIFEST).exists() else {}
-    known = {trainer / name for name in own}
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*"))}
-    write_manifest(
-        folder,
-        {
-            name: checksum(path)
-            for name, path in files.items()
-            if path.is_file() and path not in known
-        },
-    )
-    for path in (*(path for path in files.values() if path.is_dir()), folder):
+    known = read_manifest(trainer) if (trainer / MANIFEST).exists() else {}
+    paths = set(folder.rglob("*")) - {trainer / name for name in known}
+    files = sorted(path for path in paths if path.is_file())
+    write_manifest(folder, {str(path.relative_to(folder)): checksum(path) for path in files})
+    for path in (*(paths - set(files)), folder):
         flush(path)
 
 
 def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename; a checkpoint of the same step (damaged, or of an abandoned continuation) steps aside
-    first.
-    """
+    """Rename, after moving aside a checkpoint of the same step, which may be damaged."""
     aside = target.with_name(REPLACED + target.name)
     if target.exists():
-        if aside.exists():
-            _discard(aside)
         target.rename(aside)
     temporary.rename(target)
     flush(target.parent)
     if aside.exists():
         _discard(aside)
-
-
-def _in_order(directory: Path) -> list[Path]:
-    """All checkpoints, the one that `latest` names first, then the newest first."""
-    pointed = _pointed_at(Path(directory) / "checkpoints" / "latest")
-    paths = present(directory).values()
-    return sorted(paths, key=lambda path: (path != pointed, -step_of(path)))
 
 
 def _pointed_at(pointer: Path) -> Path | None:
@@ -348,7 +309,6 @@ def _pointed_at(pointer: Path) -> Path | None:
 
 
 def _discard(path: Path) -> None:
-    """Remove a folder so that half of it is never found under its name."""
     doomed = path.with_name(f"{TEMPORARY}{path.name.lstrip('.')}-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -1,18 +1,17 @@
 """The folder that a run writes: one place that knows the layout.
 
     config.yaml              the resolved configuration, and under `environment` versions and host
-    data.json                sequence lengths of the data sets, see nemorl.data.statistics
+    data.json                sequence lengths of the data sets
     metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
     samples/step_N.jsonl     a few responses of step N
-    checkpoints/step_N/      see nemorl.runtime.run.checkpoint
-    run.json                 which run this is and its status, see nemorl.runtime.run.record
-    log.jsonl                its messages, see nemorl.runtime.watch.log
+    checkpoints/step_N/      see `checkpoint`
+    run.json                 which run this is and its status
+    log.jsonl                its messages
     tensorboard/ plots/ hf/  events, pictures, and the trained model as transformers loads it
 
 Times are in seconds since the epoch.
 """
 
-import importlib.metadata
 import itertools
 import json
 import math
@@ -23,9 +22,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The paths of a run, made by `create` to write it or `open` to read it."""
+    """The paths of a run, made by `create` or `open`."""
 
     path: Path
 
@@ -88,51 +88,32 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path | str, config_yaml: str, *, resume: bool = False) -> "RunDirectory":
-        """Make the folder and write config.yaml; where there are results it stays as it is until
-        it is clear that the run can go on (`write_config`).
+        """Make the folder and write config.yaml, unless there are results to `resume` from.
 
-        With `resume` a folder without results is a fresh start, so that the same command starts a
-        job and goes on with it. Raises ValueError if there are results and `resume` is False, or
-        if the folder can't be written to.
+        Raises ValueError if there are results and `resume` is False.
         """
         directory = cls(Path(path))
-        if directory.holds_results() and not resume:
-            raise ValueError(
-                f"run.dir must be a folder without a run, but {directory.path} already holds one: "
-                "go on with it (--run.resume) or name another folder (--run.dir)"
-            )
-        try:
+        if directory.holds_results():
+            if not resume:
+                raise ValueError(
+                    f"run.dir must be a folder without a run, but {directory.path} already holds"
+                    " one: go on with it (--run.resume) or name another folder (--run.dir)"
+                )
+        else:
             directory.path.mkdir(parents=True, exist_ok=True)
-            if not directory.holds_results():
-                directory.write_config(config_yaml)
-        except OSError as error:
-            raise ValueError(
-                f"run.dir must be a folder that can be written to, but {directory.path} can't"
-                f" ({error}): name another one (--run.dir)"
-            ) from error
+            directory.write_config(config_yaml)
         return directory
 
     def write_config(self, config_yaml: str) -> None:
-        """Write config.yaml: the settings below a section `environment`."""
         header = dump({"environment": environment()})
         write_atomically(self.config, f"{header}\n{config_yaml}")
 
-    def read_data(self) -> dict[str, Any]:
-        """Return what `write_data` wrote; {} if it can't be read."""
-        try:
-            found = json.loads(self.data.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-        items = found.items() if isinstance(found, dict) else ()
-        return {name: value for name, value in items if isinstance(value, dict)}
-
     def write_data(self, lengths: Mapping[str, Any]) -> None:
-        """Write data.json: the lengths of each data set's sequences."""
         write_atomically(self.data, json.dumps(lengths, indent=1) + "\n")
 
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
-        """Return the folder of an existing run. Raises ValueError where there is none."""
+        """Return the folder of a run. Raises ValueError where there is none."""
         directory = cls(Path(path))
         if not (directory.config.exists() or directory.holds_results()):
             raise ValueError(
@@ -142,31 +123,25 @@ class RunDirectory:
         return directory
 
     def holds_results(self) -> bool:
-        """Whether there is something that a new run would spoil; config.yaml alone is not."""
-        return any(
-            path.exists() for path in (self.metrics, self.samples, self.checkpoints, self.hf)
-        )
+        """Return whether there is something that a new run would spoil."""
+        results = (self.metrics, self.samples, self.checkpoints, self.hf)
+        return any(path.exists() for path in results)
 
     def append_metrics(
         self, step: int, metrics: Mapping[str, float], *, phase: Phase = "train"
     ) -> None:
-        """Append a line to metrics.jsonl; nan and inf become null."""
         line = {"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}
         append_lines(self.metrics, [line])
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl, without a last one that a killed process tore."""
         return read_lines(self.metrics)
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
-        """Append lines to samples/step_N.jsonl; tensors and arrays become lists."""
         self.samples.mkdir(exist_ok=True)
         append_lines(self.samples / f"step_{step}.jsonl", samples)
 
     def truncate(self, step: int) -> None:
-        """Remove metrics lines and sample files of steps after `step`, because a resumed run writes
-        them again; with -1 all.
-        """
+        """Remove metrics and samples of steps after `step`, which a resumed run writes again."""
         if self.metrics.exists():
             kept = [line for line in self.read_metrics() if line.get("step", 0) <= step]
             lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
@@ -176,23 +151,27 @@ class RunDirectory:
                 file.unlink()
 
 
-def free_directory(name: str, parent: Path | str = "runs") -> str:
-    """Make and return the first of runs/NAME, runs/NAME-2, … that doesn't exist.
-
-    Raises ValueError if it can't be made.
-    """
+@contextmanager
+def writing_below(path: Path | str) -> Iterator[None]:
+    """Raise a ValueError that names run.dir where the block can't write to this folder."""
     try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"run.dir must be a folder that can be written to, but {path} can't ({error}): name"
+            " another one (--run.dir)"
+        ) from error
+
+
+def free_directory(name: str, parent: Path | str = "runs") -> str:
+    """Make and return the first of runs/NAME, runs/NAME-2, … that doesn't exist."""
+    with writing_below(parent):
         Path(parent).mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
             path = Path(parent) / (name if number == 1 else f"{name}-{number}")
             with suppress(FileExistsError):
                 path.mkdir()
                 return str(path)
-    except OSError as error:
-        raise ValueError(
-            f"run.dir must be a folder that can be written to, but {parent} can't ({error}): name"
-            " another one (--run.dir)"
-        ) from error
     raise AssertionError
 
 
@@ -207,19 +186,15 @@ def step_of(path: Path) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return system, hardware, versions, and the git commit of the working directory, if any."""
+    """Return system, hardware, versions and, if any, the working directory's git commit."""
     found = {"python": platform.python_version(), "system": platform.platform(), **hardware()}
-    for package in ("nemorl", "torch", "transformers"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
+    found |= {name: version(name) for name in ("nemorl", "torch", "transformers")}
     commit = git_commit()
     return {**found, "commit": commit} if commit else found
 
 
 def hardware() -> dict[str, str]:
-    """Return processors and memory, and the GPUs if torch is loaded and sees some."""
+    """Return processors, memory and, if torch is loaded, GPUs."""
     import psutil
 
     found = {"cpus": str(os.cpu_count()), "memory": f"{psutil.virtual_memory().total / 1e9:.0f} GB"}
@@ -231,32 +206,25 @@ def hardware() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """Return the checked-out commit, marked if files differ from it; None if there is none."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.strip()
-
+    """Return the checked-out commit, if any, marked if files differ from it."""
+    command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty= with changes"]
     try:
-        commit = git("rev-parse", "HEAD")
-        changed = git("status", "--porcelain", "--untracked-files=no")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{commit} with changes" if changed else commit
+    return done.stdout.strip()
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON lines in one write, so that a killed process tears at most the last one."""
+    """Append JSON lines in one write: a killed process tears at most the last."""
     text = "".join(json.dumps(to_json(record), ensure_ascii=False) + "\n" for record in records)
     with path.open("a", encoding="utf-8") as file:
         file.write(text)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file; [] if it doesn't exist.
-
-    A torn last line is omitted, and so is another damaged one, with a warning that names it.
+    """Return the objects of a JSON lines file, if any, without a torn last one; other damaged lines
+    are warned of.
     """
     if not path.exists():
         return []
@@ -264,20 +232,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            record = None
-        if isinstance(record, dict):
-            records.append(record)
-        elif number < len(lines):
-            problem = f"{path}, line {number} is no JSON object and is omitted: {line[:80]!r}"
-            warnings.warn(problem, stacklevel=2)
+            records.append({**json.loads(line)})
+        except (ValueError, TypeError):
+            if number < len(lines):
+                problem = f"{path}, line {number} is no JSON object and is omitted: {line[:80]!r}"
+                warnings.warn(problem, stacklevel=2)
     return records
 
 
 def to_json(value: Any) -> Any:
-    """Return a value as strict JSON: tensors and arrays as lists, nan and inf as None, other
-    objects as text.
+    """Return a value for strict JSON: tensors as lists, nan and inf as None, other objects as text.
 
     >>> to_json({"reward": float("nan"), "tokens": (1, 2)})
     {'reward': None, 'tokens': [1, 2]}

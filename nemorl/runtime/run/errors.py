@@ -10,11 +10,7 @@ LOG_LINES = 10
 
 
 class WorkerError(RuntimeError):
-    """A worker's method raised `kind`; `traceback` is the worker's."""
-
-    def __init__(self, message: str, *, rank: int, kind: str, traceback: str) -> None:
-        super().__init__(message)
-        self.rank, self.kind, self.traceback = rank, kind, traceback
+    """A worker raised an exception of a class that is not built in."""
 
 
 class WorkerDied(ChildProcessError):
@@ -41,21 +37,14 @@ def in_words(error: BaseException) -> dict[str, str]:
 
 
 def raised(error: Mapping[str, str], rank: int) -> Exception:
-    """The worker's exception, as the built-in type that it is, with the worker's traceback below
-    the message.
-    """
+    """Return a worker's exception as the built-in type that it is, its traceback as a note."""
     kind = getattr(builtins, error["builtin"], Exception)
     if kind in (Exception, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit):
-        raised: Exception = WorkerError(
-            f"{error['kind']}: {error['message']}",
-            rank=rank,
-            kind=error["kind"],
-            traceback=error["traceback"],
-        )
+        found: Exception = WorkerError(f"{error['kind']}: {error['message']}")
     else:
-        raised = kind(error["message"])
-    raised.add_note(f"in worker {rank}:\n{error['traceback']}")
-    return raised
+        found = kind(error["message"])
+    found.add_note(f"in worker {rank}:\n{error['traceback']}")
+    return found
 
 
 def reason_of(told: str) -> str:
@@ -70,10 +59,7 @@ def reason_of(told: str) -> str:
         return "it was ended by us"
     if "unavailable" in told:
         return "it doesn't answer any more, or its node doesn't"
-    return next(
-        (line.strip() for line in reversed(told.splitlines()) if line.strip()),
-        "for a reason unknown",
-    )
+    return (told.strip().splitlines() or ["for a reason unknown"])[-1].strip()
 
 
 def last_lines(log: Path) -> list[str]:

@@ -3,6 +3,9 @@
 import os
 from pathlib import Path
 
+TEMPORARY = ".tmp-"
+"""Begins the name of a file or folder that is not complete."""
+
 
 def flush(path: Path) -> None:
     """Have a file's contents, or a folder's list of names, on the disk."""
@@ -15,7 +18,7 @@ def flush(path: Path) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file's contents so that a reader sees the old or the new ones, never a mixture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
         temporary.write_text(text, encoding="utf-8")
         flush(temporary)

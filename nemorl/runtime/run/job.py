@@ -1,4 +1,4 @@
-"""An algorithm's data (`Inputs`) and its plan of a run (`Job`), before a model is loaded."""
+"""An algorithm's data and its plan of a run, before a model is loaded."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,18 +15,14 @@ from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.run.state import Run
 
 Rows = Any
-"""What `load_rows` takes: a path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or
-several of them.
-"""
+"""A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
 Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
-"""A reward by name, a function, an environment, or several of them (a list, or a mapping from
-names).
-"""
+"""A name, a function, an environment, or a list of them, or a mapping from names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The rows of a run, its tokenizer and its environment."""
+    """The data of a run."""
 
     train: Sequence[Any]
     """At least one row."""
@@ -34,29 +30,29 @@ class Inputs:
     """At most run.max_val_samples rows."""
     tokenizer: Any
     environment: EnvironmentInterface | None = None
-    """Scores responses; of a config with a `reward`."""
+    """Of a config with a `reward`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """An algorithm together with its data: everything about a run but the model."""
+    """An algorithm with its data: everything about a run but the model."""
 
     run: Callable[..., Run]
-    """The loop, called as run(run, callbacks=…) at the step where training starts or resumes;
-    returns the run at its end.
+    """The loop, called as run(run, callbacks=…) where training starts or resumes; returns the run's
+    end.
     """
     num_steps: int
     """Steps of the whole run."""
     num_updates: int | None = None
-    """Optimizer steps of the whole run, for the learning-rate schedule; None: one per step."""
+    """Optimizer steps of the whole run; None: one per step."""
     keep_reference: bool = False
-    """Whether the trainer keeps a frozen copy of the initial model."""
+    """Whether the trainer keeps a copy of the initial model."""
     generates: bool = False
     """Whether a generator is needed."""
     with_initial_model: "Callable[[Run], Job] | None" = None
-    """Called once with the initial model, before a resume; returns the job to go on with."""
+    """Called with the initial model, before a resume; returns the job to go on with."""
     lengths: Mapping[str, Lengths | Sequence[int]] = field(default_factory=dict)
-    """Tokens of every sequence by data set ("train", "validation"), for data.json."""
+    """Tokens of every sequence by data set, for data.json."""
 
 
 def read_data(
@@ -64,8 +60,7 @@ def read_data(
 ) -> tuple[list[Row], list[Row]]:
     """Return the rows to train and to validate on, of `data` or of `train` and `validation`.
 
-    A `DataModule` given as `train` brings its own validation rows. Where there are none,
-    `data.held_out` takes some of the training rows.
+    A `DataModule` brings its own validation rows; `data.held_out` takes training rows for it.
     """
     count = len(sources_of(data.train if train is None else train))
     require(
@@ -75,17 +70,11 @@ def read_data(
         data.weights,
         "give one weight for each set, or none",
     )
-    if (
-        isinstance(train, DataModule)
-        and validation is None
-        and data.validation is None
-        and len(train.validation_rows())
-    ):
+    given = validation is not None or data.validation is not None
+    if not given and isinstance(train, DataModule) and len(train.validation_rows()):
         validation = train
-    rows, held_out = (
-        read_rows(data, "train", train) or [],
-        read_rows(data, "validation", validation) or [],
-    )
+    rows = read_rows(data, "train", train) or []
+    held_out = read_rows(data, "validation", validation) or []
     if data.held_out and rows:
         require(
             not held_out,
@@ -109,8 +98,5 @@ def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | N
             data.validation_split or ("validation" if has_splits(part) else "train")
             for part in sources_of(source)
         ]
-    return load_rows(
-        source,
-        split=splits,
-        **{f"{name}_column": getattr(data, f"{name}_column") for name in COLUMNS},
-    )
+    columns = {f"{name}_column": getattr(data, f"{name}_column") for name in COLUMNS}
+    return load_rows(source, split=splits, **columns)

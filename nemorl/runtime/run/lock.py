@@ -9,12 +9,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from nemorl.runtime.run.directory import writing_below
+
 LOCK_NAME = ".lock"
 
 
 @contextmanager
 def locked(directory: Path | str) -> Iterator[None]:
-    """Hold the directory for this run while the block lasts, and create it where it is missing.
+    """Create the directory if it is missing and hold it for this run while the block lasts.
 
     The operating system frees the lock when the process ends, however it ends.
 
@@ -23,23 +25,18 @@ def locked(directory: Path | str) -> Iterator[None]:
     """
     path = Path(directory) / LOCK_NAME
     lock = FileLock(path)
-    try:
+    with writing_below(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            holder = path.read_text(errors="replace") or "another process"
+            raise ValueError(
+                f"run.dir must be used by one run at a time, but {path.parent} is in use by"
+                f" {holder}: wait for it or name another one (--run.dir)"
+            ) from error
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         path.write_text(f"process {os.getpid()} on {platform.node()} since {since}")
-    except Timeout as error:
-        holder = path.read_text(errors="replace") or "another process"
-        raise ValueError(
-            f"run.dir must be used by one run at a time, but {path.parent} is in use by {holder}:"
-            " wait for it or name another one (--run.dir)"
-        ) from error
-    except OSError as error:
-        lock.release()
-        raise ValueError(
-            f"run.dir must be a folder that can be written to, but {path.parent} can't ({error}):"
-            " name another one (--run.dir)"
-        ) from error
     owner = os.getpid()
     try:
         yield

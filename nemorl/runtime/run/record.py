@@ -1,4 +1,4 @@
-"""run.json: which run this is, and its status, written when a process begins and when it ends."""
+"""run.json: which run this is, and its status."""
 
 import json
 import os
@@ -6,7 +6,7 @@ import platform
 import secrets
 import time
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 
@@ -18,11 +18,7 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """A run, through all processes that worked on it.
-
-    >>> RunRecord.from_dict(RunRecord(run_id="3f9a01bc", algorithm="sft").to_dict()).run_id
-    '3f9a01bc'
-    """
+    """A run, through all processes that worked on it."""
 
     run_id: str
     """Short and unique, kept when the run is resumed."""
@@ -40,28 +36,19 @@ class RunRecord:
     pid: int = 0
     host: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> "RunRecord":
-        known = {field.name for field in fields(cls)}
-        kept = {name: value for name, value in values.items() if name in known}
-        return cls(**{**kept, "sessions": tuple(values.get("sessions", ()))})
-
-
-def begin_record(directory: RunDirectory, *, algorithm: str) -> RunRecord:
+def begin_record(
+    directory: RunDirectory, *, algorithm: str, previous: RunRecord | None = None
+) -> RunRecord:
     """Write and return the record of a run that this process begins or goes on with."""
-    previous = read_record(directory) if directory.holds_results() else None
     record = previous or RunRecord(run_id=secrets.token_hex(4), algorithm=algorithm)
-    sessions = (*record.sessions, round(time.time(), 3))
     record = replace(
         record,
         algorithm=algorithm,
         status="running",
         error=None,
         ended=None,
-        sessions=sessions,
+        sessions=(*record.sessions, round(time.time(), 3)),
         pid=os.getpid(),
         host=platform.node(),
     )
@@ -70,21 +57,22 @@ def begin_record(directory: RunDirectory, *, algorithm: str) -> RunRecord:
 
 
 def write_record(directory: RunDirectory, record: RunRecord) -> None:
-    """Replace run.json."""
-    text = json.dumps(record.to_dict(), indent=1, ensure_ascii=False)
+    text = json.dumps(asdict(record), indent=1, ensure_ascii=False)
     write_atomically(directory.record, text + "\n")
 
 
 def read_record(directory: RunDirectory) -> RunRecord | None:
-    """Return the record of a run; None where there is none that can be read."""
+    """Return the record of a run, if it can be read."""
     try:
-        return RunRecord.from_dict(json.loads(directory.record.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, AttributeError):
+        values = json.loads(directory.record.read_text(encoding="utf-8"))
+        known = {field.name: values[field.name] for field in fields(RunRecord)}
+        return RunRecord(**{**known, "sessions": tuple(known["sessions"])})
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
 def status_of(record: RunRecord) -> Status:
-    """Return a run's status: one that was killed on this machine is "interrupted"."""
+    """Return a run's status, "interrupted" if it was killed on this machine."""
     if record.status != "running" or record.host != platform.node():
         return record.status
     try:

@@ -1,4 +1,4 @@
-"""The result of a run in memory."""
+"""What a run returns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,30 +11,22 @@ from nemorl.runtime.run.directory import RunDirectory
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result of a run in memory; the rest is in its directory.
-
-    Under torchrun every process has one.
-    """
+    """The result of a run in memory, in every process under torchrun."""
 
     metrics: dict[str, float]
     """Of the last step, and of the last validation as val_…"""
     history: list[dict[str, Any]] = field(repr=False)
-    """The lines of metrics.jsonl: a dict per step and per validation, told apart by `phase`."""
+    """The lines of metrics.jsonl, of steps and validations."""
     paths: RunDirectory
-    """Where everything is: paths.path, paths.hf, paths.metrics, paths.plots, paths.checkpoints, …
-    """
+    """Where the rest is: paths.path, paths.hf, paths.metrics, paths.plots, paths.checkpoints, …"""
     model: nn.Module | None = field(repr=False)
-    """The trained model, live, with its own attention and mode.
-
-    None where it was spread over ranks: load it from paths.hf.
-    """
+    """The trained model, live; None where it was spread over ranks: load it from paths.hf."""
     tokenizer: Any = field(repr=False)
 
     @classmethod
     def of(
         cls, directory: RunDirectory, *, model: nn.Module | None, tokenizer: Any
     ) -> "TrainResult":
-        """Return the result of the run in this directory."""
         history = directory.read_metrics()
         return cls(final_metrics(history), history, directory, model, tokenizer)
 

@@ -12,12 +12,8 @@ RandomState = tuple[dict[str, Any], dict[str, torch.Tensor]]
 
 def random_state() -> RandomState:
     """Return the present state of every global random generator."""
-    version, internal, gauss_next = random.getstate()
-    kind, keys, position, has_gauss, cached_gaussian = np.random.get_state()
-    values = {
-        "python": [version, list(internal), gauss_next],
-        "numpy": [kind, np.asarray(keys).tolist(), position, has_gauss, cached_gaussian],
-    }
+    kind, keys, *rest = np.random.get_state()
+    values = {"python": random.getstate(), "numpy": [kind, np.asarray(keys).tolist(), *rest]}
     tensors = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_initialized():  # a run on the CPU should not wake the GPUs of its machine
         states = torch.cuda.get_rng_state_all()
@@ -29,9 +25,8 @@ def restore_generators(values: dict[str, Any], tensors: dict[str, torch.Tensor])
     """Set the generators to a `random_state`, except those of GPUs that this machine lacks."""
     version, internal, gauss_next = values["python"]
     random.setstate((version, tuple(internal), gauss_next))
-    kind, keys, position, has_gauss, cached_gaussian = values["numpy"]
-    keys = np.array(keys, dtype=np.uint32)
-    np.random.set_state((kind, keys, position, has_gauss, cached_gaussian))
+    kind, keys, *rest = values["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(tensors["cpu"])
     for index in range(torch.cuda.device_count()):
         if f"cuda:{index}" in tensors:

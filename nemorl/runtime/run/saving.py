@@ -1,9 +1,9 @@
-"""The callbacks that end a run in time and save it. They come last, so that a checkpoint covers
-everything that was written before it.
-"""
+"""The callbacks that end a run in time and save it: last, to cover all that others have written."""
 
 import logging
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,22 @@ LOGGER = logging.getLogger(__name__)
 
 
 class EarlyStop(Callback):
-    """Ends the run after the step in which a metric meets the condition, or, if it had met it
-    before, as soon as it is resumed. Unless `quiet` the reason is printed at the end.
+    """End the run after the step in which a metric meets the condition, also when it is resumed
+    there. Unless `quiet` the reason is printed at the end.
     """
 
     def __init__(
-        self, condition: Condition, directory: RunDirectory | None = None, *, quiet: bool = False
+        self, condition: Condition, directory: RunDirectory, *, quiet: bool = False
     ) -> None:
         self.condition, self.directory, self.quiet = condition, directory, quiet
         self.watch = MetricWatch("run.stop_when", condition.metric)
-        self.reason: str | None = None
+        self.reason = ""
 
     def on_train_begin(self, trainer: Run) -> None:
         step, name = trainer.state.step, self.condition.metric.removeprefix(VALIDATION)
-        for line in self.directory.read_metrics() if self.directory and step else []:
-            validation = line.get("phase") == "validation"
-            if line.get("step") == step and validation == self.watch.of_validation and name in line:
-                self._check(step, line, validation=validation)
+        for line in self.directory.read_metrics() if step else ():
+            if line.get("step") == step and name in line:
+                self._check(step, line, validation=line.get("phase") == "validation")
 
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self._check(step, metrics, validation=True)
@@ -63,34 +62,33 @@ class EarlyStop(Callback):
 
 @dataclass(frozen=True)
 class WholeStep:
-    """The last finished step, and what a checkpoint of it needs besides the weights."""
+    """What a checkpoint of the last finished step needs besides the weights."""
 
     step: int
     updates: int
-    """Optimizer steps of the trainer by then; more of them: the weights are of a later step."""
+    """Optimizer steps by then; with more of them the weights are of a later step."""
     generators: RandomState
     metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Publication:
-    """A checkpoint that is being written while the run goes on."""
+    """A checkpoint that is being written."""
 
     step: int
     previous: int | None
-    """The step that was saved before."""
+    """The step saved before."""
     path: "Future[Path]"
 
 
 class CheckpointCallback(Callback):
-    """Saves a checkpoint every `period` steps (0: none of these) and at the end, and the last whole
+    """Save a checkpoint every `period` steps (0: none of these) and at the end, and the last whole
     step after an error.
 
     The newest `keep` are kept; with a `ranking` the best `keep` and the newest, and a step whose
-    validation is among the best by its metric is saved, too. `observers` see `on_checkpoint`.
-
-    With `background` a checkpoint is written in a thread. When a later step begins or ends,
-    observers are notified, or its error is raised. The next checkpoint and the end wait for it.
+    validation is among the best is saved, too. `observers` see `on_checkpoint`. With `background`
+    the run goes on while a checkpoint is written, and learns of its end when a later step begins
+    or ends.
     """
 
     def __init__(
@@ -104,18 +102,18 @@ class CheckpointCallback(Callback):
         background: bool = False,
     ) -> None:
         self.directory, self.period, self.observers = directory, period, observers
-        self.keep, self.ranking = keep, ranking
+        self.keep, self.ranking, self.background = keep, ranking, background
         self.watch = MetricWatch("run.metric", ranking.metric) if ranking else None
         self.saved_step: int | None = None
         self.whole: WholeStep | None = None
         self.metrics: dict[str, float] = {}
         self.is_among_the_best = False
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if background else None
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self.pending: Publication | None = None
 
     def on_train_begin(self, trainer: Run) -> None:
         require(
-            self.thread is None or hasattr(trainer.trainer, "wait_for_checkpoint"),
+            not self.background or hasattr(trainer.trainer, "wait_for_checkpoint"),
             "run.async_save",
             "needs a training backend with wait_for_checkpoint",
             True,
@@ -163,18 +161,12 @@ class CheckpointCallback(Callback):
             self.settle(trainer, wait=True)
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
-        """Save the last whole step unless it is saved or an update has begun since, and add a note
-        that says how to go on.
-        """
+        """Save the last whole step, unless an update has begun since, and note how to go on."""
         if self.saved_step is None or self.whole is None:
             return  # it never began
-        step, notes = trainer.state.step, []
-        pending = self.pending
-        try:
+        step, notes = trainer.state.step, list[str]()
+        with self._noting(notes, self.saved_step):
             self.settle(trainer, wait=True)
-        except Exception as failure:
-            assert pending is not None
-            notes.append(self._failure(pending.step, failure))
         # Otherwise the step is whole, but another callback failed before this one was called.
         current = self.whole.step == step
         if current and self.whole.updates != trainer.trainer.step:
@@ -182,11 +174,9 @@ class CheckpointCallback(Callback):
                 f"the update of step {step + 1} had begun, so the weights of step {step} are gone"
             )
         elif self.saved_step != step and not isinstance(error, CheckpointError):
-            try:
+            with self._noting(notes, step):
                 self._save(trainer, self.whole if current else None)
                 self.settle(trainer, wait=True)
-            except Exception as failure:
-                notes.append(self._failure(step, failure))
         if (self.directory.checkpoints / f"step_{self.saved_step}").exists():
             notes.append(
                 f"{self.directory.path} has a checkpoint of step {self.saved_step}: go on from"
@@ -197,13 +187,23 @@ class CheckpointCallback(Callback):
         if notes:
             error.add_note("; ".join(notes))
 
+    @contextmanager
+    def _noting(self, notes: list[str], step: int) -> Iterator[None]:
+        try:
+            yield
+        except Exception as failure:
+            notes.append(
+                f"step {step} was saved, but a callback's on_checkpoint failed ({failure})"
+                if self.saved_step == step
+                else f"step {step} could not be saved ({failure})"
+            )
+
     def close(self) -> None:
-        if self.thread is not None:
-            self.thread.shutdown()
+        self.thread.shutdown()
 
     def settle(self, trainer: Run, *, wait: bool) -> None:
-        """Notify observers of a checkpoint that was being written, if it is done by now or, with
-        `wait`, when it is. Raises CheckpointError if it failed.
+        """Notify observers of a checkpoint that was being written, if it is done or, with `wait`,
+        when it is. Raises CheckpointError if it failed.
         """
         pending = self.pending
         if pending is None or not (wait or pending.path.done()):
@@ -218,11 +218,6 @@ class CheckpointCallback(Callback):
                 self.pending = None
         notify(self.observers, "on_checkpoint", trainer, pending.step, path)
 
-    def _failure(self, step: int, failure: Exception) -> str:
-        if self.saved_step == step:
-            return f"step {step} was saved, but a callback's on_checkpoint failed ({failure})"
-        return f"step {step} could not be saved ({failure})"
-
     def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
         self.settle(trainer, wait=True)
         step, directory = trainer.state.step, self.directory
@@ -233,18 +228,14 @@ class CheckpointCallback(Callback):
             directory.path,
             trainer,
             generators=whole.generators if whole else None,
-            background=self.thread is not None,
+            background=self.background,
         )
-        options: dict[str, Any] = {
-            "keep": self.keep,
-            "ranking": self.ranking,
-            "metrics": whole.metrics if whole else self.metrics,
-        }
-        if self.thread is None:
-            path = begun.publish(**options)
-            self.saved_step = step
-            notify(self.observers, "on_checkpoint", trainer, step, path)
-        else:
-            publication = self.thread.submit(begun.publish, **options)
-            self.pending = Publication(step, self.saved_step, publication)
-            self.saved_step = step
+        publication = self.thread.submit(
+            begun.publish,
+            keep=self.keep,
+            ranking=self.ranking,
+            metrics=whole.metrics if whole else self.metrics,
+        )
+        self.pending, self.saved_step = Publication(step, self.saved_step, publication), step
+        if not self.background:
+            self.settle(trainer, wait=True)

@@ -23,7 +23,7 @@ class Terminated(SystemExit):
 @dataclass
 class _State:
     waits: Callable[[], bool] = bool
-    """Whether a signal waits at present; `bool()` is False."""
+    """Whether a signal waits now; `bool()` is False."""
     pending: int | None = None
 
 
@@ -33,9 +33,7 @@ _STATE = _State()
 @contextmanager
 def signals_raise() -> Iterator[None]:
     """Have SIGTERM raise `Terminated` in the block, and both it and Ctrl-C wait for
-    `update_in_progress`.
-
-    Handlers that others installed stay in force. Other threads than the main one change nothing.
+    `update_in_progress`, where no one else handles them.
     """
     ours = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     replaced = {
@@ -54,9 +52,8 @@ def signals_raise() -> Iterator[None]:
 
 @contextmanager
 def update_in_progress(begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Have a signal that comes after `begun()` wait for the end of the block, and raise there.
-
-    A second signal raises at once.
+    """Have a signal that comes after `begun()` wait for the end of the block, and raise there; a
+    second one raises at once.
     """
     if not _in_main_thread():  # signals do not arrive here
         yield

@@ -1,7 +1,4 @@
-"""From the trainer's weights to the generator's:
-
-`sync_weights`, after every step that changed them, and a probe whether they have arrived.
-"""
+"""From the trainer's weights to the generator's, and a probe whether they have arrived."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
@@ -22,10 +19,7 @@ computes in.
 
 class TrainerWeights:
     """The trainer's present weights under their Hugging Face names, readable any number of times
-    until its next step.
-
-    So a replica that dies while it generates is replaced by one with the same weights, although
-    the loop's process keeps no copy of them.
+    until its next step: a replica that dies is replaced by one with the same weights.
     """
 
     def __init__(self, trainer: TrainingBackend) -> None:
@@ -50,7 +44,7 @@ class TrainerWeights:
             raise RuntimeError(
                 "weights must be read before the trainer's next step, but these are of step"
                 f" {self.step} and it has done {self.trainer.step}: call sync_weights() after every"
-                " step that is generated with"
+                " step"
             )
 
 
@@ -58,8 +52,7 @@ def sync_weights(trainer: TrainingBackend, generator: GenerationBackend, version
     """Give the generator the trainer's weights, unless it has this version already; its completions
     carry `version` from now on.
 
-    Raises what the generator raises where an update fails; then nothing can be generated until one
-    succeeds.
+    Raises what the generator raises; then nothing can be generated until an update succeeds.
     """
     if generator.policy_version != version:
         generator.update_weights(TrainerWeights(trainer), version)
@@ -73,19 +66,16 @@ def check_agreement(
     precision: str,
     num_tokens: int = 8,
 ) -> float:
-    """Have the generator continue a prompt greedily; the largest difference of the two sides'
-    log-probabilities of these tokens.
+    """Return the largest difference between the log-probabilities that trainer and generator give
+    to the tokens of a greedy answer.
 
-    Raises RuntimeError that shows both where it is more than rounding can explain: then the
-    generator has other weights, or computes another model.
+    Raises RuntimeError where it is more than rounding can explain: the generator then has other
+    weights, or computes another model.
     """
-    answer = generator.generate(
-        [prompt], SamplingParams(temperature=0.0, max_new_tokens=num_tokens, seed=0)
-    )[0]
-    tokens, mask = (
-        [*prompt, *answer.token_ids],
-        [False] * len(prompt) + [True] * len(answer.token_ids),
-    )
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, seed=0)
+    answer = generator.generate([prompt], greedy)[0]
+    tokens = [*prompt, *answer.token_ids]
+    mask = [False] * len(prompt) + [True] * len(answer.token_ids)
     batch = collate([Example(input_ids=tokens, loss_mask=mask, response_mask=mask)])
     ours = trainer.get_logprobs(batch).values[0, len(prompt) :].cpu()
     theirs = torch.tensor(answer.logprobs)

@@ -213,7 +213,7 @@ def own_callbacks(launch: Launch, model: nn.Module) -> tuple[list[Callback], lis
     config, directory = launch.config, launch.directory
     logged = LoggedRun(
         directory=directory,
-        run_id=launch.log.run_id,
+        run_id=launch.log.record.run_id,
         config=to_dict(config),
         project=config.run.project,
         samples_per_step=config.run.samples_per_step,

@@ -38,9 +38,8 @@ CAUSES = (
 
 class GapWatch(Callback):
     """Warn where sampler and trainer disagree, and end the run with a FloatingPointError where they
-    disagree too much: see `GapConfig`.
-
-    It comes after the checkpoints: when it ends the run, it names the newest one from before.
+    disagree too much (see `GapConfig`). It comes after the checkpoints, so that it can name the
+    newest one from before.
     """
 
     def __init__(self, config: GapConfig, directory: RunDirectory) -> None:
@@ -58,10 +57,7 @@ class GapWatch(Callback):
         )
         if metrics["generation_nonfinite_fraction"] == 1:
             value = math.nan
-            found = (
-                "the sampler has no finite logprob for any of its tokens, so that it can't be"
-                " compared with the trainer"
-            )
+            found = "the sampler has no finite logprob for any token to compare with the trainer"
         found = f"step {step}: {found} (token_mult_prob_error;"
         causes = CAUSES.format(samples=self.directory.samples / f"step_{step}.jsonl")
         if self.config.stop is not None and not value <= self.config.stop:
@@ -77,11 +73,9 @@ class GapWatch(Callback):
     def on_exception(self, trainer: Run, error: BaseException) -> None:
         if error is not self.error or self.config.stop is None:
             return
-        good = [
-            step
-            for step, metrics in checkpoint.metrics_by_step(self.directory.path).items()
-            if (metrics.get("token_mult_prob_error") or math.inf) <= self.config.stop
-        ]
+        measured = checkpoint.metrics_by_step(self.directory.path)
+        gaps = {step: metrics.get("token_mult_prob_error") for step, metrics in measured.items()}
+        good = [step for step, gap in gaps.items() if gap and gap <= self.config.stop]
         error.add_note(
             f"The newest checkpoint from before the gap is step_{max(good)}: to go on from there,"
             f" remove the later ones in {self.directory.checkpoints}."

@@ -1,4 +1,4 @@
-"""What a terminal shows while a run goes: a live table, or one plain line a step, or nothing."""
+"""What a terminal shows of a run: a live table, or one plain line a step, or nothing."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import Progress, Task
+from rich.progress import Progress
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +19,7 @@ from nemorl.runtime.run.state import Run
 from nemorl.runtime.watch.metrics import LABELS, duration, number
 
 SPEED = ("tokens_per_second", "trainer/mfu")
-"""The end of a plain line, which has no room for the memory."""
+"""The end of a plain line."""
 
 
 def make_display(
@@ -28,7 +28,7 @@ def make_display(
     total_steps: int | None = None,
     console: Console | None = None,
 ) -> Callback:
-    """Return the display that `run.display` names; auto is live in a terminal that can do it."""
+    """Return the display that `run.display` names; auto is live in a capable terminal."""
     console = console or Console()
     if mode == "none":
         return Callback()
@@ -39,7 +39,7 @@ def make_display(
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """Draw values as a row of blocks between their minimum and their maximum.
+    """Draw values as blocks between their minimum and maximum.
 
     >>> sparkline([0, 1, 2, 3], 4)
     '▁▃▆█'
@@ -57,15 +57,14 @@ def sparkline(values: list[float], width: int) -> str:
 
 
 def on_one_line(value: Any, width: int) -> Text:
-    """Return a value as text without line breaks, cut to `width`."""
+    """Return a value without line breaks, cut to `width`."""
     text = Text(" ".join(str(value).split()))
     text.truncate(width, overflow="ellipsis")
     return text
 
 
 def answer_of(sample: dict[str, Any]) -> tuple[str, str, float | None]:
-    """Return the answer of a sample, and the name and value of what judges it: its reward, or the
-    margin of a preference pair.
+    """Return a sample's answer, and the name and value of its reward or margin.
 
     >>> answer_of({"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5})
     ('2 rather than 3', 'margin', 0.5)
@@ -78,22 +77,15 @@ def answer_of(sample: dict[str, Any]) -> tuple[str, str, float | None]:
 
 
 class Display(Callback):
-    """What both displays know: the steps done and to do, and the time that they take."""
-
-    def __init__(self, total_steps: int | None = None, console: Console | None = None) -> None:
-        self.console = console or Console()
-        self.total_steps = total_steps
-        self.task = self._task(0)
+    def __init__(self, total_steps: int | None, console: Console) -> None:
+        self.console, self.total_steps = console, total_steps
+        self.progress = Progress(speed_estimate_period=3600.0, get_time=time.monotonic)
+        self.progress.add_task("", total=total_steps)
+        self.task = self.progress.tasks[0]  # for rich's estimate of the time left
         self.samples: list[dict[str, Any]] = []
 
-    def _task(self, done: int) -> Task:
-        """A task of rich's, for its estimate of the time left; it is not drawn by rich."""
-        self.progress = Progress(speed_estimate_period=3600.0, get_time=time.monotonic)
-        self.progress.add_task("", total=self.total_steps, completed=done)
-        return self.progress.tasks[0]
-
     def on_train_begin(self, trainer: Run) -> None:
-        self.task = self._task(trainer.state.step)
+        self.progress.reset(self.task.id, completed=trainer.state.step)
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self.progress.update(self.task.id, completed=step)
@@ -103,7 +95,6 @@ class Display(Callback):
 
     @property
     def step(self) -> str:
-        """`step  7/140`, of constant width; `step 7` where the end is not known."""
         done, total = int(self.task.completed), self.total_steps
         return f"step {done}" if total is None else f"step {done:>{len(str(total))}}/{total}"
 
@@ -114,9 +105,7 @@ class Display(Callback):
 
 
 class PlainDisplay(Display):
-    """Print one line a step, but at most one a second; in a run of thousands of steps every k-th
-    step, and at least one line in half a minute.
-    """
+    """Print one line a step, at most one a second and fewer in a run of thousands of steps."""
 
     printed = -math.inf
 
@@ -158,23 +147,19 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """Draw a panel four times a second, on rich's own thread.
-
-    That thread reads what the loop writes: what it reads is replaced, not changed.
-    """
+    """Draw a panel on rich's own thread, for which values are replaced, not changed."""
 
     title = "nemorl"
     live: Live | None = None
     checkpoint: int | None = None
 
-    def __init__(self, total_steps: int | None = None, console: Console | None = None) -> None:
+    def __init__(self, total_steps: int | None, console: Console) -> None:
         super().__init__(total_steps, console)
         self.courses: dict[str, deque[float]] = {name: deque(maxlen=4096) for name in LABELS}
         self.latest: dict[str, float] = {}
         self.validations: list[tuple[int, dict[str, float]]] = []  # the first and the last one
 
     def on_train_begin(self, trainer: Run) -> None:
-        self.close()
         super().on_train_begin(trainer)
         self.title = trainer.directory.resolve().name if trainer.directory else "nemorl"
         self.live = Live(console=self.console, get_renderable=self.render, refresh_per_second=4)
@@ -203,7 +188,6 @@ class LiveDisplay(Display):
             self.live = None
 
     def render(self) -> Panel:
-        """Return the panel as it is now."""
         width = self.console.width - 6
         parts: list[Any] = [self._progress(), Text(), self._metrics(width)]
         if self.validations:

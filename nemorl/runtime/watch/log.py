@@ -2,22 +2,21 @@
 line: time, level, run_id, step, rank, logger, event, message. Steps are in metrics.jsonl.
 """
 
-import json
 import logging
 import os
 import sys
 import time
-import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from nemorl.runtime.config.tree import flat, to_dict
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import RunDirectory, to_json
+from nemorl.runtime.run.directory import RunDirectory, append_lines
 from nemorl.runtime.run.record import RunRecord, Status, begin_record, read_record, write_record
 from nemorl.runtime.run.state import Run
 
@@ -26,18 +25,25 @@ LIBRARIES = ("transformers", "datasets")
 """Loggers that do not propagate."""
 
 
-class JsonFormatter(logging.Formatter):
-    """Write a log record as a line of JSON."""
+class LogFile(logging.Handler):
+    """Append what is logged to a file: everything of nemorl's own, the warnings of others.
 
-    def __init__(self, fields: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.fields = fields
-        """What every line has: run_id, step and rank."""
+    A line that can't be written (a full disk) is dropped: a log is no reason to end a run.
+    """
 
-    def format(self, record: logging.LogRecord) -> str:
-        moment = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+        super().__init__(logging.INFO)
+        self.path, self.fields = path, fields
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING or record.name.partition(".")[0] == "nemorl":
+            with suppress(Exception):
+                append_lines(self.path, [self.line(record)])
+
+    def line(self, record: logging.LogRecord) -> dict[str, Any]:
+        moment = datetime.fromtimestamp(record.created, UTC)
         line = {
-            "time": f"{moment}.{int(record.msecs):03}Z",
+            "time": moment.isoformat(timespec="milliseconds"),
             "level": record.levelname,
             **self.fields,
             "logger": record.name,
@@ -46,24 +52,8 @@ class JsonFormatter(logging.Formatter):
             **getattr(record, "details", {}),
         }
         if record.exc_info:
-            line["traceback"] = "".join(traceback.format_exception(*record.exc_info))
-        return json.dumps(to_json(line), ensure_ascii=False)
-
-
-class LogFile(logging.Handler):
-    """Append what is logged to a file: everything of nemorl's own, the warnings of others.
-
-    A line that can't be written (a full disk) is dropped: a log is no reason to end a run.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(logging.INFO)
-        self.path = path
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno >= logging.WARNING or record.name.partition(".")[0] == "nemorl":
-            with suppress(Exception), self.path.open("a", encoding="utf-8") as file:
-                file.write(self.format(record) + "\n")
+            line["traceback"] = logging.Formatter().formatException(record.exc_info)
+        return line
 
 
 class RunLog(Callback):
@@ -75,12 +65,7 @@ class RunLog(Callback):
     def __init__(self, directory: RunDirectory, record: RunRecord, fields: dict[str, Any]) -> None:
         self.directory, self.record, self.fields = directory, record, fields
         self.total_steps: int | None = None
-        self.began = False
-        """Whether the loop was reached."""
-
-    @property
-    def run_id(self) -> str:
-        return self.record.run_id
+        self.began = False  # whether the loop was reached
 
     def on_train_begin(self, trainer: Run) -> None:
         self.began = True
@@ -127,20 +112,14 @@ def changed_settings(config: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def recorded(
-    directory: RunDirectory, *, algorithm: str, rank: int | None = None
-) -> Iterator[RunLog]:
+def recorded(directory: RunDirectory, *, algorithm: str) -> Iterator[RunLog]:
     """Keep run.json and log.jsonl while the block runs: its begin, all that is logged and warned
     of, and how it ends. Warnings and messages also go where they went before.
-
-    rank: of the process, RANK unless given.
     """
     before = read_record(directory) if directory.holds_results() else None
-    record = begin_record(directory, algorithm=algorithm)
-    rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-    fields = {"run_id": record.run_id, "step": 0, "rank": rank}
-    handler, log = LogFile(directory.log), RunLog(directory, record, fields)
-    handler.setFormatter(JsonFormatter(fields))
+    record = begin_record(directory, algorithm=algorithm, previous=before)
+    fields = {"run_id": record.run_id, "step": 0, "rank": int(os.environ.get("RANK", 0))}
+    handler, log = LogFile(directory.log, fields), RunLog(directory, record, fields)
     status: Status = "finished"
     error: str | None = None
     with _listening(handler):
@@ -169,9 +148,8 @@ def recorded(
 
 @contextmanager
 def _listening(handler: logging.Handler) -> Iterator[None]:
-    """Let a handler hear what is logged or warned of, beside those who hear it already.
-
-    `logging.captureWarnings` would take the warnings from them: from `warnings.catch_warnings`.
+    """Let a handler hear what is logged or warned of; those who hear it already still do, unlike
+    with `logging.captureWarnings`.
     """
     root, show, level = logging.getLogger(), warnings.showwarning, LOGGER.level
     handlers = [handler]

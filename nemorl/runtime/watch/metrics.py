@@ -1,4 +1,4 @@
-"""What a run measures: what its numbers are called, how they are written, and their courses."""
+"""What a run's numbers are called, how they are written, and their courses."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -17,9 +17,9 @@ class Metric(NamedTuple):
     meaning: str = ""
     """What it is measured in."""
     label: str = ""
-    """Its name in the live table; without one it is not there."""
+    """Its name in the live table, if it is there."""
     plot: str = ""
-    """Its file in plots/, without .png."""
+    """Its file in plots/."""
 
 
 SECTIONS = {
@@ -106,27 +106,23 @@ SECTIONS = {
         "gpu_percent": Metric("GPU", "percent"),
     },
 }
-"""The metrics by section, in the order in which they are shown; a name that ends in / or _ is a
-prefix.
-"""
+"""The metrics by section, in the order shown; a name that ends in / or _ is a prefix."""
 METRICS = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
 LABELS = {name: metric.label for name, metric in METRICS.items() if metric.label}
 
 
 def placed(name: str) -> tuple[str, int, Metric]:
-    """Return the section of a metric, its place in the table, and how it is shown.
+    """Return a metric's section, its place in the table, and how it is shown.
 
     >>> placed("seconds_sync")[2].title, placed("reward/brief")[2].title, placed("my_own")[0]
     ('Time to sync weights', 'brief', 'Other')
     """
-    keys = [key for key in METRICS if name == key or (key[-1] in "/_" and name.startswith(key))]
-    if not keys:
-        return "Other", len(METRICS), Metric(name.replace("_", " "))
-    key = name if name in keys else keys[0]
-    section = next(section for section, members in SECTIONS.items() if key in members)
-    title = METRICS[key].title or name.removeprefix(key if key[-1] == "/" else "")
-    metric = METRICS[key]._replace(title=title.replace("_", " "))
-    return section, list(METRICS).index(key), metric
+    prefixes = [key for key in METRICS if key[-1] in "/_" and name.startswith(key)]
+    key = name if name in METRICS else (*prefixes, "")[0]
+    metric = METRICS.get(key, Metric(""))
+    section = next((section for section in SECTIONS if key in SECTIONS[section]), "Other")
+    title = metric.title or name.removeprefix(key if key.endswith("/") else "").replace("_", " ")
+    return section, [*METRICS, key].index(key), metric._replace(title=title)
 
 
 def number(value: float) -> str:
@@ -168,23 +164,23 @@ def is_number(value: Any) -> bool:
 
 
 def series_of(records: Iterable[Mapping[str, Any]], metric: str, phase: str) -> Series:
-    """Return the finite values of a metric in the lines of metrics.jsonl.
+    """Return a metric's finite values in the lines of metrics.jsonl.
 
     >>> series_of([{"step": 1, "phase": "train", "loss": 2.0}, {"step": 2}], "loss", "train")
     ([1], [2.0])
     """
-    points = [
-        (record["step"], record[metric])
+    found = [
+        record
         for record in records
         if record.get("phase") == phase
         and isinstance(record.get("step"), int)
         and is_number(record.get(metric))
     ]
-    return [step for step, _ in points], [value for _, value in points]
+    return [record["step"] for record in found], [record[metric] for record in found]
 
 
 def smooth(values: list[float], *, width: float) -> list[float]:
-    """Average each value with its neighbors, with Gaussian weights of standard deviation `width`.
+    """Average neighbors with Gaussian weights of standard deviation `width`.
 
     >>> [round(value, 2) for value in smooth([0.0, 0.0, 4.0, 0.0, 0.0], width=0.5)]
     [0.0, 0.43, 3.15, 0.43, 0.0]

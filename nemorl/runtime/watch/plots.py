@@ -21,9 +21,9 @@ TRAIN, VALIDATION, GRID, TEXT, PAPER = "#2563eb", "#ea580c", "#e5e7eb", "#374151
 COLORS = {TRAIN: "train", VALIDATION: "val", GRID: "line", TEXT: "dim", PAPER: "card"}
 """Color → the variable of report.css that has its place on the page."""
 BOX = (0.12, 0.11, 0.975, 0.96)
-"""Left, bottom, right and top of the axes on the report's pictures; report.js knows them, too."""
+"""Left, bottom, right and top of the axes in the report; report.js knows them, too."""
 UNUSED = r"<metadata>.*?</metadata>|<style .*?</style>| id=\"[\w.]+_\d+\"| font-family: [^;]*;"
-"""What a picture on a page has no use for, or what would hold for the whole page."""
+"""What a picture on a page does not need, or what would hold for the whole page."""
 STYLE: Any = {
     "font.family": "sans-serif",
     "font.size": 10,
@@ -37,7 +37,7 @@ STYLE: Any = {
 
 
 class PlotCallback(Callback):
-    """Draw plots/*.png at the end of the run; what can't be drawn is a warning."""
+    """Draw plots/*.png at the end of the run; a failure is a warning."""
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -50,64 +50,46 @@ class PlotCallback(Callback):
             warnings.warn(message, stacklevel=2)
 
 
-def draw(directory: RunDirectory | Path | str) -> list[Path]:
-    """Draw plots/NAME.png for each metric of the run that has a picture, and plots/overview.png
-    with all of them.
-
-    Training is a smoothed line over the faint values of single steps, validation is markers.
-
-    Returns: the files; [] where the run has no such metric yet.
-    Raises: ValueError where there is no run.
-    """
-    directory = directory if isinstance(directory, RunDirectory) else RunDirectory.open(directory)
-    records = directory.read_metrics()
-    present = {}
-    for name in (name for name, metric in METRICS.items() if metric.plot):
+def draw(directory: RunDirectory) -> list[Path]:
+    """Draw plots/NAME.png for each metric that has a picture, and plots/overview.png with all."""
+    records, present = directory.read_metrics(), {}
+    for name, metric in METRICS.items():
         pair = series_of(records, name, "train"), series_of(records, name, "validation")
-        if pair[0][0] or pair[1][0]:
+        if metric.plot and (pair[0][0] or pair[1][0]):
             present[name] = pair
     if not present:
         return []
     directory.plots.mkdir(exist_ok=True)
-    columns = 2 if len(present) == 4 else min(len(present), 3)
-    panels = {METRICS[name].plot: {name: pair} for name, pair in present.items()}
-    return [
-        *(_save(panel, directory, f"{file}.png", columns=1) for file, panel in panels.items()),
-        _save(present, directory, "overview.png", columns=columns),
-    ]
+    alone = [_save({name: pair}, directory, METRICS[name].plot) for name, pair in present.items()]
+    return [*alone, _save(present, directory, "overview")]
 
 
-def _save(
-    panels: dict[str, tuple[Series, Series]], directory: RunDirectory, file: str, *, columns: int
-) -> Path:
-    """Save one figure with a grid of panels."""
+def _save(panels: dict[str, tuple[Series, Series]], directory: RunDirectory, file: str) -> Path:
     both = [name for name, (train, validation) in panels.items() if train[0] and validation[0]]
     explained = [*both, *panels][0]  # one legend is enough
-    rows = math.ceil(len(panels) / columns)
-    size = (7.0, 4.2) if len(panels) == 1 else (4.6 * columns, 3.2 * rows + 0.5)
+    columns = 2 if len(panels) == 4 else min(len(panels), 3)
+    rows, alone = math.ceil(len(panels) / columns), len(panels) == 1
+    size = (7.0, 4.2) if alone else (4.6 * columns, 3.2 * rows + 0.5)
     with rc_context(STYLE):
-        # No pyplot: no window is opened, and the settings of the caller's own stay as they are.
+        # No pyplot: no window is opened, and the caller's own settings stay as they are.
         figure = Figure(figsize=size, dpi=150, layout="constrained")
-        if len(panels) > 1:
+        if not alone:
             figure.suptitle(directory.name, fontsize=13, fontweight="bold")
         for index, (name, (train, validation)) in enumerate(panels.items(), start=1):
             axes = figure.add_subplot(rows, columns, index)
             panel(axes, name, train, validation)
             if name == explained:
                 axes.legend(frameon=False, fontsize=8, loc="best")
-            title = METRICS[name].title + (f" · {directory.name}" if len(panels) == 1 else "")
+            title = METRICS[name].title + (f" · {directory.name}" if alone else "")
             axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
             axes.set_xlabel("step")
             axes.set_ylabel(METRICS[name].meaning.partition(";")[0].partition(",")[0])
-        figure.savefig(directory.plots / file)
-    return directory.plots / file
+        figure.savefig(directory.plots / f"{file}.png")
+    return directory.plots / f"{file}.png"
 
 
 def svg(name: str, train: Series, validation: Series) -> tuple[str, tuple[float, float]]:
-    """Draw one metric for the report, in the colors of its style sheet.
-
-    Returns: the picture, and the steps at its left and its right edge.
-    """
+    """Return a picture of one metric for the report, and the steps at its left and right edge."""
     with rc_context(STYLE):
         figure, file = Figure(figsize=(4.2, 2.0)), io.StringIO()
         axes = figure.add_axes((BOX[0], BOX[1], BOX[2] - BOX[0], BOX[3] - BOX[1]))
@@ -124,7 +106,7 @@ def svg(name: str, train: Series, validation: Series) -> tuple[str, tuple[float,
 
 
 def panel(axes: Axes, name: str, train: Series, validation: Series) -> None:
-    """Draw the course of a metric in training and validation."""
+    """Draw a metric's course: a smoothed line over faint values, and markers for validations."""
     steps, values = train
     if len(steps) >= 20:
         axes.plot(steps, values, color=TRAIN, linewidth=1, alpha=0.25)

@@ -1,4 +1,4 @@
-"""What a run uses of its computer, measured after every step: some 50 microseconds a reading."""
+"""What a run uses of its computer, measured after every step."""
 
 import psutil
 import torch
@@ -7,18 +7,17 @@ from nemorl.parallel.measure import GIGABYTE, gpu_peaks
 
 
 class ResourceMeter:
-    """Use of processor and memory by this process and, where the model is on a GPU, of that.
+    """Reads, since the last reading or now:
 
-    cpu_percent: mean since the last reading; 100 is one core · memory_gb: resident memory, in 10^9
-    bytes · gpu_memory_gb: the most that PyTorch's tensors took since the last reading ·
-    gpu_percent: utilisation now, where NVIDIA's library can be asked (nvidia-ml-py).
+    cpu_percent: of this process; 100 is one core · memory_gb: resident, in 10^9 bytes ·
+    gpu_memory_gb: the most that PyTorch's tensors took · gpu_percent: where NVIDIA's library
+    (nvidia-ml-py) can be asked.
     """
 
     def __init__(self) -> None:
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first reading is what later ones count from
-        self.gpu = torch.cuda.is_available()
-        self.can_ask = self.gpu
+        self.gpu = self.can_ask = torch.cuda.is_available()
 
     def read(self) -> dict[str, float]:
         found = {
@@ -27,13 +26,9 @@ class ResourceMeter:
         }
         if self.gpu:
             found["gpu_memory_gb"] = gpu_peaks.take() / GIGABYTE
-            found |= self._utilisation()
-        return found
-
-    def _utilisation(self) -> dict[str, float]:
         if self.can_ask:
             try:
-                return {"gpu_percent": float(torch.cuda.utilization())}
+                found["gpu_percent"] = float(torch.cuda.utilization())
             except (ImportError, RuntimeError):  # the library is missing, or refuses
                 self.can_ask = False
-        return {}
+        return found

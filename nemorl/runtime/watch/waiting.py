@@ -1,4 +1,4 @@
-"""What standard error and the log say while engines and ranks start, which takes up to minutes."""
+"""What standard error and the log say while engines and ranks start."""
 
 import time
 from collections.abc import Iterator
@@ -31,15 +31,15 @@ def waiting_for_engines(
     """Return `waiting` for the set-up of a generation backend; the embedded one needs none."""
     if config.backend == "torch":
         return nullcontext()
-    what = f"{config.num_replicas} x {config.backend} through Ray"
     logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
-    return waiting(f"starting {what}{logs}", quiet=quiet)
+    what = f"starting {config.num_replicas} x {config.backend} through Ray{logs}"
+    return waiting(what, quiet=quiet)
 
 
 def waiting_for_ranks(
     plan: ParallelPlan, who: str, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
-    """Return `waiting` for the set-up of a trainer on ranks, which says how the model is spread."""
+    """Return `waiting` for the set-up of a trainer on ranks."""
     degrees = {name: getattr(plan, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
     spread = [f"{name} {degree}" for name, degree in degrees.items() if degree and degree > 1]
     devices = f"{plan.num_ranks} device{'s' * (plan.num_ranks > 1)}"

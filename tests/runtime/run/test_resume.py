@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,25 +44,18 @@ ALGORITHMS = {
 }
 
 FRESH = {"grpo with minibatches, a reference and dynamic sampling"}
-"""Whose processes have each a seed of hashing of their own, on which nothing may depend."""
+"""Whose last process has a seed of hashing of its own, on which nothing may depend."""
 
 
-def in_a_process(python: Path | str, **settings) -> int:
-    """The exit code; negative: the signal that ended it."""
+def in_a_process(python: Path | str, *, killed: bool = False, **settings) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
-    done = subprocess.run(
-        [python, "-m", "tests.runtime.runs", json.dumps(settings)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    return done.returncode
+    command = [python, "-m", "tests.runtime.runs", json.dumps({"steps": STEPS, **settings})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == (-signal.SIGKILL if killed else 0), done.stderr
 
 
 def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor], list[str]]:
@@ -80,13 +74,8 @@ def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor], list[str
 
 
 def assert_equal_outcomes(a: Path, b: Path) -> None:
-    (metrics, tensors, samples), (other_metrics, other_tensors, other_samples) = (
-        outcome(a),
-        outcome(b),
-    )
-    assert metrics == other_metrics
-    assert samples == other_samples
-    assert tensors.keys() == other_tensors.keys()
+    (metrics, tensors, samples), (others, other_tensors, other_samples) = outcome(a), outcome(b)
+    assert (metrics, samples, tensors.keys()) == (others, other_samples, other_tensors.keys())
     for name in tensors:
         assert torch.equal(tensors[name], other_tensors[name]), name
 
@@ -98,56 +87,26 @@ def test_killed_between_two_steps_and_in_a_checkpoint(name: str, forked: Path, t
     The first kill loses step 3; the second leaves half of step 4's checkpoint, so step 2's is used
     again.
     """
-    settings, python = ALGORITHMS[name], sys.executable if name in FRESH else forked / "python"
-    assert (
-        in_a_process(
-            python, **settings, folder=str(tmp_path / "straight"), steps=STEPS, resume=False
-        )
-        == 0
-    )
-    killed = {"folder": str(tmp_path / "killed"), "steps": STEPS}
-    assert (
-        in_a_process(python, **settings, **killed, resume=False, kill="between", at=3)
-        == -signal.SIGKILL
-    )
-    assert [path.name for path in (tmp_path / "killed" / "checkpoints").glob("step_*")] == [
-        "step_2"
-    ]
-    assert (
-        in_a_process(python, **settings, **killed, resume=True, kill="checkpoint", at=4)
-        == -signal.SIGKILL
-    )
-    assert not (tmp_path / "killed" / "checkpoints" / "step_4").exists()
-    assert in_a_process(python, **settings, **killed, resume=True) == 0
-    assert_equal_outcomes(tmp_path / "straight", tmp_path / "killed")
+    python = forked / "python"
+    straight, folder = tmp_path / "straight", tmp_path / "killed"
+    in_a_process(python, **ALGORITHMS[name], folder=str(straight), resume=False)
+    settings = {**ALGORITHMS[name], "folder": str(folder)}
+    in_a_process(python, **settings, killed=True, resume=False, kill="between", at=3)
+    assert [path.name for path in folder.glob("checkpoints/step_*")] == ["step_2"]
+    in_a_process(python, **settings, killed=True, resume=True, kill="checkpoint", at=4)
+    assert not (folder / "checkpoints" / "step_4").exists()
+    in_a_process(sys.executable if name in FRESH else python, **settings, resume=True)
+    assert_equal_outcomes(straight, folder)
 
 
 def test_the_comparison_can_fail(forked: Path, tmp_path: Path):
     """One flipped bit in one weight is noticed."""
-    assert (
-        in_a_process(
-            forked / "python",
-            algorithm="sft",
-            folder=str(tmp_path / "a"),
-            steps=STEPS,
-            resume=False,
-        )
-        == 0
-    )
-    assert (
-        in_a_process(
-            forked / "python",
-            algorithm="sft",
-            folder=str(tmp_path / "b"),
-            steps=STEPS,
-            resume=False,
-        )
-        == 0
-    )
-    state = tmp_path / "b" / "checkpoints" / f"step_{STEPS}" / "trainer" / "model.safetensors"
+    in_a_process(forked / "python", algorithm="sft", folder=str(tmp_path / "a"), resume=False)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert_equal_outcomes(tmp_path / "a", tmp_path / "b")
-    raw = bytearray(state.read_bytes())
+    file = tmp_path / "b" / "checkpoints" / f"step_{STEPS}" / "trainer" / "model.safetensors"
+    raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
-    state.write_bytes(raw)
+    file.write_bytes(raw)
     with pytest.raises(AssertionError):
         assert_equal_outcomes(tmp_path / "a", tmp_path / "b")

@@ -31,14 +31,10 @@ def directory(tmp_path) -> RunDirectory:
 
 def test_config_comes_with_its_environment(directory):
     config = yaml.safe_load(directory.config.read_text())
+    environment = config["environment"]
     assert config["max_num_steps"] == 7
-    assert (
-        config["environment"]["torch"] == torch.__version__.split("+")[0]
-        or config["environment"]["torch"] == torch.__version__
-    )
-    assert {"python", "system", "nemorl", "transformers", "cpus", "memory"} <= set(
-        config["environment"]
-    )
+    assert environment["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert environment.keys() >= {"python", "system", "nemorl", "transformers", "cpus", "memory"}
 
 
 def test_commit_is_named_and_changes_are_marked(tmp_path, monkeypatch):
@@ -46,12 +42,8 @@ def test_commit_is_named_and_changes_are_marked(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert git_commit() is None
     (tmp_path / "file").write_text("one")
-    for command in (
-        ["init", "-q"],
-        ["add", "file"],
-        ["-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "first"],
-    ):
-        subprocess.run(["git", *command], check=True)
+    for command in ("init -q", "add file", "-c user.name=a -c user.email=a@b.c commit -qm first"):
+        subprocess.run(["git", *command.split()], check=True)
     commit = git_commit()
     assert commit is not None and len(commit) == 40
     (tmp_path / "file").write_text("two")
@@ -59,32 +51,18 @@ def test_commit_is_named_and_changes_are_marked(tmp_path, monkeypatch):
 
 
 def test_a_run_is_not_overwritten(directory):
-    RunDirectory.create(
-        directory.path, "max_num_steps: 8\n"
-    )  # a run that failed before it had any result may be started again
+    def steps() -> int:
+        return yaml.safe_load(directory.config.read_text())["max_num_steps"]
+
+    # A run that failed before it had any result may be started again.
+    RunDirectory.create(directory.path, "max_num_steps: 8\n")
     directory.append_metrics(1, {"loss": 1.0})
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"already holds one: go on with it \(--run.resume\) or name another folder"
-            r" \(--run.dir\)"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"already holds one: go on with it \(--run.resume\) or"):
         RunDirectory.create(directory.path, "")
-    assert yaml.safe_load(directory.config.read_text())["max_num_steps"] == 8
     resumed = RunDirectory.create(directory.path, "max_num_steps: 9\n", resume=True)
-    assert (
-        yaml.safe_load(directory.config.read_text())["max_num_steps"] == 8
-    )  # until it is clear that the run can go on
+    assert steps() == 8, "until it is clear that the run can go on"
     resumed.write_config("max_num_steps: 9\n")
-    assert yaml.safe_load(directory.config.read_text())["max_num_steps"] == 9
-    assert len(directory.read_metrics()) == 1
-
-
-def test_folder_that_can_not_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"run.dir must be a folder that can be written to"):
-        RunDirectory.create(tmp_path / "file" / "run", "")
+    assert steps() == 9 and len(directory.read_metrics()) == 1
 
 
 def test_open_wants_a_run(tmp_path, directory):
@@ -96,19 +74,10 @@ def test_open_wants_a_run(tmp_path, directory):
 def test_metrics_are_lines_of_strict_json(directory):
     directory.append_metrics(1, {"loss": math.nan, "reward": 0.5, "steps": 3, "kl": math.inf})
     directory.append_metrics(1, {"accuracy": 0.25}, phase="validation")
-    train, validation = [
-        json.loads(line, parse_constant=pytest.fail)
-        for line in directory.metrics.read_text().splitlines()
-    ]
-    assert train == {
-        "step": 1,
-        "time": train["time"],
-        "phase": "train",
-        "loss": None,
-        "reward": 0.5,
-        "steps": 3,
-        "kl": None,
-    }
+    lines = directory.metrics.read_text().splitlines()
+    train, validation = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    measured = {"loss": None, "reward": 0.5, "steps": 3, "kl": None}
+    assert train == {"step": 1, "time": train["time"], "phase": "train", **measured}
     assert validation["phase"] == "validation" and validation["accuracy"] == 0.25
 
 
@@ -118,15 +87,10 @@ def test_truncate_keeps_exactly_what_was_before(steps, step, torn):
         directory = RunDirectory(Path(folder))
         for number in steps:
             directory.append_metrics(number, {"loss": number / 7})
-        kept = "".join(
-            line
-            for line in (directory.metrics.read_text().splitlines(keepends=True) if steps else [])
-            if json.loads(line)["step"] <= step
-        )
-        with directory.metrics.open("a") as file:
-            file.write(
-                '{"step": ' + torn.replace("\n", " ").replace("\r", " ")
-            )  # killed while it wrote
+        lines = directory.metrics.read_text().splitlines(keepends=True) if steps else []
+        kept = "".join(line for line in lines if json.loads(line)["step"] <= step)
+        with directory.metrics.open("a") as file:  # killed while it wrote
+            file.write('{"step": ' + torn.replace("\n", " ").replace("\r", " "))
         directory.truncate(step)
         assert directory.metrics.read_text() == kept, "bit for bit"
 
@@ -141,26 +105,18 @@ def test_a_damaged_line_is_left_out_with_a_warning(directory):
 
 
 def test_samples_take_tensors_and_go_with_the_steps_after(directory):
+    sample = {
+        "tokens": torch.tensor([1, 2]),
+        "logprobs": np.array([-0.5]),
+        "advantages": (math.nan,),
+    }
     for step in (1, 2, 10):
-        directory.append_samples(
-            step,
-            [
-                {
-                    "prompt": "1+1=",
-                    "tokens": torch.tensor([1, 2]),
-                    "logprobs": np.array([-0.5]),
-                    "advantages": (1.0, math.nan),
-                }
-            ],
-        )
-    assert read_lines(directory.samples / "step_2.jsonl") == [
-        {"prompt": "1+1=", "tokens": [1, 2], "logprobs": [-0.5], "advantages": [1.0, None]}
-    ]
+        directory.append_samples(step, [sample])
+    written = {"tokens": [1, 2], "logprobs": [-0.5], "advantages": [None]}
+    assert read_lines(directory.samples / "step_2.jsonl") == [written]
     directory.truncate(2)
-    assert sorted(path.name for path in directory.samples.iterdir()) == [
-        "step_1.jsonl",
-        "step_2.jsonl",
-    ]
+    left = sorted(path.name for path in directory.samples.iterdir())
+    assert left == ["step_1.jsonl", "step_2.jsonl"]
     directory.truncate(-1)
     assert list(directory.samples.iterdir()) == []
 
@@ -206,12 +162,3 @@ def test_a_parent_that_is_no_folder(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(ValueError, match=r"run\.dir must be a folder that can be written to"):
         free_directory("sft", tmp_path / "runs")
-
-
-def test_data_can_be_read_back(directory):
-    assert directory.read_data() == {}
-    directory.write_data({"train": {"count": 3}})
-    assert directory.read_data() == {"train": {"count": 3}}
-    for damaged in ("", "[]", '{"train": 3}'):
-        directory.data.write_text(damaged)
-        assert directory.read_data() == {}

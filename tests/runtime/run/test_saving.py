@@ -4,6 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from nemorl.runtime.config.metric_rules import Condition, MetricWatch, Ranking
@@ -12,6 +13,7 @@ from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
+from nemorl.runtime.run.state import Run
 from tests.runtime.tiny import TinyTrainer, recorder, tiny_run
 
 
@@ -106,10 +108,8 @@ def test_of_equals_the_later_one_is_better():
 
 
 def test_what_was_not_measured_or_is_no_number_is_never_best(directory):
-    walk(
-        [CheckpointCallback(directory, period=1, keep=2, ranking=Ranking(metric="reward"))],
-        {1: 0.5, 2: float("nan"), 3: float("inf"), 4: 0.1},
-    )
+    values = {1: 0.5, 2: float("nan"), 3: float("inf"), 4: 0.1}
+    walk([by_reward(directory, 2)], values)
     assert steps_of(directory) == [1, 4]
 
 
@@ -136,39 +136,26 @@ class Watcher(Callback):
         self.log.append(step)
 
 
+def by_reward(directory: RunDirectory, keep: int) -> CheckpointCallback:
+    return CheckpointCallback(directory, period=1, keep=keep, ranking=Ranking(metric="reward"))
+
+
 def test_the_ranking_goes_on_after_a_resume(directory):
-    walk(
-        [CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))],
-        {1: 0.3, 2: 0.9, 3: 0.5},
-    )
-    walk(
-        [CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))],
-        {4: 0.6, 5: 0.7},
-        first=3,
-    )
+    walk([by_reward(directory, 1)], {1: 0.3, 2: 0.9, 3: 0.5})
+    walk([by_reward(directory, 1)], {4: 0.6, 5: 0.7}, first=3)
     assert steps_of(directory) == [2, 5]
     assert checkpoint.best(directory.path).name == "step_2"
 
 
 def test_a_best_checkpoint_of_an_abandoned_continuation_is_forgotten(directory):
-    walk(
-        [CheckpointCallback(directory, period=1, keep=9, ranking=Ranking(metric="reward"))],
-        {1: 0.3, 2: 0.4, 3: 0.9},
-    )
-    walk(
-        [CheckpointCallback(directory, period=1, keep=9, ranking=Ranking(metric="reward"))],
-        {2: 0.2},
-        first=1,
-    )
+    walk([by_reward(directory, 9)], {1: 0.3, 2: 0.4, 3: 0.9})
+    walk([by_reward(directory, 9)], {2: 0.2}, first=1)
     assert steps_of(directory) == [1, 2]
     assert checkpoint.best(directory.path).name == "step_1"
 
 
 def test_without_a_ranking_nothing_is_called_best(directory):
-    walk(
-        [CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))],
-        {1: 0.3, 2: 0.1},
-    )
+    walk([by_reward(directory, 1)], {1: 0.3, 2: 0.1})
     walk([CheckpointCallback(directory, period=1, keep=1)], {3: 0.1}, first=2)
     assert steps_of(directory) == [3]
     assert not (directory.checkpoints / "best").exists()
@@ -196,11 +183,9 @@ def test_checkpoints_know_what_was_measured(directory):
         ("val_accuracy > .7", 5),
     ],
 )
-def test_a_run_ends_when_its_condition_holds(text, last):
-    assert (
-        walk([EarlyStop(Condition.parse(text))], RISES_AND_FALLS, validation={2: 0.6, 4: 0.7})
-        == last
-    )
+def test_a_run_ends_when_its_condition_holds(directory, text, last):
+    stop = EarlyStop(Condition.parse(text), directory)
+    assert walk([stop], RISES_AND_FALLS, validation={2: 0.6, 4: 0.7}) == last
 
 
 def test_a_run_that_ended_early_is_saved_and_stays_ended(directory):
@@ -218,36 +203,20 @@ def test_a_run_that_ended_early_is_saved_and_stays_ended(directory):
 
 
 @pytest.mark.parametrize("quiet", [True, False])
-def test_why_a_run_ended_is_said(capsys, caplog, quiet):
+def test_why_a_run_ended_is_said(directory, capsys, caplog, quiet):
+    stop = EarlyStop(Condition.parse("reward >= 0.9"), directory, quiet=quiet)
     with caplog.at_level("INFO"):
-        walk([EarlyStop(Condition.parse("reward >= 0.9"), quiet=quiet)], RISES_AND_FALLS)
+        walk([stop], RISES_AND_FALLS)
     reason = "the run ends after step 2: reward is 0.9, and run.stop_when is 'reward >= 0.9'"
     assert [record.message for record in caplog.records] == [reason]
     assert capsys.readouterr().out == ("" if quiet else reason + "\n")
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "accuracy",
-        "accuracy >=",
-        ">= 3",
-        "accuracy = 1",
-        "accuracy == 1",
-        "a b >= 1",
-        "accuracy >= high",
-        "a >= nan",
-    ],
+    "text", ["", "accuracy", "accuracy >=", ">= 3", "a == 1", "a b >= 1", "a >= high", "a >= nan"]
 )
 def test_what_is_no_condition_is_refused(text):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"run\.stop_when must be a metric, one of >= <= > <, and a number, but it is .*write it"
-            r" like"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"run\.stop_when must be a metric, one of .*write it"):
         Condition.parse(text)
 
 
@@ -255,18 +224,12 @@ def test_an_unknown_metric_is_an_error_that_lists_those_there_are():
     watch = MetricWatch("run.stop_when", "acuracy")
     assert watch.look({"accuracy": 1.0}, validation=True) is None
     with pytest.raises(
-        ValueError,
-        match=(
-            r"run\.stop_when must name a metric.*'acuracy'; did you mean accuracy\? there are"
-            r" accuracy, loss"
-        ),
+        ValueError, match=r"run\.stop_when .*did you mean accuracy\? there are accuracy, loss"
     ):
         watch.look({"loss": 1.0, "accuracy": 0.5}, validation=False)
     of_validation = MetricWatch("run.metric", "val_los")
     assert of_validation.look({"loss": 1.0}, validation=False) is None
-    with pytest.raises(
-        ValueError, match=r"run\.metric .*did you mean val_loss\? there are val_loss"
-    ):
+    with pytest.raises(ValueError, match=r"run\.metric .*mean val_loss\? there are val_loss"):
         of_validation.look({"loss": 1.0}, validation=True)
 
 
@@ -283,35 +246,28 @@ def test_rules_about_a_validation_need_one():
 
 
 def fail_after(
-    directory: RunDirectory, run, step: int, *, saver: CheckpointCallback | None = None
-) -> tuple[CheckpointCallback, RuntimeError]:
+    directory: RunDirectory, step: int, **options
+) -> tuple[Run, CheckpointCallback, RuntimeError]:
     """The saver has seen `step`, and then there was an error."""
-    saver = saver or CheckpointCallback(directory, period=50)
+    saver, run = CheckpointCallback(directory, **options), tiny_run(step=step)
     notify([saver], "on_train_begin", tiny_run())
     notify([saver], "on_step_begin", tiny_run(step=step - 1), step)
     notify([saver], "on_step_end", run, step, {"reward": 0.5})
     notify([saver], "on_step_begin", run, step + 1)
-    return saver, RuntimeError("a mishap")
+    return run, saver, RuntimeError("a mishap")
 
 
 def test_an_error_in_a_step_saves_the_one_before(directory):
-    run = tiny_run(step=3, value=3.0)
-    saver, error = fail_after(directory, run, 3)
-    run.trainer.tensors["weight"] += 0.0
+    run, saver, error = fail_after(directory, 3)
     notify([saver], "on_exception", run, error)
     assert steps_of(directory) == [3]
     assert checkpoint.metrics_by_step(directory.path)[3] == {"reward": 0.5}
-    assert (
-        f"checkpoint of step 3: go on from there with --run.dir {directory.path} --run.resume"
-        in "".join(error.__notes__)
-    )
+    where = f"checkpoint of step 3: go on from there with --run.dir {directory.path} --run.resume"
+    assert where in error.__notes__[0]
 
 
 def test_the_random_generators_are_those_of_the_end_of_the_step(directory):
-    import torch
-
-    run = tiny_run(step=3)
-    saver, error = fail_after(directory, run, 3)
+    run, saver, error = fail_after(directory, 3)
     expected = torch.get_rng_state()
     torch.rand(5)  # what the failed step drew
     notify([saver], "on_exception", run, error)
@@ -320,8 +276,7 @@ def test_the_random_generators_are_those_of_the_end_of_the_step(directory):
 
 
 def test_half_an_update_is_not_saved(directory):
-    run = tiny_run(step=3)
-    saver, error = fail_after(directory, run, 3)
+    run, saver, error = fail_after(directory, 3)
     run.trainer.train_step()
     notify([saver], "on_exception", run, error)
     assert steps_of(directory) == []
@@ -333,7 +288,7 @@ def test_half_an_update_is_not_saved(directory):
 
 def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
     """A callback before it raised, or the validation."""
-    saver, error = fail_after(directory, tiny_run(step=3), 3)
+    _, saver, error = fail_after(directory, 3)
     run = tiny_run(step=4, value=4.0)
     run.trainer.train_step()
     notify([saver], "on_exception", run, error)
@@ -341,9 +296,7 @@ def test_a_whole_step_of_which_the_saver_was_not_told_is_saved(directory):
 
 
 def test_what_is_saved_is_not_saved_again(directory, monkeypatch):
-    saver, error = fail_after(
-        directory, run := tiny_run(step=3), 3, saver=CheckpointCallback(directory, period=3)
-    )
+    run, saver, error = fail_after(directory, 3, period=3)
     monkeypatch.setattr(checkpoint, "begin", None)
     notify([saver], "on_exception", run, error)
     assert "has a checkpoint of step 3" in error.__notes__[0]
@@ -358,32 +311,21 @@ def test_an_error_before_the_first_step_leaves_nothing(directory):
 
 
 def test_an_error_while_the_last_step_is_saved_hides_nothing(directory, monkeypatch):
-    saver, error = fail_after(directory, run := tiny_run(step=3), 3)
-    monkeypatch.setattr(
-        run.trainer, "save_checkpoint", lambda path: (_ for _ in ()).throw(OSError("no space"))
-    )
+    run, saver, error = fail_after(directory, 3)
+
+    def full(path):
+        raise OSError("no space")
+
+    monkeypatch.setattr(run.trainer, "save_checkpoint", full)
     notify([saver], "on_exception", run, error)
-    assert (
-        "step 3 could not be saved (the checkpoint" in error.__notes__[0]
-        and "no space" in error.__notes__[0]
-    )
+    note = error.__notes__[0]
+    assert "step 3 could not be saved (the checkpoint" in note and "no space" in note
 
 
 def test_a_checkpoint_that_failed_is_not_tried_again(directory):
-    saver, _ = fail_after(directory, run := tiny_run(step=3), 3)
+    run, saver, _ = fail_after(directory, 3)
     notify([saver], "on_exception", run, checkpoint.CheckpointError("disk full"))
     assert steps_of(directory) == []
-
-
-def test_leftovers_of_the_pointer_to_the_best_are_swept(directory):
-    walk(
-        [CheckpointCallback(directory, period=1, keep=1, ranking=Ranking(metric="reward"))],
-        RISES_AND_FALLS,
-    )
-    (directory.checkpoints / ".best.12345678").write_text("step")
-    checkpoint.sweep(directory.path)
-    assert not list(directory.checkpoints.glob(".best*"))
-    checkpoint.verify(checkpoint.best(directory.path))
 
 
 def test_a_callback_that_fails_after_the_last_step_was_saved_is_no_failure_to_save_it(directory):
@@ -391,12 +333,7 @@ def test_a_callback_that_fails_after_the_last_step_was_saved_is_no_failure_to_sa
         def on_checkpoint(self, trainer, step, path):
             raise OSError("no route")
 
-    saver, error = fail_after(
-        directory,
-        run := tiny_run(step=3),
-        3,
-        saver=CheckpointCallback(directory, observers=(Upload(),)),
-    )
+    run, saver, error = fail_after(directory, 3, observers=(Upload(),))
     notify([saver], "on_exception", run, error)
     assert error.__notes__[0].startswith(
         "step 3 was saved, but a callback's on_checkpoint failed (no route); "
@@ -420,21 +357,16 @@ def test_a_validation_after_the_checkpoint_of_its_step_is_added_to_it(
     0.7.
     """
     saver = CheckpointCallback(directory, period=4, keep=1, ranking=ranking)
+    step_4 = directory.checkpoints / "step_4"
     walk([saver], dict.fromkeys(range(1, 5), 0.3), validation={2: 0.5})
-    before = (directory.checkpoints / "step_4" / "trainer" / "model.safetensors").read_bytes()
+    before = (step_4 / "trainer" / "model.safetensors").read_bytes()
     notify([saver], "on_validation_end", tiny_run(step=4), 4, {"accuracy": 0.7})
-    checkpoint.verify(directory.checkpoints / "step_4")
-    assert checkpoint.metrics_by_step(directory.path)[4] == {
-        "reward": 0.3,
-        "loss": -0.3,
-        "val_accuracy": 0.7,
-    }
-    assert (
-        directory.checkpoints / "step_4" / "trainer" / "model.safetensors"
-    ).read_bytes() == before
-    assert checkpoint.best(directory.path) == (
-        directory.checkpoints / f"step_{best}" if best else None
-    )
+    checkpoint.verify(step_4)
+    measured = checkpoint.metrics_by_step(directory.path)[4]
+    assert measured == {"reward": 0.3, "loss": -0.3, "val_accuracy": 0.7}
+    assert (step_4 / "trainer" / "model.safetensors").read_bytes() == before
+    found = checkpoint.best(directory.path)
+    assert found == (directory.checkpoints / f"step_{best}" if best else None)
     assert steps_of(directory) == kept
     assert not list(directory.checkpoints.glob(".*"))
 

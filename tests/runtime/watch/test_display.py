@@ -99,13 +99,10 @@ def test_numbers_have_three_significant_digits(value):
 
 @given(st.integers(0, 10**6))
 def test_durations_can_be_read_back(seconds):
-    text = duration(seconds)
-    days, _, rest = text.rpartition("d ")
-    parts = [int(part) for part in rest.split(":")]
-    assert (
-        sum(part * 60**power for power, part in enumerate(reversed(parts))) + 86400 * int(days or 0)
-        == seconds
-    )
+    days, _, rest = duration(seconds).rpartition("d ")
+    parts = reversed([int(part) for part in rest.split(":")])
+    clock = sum(part * 60**power for power, part in enumerate(parts))
+    assert clock + 86400 * int(days or 0) == seconds
 
 
 @given(st.text(), st.integers(1, 40))
@@ -120,17 +117,13 @@ def test_sparklines_fit(values, width):
     assert len(sparkline(values, width)) <= width
 
 
-def test_plain_line_says_it_all(clock):
-    line = plain_run(clock, steps=140, seconds_per_step=2.0)[9]
+def test_plain_lines_say_it_all_and_are_aligned(clock):
+    lines = plain_run(clock, steps=140, seconds_per_step=2.0)
     assert (
-        re.sub(" +", " ", line)
+        re.sub(" +", " ", lines[9])
         == "step 10/140 reward 0.812 accuracy 0.750 loss -0.0123 KL 0.00400 entropy 1.20 length"
         " 4.50 gap 1.02 lr 3e-4 12.3k tok/s 0.431 MFU 4:20 left"
     )
-
-
-def test_plain_lines_are_aligned(clock):
-    lines = plain_run(clock, steps=140, seconds_per_step=2.0)
     assert {line.index("accuracy") for line in lines} == {lines[0].index("accuracy")}
 
 
@@ -167,9 +160,7 @@ def test_plain_validation_shows_samples_as_they_are(clock):
     assert lines[1] == "    12+34=  ->  46  (reward 1.00)"
     assert lines[2].startswith("    9+9=  ->  a long [red]answer[/] a long")
     assert lines[3] == "step 140/140  done in 0:00  accuracy 0.970"
-    assert (
-        len(lines) == 4 and file.getvalue().isascii() is False
-    )  # the ellipsis of a shortened answer
+    assert len(lines) == 4 and "…" in lines[2]
 
 
 def test_time_left_goes_by_the_pace(clock):
@@ -180,7 +171,7 @@ def test_time_left_goes_by_the_pace(clock):
         clock.now += 6
         shown.on_step_end(tiny_run(step=step), step, METRICS)
     assert shown.left == "0:18 left"
-    assert PlainDisplay(None).step == "step 0"
+    assert PlainDisplay(None, Console()).step == "step 0"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
@@ -193,8 +184,8 @@ def test_live_panel_fits_its_terminal(width):
     for name, label in LABELS.items():
         assert label in text or name not in METRICS
     assert "50/140" in text and "grad_norm" not in text
-    if width >= 80:
-        assert "0.420 → 0.934" in text and "12.3k" in text and "12+34=" in text and "[red]" in text
+    for shown in ("0.420 → 0.934", "12.3k", "12+34=", "[red]") if width >= 80 else ():
+        assert shown in text
 
 
 def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():
@@ -296,7 +287,7 @@ def in_a_terminal(ending: str) -> tuple[str, bool]:
 def test_terminal_is_as_it_was(ending):
     output, settings_kept = in_a_terminal(ending)
     assert settings_kept
-    assert "╭─" in output and "0.812" in output and "12.3k" in output, "a live panel was drawn"
+    assert "╭─" in output and "0.812" in output, "a live panel was drawn"
     assert re.findall(r"\x1b\[\?25[hl]", output)[-1] == "\x1b[?25h", "the cursor is there"
     assert "\x1b[?1049" not in output, "no other screen, which would take the history along"
     assert "a word from the loop" in output or ending == "killed"

@@ -17,13 +17,15 @@ from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms import grpo
 from nemorl.runtime.algorithms.common import worst_tokens
-from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.start.registry import GENERATION_BACKENDS
+from nemorl.runtime.watch.alerts import GapWatch
 from nemorl.runtime.watch.report.gather import gather
 from nemorl.runtime.watch.report.samples import sample_data
 from tests.runtime.runs import grpo_config, start
-from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.runtime.tiny import tiny_run
+from tests.tiny_models import tiny_tokenizer
 
 
 class Skewed(TorchGenerationBackend):
@@ -76,15 +78,11 @@ def samples_at(folder: Path, step: int) -> list[dict[str, Any]]:
     ]
 
 
+FILTERED = {"temperature": 0.7, "top_p": 0.9}
 SAMPLING = {
     "plain": {},
-    "filtered": {"temperature": 0.7, "top_p": 0.9, "top_k": 20},
-    "vllm": {
-        "backend": "vllm",
-        "temperature": 0.7,
-        "top_p": 0.9,
-        "engine": {"kv_cache_memory_bytes": 2**24},
-    },
+    "filtered": {**FILTERED, "top_k": 20},
+    "vllm": {**FILTERED, "backend": "vllm", "engine": {"kv_cache_memory_bytes": 2**24}},
 }
 
 
@@ -93,48 +91,29 @@ SAMPLING = {
 )
 def test_in_float32_on_a_cpu_they_agree_to_4_digits(name: str, tmp_path: Path) -> None:
     """Also packed and in microbatches; and the sample log has what both say of each token."""
-    sizes: dict[str, Any] = {}
-    if name == "vllm":
-        sizes = {"hidden_size": 128, "head_dim": 32}
+    sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 32} if name == "vllm" else {}
     trainer = nemorl.TrainerConfig(device="cpu", sequence_packing=True, micro_batch_tokens=40)
-    config = grpo_config(
-        tmp_path,
-        steps=3,
-        trainer=trainer,
-        generation=nemorl.GenerationConfig(max_new_tokens=6, **SAMPLING[name]),
-    )
+    generation = nemorl.GenerationConfig(max_new_tokens=6, **SAMPLING[name])
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*sampler and trainer disagree")
+        config = grpo_config(tmp_path, steps=3, trainer=trainer, generation=generation)
         result = start(config, **sizes)
     for line in train_lines(result):
         assert 1 <= line["token_mult_prob_error"] <= line["token_mult_prob_error_max"] < 1 + 1e-4
-        assert (
-            line["gen_kl_error"] + 1e-9 >= 0
-            and line["gen_kl_error_max"] < 1e-4
-            and line["generation_nonfinite_fraction"] == 0
-        )
+        assert line["gen_kl_error"] + 1e-9 >= 0 and line["gen_kl_error_max"] < 1e-4
+        assert line["generation_nonfinite_fraction"] == 0
     samples = samples_at(tmp_path, 3)
-    for sample in samples:
-        assert (
-            len(sample["trainer_logprobs"]) == len(sample["logprobs"]) == len(sample["token_ids"])
-        )
-        assert sample["trainer_logprobs"] == pytest.approx(sample["logprobs"], abs=1e-4)
-    assert any(
-        sample["trainer_logprobs"] != sample["logprobs"] for sample in samples
-    )  # two computations, not one told twice
+    pairs = [(sample["trainer_logprobs"], sample["logprobs"]) for sample in samples]
+    for (ours, theirs), sample in zip(pairs, samples, strict=True):
+        assert len(ours) == len(sample["token_ids"]) and ours == pytest.approx(theirs, abs=1e-4)
+    assert any(ours != theirs for ours, theirs in pairs), "two computations, not one told twice"
 
 
 def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
     skewed: type[Skewed], tmp_path: Path
 ) -> None:
-    skewed.nats = {
-        (3, 1): 0.7,
-        (3, 2): -1.5,
-        (6, 0): 0.2,
-    }  # the samples are responses 0, 3, 6, … of 24
-    packed = nemorl.TrainerConfig(
-        device="cpu", sequence_packing=True, micro_batch_tokens=60
-    )  # several responses in a row
+    skewed.nats = {(3, 1): 0.7, (3, 2): -1.5, (6, 0): 0.2}  # samples are responses 0, 3, 6, …
+    packed = nemorl.TrainerConfig(device="cpu", sequence_packing=True, micro_batch_tokens=60)
     result = start(grpo_config(tmp_path, steps=1, generation=SKEWED, trainer=packed))
     (line,) = train_lines(result)
     samples = samples_at(tmp_path, 1)
@@ -162,18 +141,15 @@ def test_with_logprobs_of_the_whole_batch_the_worst_response_is_among_the_sample
     class Count(Callback):
         def on_train_begin(self, trainer: nemorl.Run) -> None:
             compute = trainer.trainer.get_logprobs
-            trainer.trainer.get_logprobs = lambda batch: (asked.append(len(batch)), compute(batch))[
-                1
-            ]  # type: ignore[method-assign]
 
-    config = grpo_config(
-        tmp_path,
-        steps=1,
-        generation=SKEWED,
-        train_global_batch_size=12,
-        run={"samples_per_step": 3},
-    )
-    start(config, callbacks=[Count()])
+            def counted(batch: Any) -> Any:
+                asked.append(len(batch))
+                return compute(batch)
+
+            trainer.trainer.get_logprobs = counted  # type: ignore[method-assign]
+
+    options = {"train_global_batch_size": 12, "run": {"samples_per_step": 3}}
+    start(grpo_config(tmp_path, steps=1, generation=SKEWED, **options), callbacks=[Count()])
     gaps = [
         max(abs(t["logprob"] - t["trainer_logprob"]) for t in sample["worst_tokens"])
         for sample in samples_at(tmp_path, 1)
@@ -214,28 +190,27 @@ def test_looking_at_samples_changes_nothing(tmp_path: Path) -> None:
     """
 
     def numbers(count: int) -> list[tuple[float, float]]:
-        lora, gap = (
-            nemorl.LoRAConfig(rank=2, dropout=0.3),
-            nemorl.GapConfig(warn=None),
-        )  # dropout is a gap
-        result = start(
-            grpo_config(
-                tmp_path / str(count), steps=3, lora=lora, gap=gap, run={"samples_per_step": count}
-            )
-        )
+        lora = nemorl.LoRAConfig(rank=2, dropout=0.3)
+        gap = nemorl.GapConfig(warn=None)  # dropout is a gap
+        options = {"lora": lora, "gap": gap, "run": {"samples_per_step": count}}
+        result = start(grpo_config(tmp_path / str(count), steps=3, **options))
         return [(line["loss"], line["grad_norm"]) for line in train_lines(result)]
 
     assert numbers(0) == numbers(8)
     assert not (tmp_path / "0" / "samples").exists()
 
 
-def test_a_warning_at_first_and_when_it_has_doubled(skewed: type[Skewed], tmp_path: Path) -> None:
-    skewed.factors = {1: 1.06, 2: 1.11, 3: 1.13, 4: 1.0, 5: 1.2}
+def stepped(watch: GapWatch, gaps: list[float]) -> None:
+    for step, gap in enumerate(gaps, start=1):
+        metrics = {"token_mult_prob_error": gap, "token_mult_prob_error_max": gap}
+        watch.on_step_end(tiny_run(), step, {**metrics, "generation_nonfinite_fraction": 0.0})
+
+
+def test_a_warning_at_first_and_when_it_has_doubled(tmp_path: Path) -> None:
+    watch = GapWatch(nemorl.GapConfig(), RunDirectory(tmp_path))
     with pytest.warns(UserWarning, match="sampler and trainer disagree") as caught:
-        start(grpo_config(tmp_path, steps=6, generation=SKEWED))
-    told = [
-        str(warning.message) for warning in caught if "sampler and trainer" in str(warning.message)
-    ]
+        stepped(watch, [1.0, 1.06, 1.11, 1.13, 1.0, 1.2])
+    told = [str(warning.message) for warning in caught]
     assert [message.split(":")[0] for message in told] == ["step 2", "step 4"]
     for words in (
         "a factor of 1.06 on average and 1.06 in one response",
@@ -244,36 +219,24 @@ def test_a_warning_at_first_and_when_it_has_doubled(skewed: type[Skewed], tmp_pa
         "bfloat16",
     ):
         assert words in told[0]
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    assert [
-        line["step"]
-        for line in log
-        if line["level"] == "WARNING" and "sampler and trainer" in line["message"]
-    ] == [2, 4]
 
 
 @pytest.mark.parametrize("warn", [None, 1.3])
-def test_no_warning_below_the_threshold(
-    warn: float | None, skewed: type[Skewed], tmp_path: Path
-) -> None:
-    skewed.factors = {0: 1.2}
+def test_no_warning_below_the_threshold(warn: float | None, tmp_path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*sampler and trainer disagree")
-        start(grpo_config(tmp_path, steps=1, generation=SKEWED, gap=nemorl.GapConfig(warn=warn)))
+        warnings.simplefilter("error")
+        stepped(GapWatch(nemorl.GapConfig(warn=warn), RunDirectory(tmp_path)), [1.2])
 
 
 def test_a_sampler_without_logprobs_is_told_of(skewed: type[Skewed], tmp_path: Path) -> None:
     """Nothing is measured then, which must not pass for agreement."""
     skewed.factors = {0: math.nan, 1: math.nan}
+    gap = nemorl.GapConfig(stop=2.0)
     with pytest.warns(UserWarning, match="step 1: the sampler has no finite logprob") as caught:
         start(grpo_config(tmp_path / "warned", steps=2, generation=SKEWED))
     assert len([warning for warning in caught if "finite logprob" in str(warning.message)]) == 1
     with pytest.raises(FloatingPointError, match="the sampler has no finite logprob"):
-        start(
-            grpo_config(
-                tmp_path / "stopped", steps=2, generation=SKEWED, gap=nemorl.GapConfig(stop=2.0)
-            )
-        )
+        start(grpo_config(tmp_path / "stopped", steps=2, generation=SKEWED, gap=gap))
 
 
 def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Path) -> None:
@@ -281,92 +244,33 @@ def test_too_wide_a_gap_ends_the_run_in_order(skewed: type[Skewed], tmp_path: Pa
     which a resume can be made to go on from.
     """
     skewed.factors = {4: 1.5}
-    config = grpo_config(
-        tmp_path, steps=8, generation=SKEWED, gap=nemorl.GapConfig(stop=1.3), run={"save_period": 2}
-    )
+    gap, run = nemorl.GapConfig(stop=1.3), {"save_period": 2}
+    config = grpo_config(tmp_path, steps=6, generation=SKEWED, gap=gap, run=run)
     with pytest.raises(
-        FloatingPointError,
-        match=(
-            r"step 5: .* by a factor of 1\.5 on average and 1\.5 in one response .*gap\.stop is"
-            r" 1\.3"
-        ),
+        FloatingPointError, match=r"step 5: .* by a factor of 1\.5 on average .*gap\.stop is 1\.3"
     ) as caught:
         start(config)
     notes = " ".join(caught.value.__notes__)
-    assert (
-        f"{tmp_path} has a checkpoint of step 5" in notes
-        and "The newest checkpoint from before the gap is step_4: to go on from there" in notes
-    )
+    assert f"{tmp_path} has a checkpoint of step 5" in notes
+    assert "The newest checkpoint from before the gap is step_4: to go on from there" in notes
     record = json.loads((tmp_path / "run.json").read_text())
-    assert (
-        record["status"] == "failed"
-        and "gap.stop is 1.3" in record["error"]
-        and "step_4" in record["error"]
-    )
+    assert record["status"] == "failed" and "step_4" in record["error"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and (
-        tmp_path / "samples" / "step_5.jsonl"
-    ).exists()
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5] and samples_at(tmp_path, 5)
     skewed.factors = {}
     resumed = start(replace(config, run=replace(config.run, resume=True)))
-    assert [line["step"] for line in train_lines(resumed)] == list(range(1, 9))
+    assert [line["step"] for line in train_lines(resumed)] == list(range(1, 7))
 
 
-def test_no_good_checkpoint_is_promised_where_none_is_left(
-    skewed: type[Skewed], tmp_path: Path
-) -> None:
-    skewed.factors = {4: 1.5}
-    config = grpo_config(
-        tmp_path,
-        steps=8,
-        generation=SKEWED,
-        gap=nemorl.GapConfig(stop=1.3),
-        run={"save_period": 2, "keep_checkpoints": 1},
-    )
+def test_where_no_good_checkpoint_is_left_none_is_promised(tmp_path: Path) -> None:
+    """And another error is not taken for a gap."""
+    watch = GapWatch(nemorl.GapConfig(stop=1.3), RunDirectory(tmp_path))
     with pytest.raises(FloatingPointError) as caught:
-        start(config)
-    assert any(
-        "No checkpoint from before the gap is left" in note for note in caught.value.__notes__
-    )
-
-
-def test_another_error_is_not_taken_for_a_gap(tmp_path: Path) -> None:
-    def broken(prompt: str, response: str) -> float:
-        raise KeyError("answer")
-
-    with pytest.raises(KeyError) as caught:
-        start(grpo_config(tmp_path, gap=nemorl.GapConfig(stop=1.3)), reward=broken)
-    assert not any("the gap" in note for note in caught.value.__notes__)
-
-
-def test_the_command_fails(
-    skewed: type[Skewed], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    skewed.factors = {0: 1.5}
-    tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
-    tiny_tokenizer().save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
-    settings = {
-        **{"model.path": tmp_path / "model", "data.train": tmp_path / "rows.jsonl"},
-        **{"run.dir": tmp_path / "run", "run.display": "none", "trainer.device": "cpu"},
-        **{"generation.backend": "skewed", "generation.max-new-tokens": 4},
-        **{"num-prompts-per-step": 2, "num-generations-per-prompt": 2, "max-num-steps": 2},
-        **{"gap.stop": 1.2, "reward": "exact_match"},
-    }
-    assert (
-        cli.main(
-            [
-                "grpo",
-                *(str(part) for name, value in settings.items() for part in (f"--{name}", value)),
-            ]
-        )
-        == 1
-    )
-    said = capsys.readouterr().err
-    assert (
-        "nemorl grpo: error: step 1: sampler and trainer disagree" in said
-        and "has a checkpoint of step 1" in said
-    )
+        stepped(watch, [1.0, 1.5])
+    watch.on_exception(tiny_run(), caught.value)
+    assert "No checkpoint from before the gap is left" in caught.value.__notes__[0]
+    watch.on_exception(tiny_run(), other := KeyError("answer"))
+    assert not hasattr(other, "__notes__")
 
 
 def test_thresholds_are_checked() -> None:

@@ -22,15 +22,16 @@ def log_of(directory: RunDirectory) -> list[dict]:
     return [json.loads(line) for line in directory.log.read_text().splitlines()]
 
 
-def test_every_line_says_when_where_and_what(directory):
-    with recorded(directory, algorithm="grpo", rank=3) as log:
+def test_every_line_says_when_where_and_what(directory, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with recorded(directory, algorithm="grpo") as log:
         notify([log], "on_train_begin", tiny_run())
         notify([log], "on_step_begin", tiny_run(), 1)
         event("hello", "a step is on its way", number=1.5, path=directory.path)
         logging.getLogger("another.library").warning("careful: %s", "thin ice")
         logging.getLogger("another.library").info("not worth a line")
     lines = log_of(directory)
-    assert all(line["run_id"] == log.run_id and line["rank"] == 3 for line in lines)
+    assert all(line["run_id"] == log.record.run_id and line["rank"] == 3 for line in lines)
     assert all(datetime.fromisoformat(line["time"]).utcoffset() is not None for line in lines)
     assert [(line["event"], line["level"], line["step"]) for line in lines] == [
         ("run_begin", "INFO", 0),
@@ -43,41 +44,24 @@ def test_every_line_says_when_where_and_what(directory):
     assert (lines[3]["logger"], lines[3]["message"]) == ("another.library", "careful: thin ice")
 
 
-def test_the_rank_is_that_of_the_process(directory, monkeypatch):
-    monkeypatch.setenv("RANK", "5")
-    with recorded(directory, algorithm="sft"):
-        pass
-    assert {line["rank"] for line in log_of(directory)} == {5}
-
-
 def test_warnings_are_kept_and_still_seen(directory):
-    with (
-        pytest.warns(UserWarning, match="the reward is flat"),
-        recorded(directory, algorithm="sft"),
-    ):
+    with pytest.warns(UserWarning, match="is flat"), recorded(directory, algorithm="sft"):
         warnings.warn("the reward is flat", stacklevel=1)
     (line,) = [line for line in log_of(directory) if line["level"] == "WARNING"]
-    assert (line["event"], line["category"], line["message"]) == (
-        "warning",
-        "UserWarning",
-        "the reward is flat",
-    )
+    told = line["event"], line["category"], line["message"]
+    assert told == ("warning", "UserWarning", "the reward is flat")
     assert "test_log.py" in line["place"]
 
 
 def test_nothing_is_left_behind(directory):
-    before = (
-        logging.getLogger().handlers[:],
-        logging.getLogger("nemorl").level,
-        warnings.showwarning,
-    )
+    def state():
+        root, ours = logging.getLogger(), logging.getLogger("nemorl")
+        return root.handlers[:], ours.level, warnings.showwarning
+
+    before = state()
     with pytest.raises(RuntimeError), recorded(directory, algorithm="sft"):
         raise RuntimeError("over")
-    assert (
-        logging.getLogger().handlers,
-        logging.getLogger("nemorl").level,
-        warnings.showwarning,
-    ) == before
+    assert state() == before
 
 
 def test_messages_of_libraries_are_still_printed(directory, monkeypatch, capsys):
@@ -149,11 +133,7 @@ def test_a_reward_that_raises_is_in_the_log(tmp_path):
 
     with pytest.raises(Exception, match="no reward today"):
         start(grpo_config(tmp_path / "run"), reward=broken)
-    line = [
-        line for line in read_lines(tmp_path / "run" / "log.jsonl") if line["level"] == "ERROR"
-    ][-1]
-    assert (
-        line["step"] == 1
-        and "no reward today" in line["message"]
-        and "in broken" in line["traceback"]
-    )
+    lines = read_lines(tmp_path / "run" / "log.jsonl")
+    line = [line for line in lines if line["level"] == "ERROR"][-1]
+    assert line["step"] == 1 and "no reward today" in line["message"]
+    assert "in broken" in line["traceback"]

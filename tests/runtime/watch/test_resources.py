@@ -1,9 +1,7 @@
 import pytest
 import torch
 
-from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.watch.resources import ResourceMeter
-from tests.runtime.runs import grpo_config, sft_config, start
 
 
 def test_a_process_that_computes_uses_the_processor():
@@ -18,18 +16,6 @@ def test_memory_that_is_taken_is_seen():
     taken = torch.ones(50_000_000)
     assert meter.read()["memory_gb"] - before == pytest.approx(0.2, abs=0.05)
     del taken
-
-
-@pytest.mark.parametrize("make", [grpo_config, sft_config])
-def test_every_step_has_them(make, tmp_path):
-    start(make(tmp_path / "run", steps=2))
-    lines = RunDirectory.open(tmp_path / "run").read_metrics()
-    assert all(
-        line["cpu_percent"] >= 0 and 0.01 < line["memory_gb"] < 100
-        for line in lines
-        if line["phase"] == "train"
-    )
-    assert all("gpu_memory_gb" not in line for line in lines) or torch.cuda.is_available()
 
 
 def test_a_gpu_is_asked_and_may_refuse(monkeypatch):

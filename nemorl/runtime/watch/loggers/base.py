@@ -1,8 +1,8 @@
 """The interface of a logger, and the callback that drives all of a run's loggers.
 
-The files of the run's own directory are always written (jsonl.py); `run.loggers` names the others.
-A logger of your own is made with a `LoggedRun`, has the methods of `MetricLogger`, and becomes
-`run.loggers mine` with `register_logger("mine")`.
+The files of the run's own directory are always written; `run.loggers` names other loggers. One of
+your own is made with a `LoggedRun`, has the methods of `MetricLogger`, and becomes `run.loggers
+mine` with `register_logger("mine")`.
 """
 
 import warnings
@@ -23,9 +23,7 @@ class LoggedRun:
     directory: RunDirectory
     """The run's directory; its name is the run's name."""
     run_id: str
-    """Short and unique, the same after a resume: a logger that finds a run with this id continues
-    it.
-    """
+    """The same after a resume: a logger that finds a run with this id continues it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved settings, nested as in config.yaml."""
     project: str | None = None
@@ -33,18 +31,17 @@ class LoggedRun:
     first_step: int = 0
     """Steps that are done already: after a resume, later ones are written again."""
     samples_per_step: int = 8
-    """How many responses of a step are kept."""
 
 
 @runtime_checkable
 class MetricLogger(Protocol):
-    """What records a run. A logger that has no place for samples ignores them."""
+    """Records a run."""
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step ("train"), or a validation of the weights after it ("validation")."""
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Record a few responses of a step; see `Callback.on_samples`."""
+        """Record a few responses of a step, or do nothing; see `Callback.on_samples`."""
 
     def close(self, *, finished: bool) -> None:
         """End the record; `finished` is False where the run ended with an error."""
@@ -56,8 +53,8 @@ LoggerFactory = Callable[[LoggedRun], MetricLogger]
 class Recorder(Callback):
     """Hand metrics and samples to every logger.
 
-    A logger that fails to open ends the run before its first step. One that fails later is a
-    warning, the first time: a lost record is worth less than the training that it shows.
+    A logger that fails to open ends the run before its first step. One that fails later is warned
+    of once: a lost record is worth less than the training that it shows.
     """
 
     def __init__(self, factories: Mapping[str, LoggerFactory], run: LoggedRun) -> None:
@@ -67,8 +64,6 @@ class Recorder(Callback):
         self.finished = False
 
     def on_train_begin(self, trainer: Run) -> None:
-        self.close()
-        self.failed, self.finished = set(), False
         run = replace(self.run, first_step=trainer.state.step)
         for name, make in self.factories.items():
             self.loggers[name] = make(run)

@@ -8,8 +8,6 @@ from nemorl.runtime.watch.loggers.base import LoggedRun
 
 
 class JsonlLogger:
-    """Write a line of metrics.jsonl for every step and validation, and samples/step_N.jsonl."""
-
     def __init__(self, run: LoggedRun) -> None:
         self.directory = run.directory
 
@@ -20,4 +18,4 @@ class JsonlLogger:
         self.directory.append_samples(step, samples)
 
     def close(self, *, finished: bool) -> None:
-        """Do nothing: every line was written when it came."""
+        """Do nothing: every line has been written."""

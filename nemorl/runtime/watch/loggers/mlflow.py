@@ -15,10 +15,7 @@ RUN_ID_TAG = "nemorl.run_id"
 
 class MlflowLogger:
     """Write metrics as train/… and validation/…, the settings as parameters, config.yaml as an
-    artifact.
-
-    A run of the experiment that is tagged with our id is continued; MLflow keeps all values of a
-    step that is done again and shows the last.
+    artifact. A run of the experiment that is tagged with our id is continued.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -29,48 +26,37 @@ class MlflowLogger:
         self.metric = Metric
         try:
             self.client = MlflowClient()
-            experiment = self._experiment(
-                run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "nemorl"
-            )
-            found = self.client.search_runs(
-                [experiment], f"tags.`{RUN_ID_TAG}` = '{run.run_id}'", max_results=1
-            )
-            if found:
+            name = run.project or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "nemorl"
+            known = self.client.get_experiment_by_name(name)
+            experiment = known.experiment_id if known else self.client.create_experiment(name)
+            tagged = f"tags.`{RUN_ID_TAG}` = '{run.run_id}'"
+            if found := self.client.search_runs([experiment], tagged, max_results=1):
                 self.id = found[0].info.run_id
                 self.client.set_terminated(self.id, "RUNNING")
             else:
                 self.id = self.client.create_run(
                     experiment, run_name=run.directory.name, tags={RUN_ID_TAG: run.run_id}
                 ).info.run_id
-                parameters = [
-                    Param(key, str(value)[:500]) for key, value in flat(run.config).items()
-                ]
+                settings = flat(run.config).items()
+                parameters = [Param(key, str(value)[:500]) for key, value in settings]
                 for first in range(0, len(parameters), 100):  # the most that a server takes at once
                     self.client.log_batch(self.id, params=parameters[first : first + 100])
             if run.directory.config.exists():
                 self.client.log_artifact(self.id, str(run.directory.config))
         except MlflowException as error:
-            remedy = "check MLFLOW_TRACKING_URI, or remove mlflow from run.loggers"
             raise ValueError(
-                f"run.loggers names mlflow, but MLflow can't start a run ({error}): {remedy}"
+                f"run.loggers names mlflow, but MLflow can't start a run ({error}): check"
+                " MLFLOW_TRACKING_URI, or remove mlflow from run.loggers"
             ) from error
-
-    def _experiment(self, name: str) -> str:
-        found = self.client.get_experiment_by_name(name)
-        return self.client.create_experiment(name) if found is None else found.experiment_id
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
         now = int(time.time() * 1000)
-        self.client.log_batch(
-            self.id,
-            [
-                self.metric(valid_name(f"{phase}/{name}"), float(value), now, step)
-                for name, value in metrics.items()
-            ],
-        )
+        named = {valid_name(f"{phase}/{name}"): float(value) for name, value in metrics.items()}
+        found = [self.metric(name, value, now, step) for name, value in named.items()]
+        self.client.log_batch(self.id, found)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: MLflow has no place for a course of texts."""
+        """Do nothing: MLflow has no place for them."""
 
     def close(self, *, finished: bool) -> None:
         self.client.set_terminated(self.id, "FINISHED" if finished else "FAILED")

@@ -1,4 +1,4 @@
-"""Events for TensorBoard."""
+"""A run in TensorBoard."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,9 +8,7 @@ from nemorl.runtime.watch.loggers.base import LoggedRun
 
 
 class TensorBoardLogger:
-    """Write scalars as train/… and validation/… to tensorboard/; after a resume the old ones of
-    repeated steps are hidden.
-    """
+    """Write scalars as train/… and validation/… that hide those before a resume."""
 
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -22,7 +20,7 @@ class TensorBoardLogger:
             self.writer.add_scalar(f"{phase}/{name}", value, step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing: `nemorl report` shows samples better than TensorBoard's text page."""
+        """Do nothing: `nemorl report` shows them."""
 
     def close(self, *, finished: bool) -> None:
         self.writer.close()

@@ -9,15 +9,14 @@ from nemorl.runtime.run.directory import Phase
 from nemorl.runtime.watch.loggers.base import LoggedRun
 
 SECONDS_BETWEEN_TABLES = 60.0
-"""Every table of samples is a file: one a minute shows how a run goes without too many files."""
+"""Every table of samples is a file."""
 
 
 class WandbLogger:
-    """Write metrics as train/… and validation/… over `step`, samples as a table now and then, the
-    settings as the run's config.
+    """Write metrics as train/… and validation/…, samples as tables, the settings as config.
 
-    The run's id is ours, so that a resumed run keeps its address. W&B's own step never decreases:
-    ours is a metric and the axis of all others, so that repeated steps are drawn at their place.
+    The run's id is ours, so that a resumed run keeps its address. Our `step` is the axis, as W&B's
+    own never decreases.
     """
 
     def __init__(self, run: LoggedRun) -> None:
@@ -35,13 +34,9 @@ class WandbLogger:
                 settings=wandb.Settings(console="off", quiet=True),  # the display has the terminal
             )
         except wandb.Error as error:
-            remedy = (
-                "log in with `wandb login`, set WANDB_MODE=offline, or remove wandb from"
-                " run.loggers"
-            )
             raise ValueError(
-                f"run.loggers names wandb, but Weights & Biases can't start a run ({error}):"
-                f" {remedy}"
+                f"run.loggers names wandb, but Weights & Biases can't start a run ({error}): log in"
+                " with `wandb login`, set WANDB_MODE=offline, or remove wandb from run.loggers"
             ) from error
         for phase in ("train", "validation"):
             self.run.define_metric(f"{phase}/*", step_metric="step")
@@ -58,23 +53,10 @@ class WandbLogger:
         now = time.monotonic()
         if now - self.last_table >= SECONDS_BETWEEN_TABLES:
             self.last_table = now
-            columns: list[str | int] = list(
-                dict.fromkeys(
-                    key
-                    for sample in samples
-                    for key, value in sample.items()
-                    if isinstance(value, str | int | float)
-                )
-            )
-            self.run.log(
-                {
-                    "step": step,
-                    "samples": wandb.Table(
-                        columns=columns,
-                        data=[[sample.get(str(key)) for key in columns] for sample in samples],
-                    ),
-                }
-            )
+            values = [item for sample in samples for item in sample.items()]
+            plain = {key: 0 for key, value in values if isinstance(value, str | int | float)}
+            rows = [[sample.get(key) for key in plain] for sample in samples]
+            self.run.log({"step": step, "samples": wandb.Table(columns=[*plain], data=rows)})
 
     def close(self, *, finished: bool) -> None:
         self.run.finish(exit_code=0 if finished else 1)

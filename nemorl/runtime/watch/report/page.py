@@ -17,7 +17,6 @@ from nemorl.runtime.run.directory import RunDirectory, to_json
 from nemorl.runtime.run.files import write_atomically
 from nemorl.runtime.watch.metrics import (
     LABELS,
-    SECTIONS,
     duration,
     is_number,
     number,
@@ -51,7 +50,7 @@ STATISTICS = {
     "padded_fill": ("tokens in a padded batch", "{:.0%}"),
     "packed_fill": ("tokens in packed rows", "{:.0%}"),
 }
-"""The numbers of data.json that are shown: their names, and how they are written."""
+"""Keys of data.json, with their names on the page and their formats."""
 
 
 def write_report(run: Path | str, output: Path | str | None = None) -> Path:
@@ -77,7 +76,7 @@ def write_report(run: Path | str, output: Path | str | None = None) -> Path:
 
 
 def render(run: Gathered) -> str:
-    """Return the page. Text of the run is escaped by the template; no script but ours runs."""
+    """Return the page, in which text of the run is escaped and no script but ours runs."""
     page = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -107,7 +106,7 @@ def render(run: Gathered) -> str:
 
 
 def curves_of(run: Gathered) -> list[dict[str, Any]]:
-    """Return every metric that was ever a finite number, in the order of `SECTIONS`."""
+    """Return every metric that was ever a number, in the order of `SECTIONS`."""
     names = {name for line in run.metrics for name, value in line.items() if is_number(value)}
     curves: list[dict[str, Any]] = []
     for name in sorted(names - {"step", "time"}, key=lambda name: (placed(name)[1], name)):
@@ -142,19 +141,22 @@ def curves_of(run: Gathered) -> list[dict[str, Any]]:
 
 def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the sections with their curves, and with those that never changed."""
-    groups = []
-    for section in (*SECTIONS, "Other"):
-        members = [curve for curve in curves if curve["section"] == section]
-        drawn = [curve for curve in members if not curve["constant"]]
-        constant = [curve for curve in members if curve["constant"]]
-        if members:
-            shares = time_shares(members)
-            groups.append({"name": section, "drawn": drawn, "constant": constant, "shares": shares})
-    return groups
+    sections: dict[str, list[dict[str, Any]]] = {}
+    for curve in curves:
+        sections.setdefault(curve["section"], []).append(curve)
+    return [
+        {
+            "name": section,
+            "drawn": [curve for curve in members if not curve["constant"]],
+            "constant": [curve for curve in members if curve["constant"]],
+            "shares": time_shares(members),
+        }
+        for section, members in sections.items()
+    ]
 
 
 def time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the shares of the steps' time by phase (seconds_…), and the rest."""
+    """Return the phases' shares of the steps' time, and the rest."""
     totals = {
         curve["metric"]: curve["total"] for curve in curves if curve["metric"].startswith("seconds")
     }
@@ -170,7 +172,7 @@ def time_shares(curves: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
-    """Return the token counts of each data set in words, and the bars of their histogram."""
+    """Return each data set's token counts in words, and the bars of their histogram."""
     found = {}
     for name, numbers in run.data.items():
         rows = {
@@ -190,19 +192,17 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
 
 def settings(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the settings by section: dotted name → value."""
-    plain = {key: value for key, value in config.items() if not isinstance(value, dict)}
-    sections = {"": plain} | {
-        key: value for key, value in config.items() if isinstance(value, dict)
-    }
-    return {
-        name: flat(values, f"{name}." if name else "")
-        for name, values in sections.items()
-        if values
-    }
+    found: dict[str, dict[str, Any]] = {"": {}}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            found[key] = flat(value, f"{key}.")
+        else:
+            found[""][key] = value
+    return {name: values for name, values in found.items() if values}
 
 
 def merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the lines of the log; the same one again and again is one line with its count."""
+    """Return the lines of the log, each message once, with its count."""
     merged: dict[tuple[str, str], dict[str, Any]] = {}
     for line in log:
         key = str(line.get("level")), str(line.get("message"))
@@ -211,12 +211,10 @@ def merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def moment(seconds: float) -> str:
-    """Return a time since the epoch as a date with minutes."""
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
 def setting(value: Any) -> str:
-    """Return a value of the configuration as a reader expects it."""
     if isinstance(value, str) and value:
         return value
     return "none" if value is None else json.dumps(to_json(value), ensure_ascii=False)

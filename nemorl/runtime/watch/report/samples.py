@@ -10,25 +10,19 @@ from nemorl.runtime.watch.report.gather import SHOWN_TOKENS, Gathered
 TEXTS = ("prompt", "response", "chosen", "rejected")
 OWN = {*TEXTS, "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"}
 OWN |= {"token_ids", "pieces", "columns", "finish_reason"}
-"""What has its place; other values of a sample are shown by their names."""
+"""Columns that have their place; others are shown by their names."""
 
 
 def sample_data(run: Gathered) -> dict[str, Any]:
     """Return the samples by step, and the advantage that has full color."""
     steps = {step: [compact(sample) for sample in lines] for step, lines in run.samples.items()}
-    advantages = sorted(
-        abs(value)
-        for lines in steps.values()
-        for sample in lines
-        for value in as_list(sample.get("advantages"))
-        if value
-    )
-    most = advantages[math.ceil(0.98 * len(advantages)) - 1] if advantages else 0
-    return {"steps": steps, "most": most}
+    found = [sample.get("advantages", ()) for lines in steps.values() for sample in lines]
+    sizes = sorted(abs(value) for values in found for value in values if value)
+    return {"steps": steps, "most": sizes[math.ceil(0.98 * len(sizes)) - 1] if sizes else 0}
 
 
 def modes(run: Gathered) -> dict[str, str]:
-    """Return what the tokens can be colored by, and its name on the page."""
+    """Return what tokens can be colored by, and its name on the page."""
     names = {
         "advantages": "advantage",
         "logprobs": "surprise",
@@ -39,9 +33,7 @@ def modes(run: Gathered) -> dict[str, str]:
 
 
 def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one sample: its texts, its tokens with what was measured of them, its reward, and
-    chips, which are other values with their names.
-    """
+    """Return one sample: texts, tokens with measurements, reward, and other values as chips."""
     found: dict[str, Any] = {
         name: text(sample[name]) for name in TEXTS if sample.get(name) is not None
     }
@@ -86,16 +78,13 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 def gaps(sample: Mapping[str, Any]) -> list[float | None]:
     """Return by how much the trainer's logprob of each token exceeds the sampler's."""
-    pairs = zip(
-        as_list(sample.get("logprobs")), as_list(sample.get("trainer_logprobs")), strict=False
-    )
-    return [
-        ours - theirs if is_number(theirs) and is_number(ours) else None for theirs, ours in pairs
-    ]
+    theirs, ours = (as_list(sample.get(name)) for name in ("logprobs", "trainer_logprobs"))
+    pairs = zip(ours, theirs, strict=False)
+    return [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
 
 
 def widest_gap(sample: Mapping[str, Any]) -> str:
-    """Return the token on which sampler and trainer differ most, in words; "" within a percent.
+    """Describe the token on which sampler and trainer differ most; "" within a percent.
 
     >>> token = {"position": 4, "token": "ab", "logprob": -1.0, "trainer_logprob": -2.0}
     >>> widest_gap({"worst_tokens": [token]})
@@ -122,5 +111,4 @@ def text(value: Any) -> str:
 
 
 def as_list(value: Any) -> list[Any]:
-    """Return a column that may be missing as a list."""
     return value if isinstance(value, list) else []

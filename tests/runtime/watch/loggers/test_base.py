@@ -42,24 +42,20 @@ def directory(tmp_path) -> RunDirectory:
 def walk(callback, steps, *, end: bool = True) -> None:
     """A run that does nothing but notify."""
     notify([callback], "on_train_begin", tiny_run(step=steps.start - 1))
+    samples = [{"prompt": str(index)} for index in range(12)]
     for step in steps:
-        notify(
-            [callback],
-            "on_samples",
-            tiny_run(step=step),
-            step,
-            [{"prompt": str(index)} for index in range(12)],
-        )
-        notify([callback], "on_step_end", tiny_run(step=step), step, {"loss": 1 / step})
-        notify([callback], "on_validation_end", tiny_run(step=step), step, {"loss": 2 / step})
+        run = tiny_run(step=step)
+        notify([callback], "on_samples", run, step, samples)
+        notify([callback], "on_step_end", run, step, {"loss": 1 / step})
+        notify([callback], "on_validation_end", run, step, {"loss": 2 / step})
     if end:
         notify([callback], "on_train_end", tiny_run(step=steps.stop - 1), {})
 
 
 def test_every_logger_hears_everything_and_how_it_ended(directory):
     made: list[Memory] = []
-    callback = recorder(directory, memory=lambda run: made.append(Memory(run)) or made[-1])
     for first, end in ((1, True), (4, False)):
+        callback = recorder(directory, memory=lambda run: made.append(Memory(run)) or made[-1])
         with closing([callback]):
             walk(callback, range(first, first + 2), end=end)
     whole, broken = made
@@ -69,20 +65,15 @@ def test_every_logger_hears_everything_and_how_it_ended(directory):
         ("close", True),
     ]  # fmt: skip
     assert broken.heard[-1] == ("close", False), "a run that did not come to its end"
-    assert (whole.run.first_step, broken.run.first_step) == (
-        0,
-        3,
-    ), "a logger knows where a resumed run begins"
+    assert (whole.run.first_step, broken.run.first_step) == (0, 3), "where a resumed run begins"
 
 
 def test_metrics_and_samples_are_written(directory):
     walk(recorder(directory), range(1, 3))
-    assert [(line["step"], line["phase"]) for line in directory.read_metrics()] == [
-        (step, phase) for step in (1, 2) for phase in ("train", "validation")
-    ]
-    assert read_lines(directory.samples / "step_2.jsonl") == [
-        {"prompt": str(index)} for index in range(8)
-    ]
+    phases = [(line["step"], line["phase"]) for line in directory.read_metrics()]
+    assert phases == [(step, phase) for step in (1, 2) for phase in ("train", "validation")]
+    samples = read_lines(directory.samples / "step_2.jsonl")
+    assert samples == [{"prompt": str(index)} for index in range(8)]
 
 
 def test_no_samples_no_file(directory):
@@ -141,21 +132,12 @@ def test_chosen_loggers(monkeypatch):
     monkeypatch.setattr(registry, "installed", lambda package: False)
     assert list(chosen_loggers(None)) == ["jsonl"]
     for name in ("tensorboard", "wandb", "mlflow"):
-        with pytest.raises(
-            ValueError,
-            match=rf"run\.loggers can't name {name}, because.*pip install 'nemorl\[loggers\]'",
-        ):
+        with pytest.raises(ValueError, match=rf"name {name}, because.*pip install 'nemorl"):
             chosen_loggers((name,))
 
 
 def test_names_that_can_not_be():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"unknown logger 'tensorbord'; did you mean tensorboard\? Valid names: tensorboard,"
-            r" wandb, mlflow"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"unknown logger 'tensorbord'; did you mean tensorboard"):
         chosen_loggers(("tensorbord",))
 
 
@@ -174,25 +156,12 @@ def test_a_logger_of_ones_own(tmp_path, monkeypatch):
         made.append(Memory(run))
         return made[-1]
 
-    config = grpo_config(
-        tmp_path / "run",
-        steps=2,
-        run={"loggers": ("memory",), "project": "sums", "samples_per_step": 3},
-    )
-    start(config)
-    assert [entry[:2] for entry in made[0].heard] == [
-        ("samples", 1),
-        ("train", 1),
-        ("samples", 2),
-        ("train", 2),
-        ("close", True),
-    ]
-    assert made[0].heard[0] == ("samples", 1, 3)
-    assert (
-        made[0].run.project == "sums"
-        and made[0].run.config["max_num_steps"] == 2
-        and len(made[0].run.run_id) == 8
-    )
+    options = {"loggers": ("memory",), "project": "sums", "samples_per_step": 3}
+    start(grpo_config(tmp_path / "run", steps=2, run=options))
+    heard, run = made[0].heard, made[0].run
+    assert [entry[0] for entry in heard] == ["samples", "train", "samples", "train", "close"]
+    assert heard[0] == ("samples", 1, 3)
+    assert (run.project, run.config["max_num_steps"], len(run.run_id)) == ("sums", 2, 8)
 
 
 def test_an_unknown_logger_is_refused_before_anything_is_written(tmp_path):

@@ -58,11 +58,17 @@ class Page(HTMLParser):
         return "".join(data for where, data in self.texts if where not in ("script", "style"))
 
     @property
+    def handlers(self) -> list[str]:
+        names = [name for _, attributes in self.elements for name in attributes]
+        return [name for name in names if name.startswith("on")]
+
+    @property
+    def script(self) -> str:
+        return [data for where, data in self.texts if where == "script"][-1]
+
+    @property
     def data(self) -> dict:
-        (found,) = [
-            data for where, data in self.texts if where == "script" and data.startswith("{")
-        ]
-        return json.loads(found)
+        return json.loads(next(data for where, data in self.texts if where == "script"))
 
 
 @pytest.fixture(scope="module")
@@ -82,72 +88,35 @@ def page_of(run) -> Page:
 def test_a_run_on_a_page(run):
     page = page_of(run)
     for words in (
-        "sums",
-        "finished",
-        "4 of 4",
-        "Reward",
-        "num_generations_per_prompt",
-        "default 8",
-        "checkpoint of step 4 written",
-        "torch",
-    ):
+        "sums", "finished", "4 of 4", "Reward", "num_generations_per_prompt", "default 8",
+        "checkpoint of step 4 written", "torch", "only what differs",
+    ):  # fmt: skip
         assert words in page.text, words
-    assert {link["href"] for link in page.all("a")} == {
-        "#curves",
-        "#samples",
-        "#data",
-        "#settings",
-        "#log",
-        "#environment",
-    }
+    links = {link["href"].removeprefix("#") for link in page.all("a")}
+    assert links == {"curves", "samples", "data", "settings", "log", "environment"}
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
-    assert len(ids) == len(set(ids)) and {link["href"][1:] for link in page.all("a")} <= set(ids)
-    assert "only what differs" in page.text
+    assert len(ids) == len(set(ids)) and links <= set(ids)
+    looked_for = set(re.findall(r'\bid\("([\w-]+)"\)', page.script))
+    assert looked_for <= set(ids), "every id that the script looks for is there"
 
 
 def test_the_page_needs_nothing_but_itself(run):
     text = render(gather(run.path))
     page = Page(text)
     assert not {"link", "img", "iframe", "object", "base"} & {name for name, _ in page.elements}
-    assert not [
-        attributes
-        for _, attributes in page.elements
-        if "src" in attributes or any(name.startswith("on") for name in attributes)
-    ]
-    assert "http" not in re.sub(
-        r'"http-equiv"|http-equiv=',
-        "",
-        text.split('<script type="application/json"')[0].replace("http://www.w3.org", ""),
-    )
+    assert not page.handlers and not any("src" in attributes for _, attributes in page.elements)
+    own = text.split('<script type="application/json"')[0].replace("http://www.w3.org", "")
+    assert "http" not in own.replace("http-equiv", "")
     assert "@import" not in text and not re.search(r"url\((?!#)", text)
 
 
 def test_no_script_but_ours_may_run(run):
     page = page_of(run)
     (policy,) = [meta["content"] for meta in page.all("meta") if meta.get("http-equiv")]
-    script = page.texts[
-        [place for place, (where, _) in enumerate(page.texts) if where == "script"][-1]
-    ][1]
-    assert (
-        f"script-src 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-        in policy
-    )
-    assert "default-src 'none'" in policy
-    assert (
-        "innerHTML" not in script and "insertAdjacentHTML" not in script and "eval(" not in script
-    )
-
-
-def test_every_id_that_the_script_looks_for_is_there(run):
-    text = render(gather(run.path))
-    page = Page(text)
-    script = (
-        page.texts[-2][1]
-        if "use strict" in page.texts[-2][1]
-        else next(data for where, data in page.texts if "use strict" in data)
-    )
-    ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
-    assert set(re.findall(r'\bid\("([\w-]+)"\)', script)) <= ids
+    digest = base64.b64encode(hashlib.sha256(page.script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy and "default-src 'none'" in policy
+    for dangerous in ("innerHTML", "insertAdjacentHTML", "eval("):
+        assert dangerous not in page.script
 
 
 def test_samples_token_by_token(run):
@@ -172,44 +141,19 @@ def test_hostile_text_stays_text(run, tmp_path):
     write_record(directory, evil)
     directory.append_metrics(1, {EVIL: 1.0, "reward/" + EVIL: 2.0, "loss": 1.0})
     directory.append_metrics(2, {EVIL: 1.0, "loss": 2.0})
-    sample = {
-        "prompt": EVIL,
-        "response": EVIL + "\ud800",
-        "reward": 1.0,
-        "rewards": {EVIL: 1.0},
-        "columns": {EVIL: EVIL},
-        EVIL: EVIL,
-        "chosen": [{"role": EVIL}],
-    }
+    texts = {"prompt": EVIL, "response": EVIL + "\ud800", "chosen": [{"role": EVIL}]}
+    values = {"reward": 1.0, "rewards": {EVIL: 1.0}, "columns": {EVIL: EVIL}, EVIL: EVIL}
     directory.append_samples(1, [])
-    (directory.samples / "step_1.jsonl").write_text(json.dumps(sample) + "\n")
-    directory.log.write_text(
-        json.dumps(
-            {
-                "run_id": EVIL,
-                "level": EVIL,
-                "time": EVIL,
-                "step": EVIL,
-                "message": EVIL,
-                "traceback": EVIL,
-            }
-        )
-        + "\n"
-    )
-    directory.config.write_text(
-        json.dumps({"environment": {EVIL: EVIL}, "model": {"path": EVIL}, EVIL: {EVIL: EVIL}})
-    )
-    directory.data.write_text(
-        json.dumps({EVIL: {EVIL: EVIL, "count": 3, "histogram": [[1, 2], EVIL, ["<b>", 3]]}})
-    )
-    path = write_report(directory.path)
-    page = Page(path.read_text(encoding="utf-8"))
-    assert len(page.all("script")) == 2 and not page.all("img")
-    assert not [
-        attributes
-        for _, attributes in page.elements
-        if any(name.startswith("on") for name in attributes)
-    ]
+    (directory.samples / "step_1.jsonl").write_text(json.dumps(texts | values) + "\n")
+    line = dict.fromkeys(("run_id", "level", "time", "step", "message", "traceback"), EVIL)
+    directory.log.write_text(json.dumps(line) + "\n")
+    settings = {"environment": {EVIL: EVIL}, "model": {"path": EVIL}, EVIL: {EVIL: EVIL}}
+    directory.config.write_text(json.dumps(settings))
+    histogram = [[1, 2], EVIL, ["<b>", 3]]
+    numbers = {EVIL: EVIL, "count": 3, "histogram": histogram}
+    directory.data.write_text(json.dumps({EVIL: numbers}))
+    page = Page(write_report(directory.path).read_text(encoding="utf-8"))
+    assert len(page.all("script")) == 2 and not page.all("img") and not page.handlers
     assert page.text.count('<script>alert("x")</script>') >= 10
     assert page.data["samples"]["steps"]["1"][0]["prompt"] == EVIL
 
@@ -218,11 +162,9 @@ def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
     record = begin_record(directory, algorithm="sft")
     page = page_of(directory)
-    assert (
-        "A snapshot of a run in progress" in page.text
-        and "No step has been finished yet." in page.text
-        and "#samples" not in str(page.all("a"))
-    )
+    assert "A snapshot of a run in progress" in page.text
+    assert "No step has been finished yet." in page.text
+    assert "#samples" not in str(page.all("a"))
     directory.append_metrics(7, {"loss": float("nan")})
     failed = replace(record, status="failed", error="ValueError: no <more>", total_steps=70)
     write_record(directory, failed)
@@ -241,89 +183,54 @@ def test_a_run_before_it_had_a_record(run, tmp_path):
 
 def test_sft_and_its_statistics(tmp_path):
     start(sft_config(tmp_path / "run", steps=2), validation=addition_rows(4))
-    (tmp_path / "run" / "data.json").write_text(
-        json.dumps(
-            {"train": {"count": 1234, "padded_fill": 0.5, "histogram": [[8, 1000], [16, 234]]}}
-        )
-    )
+    numbers = {"count": 1234, "padded_fill": 0.5, "histogram": [[8, 1000], [16, 234]]}
+    (tmp_path / "run" / "data.json").write_text(json.dumps({"train": numbers}))
     page = page_of(RunDirectory.open(tmp_path / "run"))
     assert "1,234" in page.text and "50%" in page.text
-    assert any(
-        attributes.get("title") == "234 of up to 16 tokens" for _, attributes in page.elements
-    )
+    titles = [attributes.get("title") for _, attributes in page.elements]
+    assert "234 of up to 16 tokens" in titles
+
+
+def shown(folder, *samples: dict) -> list[dict]:
+    """Samples as they come to the page."""
+    directory = RunDirectory.create(folder / "run", "")
+    directory.append_samples(1, samples)
+    return sample_data(gather(directory.path))["steps"][1]
 
 
 def test_preferences_side_by_side(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    directory.append_samples(
-        1,
-        [
-            {
-                "prompt": [{"role": "user", "content": "1+1="}],
-                "chosen": "2",
-                "rejected": "3",
-                "margin": 0.123456,
-                "extra": None,
-            }
-        ],
-    )
-    (sample,) = sample_data(gather(directory.path))["steps"][1]
+    pair = {"chosen": "2", "rejected": "3", "margin": 0.123456, "extra": None}
+    (sample,) = shown(tmp_path, {"prompt": [{"role": "user", "content": "1+1="}], **pair})
     texts = {"prompt": "user: 1+1=", "chosen": "2", "rejected": "3"}
     assert sample == texts | {"chips": {"margin": "0.1235"}}
 
 
 def test_advantages_that_differ_within_a_response_are_kept(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    shared = {"prompt": "p", "response": "r", "token_ids": [1, 2]}
-    directory.append_samples(
-        1,
-        [
-            {**shared, "advantages": [0.5, -0.25]},
-            {**shared, "advantages": [0.5, 0.5]},
-            {**shared, "advantages": [None, 1.0]},
-        ],
-    )
-    samples = sample_data(gather(directory.path))["steps"][1]
-    assert [sample["advantages"] for sample in samples] == [[0.5, -0.25], [0.5, 0.5], [None, 1.0]]
+    given = [[0.5, -0.25], [0.5, 0.5], [None, 1.0]]
+    samples = shown(tmp_path, *({"token_ids": [1, 2], "advantages": each} for each in given))
+    assert [sample["advantages"] for sample in samples] == given
     assert [sample["chips"].get("advantage") for sample in samples] == [None, "0.5", None]
 
 
 def test_a_long_response_is_cut_and_says_so(tmp_path):
-    directory = RunDirectory.create(tmp_path / "run", "")
-    directory.append_samples(
-        1, [{"prompt": "p", "response": "r", "token_ids": [1] * 5000, "logprobs": [-1.0] * 5000}]
-    )
-    (sample,) = sample_data(gather(directory.path))["steps"][1]
+    (sample,) = shown(tmp_path, {"token_ids": [1] * 5000, "logprobs": [-1.0] * 5000})
     assert (sample["chips"]["tokens"], sample["cut"]) == ("5000", 1000)
     assert len(sample["logprobs"]) == 4000
 
 
 def test_a_message_without_text():
-    assert (
-        text([{"role": "assistant", "content": None}]) == "assistant: "
-        and text(None) == ""
-        and text(3) == "3"
-    )
+    assert text([{"role": "assistant", "content": None}]) == "assistant: "
+    assert (text(None), text(3)) == ("", "3")
 
 
 def test_the_same_warning_is_shown_once(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
     record = begin_record(directory, algorithm="sft")
-    line = {
-        "run_id": record.run_id,
-        "level": "WARNING",
-        "message": "thin ice",
-        "time": "2026-11-20T12:00:00.000Z",
-        "step": 3,
-        "place": "a.py:1",
-    }
+    line = {"run_id": record.run_id, "level": "WARNING", "message": "thin ice", "step": 3}
     directory.log.write_text((json.dumps(line) + "\n") * 5)
-    page = page_of(directory)
-    assert (
-        page.text.count("thin ice") == 1
-        and "×5" in page.text
-        and "1 warning or error, 0 events" in page.text
-    )
+    text = page_of(directory).text
+    assert text.count("thin ice") == 1 and "×5" in text
+    assert "1 warning or error, 0 events" in text
 
 
 METRICS = [
@@ -381,19 +288,16 @@ def test_what_differs_from_the_defaults_stands_out(run):
 
 def test_the_command(run, tmp_path, capsys):
     assert cli.main(["report", str(run.path)]) == 0
-    assert "report.html" in capsys.readouterr().out and (run.path / "report.html").exists()
-    assert (
-        cli.main(["report", str(run.path), "--output", str(tmp_path / "deep" / "page.html")]) == 0
-    )
-    assert (tmp_path / "deep" / "page.html").read_text().startswith("<!doctype html>")
+    assert "report.html" in capsys.readouterr().out
     (run.path / "report.html").unlink()
+    page = tmp_path / "deep" / "page.html"
+    assert cli.main(["report", str(run.path), "--output", str(page)]) == 0
+    assert page.read_text().startswith("<!doctype html>")
 
 
 def test_what_can_not_be_reported(run, tmp_path, capsys):
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "must be the folder of a run" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ValueError, match=r"output must be a file that can be written, but .*--output"
-    ):
+    with pytest.raises(ValueError, match=r"output must be a file that can be .*--output"):
         nemorl.write_report(run.path, tmp_path / "file" / "page.html")

@@ -105,10 +105,12 @@ class RunDirectory:
         return directory
 
     def write_config(self, config_yaml: str) -> None:
+        """Write config.yaml: the environment and the settings."""
         header = dump({"environment": environment()})
         write_atomically(self.config, f"{header}\n{config_yaml}")
 
     def write_data(self, lengths: Mapping[str, Any]) -> None:
+        """Write data.json."""
         write_atomically(self.data, json.dumps(lengths, indent=1) + "\n")
 
     @classmethod
@@ -130,13 +132,16 @@ class RunDirectory:
     def append_metrics(
         self, step: int, metrics: Mapping[str, float], *, phase: Phase = "train"
     ) -> None:
+        """Append a line to metrics.jsonl."""
         line = {"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}
         append_lines(self.metrics, [line])
 
     def read_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl."""
         return read_lines(self.metrics)
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append lines to samples/step_N.jsonl."""
         self.samples.mkdir(exist_ok=True)
         append_lines(self.samples / f"step_{step}.jsonl", samples)
 

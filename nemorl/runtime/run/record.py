@@ -57,6 +57,7 @@ def begin_record(
 
 
 def write_record(directory: RunDirectory, record: RunRecord) -> None:
+    """Replace run.json."""
     text = json.dumps(asdict(record), indent=1, ensure_ascii=False)
     write_atomically(directory.record, text + "\n")
 

@@ -27,6 +27,7 @@ class TrainResult:
     def of(
         cls, directory: RunDirectory, *, model: nn.Module | None, tokenizer: Any
     ) -> "TrainResult":
+        """Return the result of the run in a directory."""
         history = directory.read_metrics()
         return cls(final_metrics(history), history, directory, model, tokenizer)
 

@@ -77,6 +77,8 @@ def answer_of(sample: dict[str, Any]) -> tuple[str, str, float | None]:
 
 
 class Display(Callback):
+    """The steps done and to do, and the time that they take."""
+
     def __init__(self, total_steps: int | None, console: Console) -> None:
         self.console, self.total_steps = console, total_steps
         self.progress = Progress(speed_estimate_period=3600.0, get_time=time.monotonic)
@@ -188,6 +190,7 @@ class LiveDisplay(Display):
             self.live = None
 
     def render(self) -> Panel:
+        """Return the panel as it is now."""
         width = self.console.width - 6
         parts: list[Any] = [self._progress(), Text(), self._metrics(width)]
         if self.validations:

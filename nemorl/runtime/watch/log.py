@@ -38,9 +38,9 @@ class LogFile(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING or record.name.partition(".")[0] == "nemorl":
             with suppress(Exception):
-                append_lines(self.path, [self.line(record)])
+                append_lines(self.path, [self._line(record)])
 
-    def line(self, record: logging.LogRecord) -> dict[str, Any]:
+    def _line(self, record: logging.LogRecord) -> dict[str, Any]:
         moment = datetime.fromtimestamp(record.created, UTC)
         line = {
             "time": moment.isoformat(timespec="milliseconds"),

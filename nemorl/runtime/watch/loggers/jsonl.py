@@ -8,6 +8,8 @@ from nemorl.runtime.watch.loggers.base import LoggedRun
 
 
 class JsonlLogger:
+    """Writes metrics.jsonl and samples/."""
+
     def __init__(self, run: LoggedRun) -> None:
         self.directory = run.directory
 

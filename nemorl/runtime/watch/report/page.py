@@ -81,7 +81,7 @@ def render(run: Gathered) -> str:
         loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
     page.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    page.filters |= {"number": number, "duration": duration, "moment": moment, "setting": setting}
+    page.filters |= {"number": number, "duration": duration, "moment": _moment, "setting": _setting}
     style, script = (
         Markup(HERE.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js")
     )
@@ -210,11 +210,11 @@ def merged_log(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(merged.values())
 
 
-def moment(seconds: float) -> str:
+def _moment(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
 
 
-def setting(value: Any) -> str:
+def _setting(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
     return "none" if value is None else json.dumps(to_json(value), ensure_ascii=False)

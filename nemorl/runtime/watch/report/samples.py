@@ -38,15 +38,15 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
         name: text(sample[name]) for name in TEXTS if sample.get(name) is not None
     }
     chips: dict[str, Any] = {}
-    ids = as_list(sample.get("token_ids"))
+    ids = _as_list(sample.get("token_ids"))
     if isinstance(sample.get("pieces"), list):
         found["tokens"] = sample["pieces"]
     if len(ids) > SHOWN_TOKENS:
         found["cut"] = len(ids) - SHOWN_TOKENS
     measured = {
-        "logprobs": as_list(sample.get("logprobs")),
+        "logprobs": _as_list(sample.get("logprobs")),
         "gaps": gaps(sample),
-        "advantages": as_list(sample.get("advantages")),
+        "advantages": _as_list(sample.get("advantages")),
     }
     for name, values in measured.items():
         if values:
@@ -78,7 +78,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 def gaps(sample: Mapping[str, Any]) -> list[float | None]:
     """Return by how much the trainer's logprob of each token exceeds the sampler's."""
-    theirs, ours = (as_list(sample.get(name)) for name in ("logprobs", "trainer_logprobs"))
+    theirs, ours = (_as_list(sample.get(name)) for name in ("logprobs", "trainer_logprobs"))
     pairs = zip(ours, theirs, strict=False)
     return [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
 
@@ -90,7 +90,7 @@ def widest_gap(sample: Mapping[str, Any]) -> str:
     >>> widest_gap({"worst_tokens": [token]})
     "×2.72 in 'ab' (token 5)"
     """
-    for worst in as_list(sample.get("worst_tokens"))[:1]:
+    for worst in _as_list(sample.get("worst_tokens"))[:1]:
         values = worst.get("logprob"), worst.get("trainer_logprob"), worst.get("position")
         if all(map(is_number, values)) and abs(gap := values[0] - values[1]) >= 0.01:
             factor = number(math.exp(min(abs(gap), 700)))
@@ -110,5 +110,5 @@ def text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def as_list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []

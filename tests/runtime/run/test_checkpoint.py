@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.directory import RunDirectory
 from tests.runtime.tiny import TinyTrainer, save, seed_everything, tiny_run
 
-REPOSITORY = Path(__file__).parents[3]
 SMALL_FILES = ("state.json", "rng.json", "rng.safetensors")
 
 
@@ -39,17 +37,12 @@ def loaded(path: Path) -> tuple[int, float]:
     return state.step, float(run.trainer.tensors["weight"][0])
 
 
-def play_in_a_process(task: str, root: Path) -> str:
+def play(forked: Path, task: str, root: Path) -> str:
     """Run tests/runtime/tiny.py, which forks processes that are killed."""
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.runtime.tiny", task, str(root)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    command = [forked / "python", "-m", "tests.runtime.tiny", task, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def names(directory: Path) -> list[str]:
@@ -98,11 +91,11 @@ def test_random_generators_of_gpus_come_back(tmp_path):
 
 
 @pytest.mark.parametrize("scenario", ["next", "background", "replace"])
-def test_killed_at_any_point_of_writing(tmp_path, scenario):
+def test_killed_at_any_point_of_writing(forked, tmp_path, scenario):
     """next: step 2 follows step 1, background: in threads. replace: step 2 is written over an
     earlier one, the only checkpoint that there is.
     """
-    places = int(play_in_a_process(scenario, tmp_path))
+    places = int(play(forked, scenario, tmp_path))
     assert places > 20
     seen = set()
     for place in range(1, places):
@@ -124,8 +117,8 @@ def test_killed_at_any_point_of_writing(tmp_path, scenario):
     assert seen == {1.0, 2.0}
 
 
-def test_killed_run_goes_on_bit_for_bit(tmp_path):
-    play_in_a_process("resume", tmp_path)
+def test_killed_run_goes_on_bit_for_bit(forked, tmp_path):
+    play(forked, "resume", tmp_path)
 
     def story(name: str) -> list:
         lines = RunDirectory.open(tmp_path / name).read_metrics()

@@ -271,7 +271,7 @@ def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samp
 def worst_tokens(
     sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3
 ) -> list[dict[str, Any]]:
-    """Return the tokens of a sample on which sampler and trainer differ most, the worst first."""
+    """Return the tokens on which sampler and trainer differ most, the worst first."""
     pairs = list(zip(sample["logprobs"], sample["trainer_logprobs"], strict=True))
 
     def gap(place: int) -> float:

@@ -137,7 +137,7 @@ def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: An
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """A model with the settings of an algorithm: use SFTTrainer, GRPOTrainer or DPOTrainer."""
+    """A model with the settings of an algorithm."""
 
     algorithm: ClassVar[str]
     model: str | Path | nn.Module

@@ -1,7 +1,7 @@
 """What the commands besides the algorithms do and print."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +25,12 @@ def evaluate(config: EvalConfig) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
         rows = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in result["answers"])
         output.write_text("".join(rows), encoding="utf-8")
-    print_evaluation(config, result)
+    _print_evaluation(config, result)
     if config.output is not None:
         print(f"answers written to {config.output}")
 
 
-def print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int = 8) -> None:
-    """Print the first few answers, and the scores."""
+def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int = 8) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -77,12 +76,7 @@ def generate(config: GenerateConfig) -> None:
     if config.json:
         for completion in completions:
             print(json.dumps(completion, ensure_ascii=False))
-    else:
-        print_generations(completions)
-
-
-def print_generations(completions: Sequence[dict[str, Any]]) -> None:
-    """Print a table of answers, with each prompt once."""
+        return
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

@@ -27,9 +27,7 @@ from nemorl.runtime.watch.waiting import waiting_for_engines
 
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """Return accuracy (see `Rollouts.correct`), mean rewards and length of a model's answers to a
-    data set, and every answer.
-    """
+    """Return accuracy, mean rewards and length of a model's answers to data, and the answers."""
     environment = make_environment(config.reward, config.reward_weights)
     data = DataConfig(
         validation=config.data,

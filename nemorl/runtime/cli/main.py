@@ -1,7 +1,6 @@
-"""The command line: an algorithm by its name (`nemorl grpo`), and the commands of `COMMANDS`.
+"""The command line. Settings come in layers: defaults < preset < --config file.yaml < flags.
 
-Settings come in layers: defaults < preset < --config file.yaml < flags. Nothing here imports torch
-before the settings are known to be good.
+Nothing here imports torch before the settings are known to be good.
 """
 
 import contextlib
@@ -68,9 +67,7 @@ error comes from.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0 done, 1 failed, 2 wrong settings or input, 130
-    interrupted, 143 terminated.
-
-    Of several processes that torchrun has started, only the one of rank 0 prints results.
+    interrupted, 143 terminated. Under torchrun only rank 0 prints.
     """
     # Set before torch is loaded: spinning OpenMP threads stall each other on a busy machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -109,9 +106,8 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def _execute(command: str, args: Sequence[str]) -> int:
-    """Execute a known command, and return its exit code.
-
-    What goes wrong by the user's settings, data or machine is one line on standard error.
+    """Execute a known command, and return its exit code. An error of settings, data or machine is
+    one line.
     """
     prog, config = f"nemorl {command}", None
     try:

@@ -14,7 +14,7 @@ from nemorl.runtime.config.generation import GenerationConfig
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """What `eval` and `generate` have in common: the model, and how it answers."""
+    """What `eval` and `generate` have in common."""
 
     model: str
     """Folder of a Hugging Face causal language model, its name on the hub, or a run's directory."""

@@ -46,17 +46,15 @@ ALIASES = {
 """Spellings of NeMo RL and other libraries that YAML files and `nemorl.train` may use."""
 
 
-def from_dict(
-    cls: type[Config], mapping: Mapping[str, Any], *, base: Config | None = None
-) -> Config:
-    """Return the config that nested sections describe; the rest is as in `base`, or the default.
+def from_dict(cls: type[Config], mapping: Mapping[str, Any]) -> Config:
+    """Return the config that nested sections describe.
 
     >>> from nemorl.runtime.config.grpo import GRPOConfig
     >>> from_dict(GRPOConfig, {"kl": {"coeff": 0.1}})
     Traceback (most recent call last):
     ConfigError: unknown key kl.coeff; did you mean kl.coef? ...
     """
-    return construct(cls, layer(cls, {} if base is None else to_dict(base), mapping))
+    return construct(cls, layer(cls, {}, mapping))
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -64,9 +62,9 @@ def to_dict(config: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
-def load_config(cls: type[Config], path: str | Path, *, base: Config | None = None) -> Config:
+def load_config(cls: type[Config], path: str | Path) -> Config:
     """Return the config that a YAML file describes; errors name the file and line."""
-    return construct(cls, yaml_layer(cls, {} if base is None else to_dict(base), path))
+    return construct(cls, yaml_layer(cls, {}, path))
 
 
 def dump_yaml(config: Any) -> str:

@@ -57,8 +57,7 @@ class Devices:
             "spread adapters by parallel.dp_shard and cp",
         )
         gpus = _num_gpus() if num_gpus is None else num_gpus
-        there = on_cluster or gpus > 0
-        check_device(config.trainer.device, ranked=ranked, has_gpus=there)
+        check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
         on_gpus = config.trainer.device != "cpu" and gpus > 0
         require(
             config.run.dir is not None or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
@@ -92,10 +91,10 @@ class Devices:
         if config is not None and all(hasattr(config, name) for name in needed):
             self.plan.check(config)
 
-    def check_weights(self, path: str, *, from_scratch: bool = False) -> None:
+    def check_weights(self, path: str) -> None:
         """Raise ValueError for a local model folder with missing or broken weights."""
         folder = Path(path)
-        if from_scratch or not self.ranked or not folder.is_dir():
+        if not self.ranked or not folder.is_dir():
             return
         from safetensors import SafetensorError
 

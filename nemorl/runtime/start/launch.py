@@ -105,7 +105,8 @@ def run(
             path = model_folder(config.model.path)
             of_model = model_config_of(path if model is None else model)
             devices.check_model(of_model)
-            devices.check_weights(path, from_scratch=config.model.from_scratch)
+            if not config.model.from_scratch:
+                devices.check_weights(path)
             config, shortened = with_response_length(within_positions(config, of_model))
             tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or path)
             tokenizer = with_chat_template(

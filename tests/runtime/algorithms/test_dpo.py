@@ -88,8 +88,6 @@ def test_the_first_loss_is_that_of_two_equal_models(tmp_path: Path, reference, l
 
 @pytest.mark.parametrize("loss", [DPOLoss(), KTOLoss()])
 def test_both_references_give_one_run(tmp_path: Path, loss):
-    """Also after the model has left the reference behind, and in validation."""
-
     def run(reference: str) -> list[dict]:
         config = dpo_config(
             tmp_path / reference, steps=4, loss=loss, reference=reference, run={"val_period": 2}

@@ -171,9 +171,6 @@ def test_it_learns_and_finishes_a_run_directory(tmp_path: Path):
 
 
 def test_one_update_needs_no_second_forward_pass_and_gives_the_same(tmp_path: Path):
-    """Without prev_logprobs the policy is its own predecessor: loss and gradient are those with the
-    logprobs computed before.
-    """
     generator = torch.Generator().manual_seed(0)
     batch = replace(to_token_batch(rollouts([1.0, 0.0, 0.0, 1.0])), loss_weights=None)
     batch = replace(
@@ -217,7 +214,6 @@ def test_minibatches_cover_the_batch_once_a_pass():
 
 
 def test_minibatches_have_weights_of_their_own(tmp_path: Path, monkeypatch):
-    """Each optimizer step is a mean over its own responses, whatever the size of the batch."""
     sums, train_step = [], DTensorBackend.train_step
 
     def watched(self, batch, loss_fn):

@@ -157,10 +157,7 @@ def test_what_validation_and_evaluation_need_is_checked_before_a_model_is_loaded
         )
 
 
-def test_rewards_on_the_command_line(saved, tmp_path: Path):
-    (tmp_path / "settings.yaml").write_text(
-        "reward: [exact_match, last_number]\nreward_weights: [1, 0.5]\n"
-    )
+def test_rewards_on_the_command_line():
     flags = ["--model.path", "m", "--data.train", "d"]
     config = parse(
         "grpo",
@@ -177,11 +174,6 @@ def test_rewards_on_the_command_line(saved, tmp_path: Path):
     assert config.reward == ("exact_match", "tests.runtime.algorithms.test_rewards:plain")
     assert config.reward_weights == (1.0, 0.2)
     assert parse("grpo", [*flags, "--reward", "math"]).reward in ("math", ("math",))
-    from_file = parse("grpo", [*flags, "--config", str(tmp_path / "settings.yaml")])
-    assert (from_file.reward, from_file.reward_weights) == (
-        ("exact_match", "last_number"),
-        (1.0, 0.5),
-    )
 
 
 def test_evaluation_with_several_rewards(saved, tmp_path: Path, capsys):

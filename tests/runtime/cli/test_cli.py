@@ -25,7 +25,7 @@ from nemorl import (
     SFTConfig,
 )
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig, ReportConfig
+from nemorl.runtime.cli.settings import EvalConfig, GenerateConfig, ReportConfig
 from nemorl.runtime.config.flags import field_docs
 from nemorl.runtime.config.tree import (
     dump_yaml,
@@ -481,20 +481,9 @@ def test_generate(launched, tmp_path: Path, capsys):
 
 
 def test_prompt_files_that_can_not_be(tmp_path: Path):
-    with pytest.raises(ValueError, match="file must be a readable text file"):
-        GenerateConfig(model="m", file=str(tmp_path / "nope")).prompts()
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(ValueError, match="file must hold a prompt"):
         GenerateConfig(model="m", file=str(tmp_path / "empty")).prompts()
-
-
-def test_export(launched, capsys):
-    launched.result = Path("out")
-    assert cli.main(["export", "--run", "r", "--output", "out", "--step", "4"]) == 0
-    assert (
-        launched.config == ExportConfig(run="r", output="out", step=4)
-        and "exported to out" in capsys.readouterr().out
-    )
 
 
 def test_errors_of_a_command_are_one_line(
@@ -615,9 +604,6 @@ def test_warnings_and_pipes(
     capfd,
     monkeypatch,
 ):
-    """A warning is one line without the place in our code; a reader that has seen enough is no
-    error.
-    """
     import warnings
 
     def warn(config: Any) -> None:

@@ -43,9 +43,6 @@ def go(config, model) -> nemorl.TrainResult:
 
 @pytest.mark.parametrize("kind", sorted(WITH_REFERENCE))
 def test_a_trained_model_is_not_taken_for_the_reference(kind, tmp_path: Path, monkeypatch):
-    """A run leaves its model trained; with that one a resumed run would be compared with something
-    else than before.
-    """
     make = WITH_REFERENCE[kind]
     model = tiny_model(scale=2.0)
     go(make(tmp_path / "run", steps=1), model)
@@ -87,7 +84,6 @@ def test_without_a_reference_any_model_of_its_kind_goes_on(make, tmp_path: Path)
 
 
 def test_what_lies_about_does_not_make_a_run_of_a_model(tmp_path: Path, monkeypatch):
-    """A loaded model in a working directory with checkpoints/, and a model folder that has them."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "metrics.jsonl").touch()
     monkeypatch.chdir(tmp_path)
@@ -112,7 +108,6 @@ def test_random_weights_are_not_for_a_loaded_model(tmp_path: Path):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_an_error_in_setup_leaves_the_model_as_it_was(rank, tmp_path: Path, monkeypatch):
-    """Without adapters and with its own attention, so that another run may have it."""
     model = tiny_model()
     attention = model.config._attn_implementation
     plan = nemorl.ParallelPlan(activation_checkpointing="full")

@@ -109,7 +109,6 @@ def test_export_replaces_nothing_but_an_export(saved, tmp_path: Path):
 
 
 def test_an_export_keeps_what_the_model_knew(tmp_path: Path):
-    """Its generation settings, and the chat template that it was trained with."""
     from transformers import AutoTokenizer, GenerationConfig
 
     template = (
@@ -319,9 +318,6 @@ def test_a_folder_that_was_claimed_for_nothing_is_given_back(
 
 
 def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
-    """Paths are noted as settings; a reward without a name is noted too, so that a resume from a
-    shell doesn't take another one.
-    """
     config = grpo_config(tmp_path / "run", steps=1, model=nemorl.ModelConfig(path=saved["model"]))
     nemorl.run(config, train=Path(saved["rows"]), reward=[digits, "contains_answer"])
     kept = nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml")
@@ -349,7 +345,6 @@ def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
 
 
 def test_rows_longer_than_the_model_has_positions(saved, tmp_path: Path):
-    """They are refused by file and line before the model is loaded, not in the midst of the run."""
     rows = [*addition_rows(5), {"prompt": "1+" * 150 + "1=", "answer": "1", "response": "1"}]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = nemorl.ModelConfig(path=saved["model"])

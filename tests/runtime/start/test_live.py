@@ -80,9 +80,6 @@ def go(config: Any, *, reward: Any = digits, **options: Any) -> nemorl.TrainResu
 
 @pytest.mark.parametrize("make", [grpo_config, sft_config])
 def test_the_same_numbers_as_in_one_process(make, folder, ranks, tmp_path: Path):
-    """The generator's own copy has the trainer's weights at every step, and what is exported is the
-    trained model.
-    """
     config = on_ranks(
         make(tmp_path / "run", steps=3, run={"export": True, "val_period": 2}), folder
     )
@@ -99,7 +96,6 @@ def test_the_same_numbers_as_in_one_process(make, folder, ranks, tmp_path: Path)
 def test_ranks_have_gpus_where_the_machine_of_the_loop_has_none(
     folder, ranks, tmp_path: Path, monkeypatch
 ):
-    """As where Ray places them: the engine then computes on what there is."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = grpo_config(tmp_path / "run", steps=1, trainer=nemorl.TrainerConfig(device="cuda"))
     monkeypatch.setenv("RAY_ADDRESS", "auto")
@@ -159,25 +155,14 @@ class Seen(Callback):
 
     def __init__(self) -> None:
         self.steps: list[int] = []
-        self.begun = 0
+        self.begun = self.closed = 0
 
     def on_train_begin(self, trainer) -> None:
+        assert not self.closed
         self.begun += 1
 
     def on_step_end(self, trainer, step, metrics) -> None:
         self.steps.append(step)
-
-
-class Closed(Seen):
-    """It can't be told anything after its end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.closed = 0
-
-    def on_train_begin(self, trainer) -> None:
-        assert not self.closed
-        super().on_train_begin(trainer)
 
     def close(self) -> None:
         self.closed += 1
@@ -191,7 +176,7 @@ def test_the_callers_callbacks_are_closed_once_after_all_attempts(
         sft_config(tmp_path / "run", steps=3, run={"save_period": 1}), folder, max_restarts=1
     )
     ranks["deaths"][("train_step", 2)] = killed
-    mine, deadly = Closed(), [Arm(ranks["deaths"], killed)] if fatal else []
+    mine, deadly = Seen(), [Arm(ranks["deaths"], killed)] if fatal else []
     with (
         pytest.warns(UserWarning, match="restart 1 of 1"),
         pytest.raises(ChildProcessError) if fatal else nullcontext(),
@@ -261,16 +246,14 @@ def test_more_deaths_than_restarts_end_the_run(folder, ranks, tmp_path: Path):
     assert "has a checkpoint of step 3: go on from there" in "".join(caught.value.__notes__)
 
 
-def test_without_restarts_a_death_ends_the_run(folder, ranks, tmp_path: Path):
-    ranks["deaths"] |= {("train_step", 3): killed}
-    with pytest.raises(ChildProcessError, match="died in step 3"):
-        go(on_ranks(sft_config(tmp_path / "run", steps=4), folder))
-
-
-def test_an_error_that_is_none_of_the_ranks_is_no_reason_to_restart(folder, ranks, tmp_path: Path):
-    ranks["deaths"] |= {("train_step", 2): lambda: RuntimeError("a bug in the loss")}
-    with pytest.raises(RuntimeError, match="a bug in the loss"):
-        go(on_ranks(sft_config(tmp_path / "run", steps=4), folder, max_restarts=3))
+@pytest.mark.parametrize(
+    ("death", "max_restarts", "message"),
+    [(killed, 0, "died in step 3"), (lambda: RuntimeError("a bug"), 3, "a bug")],
+)
+def test_no_restart_without_a_reason(death, max_restarts, message, folder, ranks, tmp_path: Path):
+    ranks["deaths"] |= {("train_step", 2): death}
+    with pytest.raises((ChildProcessError, RuntimeError), match=message):
+        go(on_ranks(sft_config(tmp_path / "run"), folder, max_restarts=max_restarts))
     assert len(ranks["all"]) == 1
 
 
@@ -312,9 +295,6 @@ def test_a_death_while_a_checkpoint_is_written_is_seen_through_its_error():
 
 
 def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_path: Path):
-    """The plan is no other setting than before for the data; the warning tells of it, and of
-    nothing that no number depends on.
-    """
     config = on_ranks(
         sft_config(tmp_path / "run", steps=2, run={"val_period": 2}), folder, timeout_s=100
     )

@@ -188,7 +188,6 @@ def test_a_loss_that_is_not_a_number_leaves_the_weights(tmp_path: Path, monkeypa
 def test_an_error_after_half_of_the_updates_of_a_step_goes_back_to_the_last_checkpoint(
     tmp_path: Path, monkeypatch
 ):
-    """Two updates a step: the weights after the first one belong to no step."""
     from nemorl.parallel.dtensor import backend
 
     calls: list[int] = []
@@ -264,7 +263,6 @@ def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Pat
 def test_damage_that_is_met_while_loading_costs_a_checkpoint(
     tmp_path: Path, monkeypatch, file, damage
 ):
-    """The run goes on from the one before, with the same numbers."""
     config = sft_config(tmp_path / "run", steps=2, run={"save_period": 1})
     start(config)
     shutil.copytree(tmp_path / "run", tmp_path / "straight")

@@ -203,7 +203,7 @@ SETTINGS = {
         tensor_parallel_size=0,
     ),
     "no time at all": setting(
-        r"generation\.timeout_s must be positive, but it is 0",
+        r"generation\.timeout_s must be at least 1, but it is 0",
         nemorl.GenerationConfig,
         backend="vllm",
         timeout_s=0.0,
@@ -329,7 +329,7 @@ SETTINGS = {
         cpus_per_rank=0,
     ),
     "no time for a step": setting(
-        r"runtime\.timeout_s must be positive, but it is 0\.0: 600 is ten minutes",
+        r"runtime\.timeout_s must be at least 1, but it is 0\.0: use 1 or more",
         nemorl.RuntimeConfig,
         timeout_s=0.0,
     ),
@@ -339,7 +339,7 @@ SETTINGS = {
         timeout_s=float("inf"),
     ),
     "no time to start": setting(
-        r"runtime\.start_timeout_s must be positive, but it is -1\.0",
+        r"runtime\.start_timeout_s must be at least 1, but it is -1\.0",
         nemorl.RuntimeConfig,
         start_timeout_s=-1.0,
     ),

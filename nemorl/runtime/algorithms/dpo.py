@@ -140,10 +140,10 @@ def samples(
     """
     found: Samples = []
     for i in spread(len(chosen), run.config.run.samples_per_step):
-        texts = [
-            [run.tokenizer.decode(list(ids)) for ids in halves(example)]
-            for example in examples[2 * i : 2 * i + 2]
-        ]
+        texts = []
+        for example in examples[2 * i : 2 * i + 2]:
+            ids, begin = list(example.input_ids), list(example.loss_mask).index(True)
+            texts.append([run.tokenizer.decode(part) for part in (ids[:begin], ids[begin:])])
         found.append(
             {
                 "prompt": texts[0][0],
@@ -155,12 +155,6 @@ def samples(
             }
         )
     return found
-
-
-def halves(example: Example) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the tokens of the prompt, and those from the first trained one."""
-    begin = list(example.loss_mask).index(True)
-    return example.input_ids[:begin], example.input_ids[begin:]
 
 
 def with_reference(run: Run, batch: TokenBatch) -> TokenBatch:

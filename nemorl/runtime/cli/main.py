@@ -98,7 +98,8 @@ def _main(argv: Sequence[str] | None) -> int:
         hint = closest(command, known) or "."
         problem = f"unknown command {command!r}{hint} Commands: {', '.join(known)}"
         return _fail("nemorl", problem, 2)
-    shown, warnings.formatwarning = warnings.formatwarning, _warning
+    shown = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         return _execute(command, args)
     finally:
@@ -244,10 +245,6 @@ def _refuse_other_variants(
                 f"{flag} is no setting of {section} {chosen}: it belongs to {', '.join(owners)};"
                 f" add --{section} {owners[0]}"
             )
-
-
-def _warning(message: Warning | str, *_: Any, **__: Any) -> str:
-    return f"warning: {message}\n"
 
 
 def _import(module: str) -> str | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from nemorl.checks import at_least, refuse_unused, require
+from nemorl.checks import at_least, refuse_unused
 from nemorl.rollout.generation import SamplingParams
 
 
@@ -77,20 +77,14 @@ class GenerationConfig:
             generation__tensor_parallel_size=self.tensor_parallel_size,
             generation__cpus_per_replica=self.cpus_per_replica,
             generation__max_model_len=self.max_model_len,
+            generation__timeout_s=self.timeout_s,
+            generation__start_timeout_s=self.start_timeout_s,
         )
         at_least(
             0,
             generation__max_restarts=self.max_restarts,
             generation__trainer_gpus=self.trainer_gpus,
         )
-        for name in ("timeout_s", "start_timeout_s"):
-            require(
-                getattr(self, name) > 0,
-                f"generation.{name}",
-                "must be positive",
-                getattr(self, name),
-                "300 is five minutes",
-            )
         if self.backend == "torch":
             names = [item.name for item in fields(self)]
             refuse_unused(

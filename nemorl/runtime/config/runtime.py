@@ -23,12 +23,14 @@ class RuntimeConfig:
 
     def __post_init__(self) -> None:
         at_least(0, runtime__max_restarts=self.max_restarts)
-        at_least(1, runtime__cpus_per_rank=self.cpus_per_rank)
+        at_least(
+            1,
+            runtime__cpus_per_rank=self.cpus_per_rank,
+            runtime__timeout_s=self.timeout_s,
+            runtime__start_timeout_s=self.start_timeout_s,
+        )
         for name in ("timeout_s", "start_timeout_s"):
             seconds = getattr(self, name)
-            require(
-                seconds > 0, f"runtime.{name}", "must be positive", seconds, "600 is ten minutes"
-            )
             require(
                 seconds <= WEEK_S,
                 f"runtime.{name}",

@@ -1,6 +1,5 @@
 """`run`: from a configuration to a finished run, checked and loaded in order of cost."""
 
-import itertools
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -149,11 +148,12 @@ def with_restarts(launch: Launch) -> TrainResult:
     # An engine may compute in this process while others train.
     kernels = launch.devices.ranked and config.trainer.deterministic
     with closing(launch.callbacks), deterministic_kernels() if kernels else nullcontext():
-        for restart in itertools.count(1):
+        restart = 0
+        while True:
             try:
                 return train_once(launch)
             except Exception as error:
-                failure = failed_ranks(error)
+                failure, restart = failed_ranks(error), restart + 1
                 if failure is None or restart > config.runtime.max_restarts:
                     raise
                 reason = str(failure)
@@ -165,7 +165,6 @@ def with_restarts(launch: Launch) -> TrainResult:
             restore_generators(*generators)  # a new beginning draws the same numbers
             resume = point is not None or config.run.resume
             launch = replace(launch, config=replace(config, run=replace(config.run, resume=resume)))
-    raise AssertionError
 
 
 def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | None:

@@ -68,8 +68,8 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prep
     for other, algorithm in ALGORITHMS.items():
         if algorithm.config is config and other != name:
             raise ValueError(
-                f"config must belong to one algorithm, but {config.__name__} is that of {other!r}"
-                " already: derive one of its own"
+                f"config must belong to one algorithm, but {config.__name__} is that of {other!r}:"
+                " derive one of its own"
             )
     register = _register(name, ALGORITHMS, "algorithm")
 
@@ -157,8 +157,8 @@ def load(target: Any) -> Any:
     """Return the object at "module:name", or one that is no string."""
     if not isinstance(target, str):
         return target
-    module, _, attribute = target.partition(":")
-    return getattr(import_module(module), attribute)
+    module, _, name = target.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _get(name: str, known: dict[str, Any], kind: str) -> Any:

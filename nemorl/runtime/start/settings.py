@@ -23,9 +23,8 @@ from nemorl.runtime.start.devices import Devices
 
 
 def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | None) -> Any:
-    """Return the config with the names of what was given in Python, so that config.yaml has them.
-
-    A reward without a name is noted, so that a resume without it is an error.
+    """Return the config with the names of what was given in Python. A reward without a name is
+    noted, so that a resume without it is an error.
     """
 
     def named(value: Any) -> Any:

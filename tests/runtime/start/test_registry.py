@@ -91,7 +91,7 @@ def test_names_are_taken_once():
         nemorl.register_algorithm("grpo", config=MyConfig)(prepare)
     with pytest.raises(
         ValueError,
-        match="config must belong to one algorithm, but GRPOConfig is that of 'grpo' already",
+        match="config must belong to one algorithm, but GRPOConfig is that of 'grpo': derive",
     ):
         nemorl.register_algorithm("mine", config=nemorl.GRPOConfig)
 

@@ -39,6 +39,17 @@ def closest(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+def short(value: object, limit: int = 120) -> str:
+    """Return a value as errors show it: without the middle if it is longer than `limit`.
+
+    >>> short("a" * 1000, 20)
+    "'aaaaaaaaa … 982 characters … aaaaaaaaa'"
+    """
+    text, half = repr(value), limit // 2
+    cut = len(text) - 2 * half
+    return text if cut <= 0 else f"{text[:half]} … {cut} characters … {text[-half:]}"
+
+
 def refuse_unused(
     section: str, config: Any, requirement: str, remedy: str, *, names: Iterable[str] | None = None
 ) -> None:

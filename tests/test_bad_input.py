@@ -781,7 +781,7 @@ DATA = PREFERENCES | {
         r"row 1: a row must be a dict with at least one column, got 3", [3, "text"]
     ),
     "a wrong column": rows(
-        r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean 'prompt'\?",
+        r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean prompt\?",
         [ROW],
         prompt_column="promt",
     ),
@@ -1074,8 +1074,8 @@ def wrong_key(prompt: str, response: str) -> float:
 
 REWARDS = {
     "unknown reward": reward(
-        r"reward must be one of .*, or module:function, but it is 'exact_mach': did you mean"
-        r" 'exact_match'\?",
+        r"reward must be one of .*, or module:function, but it is 'exact_mach'; did you mean"
+        r" exact_match\?",
         "exact_mach",
     ),
     "no such module": reward(

@@ -3,23 +3,20 @@ training step. Others use the names below: `load_rows`, `to_examples`, `collate`
 Pure but for reading files and `datasets`.
 """
 
-from nemorl.data.batch import Example, TokenBatch, collate, concatenate, resize, take, trim
+from nemorl.data.batch import Example, TokenBatch, collate, take, trim
 from nemorl.data.datasets import load_rows, prompt_of, to_examples, to_prompts
-from nemorl.data.lengths import LengthReport, limit_length
+from nemorl.data.lengths import limit_length
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
-from nemorl.data.order import RowOrder, rows_at, split_rows
+from nemorl.data.order import RowOrder, split_rows
 from nemorl.data.packing import pack, pack_plan, unpack
 from nemorl.data.padding import pad, unpad
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.rows import Row, origin_of
 from nemorl.data.sharding import (
-    balance,
     merge,
-    row_costs,
     shard_by_rank,
     split,
     split_microbatches,
-    unshard,
 )
 from nemorl.data.sources import DataModule
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
@@ -28,16 +25,13 @@ from nemorl.data.templates import with_chat_template
 __all__ = [
     "DataModule",
     "Example",
-    "LengthReport",
     "LengthStatistics",
     "Lengths",
     "Pair",
     "Row",
     "RowOrder",
     "TokenBatch",
-    "balance",
     "collate",
-    "concatenate",
     "labelled_rows",
     "length_statistics",
     "limit_length",
@@ -49,9 +43,6 @@ __all__ = [
     "pad",
     "pair_rows",
     "prompt_of",
-    "resize",
-    "row_costs",
-    "rows_at",
     "shard_by_rank",
     "split",
     "split_microbatches",
@@ -67,6 +58,5 @@ __all__ = [
     "trim",
     "unpack",
     "unpad",
-    "unshard",
     "with_chat_template",
 ]

@@ -13,19 +13,13 @@ from nemorl.data.padding import pad, round_up
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import PerToken, TokenIds, TokenMask, register_pytree
 
-IGNORED_INPUT = 0
-"""What `input_ids` holds on padding: any valid id."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
     """Sequences and their per-token arrays, all `[batch, seq]` like `input_ids`.
 
-    A row holds one sequence (of `collate`) or several (after `pack`); `segment_ids` tells them
-    apart.
-    Index t is about token t: `prev_logprobs[:, t]` is log p(x_t | x_<t). The first token of each
-        segment
-    is never trained on.
+    A row holds one sequence (of `collate`) or several (after `pack`). Index t is about token t:
+    `prev_logprobs[:, t]` is log p(x_t | x_<t). The first token of each segment is never trained on.
     """
 
     input_ids: TokenIds
@@ -59,7 +53,7 @@ class TokenBatch:
         return self.input_ids.shape[0]
 
 
-TENSOR_FIELDS = tuple(field.name for field in fields(TokenBatch) if field.name != "logprob_kind")
+DTYPES = {"input_ids": torch.int64, "loss_mask": torch.bool, "response_mask": torch.bool}
 register_pytree(TokenBatch, constant="logprob_kind")
 
 
@@ -108,7 +102,6 @@ class Example:
 def collate(
     examples: Sequence[Example | Mapping[str, Any]],
     *,
-    multiple_of: int = 1,
     length: int | None = None,
     logprob_kind: LogprobKind = LogprobKind(),
 ) -> TokenBatch:
@@ -116,7 +109,6 @@ def collate(
 
     Args:
         examples: `Example`s, or dicts with their fields. An optional array is for all or none.
-        multiple_of: what the width is rounded up to.
         length: the width; default: the longest sequence.
     Raises: ValueError where only some have an optional array, where a loss mask leaves its response
     mask or trains on a first token.
@@ -140,18 +132,9 @@ def collate(
                 " none"
             )
         if not missing:
-            dtype = {
-                "input_ids": torch.int64,
-                "loss_mask": torch.bool,
-                "response_mask": torch.bool,
-            }.get(field.name, torch.float32)
+            dtype = DTYPES.get(field.name, torch.float32)
             sequences = [torch.as_tensor(getattr(item, field.name), dtype=dtype) for item in items]
-            columns[field.name] = pad(
-                sequences,
-                value=IGNORED_INPUT if field.name == "input_ids" else 0,
-                length=length,
-                multiple_of=multiple_of,
-            )[0]
+            columns[field.name] = pad(sequences, value=0, length=length)[0]
     _require_trainable(columns["loss_mask"], columns["response_mask"])
     lengths = torch.tensor([item.num_tokens for item in items])
     place = torch.arange(columns["input_ids"].shape[1]).expand_as(columns["input_ids"])
@@ -169,7 +152,7 @@ def _require_trainable(loss_mask: Tensor, response_mask: Tensor) -> None:
     if outside:
         raise ValueError(
             f"loss_mask must be a subset of response_mask: example {outside[0]} trains on a prompt"
-            " token; set its response_mask there too"
+            " token"
         )
     first = loss_mask[:, :1].any(-1).nonzero().flatten().tolist()
     if first:
@@ -180,7 +163,7 @@ def _require_trainable(loss_mask: Tensor, response_mask: Tensor) -> None:
 
 
 def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenBatch:
-    """Return the given rows of a batch, in the given order; `trim` cuts what padding is left.
+    """Return the given rows of a batch, in the given order.
 
     >>> none = {"loss_mask": [False], "response_mask": [False]}
     >>> batch = collate([{"input_ids": [n], **none} for n in (5, 6, 7)])
@@ -191,35 +174,18 @@ def take(batch: TokenBatch, rows: Sequence[int] | Int[Tensor, "rows"]) -> TokenB
     return pytree.tree_map_only(Tensor, lambda values: values[index], batch)
 
 
-def resize(batch: TokenBatch, length: int) -> TokenBatch:
-    """Return the same sequences in rows of `length` columns: padding on the right is added or cut.
-
-    Raises: ValueError where a token would be cut.
-
-    >>> batch = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}])
-    >>> resize(batch, 3).input_ids.tolist()
-    [[5, 0, 0]]
-    """
-    longest = int(extents(batch).max()) if len(batch) else 0
-    if length < longest:
-        raise ValueError(
-            f"length must be at least {longest}, the last column that holds a token, got {length}"
-        )
-    added = length - batch.input_ids.shape[1]
-    return pytree.tree_map_only(
-        Tensor, lambda values: torch.nn.functional.pad(values, (0, added)), batch
-    )
-
-
 def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
-    """Return a batch without the columns on the right in which no row has a token.
+    """Return a batch without the columns on the right that hold no token, up to `multiple_of`.
 
     >>> masks = {"loss_mask": [False], "response_mask": [False]}
     >>> trim(collate([{"input_ids": [5], **masks}], length=9), multiple_of=4).input_ids.shape[1]
     4
     """
     longest = int(extents(batch).max()) if len(batch) else 0
-    return resize(batch, round_up(max(longest, 1), multiple_of))
+    added = round_up(max(longest, 1), multiple_of) - batch.input_ids.shape[1]
+    return pytree.tree_map_only(
+        Tensor, lambda values: torch.nn.functional.pad(values, (0, added)), batch
+    )
 
 
 def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:
@@ -232,34 +198,3 @@ def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:
     place = torch.arange(1, batch.segment_ids.shape[1] + 1, device=batch.segment_ids.device)
     place = torch.where(batch.segment_ids > 0, place, 0)
     return place.amax(-1) if place.shape[1] else place.sum(-1)
-
-
-def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """Return the rows of several batches, one below the other, as wide as the widest.
-
-    Raises: ValueError where they differ in optional arrays or in the kind of their logprobs.
-
-    >>> batch = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}])
-    >>> concatenate([resize(batch, 2), batch]).input_ids.tolist()
-    [[5, 0], [5, 0]]
-    """
-    if not batches:
-        raise ValueError("batches must hold at least one batch, got none")
-    first = batches[0]
-    for number, other in enumerate(batches):
-        if other.logprob_kind != first.logprob_kind:
-            raise ValueError(
-                f"logprob_kind must be alike in all batches: batch 0 has {first.logprob_kind},"
-                f" batch {number} has {other.logprob_kind}"
-            )
-        for name in TENSOR_FIELDS:
-            if (getattr(first, name) is None) != (getattr(other, name) is None):
-                raise ValueError(
-                    f"{name} must be given in all batches or in none: batches 0 and {number}"
-                    " differ; set it, or replace it by None"
-                )
-    width = max(batch.input_ids.shape[1] for batch in batches)
-    return pytree.tree_map(
-        lambda *parts: None if parts[0] is None else torch.cat(parts),
-        *(resize(batch, width) for batch in batches),
-    )

@@ -31,8 +31,8 @@ def mismatched(examples: Sequence[Example], *, max_length: int, seed: int = 0) -
     """Return for each example its prompt with the response to another prompt, for KTO's KL.
 
     The other example is the next one with another prompt, if there is one, in an order drawn from
-    `seed`: a pure function, so that a resumed run sees the same sequences. A response begins with
-    the first trained token, and is cut where the sequence would exceed `max_length` tokens.
+    `seed`. A response begins with the first trained token, and is cut where the sequence would
+    exceed `max_length` tokens.
 
     >>> mask = [False, True]
     >>> one = Example(input_ids=[5, 6], loss_mask=mask, response_mask=mask)

@@ -1,16 +1,16 @@
 """Rows under the names that the library knows, and the prompts and examples made of them."""
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nemorl.checks import closest, short
 from nemorl.data.batch import Example
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
-from nemorl.data.rows import COLUMNS, Row, in_row
-from nemorl.data.sources import read_rows, short, sources_of
+from nemorl.data.rows import COLUMNS, Row, for_rows
+from nemorl.data.sources import read_rows, sources_of
 from nemorl.data.templates import Message
 
 
@@ -35,11 +35,10 @@ def load_rows(
             list of dicts; a `datasets.Dataset` or `DatasetDict`; a `DataModule`.
         split: one for all sources or one for each; a source without splits is all "train".
         data_files: chooses files of a data set on the hub or in a folder.
-        *_column: the source's name of a column, which keeps its own name besides. One of several
-            sources may have the standard name instead. By default a row without `prompt` and
-            `response` may have `input` and `output`, or `prompt` and `completion`.
-    Raises: ValueError that names file and line of a malformed row, the columns where one is
-    missing, or the splits.
+        *_column: the source's name of a column, which it keeps besides. One of several sources may
+            have the standard name instead. By default a row without `prompt` and `response` may
+            have `input` and `output`, or `prompt` and `completion`.
+    Raises: ValueError that names file and line of a malformed row, a missing column, or split.
 
     >>> load_rows([{"question": "1+1", "answer": "2"}], prompt_column="question")
     [{'question': '1+1', 'answer': '2', 'prompt': '1+1'}]
@@ -113,10 +112,17 @@ def to_prompts(
     >>> to_prompts([{"prompt": "ab"}], ByT5Tokenizer())
     [[100, 101]]
     """
-    return [
-        in_row(row, number, partial(_prompt, tokenizer=tokenizer, template=template))
-        for number, row in enumerate(rows)
-    ]
+
+    def prompt_ids(row: Mapping[str, Any]) -> list[int]:
+        ids = tokenize_prompt(tokenizer, prompt_of(row), **with_tools(row, template))
+        if not ids:
+            raise ValueError(
+                f"prompt must have at least one token, got {prompt_of(row)!r}: leave the row out,"
+                " or begin prompts with a special token"
+            )
+        return ids
+
+    return for_rows(rows, prompt_ids)
 
 
 def to_examples(
@@ -132,80 +138,54 @@ def to_examples(
     >>> to_examples([{"prompt": "ab", "response": "c"}], ByT5Tokenizer())[0].input_ids
     [100, 101, 102, 1]
     """
-    return [
-        in_row(
-            row, number, partial(_example, tokenizer=tokenizer, add_eos=add_eos, template=template)
-        )
-        for number, row in enumerate(rows)
-    ]
 
+    def example(row: Mapping[str, Any]) -> Example:
+        if row.get("messages") is None:
+            return answered(row, "response", tokenizer, add_eos=add_eos, template=template)
+        messages = messages_of(row["messages"], "messages")
+        return tokenize_messages(tokenizer, messages, add_eos=add_eos, **with_tools(row, template))
 
-def _prompt(row: Mapping[str, Any], *, tokenizer: Any, template: Mapping[str, Any]) -> list[int]:
-    ids = tokenize_prompt(tokenizer, prompt_of(row), **with_tools(row, template))
-    if not ids:
-        raise ValueError(
-            f"prompt must have at least one token, got {prompt_of(row)!r}: leave the row out, or"
-            " begin prompts with a special token"
-        )
-    return ids
-
-
-def _example(
-    row: Mapping[str, Any], *, tokenizer: Any, add_eos: bool, template: dict[str, Any]
-) -> Example:
-    if row.get("messages") is not None:
-        return tokenize_messages(
-            tokenizer,
-            messages_of(row["messages"], "messages"),
-            add_eos=add_eos,
-            **with_tools(row, template),
-        )
-    return answered(
-        prompt_of(row),
-        row.get("response"),
-        "response",
-        row,
-        tokenizer,
-        add_eos=add_eos,
-        template=template,
-    )
+    return for_rows(rows, example)
 
 
 def answered(
-    prompt: str | list[Message],
-    answer: Any,
-    column: str,
     row: Mapping[str, Any],
+    column: str,
     tokenizer: Any,
     *,
     add_eos: bool,
     template: Mapping[str, Any],
 ) -> Example:
-    """Return the prompt with the answer in `row[column]`, which is trained on.
+    """Return the row's prompt with the answer in `row[column]`, which is trained on.
 
     >>> from transformers import ByT5Tokenizer
-    >>> row, tokenizer = {"response": "c"}, ByT5Tokenizer()
-    >>> answered("ab", "c", "response", row, tokenizer, add_eos=True, template={}).loss_mask
+    >>> row = {"prompt": "ab", "response": "c"}
+    >>> answered(row, "response", ByT5Tokenizer(), add_eos=True, template={}).loss_mask
     [False, False, True, True]
     """
-    options = with_tools(row, template)
+    prompt, answer, options = prompt_of(row), row.get(column), with_tools(row, template)
     if isinstance(answer, str) and isinstance(prompt, str):
         return tokenize_prompt_response(tokenizer, prompt, answer, add_eos=add_eos)
     if not isinstance(answer, str | Sequence):
-        columns = ", ".join(row)
         raise ValueError(
-            f"{column} must be text or messages, got {answer!r} (columns: {columns}); name its"
-            f" column with {column}_column (data.{column}_column)"
+            f"{column} must be text or messages, got {answer!r} (columns: {', '.join(row)}); name"
+            f" its column with {column}_column (data.{column}_column)"
         )
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    after = (
-        [{"role": "assistant", "content": answer}]
-        if isinstance(answer, str)
-        else messages_of(answer, column)
-    )
+    before, after = as_messages(prompt, "prompt", "user"), as_messages(answer, column)
     return tokenize_messages(
         tokenizer, [*before, *after], given=len(before), add_eos=add_eos, **options
     )
+
+
+def as_messages(value: Any, column: str, role: str = "assistant") -> list[Message]:
+    """Return text as one message, or a column's messages, checked.
+
+    >>> as_messages("hello", "prompt", "user")
+    [{'role': 'user', 'content': 'hello'}]
+    """
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return messages_of(value, column)
 
 
 def messages_of(value: Any, column: str) -> list[Message]:
@@ -214,16 +194,12 @@ def messages_of(value: Any, column: str) -> list[Message]:
     >>> messages_of([{"role": "user", "content": "hello", "tool_calls": None}], "messages")
     [{'role': 'user', 'content': 'hello'}]
     """
-    sound = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
-    if not sound or not all(
-        isinstance(message, Mapping) and "role" in message for message in value
-    ):
+    if not _mappings(value) or not value or not all("role" in message for message in value):
         raise ValueError(
             f'{column} must be a list of messages like {{"role": "user", "content": "..."}}, got'
             f" {short(value)}"
         )
-    # Arrow fills the keys that only some messages have with None, and templates ask `"tool_calls"
-    # in message`.
+    # Arrow fills absent keys with None, and templates ask `"tool_calls" in message`.
     return [
         {key: part for key, part in message.items() if part is not None or key == "content"}
         for message in value
@@ -231,32 +207,32 @@ def messages_of(value: Any, column: str) -> list[Message]:
 
 
 def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the chat template's arguments with the row's own `tools` (a list, or its JSON text).
+    """Return the chat template's arguments with the row's `tools` (a list, or its JSON text).
 
     >>> with_tools({"tools": '[{"name": "add"}]'}, {"chat_template": None})
     {'chat_template': None, 'tools': [{'name': 'add'}]}
     """
-    tools = row.get("tools")
+    tools: Any = row.get("tools")
     if isinstance(tools, str):
-        try:
+        with suppress(json.JSONDecodeError):
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"tools must be a list of tools, or one as JSON text, got {short(row['tools'])}"
-                f" ({error})"
-            ) from error
-    if tools is not None and not (
-        isinstance(tools, list | tuple) and all(isinstance(tool, Mapping) for tool in tools)
-    ):
+    if tools is not None and not _mappings(tools):
         raise ValueError(
-            "tools must be a list of tools (JSON objects with a name and parameters), got"
-            f" {short(tools)}"
+            "tools must be a list of tools (objects with a name and parameters), or one as JSON"
+            f" text, got {short(tools)}"
         )
     return {**template, "tools": [dict(tool) for tool in tools]} if tools else dict(template)
 
 
+def _mappings(value: Any) -> bool:
+    return (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(isinstance(part, Mapping) for part in value)
+    )
+
+
 def _placed(rows: list[Row], sources: list[Any]) -> list[Row]:
-    """Add the data set's number to origins that don't tell it."""
     if len(sources) > 1 and not isinstance(sources[rows[0].source], str | Path):
         for row in rows:
             row.origin = f"{row.origin} of data set {row.source + 1}"
@@ -269,11 +245,9 @@ def _mapped(row: Row, columns: Mapping[str, str], *, several: bool) -> Row:
         if column in row:
             found[name] = row[column]
         elif not (several and name in row):
-            near = difflib.get_close_matches(column, map(str, row), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            there = ", ".join(map(str, row))
+            there = list(map(str, row))
             raise ValueError(
                 f"{name}_column (data.{name}_column) is {column!r}, but {row.origin} has the"
-                f" columns {there}{hint}"
+                f" columns {', '.join(there)}{closest(column, there)}"
             )
     return row.but(**found) if found else row

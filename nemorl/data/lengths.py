@@ -42,17 +42,13 @@ def limit_length(
     Args:
         items: examples, prompts as lists of ids, preference pairs or labelled examples.
         policy: for a longer one. `error` names it (by its row, if `rows` are given); `drop`;
-            `truncate` keeps an example's first tokens, and drops it if none is left to train on,
-            and a prompt's last tokens. A pair counts its longer side, and stays or goes whole.
+            `truncate` keeps a prompt's last tokens, or an example's first ones, but drops it if
+            none is left to train on. A pair counts its longer side, and stays or goes whole.
 
     >>> kept, report = limit_length([[1, 2, 3], [4]], max_length=2, policy="truncate")
     >>> kept, report.num_truncated
     ([[2, 3], [4]], 1)
     """
-    if max_length < 1:
-        raise ValueError(f"max_length must be at least 1, got {max_length}")
-    if policy not in ("error", "truncate", "drop"):
-        raise ValueError(f"policy must be error, truncate or drop, got {policy!r}")
     result: list[Item] = []
     kept: list[int] = []
     num_truncated = num_tokens_cut = longest = 0
@@ -61,15 +57,13 @@ def limit_length(
         longest = max(longest, length)
         if length > max_length:
             if policy == "error":
-                which = (
-                    f"sequence {index}"
-                    if rows is None
-                    else f"{origin_of(rows[index], index)}: the sequence"
-                )
+                which = f"sequence {index}"
+                if rows is not None:
+                    which = f"{origin_of(rows[index], index)}: the sequence"
                 raise ValueError(
-                    f"{which} has {length} tokens, max_length is {max_length}: raise it"
-                    ' (data.max_total_sequence_length), or choose policy="truncate" or "drop"'
-                    " (data.too_long)"
+                    f"{which} has {length} tokens, max_length is {max_length}:"
+                    ' raise data.max_total_sequence_length, or set data.too_long to "truncate" or'
+                    ' "drop"'
                 )
             shorter = _truncated(item, max_length) if policy == "truncate" else None
             if shorter is None:
@@ -105,16 +99,11 @@ def _all_tokens(item: Any) -> int:
 
 def _truncated(item: Any, max_length: int) -> Any:
     if isinstance(item, Pair):
-        chosen, rejected = (
-            _truncated(item.chosen, max_length),
-            _truncated(item.rejected, max_length),
-        )
-        return (
-            None if chosen is None or rejected is None else Pair(chosen=chosen, rejected=rejected)
-        )
+        chosen, rejected = (_truncated(x, max_length) for x in (item.chosen, item.rejected))
+        return Pair(chosen=chosen, rejected=rejected) if chosen and rejected else None
     if isinstance(item, tuple):
         shorter = _truncated(item[0], max_length)
-        return None if shorter is None else (shorter, item[1])
+        return shorter and (shorter, item[1])
     if not isinstance(item, Example):
         return item[-max_length:]
     shorter = Example(**{name: values[:max_length] for name, values in item.arrays().items()})

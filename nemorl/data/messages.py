@@ -1,6 +1,4 @@
-"""Conversations and plain text as token ids, with exact masks of the response and of what is
-trained on (docs/numerics.md, Conventions).
-"""
+"""Conversations and plain text as token ids, with exact masks of what is trained on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,9 +21,8 @@ def tokenize_messages(
 
     A turn is what stands between `{% generation %}` marks, or else what the template adds to the
     conversation so far with its generation prompt, up to and including the turn's end token. Each
-    border is verified by tokenizing the text up to there anew: what is trained on is, to the token,
-    what a sampler would have returned. The response mask begins with the first trained token and
-    includes all that follows.
+    border is verified by tokenizing the text up to there: what is trained on is, to the token, what
+    a sampler would have returned. The response mask begins with the first trained token.
 
     Args:
         messages: the conversation.
@@ -65,8 +62,7 @@ def tokenize_messages(
     loss_mask[:1] = [False] * len(ids[:1])  # nothing comes before it
     if not any(loss_mask):
         raise ValueError(
-            "messages must hold a non-empty assistant message: the chat template gives no token to"
-            " train on"
+            "messages must hold a non-empty assistant message: there is no token to train on"
         )
     first = loss_mask.index(True)
     return Example(
@@ -100,14 +96,8 @@ def tokenize_prompt(
     if template.is_passthrough:
         return _passed_through(tokenizer, prompt, len(prompt), False)[0]
     continued = bool(prompt) and prompt[-1].get("role") == "assistant"
-    return _ids(
-        tokenizer,
-        (
-            template.render(prompt, continue_final_message=True)
-            if continued
-            else template.render(prompt, add_generation_prompt=True)
-        ),
-    )
+    end = "continue_final_message" if continued else "add_generation_prompt"
+    return _ids(tokenizer, template.render(prompt, **{end: True}))
 
 
 def tokenize_prompt_response(
@@ -120,10 +110,8 @@ def tokenize_prompt_response(
 ) -> Example:
     """Return a prompt and its response, tokenized apart and joined, as a sampler sees them.
 
-    Trained on: the response and its end token. The prompt is text, or messages (`template` takes
-    `tokenize_prompt`'s other arguments).
-    Raises: ValueError where `add_eos` meets a tokenizer without an end token, or nothing is trained
-    on.
+    Trained on: the response and its end token. `template` takes `tokenize_prompt`'s arguments.
+    Raises: ValueError without an end token for `add_eos`, or if nothing is trained on.
 
     >>> from transformers import ByT5Tokenizer
     >>> example = tokenize_prompt_response(ByT5Tokenizer(), "ab", "c")
@@ -137,7 +125,7 @@ def tokenize_prompt_response(
     loss_mask = [place > 0 and included for place, included in enumerate(response_mask)]
     if not any(loss_mask):
         raise ValueError(
-            "response must give a token to train on after the first of the sequence, got prompt"
+            "response must give a token to train on after the sequence's first, got prompt"
             f" {prompt!r} and response {response!r}"
         )
     return Example(input_ids=ids, loss_mask=loss_mask, response_mask=response_mask)
@@ -183,9 +171,8 @@ def _answer(tokenizer: Any, text: str, add_eos: bool) -> list[int]:
             "add_eos needs a tokenizer with an eos_token: set tokenizer.eos_token, or pass"
             " add_eos=False"
         )
-    return (
-        [*ids, tokenizer.eos_token_id] if add_eos and ids[-1:] != [tokenizer.eos_token_id] else ids
-    )
+    end = [tokenizer.eos_token_id]
+    return ids + end if add_eos and ids[-1:] != end else ids
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -198,8 +185,7 @@ def _tokens_before(tokenizer: Any, ids: list[int], text: str, place: int) -> int
     if ids[: len(before)] != before:
         raise ValueError(
             "a token crosses the border of an assistant turn between"
-            f" {text[max(0, place - 20) : place]!r} and {text[place : place + 20]!r}, so a sampler"
-            " would see other tokens than those trained on; end headers and turns of the chat"
-            " template with a special token or a line break"
+            f" {text[max(0, place - 20) : place]!r} and {text[place : place + 20]!r}; end headers"
+            " and turns of the chat template with a special token or a line break"
         )
     return len(before)

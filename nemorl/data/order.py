@@ -4,11 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
-RowLike = TypeVar("RowLike", bound=Mapping[str, Any])
+from nemorl.data.rows import RowLike
 
 BLOCK = 1000
 """Places in which the shares of a mixture are exact."""
@@ -21,8 +21,7 @@ class RowOrder:
     Without weights, an epoch visits each row once, in an order of its own. With weights, each set
     has its share of every 1,000 places, exactly (rounded by largest remainder), and goes through
     its own rows epoch by epoch. What comes after a cursor (the places visited) depends on nothing
-    else: a resumed run neither repeats nor drops a row. Raises: ValueError for weights that can't
-        be met.
+    else: a resumed run neither repeats nor drops a row. Raises: ValueError for impossible weights.
 
     >>> RowOrder(sizes=(4,), seed=0, shuffle=False).take(2, 4)
     [2, 3, 0, 1]
@@ -39,11 +38,8 @@ class RowOrder:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 0 or not self.num_rows or self.seed < 0:
-            raise ValueError(
-                f"sizes must hold at least one row, and seed be at least 0, got sizes {self.sizes}"
-                f" and seed {self.seed}"
-            )
+        if not self.num_rows:
+            raise ValueError(f"sizes must hold at least one row, got {self.sizes}")
         if not self.weights:
             return
         if len(self.weights) != len(self.sizes):
@@ -87,10 +83,7 @@ class RowOrder:
         """
         sources = [getattr(row, "source", 0) for row in rows]
         if any(before > after for before, after in pairwise(sources)):
-            raise ValueError(
-                "the rows of several sets must stand set after set: keep them in the order of"
-                " load_rows"
-            )
+            raise ValueError("the rows of several sets must stand set after set, as of load_rows")
         count = max(len(weights), max(sources, default=-1) + 1)
         return cls(
             sizes=tuple(sources.count(number) for number in range(count)),
@@ -121,9 +114,7 @@ class RowOrder:
     def take(self, cursor: int, count: int) -> list[int]:
         """Return the rows at places cursor, ..., cursor + count - 1."""
         if not self.weights:
-            return rows_at(self.num_rows, cursor, count, self.seed, self.shuffle)
-        if cursor < 0 or count < 0:
-            raise ValueError(f"cursor and count must be at least 0, got {cursor} and {count}")
+            return _visits(self.num_rows, cursor, count, self.seed, self.shuffle, 0)
         rows: list[int] = []
         while len(rows) < count:
             block, place = divmod(cursor + len(rows), BLOCK)
@@ -147,22 +138,6 @@ class RowOrder:
         return rows.tolist()
 
 
-def rows_at(num_rows: int, cursor: int, count: int, seed: int, shuffle: bool = True) -> list[int]:
-    """Return the rows at places cursor, cursor + 1, ... of an endless run through the data.
-
-    Each epoch visits each row once, in an order of its own.
-
-    >>> rows_at(3, 0, 7, 0, shuffle=False)
-    [0, 1, 2, 0, 1, 2, 0]
-    """
-    if num_rows < 1 or cursor < 0 or count < 0 or seed < 0:
-        raise ValueError(
-            f"num_rows must be at least 1, and cursor, count and seed at least 0, got {num_rows},"
-            f" {cursor}, {count} and {seed}"
-        )
-    return _visits(num_rows, cursor, count, seed, shuffle, 0)
-
-
 def split_rows(
     rows: Sequence[RowLike], *, validation: int | float, seed: int = 0
 ) -> tuple[list[RowLike], list[RowLike]]:
@@ -174,20 +149,18 @@ def split_rows(
     >>> len(train), len(held_out)
     (3, 2)
     """
-    count = (
-        round(validation * len(rows))
-        if isinstance(validation, float) and validation < 1
-        else validation
-    )
+    share = isinstance(validation, float) and validation < 1
+    count = round(validation * len(rows)) if share else validation
     if count != int(count) or not 0 < count < len(rows):
         raise ValueError(
             f"validation (data.held_out) must leave at least one of the {len(rows)} rows on each"
-            f" side, got {validation} ({count} rows): give a number of rows, or a share below 1"
+            f" side, got {validation} ({count} rows)"
         )
-    held_out = set(rows_at(len(rows), 0, int(count), seed))
-    return [row for i, row in enumerate(rows) if i not in held_out], [
-        row for i, row in enumerate(rows) if i in held_out
-    ]
+    held_out = set(RowOrder(sizes=(len(rows),), seed=seed).take(0, int(count)))
+    sides: tuple[list[RowLike], list[RowLike]] = ([], [])
+    for i, row in enumerate(rows):
+        sides[i in held_out].append(row)
+    return sides
 
 
 def _visits(

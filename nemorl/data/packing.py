@@ -1,14 +1,11 @@
-"""Packing of several sequences into one row, and back.
-
-A `Plan` says which share a row; `pack` and `unpack` move every per-token array by one gather.
-"""
+"""Packing of several sequences into one row, by a plan of which share it, and back."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import groupby
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +13,8 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from nemorl.checks import at_least
 from nemorl.data.batch import TokenBatch
-from nemorl.data.padding import require_multiple, round_up
 
 Plan = tuple[tuple[int, ...], ...]
 """Per row (or rank, or microbatch) the indices of what it holds; each index is in exactly one."""
@@ -29,31 +26,22 @@ def pack_plan(lengths: Lengths, capacity: int, *, num_rows_multiple: int = 1) ->
 
     Best-fit decreasing, deterministic, n log n: 100,000 log-normal lengths take 0.1 s.
 
-    Args:
-        lengths: tokens of each sequence.
-        capacity: tokens of a row.
-        num_rows_multiple: what the number of rows is a multiple of, such as the number of ranks:
-            the fullest rows are split. Empty rows remain only if sequences are fewer than rows.
+    The number of rows is a multiple of `num_rows_multiple` (the number of ranks): the fullest rows
+    are split. Empty rows remain only if sequences are fewer than rows.
     Raises: ValueError that names a sequence longer than the capacity.
-    Source: NeMo RL `sequence_packing.algorithm`, whose four pack equally well but for
-    `concatenative`.
+    Source: NeMo RL `sequence_packing.algorithm`.
 
     >>> pack_plan([4, 8, 1, 4, 2, 1], 10)
     ((1, 2, 5), (0, 3, 4))
     >>> pack_plan([4, 8, 1, 4, 2, 1], 10, num_rows_multiple=3)
     ((1,), (0, 3, 4), (2, 5))
     """
-    sizes = _plain(lengths)
-    if capacity < 1 or num_rows_multiple < 1:
+    at_least(1, capacity=capacity, num_rows_multiple=num_rows_multiple)
+    sizes = torch.as_tensor(lengths, dtype=torch.int64).tolist()
+    if sizes and max(sizes) > capacity:
         raise ValueError(
-            f"capacity and num_rows_multiple must be at least 1, got {capacity} and"
-            f" {num_rows_multiple}"
-        )
-    if sizes and not 0 <= min(sizes) <= max(sizes) <= capacity:
-        index = next(index for index, size in enumerate(sizes) if not 0 <= size <= capacity)
-        raise ValueError(
-            f"sequence {index} has {sizes[index]} tokens, but a row holds {capacity}: raise the"
-            " capacity, or drop or truncate the sequence"
+            f"sequence {sizes.index(max(sizes))} has {max(sizes)} tokens, but a row holds"
+            f" {capacity}: raise the capacity, or drop or truncate the sequence"
         )
     rows = _with_multiple(_best_fit_decreasing(sizes, capacity), sizes, num_rows_multiple)
     empty = [index for index, size in enumerate(sizes) if not size]
@@ -81,8 +69,7 @@ def _best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
                 row = rows_with[room].pop()
                 if not rows_with[room]:
                     del rows_with[room], rooms[place]
-            # What is left of the tightest row is tighter still: it takes as many of this size as
-            # fit.
+            # The tightest row remains it: it takes as many of this size as fit.
             moved = same[done : done + room // size]
             done += len(moved)
             rows[row] += moved
@@ -94,20 +81,12 @@ def _best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
     return rows
 
 
-def pack(
-    batch: TokenBatch, plan: Plan, *, capacity: int | None = None, multiple_of: int = 1
-) -> TokenBatch:
+def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     """Return a batch whose rows are a plan's: all arrays move, segments count on, 1, 2, ...
 
     An index of the plan is a row of `batch` with all its segments: those (the two answers of a
-    preference pair) stay together, in order.
-
-    Args:
-        batch: the rows to pack.
-        plan: each row of the batch once.
-        capacity: columns of a row, a multiple of `multiple_of`. Default: what the fullest row
-            needs, rounded up to `multiple_of`. Free places hold 0.
-    Raises: ValueError where the plan lacks or repeats a row, or a row exceeds the capacity.
+    preference pair) stay together, in order. Free places hold 0.
+    Raises: ValueError where the plan lacks or repeats a row.
 
     >>> from nemorl.data.batch import collate
     >>> ids = [5, 6, 7], [8], [9, 9]
@@ -117,10 +96,9 @@ def pack(
     >>> packed.input_ids.tolist(), packed.segment_ids.tolist()
     ([[5, 6, 7, 8], [9, 9, 0, 0]], [[1, 1, 1, 2], [1, 1, 0, 0]])
     """
-    require_multiple(multiple_of)
     lengths = batch.lengths.cpu().numpy()
     layout = _layout(plan, lengths)
-    width = _width(layout.used, capacity, multiple_of)
+    width = int(layout.used.max(initial=0))
     real = batch.segment_ids > 0
     source = real.flatten().nonzero().flatten()
     target = layout.targets(lengths, width).to(source.device)
@@ -142,51 +120,25 @@ def num_segments(segment_ids: Int[Tensor, "batch seq"]) -> Int[Tensor, "batch"]:
     return segment_ids.amax(-1) if segment_ids.shape[1] else segment_ids.sum(-1)
 
 
-@overload
 def unpack(
-    values: TokenBatch, plan: Plan, lengths: Lengths, *, length: int | None = None
-) -> TokenBatch: ...
-
-
-@overload
-def unpack(
-    values: Tensor, plan: Plan, lengths: Lengths, *, length: int | None = None
-) -> Tensor: ...
-
-
-def unpack(
-    values: TokenBatch | Shaped[Tensor, "rows cap *rest"],
+    values: Shaped[Tensor, "rows cap *rest"],
     plan: Plan,
     lengths: Lengths,
     *,
     length: int | None = None,
-) -> TokenBatch | Shaped[Tensor, "batch seq *rest"]:
-    """Return the rows that were packed, in their order: the inverse of `pack`.
+) -> Shaped[Tensor, "batch seq *rest"]:
+    """Return one array of the rows that were packed, in their order: the inverse of `pack`.
 
     Args:
-        values: a packed batch, or one array [rows, columns, ...], such as logprobs of packed rows.
-            In a batch each row's segments count from 1 again; an array is moved as it is.
+        values: [rows, columns, ...], such as logprobs of packed rows.
         plan, lengths: the plan and the lengths that it was made of.
         length: columns of the result, padded on the right. Default: the longest row.
 
     >>> unpack(torch.tensor([[5, 6, 7, 8], [9, 9, 0, 0]]), ((0, 1), (2,)), [3, 1, 2]).tolist()
     [[5, 6, 7], [8, 0, 0], [9, 9, 0]]
     """
-    sizes = np.asarray(_plain(lengths), dtype=np.int64)
+    sizes = torch.as_tensor(lengths, dtype=torch.int64).cpu().numpy()
     layout = _layout(plan, sizes)
-    if isinstance(values, TokenBatch):
-        moved = pytree.tree_map_only(
-            Tensor, lambda array: unpack(array, plan, lengths, length=length), values
-        )
-        real = moved.segment_ids > 0
-        first = (
-            moved.segment_ids.masked_fill(~real, torch.iinfo(torch.int64).max).amin(
-                -1, keepdim=True
-            )
-            if real.shape[1]
-            else moved.segment_ids
-        )
-        return replace(moved, segment_ids=torch.where(real, moved.segment_ids - first + 1, 0))
     rows, width = values.shape[:2]
     if rows != len(plan) or width < layout.used.max(initial=0):
         raise ValueError(
@@ -226,15 +178,10 @@ def _layout(plan: Plan, lengths: np.ndarray) -> _Layout:
     counts = np.asarray([len(row) for row in plan], dtype=np.int64)
     times = np.bincount(order[(order >= 0) & (order < len(lengths))], minlength=len(lengths))
     if len(order) != len(lengths) or (times != 1).any():
-        first = int((times != 1).argmax())
-        wrong = (
-            f"sequence {first} is there {times[first]} times"
-            if (times != 1).any()
-            else f"it holds {len(order)}"
-        )
+        wrong = [f"sequence {i} {count} times" for i, count in enumerate(times) if count != 1]
         raise ValueError(
-            f"the plan must hold each of the {len(lengths)} sequences once, {wrong}: make it from"
-            " this batch's lengths"
+            f"the plan must hold each of the {len(lengths)} sequences once, but it has"
+            f" {(wrong or [f'{len(order)} entries'])[0]}: make it from this batch's lengths"
         )
     row_of = np.repeat(np.arange(len(plan)), counts)
     rows = np.empty_like(lengths)
@@ -260,23 +207,6 @@ def _within(lengths: np.ndarray, starts: np.ndarray) -> Tensor:
 def _move(values: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int]) -> Tensor:
     moved = values.new_zeros((shape[0] * shape[1], *values.shape[2:]))
     return moved.index_copy(0, target, values.flatten(0, 1)[source]).unflatten(0, shape)
-
-
-def _width(used: np.ndarray, capacity: int | None, multiple_of: int) -> int:
-    fullest = int(used.max(initial=0))
-    if capacity is None:
-        return round_up(fullest, multiple_of)
-    if capacity < fullest:
-        raise ValueError(
-            f"capacity must hold the fullest row: row {int(used.argmax())} of the plan has"
-            f" {fullest} tokens, capacity is {capacity}"
-        )
-    if capacity % multiple_of:
-        raise ValueError(
-            f"capacity must be a multiple of multiple_of ({multiple_of}), got {capacity}: try"
-            f" {round_up(capacity, multiple_of)}"
-        )
-    return capacity
 
 
 def _with_multiple(rows: list[list[int]], sizes: Sequence[int], multiple: int) -> list[list[int]]:
@@ -309,11 +239,3 @@ def _halves(row: list[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]
         halves[lighter].append(index)
         used[lighter] += sizes[index]
     return halves
-
-
-def _plain(lengths: Lengths) -> list[int]:
-    return (
-        lengths.tolist()
-        if isinstance(lengths, Tensor | np.ndarray)
-        else [int(length) for length in lengths]
-    )

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from nemorl.checks import short
 from nemorl.data.batch import Example
-from nemorl.data.datasets import answered, messages_of, prompt_of, with_standard_names
-from nemorl.data.rows import Row, in_row, origin_of
-from nemorl.data.sources import short
+from nemorl.data.datasets import answered, as_messages, messages_of, prompt_of, with_standard_names
+from nemorl.data.rows import Row, for_rows, origin_of
 
 VERDICTS = {"true": True, "false": False, "1": True, "0": False}
 """Labels as text."""
@@ -33,7 +33,7 @@ def pair_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     A row has `chosen` and `rejected`, each text or messages, and a `prompt` (text or messages): the
     messages that both begin with are the prompt, after what the column has before them (a system
     message). Or it has a `context` and `completions`, a list of {"rank": 0, "completion": text or
-    messages}, 0 is best: every two of different rank are a pair.
+    messages}, 0 is best: two of different rank are a pair.
     Raises: ValueError that names the row.
 
     >>> answers = [{"rank": 1, "completion": "3"}, {"rank": 0, "completion": "2"}]
@@ -41,7 +41,7 @@ def pair_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     >>> row["prompt"], row["chosen"], row["rejected"]
     ('1+1=', '2', '3')
     """
-    return [pair for number, row in enumerate(rows) for pair in _expanded(row, number, _pairs)]
+    return _expanded(rows, _pairs)
 
 
 def labelled_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -55,32 +55,24 @@ def labelled_rows(rows: Sequence[Mapping[str, Any]]) -> list[Row]:
     >>> [(row["response"], row["label"]) for row in rows]
     [('2', True), ('3', False)]
     """
-    return [
-        answer for number, row in enumerate(rows) for answer in _expanded(row, number, _verdicts)
-    ]
+    return _expanded(rows, _verdicts)
 
 
 def to_pairs(
     rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, add_eos: bool = True, **template: Any
 ) -> list[Pair]:
-    """Return the pairs of `pair_rows(rows)` as tokens; a row may give several.
-
-    Arguments, masks: as `to_examples`. Raises: ValueError that names the row.
+    """Return the pairs of `pair_rows(rows)` as tokens. Arguments, Raises: as `to_examples`.
 
     >>> from transformers import ByT5Tokenizer
     >>> pair, = to_pairs([{"prompt": "a", "chosen": "b", "rejected": "cd"}], ByT5Tokenizer())
     >>> pair.chosen.input_ids, pair.rejected.loss_mask
     ([100, 101, 1], [False, True, True, True])
     """
-    side = partial(_side, tokenizer=tokenizer, add_eos=add_eos, template=template)
-    pairs = pair_rows(rows)
-    return [
-        Pair(
-            chosen=in_row(row, number, partial(side, column="chosen")),
-            rejected=in_row(row, number, partial(side, column="rejected")),
-        )
-        for number, row in enumerate(pairs)
-    ]
+    side = partial(answered, tokenizer=tokenizer, add_eos=add_eos, template=template)
+    return for_rows(
+        pair_rows(rows),
+        lambda row: Pair(chosen=side(row, "chosen"), rejected=side(row, "rejected")),
+    )
 
 
 def to_labelled(
@@ -92,31 +84,18 @@ def to_labelled(
     >>> to_labelled([{"prompt": "a", "response": "b", "label": False}], ByT5Tokenizer())[0][1]
     False
     """
-    side = partial(
-        _side, tokenizer=tokenizer, add_eos=add_eos, template=template, column="response"
-    )
-    return [
-        (in_row(row, number, side), row["label"]) for number, row in enumerate(labelled_rows(rows))
+    answer = partial(answered, tokenizer=tokenizer, add_eos=add_eos, template=template)
+    return for_rows(labelled_rows(rows), lambda row: (answer(row, "response"), row["label"]))
+
+
+def _expanded(rows: Sequence[Mapping[str, Any]], parts: Any) -> list[Row]:
+    """The rows' parts, each with its place."""
+    placed = [
+        Row(row, origin=origin_of(row, number), source=getattr(row, "source", 0))
+        for number, row in enumerate(rows)
     ]
-
-
-def _side(
-    row: Mapping[str, Any],
-    *,
-    column: str,
-    tokenizer: Any,
-    add_eos: bool,
-    template: Mapping[str, Any],
-) -> Example:
-    return answered(
-        prompt_of(row), row[column], column, row, tokenizer, add_eos=add_eos, template=template
-    )
-
-
-def _expanded(row: Mapping[str, Any], number: int, parts: Any) -> list[Row]:
-    """A row's parts, each with its place."""
-    whole = Row(row, origin=origin_of(row, number), source=getattr(row, "source", 0))
-    return [whole.but(**columns) for columns in in_row(whole, number, parts)]
+    found = for_rows(placed, parts)
+    return [row.but(**part) for row, own in zip(placed, found, strict=True) for part in own]
 
 
 def _verdicts(row: Row) -> list[dict[str, Any]]:
@@ -131,8 +110,8 @@ def _verdicts(row: Row) -> list[dict[str, Any]]:
     label = VERDICTS.get(str(row["label"]).strip().lower())
     if label is None:
         raise ValueError(
-            f"label must be true or false, got {row['label']!r}: true for answers that are wanted"
-            " (data.label_column names another column)"
+            f"label must be true or false, got {row['label']!r} (data.label_column names another"
+            " column)"
         )
     return [{"prompt": prompt_of(row), "response": row.get("response"), "label": label}]
 
@@ -143,13 +122,12 @@ def _pairs(row: Row) -> list[dict[str, Any]]:
     if row.get("chosen") is None or row.get("rejected") is None:
         raise ValueError(
             "a preference must have chosen and rejected, or context and completions, got columns"
-            f" {', '.join(row)}; name them with chosen_column and rejected_column"
-            " (data.chosen_column, data.rejected_column)"
+            f" {', '.join(row)}; name them with data.chosen_column and data.rejected_column"
         )
     chosen, rejected = row["chosen"], row["rejected"]
     if isinstance(chosen, str) and isinstance(rejected, str):
         return [{"prompt": prompt_of(row), "chosen": chosen, "rejected": rejected}]
-    chosen, rejected = _as_messages(chosen, "chosen"), _as_messages(rejected, "rejected")
+    chosen, rejected = as_messages(chosen, "chosen"), as_messages(rejected, "rejected")
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
         return [{"prompt": prompt_of(row), "chosen": chosen, "rejected": rejected}]
     begin = _shared(chosen, rejected)
@@ -162,7 +140,7 @@ def _with_column(shared: list[Any], row: Row) -> list[Any]:
     if not row.get("prompt"):
         return shared
     given = prompt_of(row)
-    before = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    before = as_messages(given, "prompt", "user")
     ours, theirs = (
         [(message["role"], _stripped(message.get("content"))) for message in part]
         for part in (before, shared)
@@ -174,21 +152,12 @@ def _with_column(shared: list[Any], row: Row) -> list[Any]:
         return shared
     raise ValueError(
         "prompt must be what chosen and rejected begin with, or end with that, got prompt"
-        f" {short(given)}, while they begin with {short(shared)}: correct one, or leave the column"
-        " out (data.prompt_column names another)"
+        f" {short(given)}, while they begin with {short(shared)}: correct it, or leave it out"
     )
 
 
 def _stripped(content: Any) -> Any:
     return content.strip() if isinstance(content, str) else content
-
-
-def _as_messages(answer: Any, column: str) -> list[Any]:
-    return (
-        [{"role": "assistant", "content": answer}]
-        if isinstance(answer, str)
-        else messages_of(answer, column)
-    )
 
 
 def _ranked(row: Row) -> list[dict[str, Any]]:
@@ -206,14 +175,9 @@ def _ranked(row: Row) -> list[dict[str, Any]]:
             'completions must be a list of {"rank": 0, "completion": text or messages}, got'
             f" {short(completions)}"
         )
-    if any(
-        isinstance(part["rank"], bool) or not isinstance(part["rank"], int | float)
-        for part in completions
-    ):
-        raise ValueError(
-            "rank must be a number, 0 for the best, got ranks"
-            f" {[part['rank'] for part in completions]}"
-        )
+    ranks = [part["rank"] for part in completions]
+    if any(isinstance(rank, bool) or not isinstance(rank, int | float) for rank in ranks):
+        raise ValueError(f"rank must be a number, 0 for the best, got ranks {ranks}")
     ordered = sorted(completions, key=lambda part: part["rank"])
     pairs = [
         {"prompt": prompt, "chosen": better["completion"], "rejected": worse["completion"]}
@@ -223,8 +187,7 @@ def _ranked(row: Row) -> list[dict[str, Any]]:
     ]
     if not pairs:
         raise ValueError(
-            "completions must have two of unlike rank, got ranks"
-            f" {[part['rank'] for part in completions]}: leave the row out"
+            f"completions must have two of unlike rank, got ranks {ranks}: leave the row out"
         )
     return pairs
 

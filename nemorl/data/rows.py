@@ -1,12 +1,13 @@
-"""A row of a data set that knows where it came from, so that errors about it can name the place."""
+"""Rows of a data set that know their place, so that errors can name it."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 Built = TypeVar("Built")
+RowLike = TypeVar("RowLike", bound=Mapping[str, Any])
 
 COLUMNS = ("prompt", "response", "answer", "messages", "chosen", "rejected", "label")
-"""What the library reads; a source may have other names (`prompt_column` and so on)."""
+"""What the library reads; a source may have other names (`prompt_column`, ...)."""
 
 
 class Row(dict[str, Any]):
@@ -47,16 +48,17 @@ def origin_of(row: Mapping[str, Any], index: int) -> str:
     return getattr(row, "origin", "") or f"row {index + 1}"
 
 
-def in_row(
-    row: Mapping[str, Any], index: int, build: Callable[[Mapping[str, Any]], Built]
-) -> Built:
-    """Return `build(row)`; a ValueError that it raises names the row.
+def for_rows(rows: Iterable[RowLike], build: Callable[[RowLike], Built]) -> list[Built]:
+    """Return `build(row)` for each row; a ValueError that it raises names the row.
 
-    >>> in_row({"n": "x"}, 0, lambda row: int(row["n"]))
+    >>> for_rows([{"n": "x"}], lambda row: int(row["n"]))
     Traceback (most recent call last):
     ValueError: row 1: invalid literal for int() with base 10: 'x'
     """
-    try:
-        return build(row)
-    except ValueError as error:
-        raise ValueError(f"{origin_of(row, index)}: {error}") from error
+    built = []
+    for index, row in enumerate(rows):
+        try:
+            built.append(build(row))
+        except ValueError as error:
+            raise ValueError(f"{origin_of(row, index)}: {error}") from error
+    return built

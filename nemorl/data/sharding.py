@@ -2,15 +2,15 @@
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
-from typing import cast, overload
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn.functional import pad as pad_tensor
 
-from nemorl.data.batch import TokenBatch, concatenate, extents, take, trim
-from nemorl.data.packing import Plan, pack_plan
+from nemorl.checks import at_least
+from nemorl.data.batch import TokenBatch, extents, take, trim
+from nemorl.data.packing import Plan
 
 QUADRATIC = 1 / (12 * 2048)
 """Cost of a pair of tokens relative to a token's matrix products: 4·L·h against 24·h² FLOPs per
@@ -18,15 +18,13 @@ token, half of them masked, at h = 2048.
 """
 
 
-def row_costs(
-    batch: TokenBatch, *, linear: float = 1.0, quadratic: float = QUADRATIC
-) -> tuple[float, ...]:
-    """Return what each row costs to train on: Σ over its segments of linear·L + quadratic·L².
+def row_costs(batch: TokenBatch) -> tuple[float, ...]:
+    """Return what each row costs to train on: Σ over its segments of L + QUADRATIC·L².
 
     >>> from nemorl.data.batch import collate
-    >>> masks = {"loss_mask": [False] * 4, "response_mask": [False] * 4}
-    >>> row_costs(collate([{"input_ids": [1] * 4, **masks}]), linear=1.0, quadratic=0.5)
-    (12.0,)
+    >>> masks = {"loss_mask": [False] * 96, "response_mask": [False] * 96}
+    >>> row_costs(collate([{"input_ids": [1] * 96, **masks}]))
+    (96.375,)
     """
     segments = batch.segment_ids.cpu()
     if not segments.numel():
@@ -34,38 +32,32 @@ def row_costs(
     counts = torch.zeros(len(batch), int(segments.max()) + 1, dtype=torch.float64)
     counts.scatter_add_(1, segments.long(), torch.ones_like(segments, dtype=torch.float64))
     lengths = counts[:, 1:]
-    return tuple((linear * lengths + quadratic * lengths.square()).sum(-1).tolist())
+    return tuple((lengths + QUADRATIC * lengths.square()).sum(-1).tolist())
 
 
-def shard_by_rank(
-    batch: TokenBatch, num_ranks: int, *, linear: float = 1.0, quadratic: float = QUADRATIC
-) -> Plan:
+def shard_by_rank(batch: TokenBatch, num_ranks: int) -> Plan:
     """Return which rows go to which rank: as equal as possible in cost, and in number up to one.
 
     Deterministic. `split` applies the plan, `merge` undoes it. With fewer rows than ranks some
-    ranks
-    get none: `pack_plan(..., num_rows_multiple=num_ranks)` avoids it.
-    Raises: ValueError unless `num_ranks` is at least 1.
+    ranks get none: `pack_plan(..., num_rows_multiple=num_ranks)` avoids it.
 
     >>> from nemorl.data.batch import collate
     >>> masks = {"loss_mask": [False], "response_mask": [False]}
     >>> shard_by_rank(collate([{"input_ids": [1], **masks}] * 3), 2)
     ((0, 2), (1,))
     """
-    return balance(row_costs(batch, linear=linear, quadratic=quadratic), num_ranks)
+    return balance(row_costs(batch), num_ranks)
 
 
 def balance(costs: Sequence[float], num_parts: int) -> Plan:
     """Return indices in `num_parts` parts of similar total cost, whose sizes differ by one at most.
 
-    Most expensive first, each to the part with the least total that is not full (Graham's longest
-    processing time with a bound on the sizes).
+    Most expensive first, each to the part with the least total that is not full (Graham).
 
     >>> balance([9, 1, 8, 2], 2)
     ((0, 1), (2, 3))
     """
-    if num_parts < 1:
-        raise ValueError(f"num_ranks must be at least 1, got {num_parts}")
+    at_least(1, num_parts=num_parts)
     size, larger = divmod(len(costs), num_parts)  # so many parts may hold one more
     parts: list[list[int]] = [[] for _ in range(num_parts)]
     cheapest = [(0.0, number) for number in range(num_parts)]
@@ -84,7 +76,6 @@ def split_microbatches(
     *,
     rows: int | None = None,
     token_budget: int | None = None,
-    packed: bool = False,
     min_microbatches: int = 1,
 ) -> Plan:
     """Return which rows go through the model together.
@@ -93,7 +84,6 @@ def split_microbatches(
         rows: so many at a time, in the given order; or
         token_budget: as many as it allows. It counts padded tokens, rows · longest row, so rows of
             similar length meet.
-        packed: the rows of a microbatch will be packed into one: the budget counts tokens alone.
         min_microbatches: the largest number among ranks that must do equally many passes:
             microbatches with most rows are halved, then empty ones added.
     Raises: ValueError that names a row longer than the budget, and unless one of `rows` and
@@ -105,32 +95,25 @@ def split_microbatches(
     >>> split_microbatches(batch, rows=2), split_microbatches(batch, token_budget=11)
     (((0, 1), (2,)), ((0, 1), (2,)))
     """
-    if (rows is None) == (token_budget is None):
-        raise ValueError(
-            f"give one of rows and token_budget, got rows={rows} and token_budget={token_budget}"
-        )
-    if rows is not None:
-        if rows < 1:
-            raise ValueError(f"rows must be at least 1, got {rows}")
-        plan = [
-            tuple(range(len(batch)))[start : start + rows] for start in range(0, len(batch), rows)
-        ]
+    if rows is not None and token_budget is None:
+        at_least(1, rows=rows)
+        everything = tuple(range(len(batch)))
+        plan = [everything[start : start + rows] for start in range(0, len(batch), rows)]
+    elif token_budget is not None and rows is None:
+        lengths = extents(batch).tolist()
+        longest = max(lengths, default=0)
+        if longest > token_budget:
+            raise ValueError(
+                f"token_budget must hold the longest row: row {lengths.index(longest)} has"
+                f" {longest} tokens, token_budget is {token_budget}"
+            )
+        plan = list(_by_padded_tokens(lengths, token_budget))
     else:
-        assert token_budget is not None
-        lengths = (batch.lengths if packed else extents(batch)).tolist()
-        for row, length in enumerate(lengths):
-            if length > token_budget:
-                raise ValueError(
-                    f"token_budget must hold the longest row: row {row} has {length} tokens,"
-                    f" token_budget is {token_budget}"
-                )
-        plan = list(
-            pack_plan(lengths, token_budget) if packed else _by_padded_tokens(lengths, token_budget)
-        )
-    return _at_least(plan, min_microbatches)
+        raise ValueError(f"give one of rows ({rows}) and token_budget ({token_budget})")
+    return _halved(plan, min_microbatches)
 
 
-def _at_least(plan: list[tuple[int, ...]], count: int) -> Plan:
+def _halved(plan: list[tuple[int, ...]], count: int) -> Plan:
     """Halve the part with most rows until there are `count` parts; then add empty ones."""
     while len(plan) < count:
         most = max(range(len(plan)), key=lambda number: len(plan[number]), default=None)
@@ -165,46 +148,26 @@ def split(batch: TokenBatch, plan: Plan, *, multiple_of: int = 1) -> tuple[Token
     return tuple(trim(take(batch, rows), multiple_of=multiple_of) for rows in plan)
 
 
-@overload
-def merge(parts: Sequence[TokenBatch], plan: Plan) -> TokenBatch: ...
+def merge(parts: Sequence[Shaped[Tensor, "..."]], plan: Plan) -> Shaped[Tensor, "..."]:
+    """Return one array of all rows in their first order: the inverse of `split`.
 
-
-@overload
-def merge(parts: Sequence[Tensor], plan: Plan) -> Tensor: ...
-
-
-def merge(
-    parts: Sequence[TokenBatch] | Sequence[Shaped[Tensor, "..."]], plan: Plan
-) -> TokenBatch | Shaped[Tensor, "..."]:
-    """Return all rows in their first order: the inverse of `split`.
-
-    `parts` are batches, or what a model made of each: `[rows]`, `[rows, seq]` or `[rows, seq,
-    ...]`, where narrow parts are padded with 0 on the right.
-    Raises: ValueError unless parts and plan have the same rows.
+    `parts` are `[rows]`, `[rows, seq]` or `[rows, seq, ...]`; narrow ones are padded with 0 on the
+    right. Raises: ValueError unless parts and plan have the same rows.
 
     >>> merge([torch.tensor([[3.0, 3.0]]), torch.tensor([[1.0], [2.0]])], ((1,), (2, 0))).tolist()
     [[2.0, 0.0], [3.0, 3.0], [1.0, 0.0]]
     """
-    if not parts:
-        raise ValueError("parts must hold at least one batch or tensor, got none")
     found, wanted = [len(part) for part in parts], [len(rows) for rows in plan]
     order = [row for rows in plan for row in rows]
     if found != wanted or sorted(order) != list(range(len(order))):
         raise ValueError(
-            f"parts must have the plan's rows, and the plan each row once: the parts have {found}"
-            f" rows, the plan is {plan}"
+            f"parts must have the plan's rows, each once: they have {found}, the plan is {plan}"
         )
     inverse = sorted(range(len(order)), key=order.__getitem__)
-    if isinstance(parts[0], TokenBatch):
-        return take(concatenate(cast(Sequence[TokenBatch], parts)), inverse)
-    tensors = cast(Sequence[Tensor], parts)
-    if tensors[0].ndim > 1:
-        width = max(part.shape[1] for part in tensors)
-        tensors = [
+    if parts[0].ndim > 1:
+        width = max(part.shape[1] for part in parts)
+        parts = [
             pad_tensor(part, (0, 0) * (part.ndim - 2) + (0, width - part.shape[1]))
-            for part in tensors
+            for part in parts
         ]
-    return torch.cat(list(tensors))[inverse]
-
-
-unshard = merge
+    return torch.cat(list(parts))[inverse]

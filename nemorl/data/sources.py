@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from nemorl.checks import short
 from nemorl.data.rows import Row
 
 Placed = tuple[str, Any]
@@ -18,27 +19,19 @@ class DataModule(Protocol):
 
     def train_rows(self) -> Sequence[Mapping[str, Any]]:
         """Return the rows of split="train"."""
-        ...
 
     def validation_rows(self) -> Sequence[Mapping[str, Any]]:
         """Return the rows of split="validation"."""
-        ...
 
 
 def sources_of(source: Any) -> list[Any]:
-    """Return the data sets that a source names: those of a list of sources, or itself.
+    """Return the sources of a list of sources, or itself.
 
     >>> sources_of(("a.jsonl", "b.jsonl")), sources_of([{"prompt": "a row"}])
     (['a.jsonl', 'b.jsonl'], [[{'prompt': 'a row'}]])
     """
-    several = (
-        isinstance(source, Sequence)
-        and not isinstance(source, str)
-        and not hasattr(source, "column_names")
-    )
-    return (
-        list(source) if several and len(source) > 0 and all(map(_is_source, source)) else [source]
-    )
+    several = isinstance(source, list | tuple) and source and all(map(_is_source, source))
+    return list(source) if several else [source]
 
 
 def has_splits(source: Any) -> bool:
@@ -68,9 +61,7 @@ def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 
             )
         rows.append(Row(row, origin=place, source=number))
     if not rows:
-        raise ValueError(
-            f"{name_of(source)} holds no rows (split {split!r}): training needs at least one"
-        )
+        raise ValueError(f"{name_of(source)} holds no rows (split {split!r})")
     return rows
 
 
@@ -81,16 +72,6 @@ def name_of(source: Any) -> str:
     ("'rows.jsonl'", 'a list')
     """
     return repr(str(source)) if isinstance(source, str | Path) else f"a {type(source).__name__}"
-
-
-def short(value: Any) -> str:
-    """Return a value as errors show it: at most 120 characters.
-
-    >>> short("a" * 1000)[-5:]
-    'aa...'
-    """
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
 
 
 def _is_source(part: Any) -> bool:
@@ -104,7 +85,7 @@ def _read(source: Any, split: str, data_files: Any) -> Iterator[Placed]:
         isinstance(source, str | Path) and Path(source).suffix not in READERS
     ):
         raise ValueError(
-            "data_files chooses files of a data set on the hub or in a folder, but the source is"
+            "data_files chooses files on the hub or in a folder, but the source is"
             f" {name_of(source)}: remove it"
         )
     if isinstance(source, str | Path):
@@ -165,16 +146,15 @@ def _load_dataset(source: str | Path, split: str, data_files: Any) -> Any:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         hint = f" (as {name}:NAME)" if "config" in str(error).lower() and not configuration else ""
         raise ValueError(
-            f"can't load {str(source)!r} (split {split!r}): it is no {', '.join(READERS)} file, and"
-            f" as a data set it can't be read: {error}{hint}"
+            f"can't load {str(source)!r} (split {split!r}): it is no {', '.join(READERS)} file, nor"
+            f" a data set: {error}{hint}"
         ) from error
 
 
 def _require_train(split: str, source: Any) -> None:
     if split != "train":
         raise ValueError(
-            f'{name_of(source)} has no splits, so split must be "train", got {split!r}: name the'
-            " file of that split as the source, or use split_rows"
+            f'{name_of(source)} has no splits, so split must be "train", got {split!r}'
         )
 
 
@@ -192,18 +172,12 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    row = json.loads(line)
+                    yield f"{path}, line {number}", json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(
                         f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}):"
                         f" {short(line.strip())}"
                     ) from error
-                if not isinstance(row, dict) or not row:
-                    raise ValueError(
-                        f"{path}, line {number}: a row must be a JSON object with at least one key,"
-                        f" got {short(row)}"
-                    )
-                yield f"{path}, line {number}", row
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
@@ -227,11 +201,8 @@ def _read_csv(path: Path) -> Iterator[Placed]:
         try:
             for row in reader:
                 if None in row or None in row.values():
-                    found = (
-                        len(row) - 1 + len(row[None])
-                        if None in row
-                        else sum(value is not None for value in row.values())
-                    )
+                    extra = row.pop(None, ())
+                    found = sum(value is not None for value in row.values()) + len(extra)
                     raise ValueError(
                         f"{path}, line {reader.line_num}: the header has"
                         f" {len(reader.fieldnames or ())} columns, this row has {found}"

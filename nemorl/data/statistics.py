@@ -28,7 +28,7 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class LengthStatistics:
-    """A data set's lengths in tokens, in a few numbers."""
+    """A data set's lengths in tokens."""
 
     count: int
     """Sequences that are used."""
@@ -46,9 +46,9 @@ class LengthStatistics:
     packed_fill: float
     """The same with sequence packing into rows of that length."""
     num_over_limit: int
-    """All that are or were longer than the limit."""
+    """All that are or were longer."""
     histogram: tuple[tuple[int, int], ...]
-    """Greatest length and number of sequences of each of up to ten classes of equal width."""
+    """Greatest length and number of sequences of up to ten classes of equal width."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

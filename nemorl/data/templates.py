@@ -3,7 +3,8 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,7 @@ def with_chat_template(
 
     Args:
         template: a Jinja template, the path of a file with one, or `passthrough`; None: its own.
-        kwargs: the template's defaults (`{"enable_thinking": False}`). They are saved with the
-            tokenizer, so that later users render as training did.
+        kwargs: the template's defaults (`{"enable_thinking": False}`), saved with the tokenizer.
     Raises: ValueError for an unreadable file, a template that is no Jinja, an unknown name.
 
     >>> from transformers import ByT5Tokenizer
@@ -36,7 +36,7 @@ def with_chat_template(
         return tokenizer
     tokenizer = copy.copy(tokenizer)
     if template is not None:
-        tokenizer.chat_template = _checked(_text_of(template))
+        tokenizer.chat_template = _with_defaults(_text_of(template), {})
     if kwargs:
         own = tokenizer.chat_template
         if not own:
@@ -67,22 +67,14 @@ def _text_of(template: str) -> str:
         ) from error
 
 
-def _checked(template: str) -> str:
-    _variables(template)
-    return template
-
-
 def _with_defaults(template: str, kwargs: Mapping[str, Any]) -> str:
     known = _variables(template)
     for name in kwargs:
         if name not in known:
-            offered = (
-                ", ".join(sorted(known - {"messages", "tools", "add_generation_prompt"}))
-                or "no names of its own"
-            )
+            own = sorted(known - {"messages", "tools", "add_generation_prompt"})
             raise ValueError(
                 f"model.chat_template_kwargs has {name!r}, but the chat template doesn't ask for"
-                f" it; it asks for {offered}"
+                f" it; it asks for {', '.join(own) or 'no names of its own'}"
             )
     defaults = "".join(
         f"{{% if {name} is not defined %}}{{% set {name} = {_literal(value)} %}}{{% endif %}}"
@@ -109,11 +101,8 @@ def _variables(template: str) -> set[str]:
 def _literal(value: Any) -> str:
     """A plain value in Jinja."""
     if isinstance(value, Mapping):
-        return (
-            "{"
-            + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items())
-            + "}"
-        )
+        items = (f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items())
+        return "{" + ", ".join(items) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_literal, value)) + "]"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
@@ -137,8 +126,7 @@ class Template:
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 "messages need a chat template, and the tokenizer has none to use: pass"
-                " chat_template (--model.chat-template), or give prompt and response as plain text"
-                f" ({error})"
+                f" chat_template (--model.chat-template), or give plain text ({error})"
             ) from error
 
     @property
@@ -150,9 +138,7 @@ class Template:
         return GENERATION.search(self.source()) is not None
 
     def render(self, messages: Sequence[Message], **options: bool) -> str:
-        from jinja2 import TemplateError
-
-        try:
+        with _refusal(messages):
             return self.tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
@@ -161,10 +147,6 @@ class Template:
                 **options,
                 **self.kwargs,
             )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(
-                f"the chat template refuses messages with the roles {roles(messages)}: {error}"
-            ) from error
 
     def turns(
         self, messages: Sequence[Message], *, given: int = 0
@@ -179,25 +161,18 @@ class Template:
 
     def _marked(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """The text, and the character ranges between the template's {% generation %} marks."""
-        from jinja2 import TemplateError
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        kwargs = {**self.tokenizer.special_tokens_map, **self.kwargs}
-        try:
-            # It returns a pair, whatever its annotation says.
-            texts, spans = render_jinja_template(  # type: ignore[str-unpack]
+        with _refusal(messages):
+            rendered: Any = render_jinja_template(
                 conversations=[list(map(dict, messages))],
                 tools=self._tools(),
                 chat_template=self.source(),
                 return_assistant_tokens_mask=True,
-                **kwargs,
+                **{**self.tokenizer.special_tokens_map, **self.kwargs},
             )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(
-                f"the chat template refuses messages with the roles {roles(messages)}: {error}"
-            ) from error
-        found: Any = spans[0]
-        return texts[0], [(begin, end) for begin, end in found]
+        (text,), (spans,) = rendered
+        return text, [(begin, end) for begin, end in spans]
 
     def _rendered(
         self, messages: Sequence[Message], given: int
@@ -210,8 +185,8 @@ class Template:
                 if not number:
                     raise ValueError(
                         "message 0 is the assistant's, and the chat template doesn't say where it"
-                        " begins: put a message before it, or mark what the assistant says in the"
-                        " template with {% generation %} and {% endgeneration %}"
+                        " begins: put a message before it, or mark what the assistant says with"
+                        " {% generation %} and {% endgeneration %}"
                     )
                 before = self.render(messages[:number], add_generation_prompt=True)
                 through = self.render(messages[: number + 1])
@@ -222,9 +197,8 @@ class Template:
                 ):
                     raise ValueError(
                         f"message {number}: the chat template renders the conversation up to here"
-                        " differently than within the whole, so the assistant's tokens can't be"
-                        " told apart; mark them in the template with {% generation %} and {%"
-                        " endgeneration %}, or change template_kwargs"
+                        " differently than within the whole; mark what the assistant says with {%"
+                        " generation %} and {% endgeneration %}, or change template_kwargs"
                     )
                 turns.append((len(before), self._end_of_turn(text, len(before), len(through))))
         return text, turns
@@ -236,6 +210,18 @@ class Template:
 
     def _tools(self) -> list | None:
         return None if self.tools is None else list(self.tools)
+
+
+@contextmanager
+def _refusal(messages: Sequence[Message]) -> Iterator[None]:
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the chat template refuses messages with the roles {roles(messages)}: {error}"
+        ) from error
 
 
 def roles(messages: Sequence[Message]) -> str:

@@ -1,8 +1,8 @@
 """Advantages: how much better a response, or a token of it, was than expected.
 
-`advantages` (baselines.py) is the general form; here are its presets, and estimators of another
-form. All are constants for the gradient. `group_id` [batch]: any integer labels, equal for the
-responses to one prompt. Token-level functions take one sequence a row: advantages precede packing.
+`advantages` (baselines.py) is the general form; here are its presets, and other estimators. All are
+constants for the gradient. `group_id`: any integers, equal for the responses to one prompt.
+Token-level functions take one sequence a row: advantages precede packing.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nemorl.checks import at_least, require
 from nemorl.losses.baselines import EPSILON, advantages, members
 from nemorl.losses.masked import masked
 from nemorl.losses.segments import at_least_float32
@@ -74,32 +75,24 @@ def gdpo(
 ) -> PerResponse:
     """Return advantages of several rewards, each normalized in its group first.
 
-    Σ_k w_k (R_k − b_k)/(σ_k + 1e-6), then (A − mean)/(σ + 1e-6) over the batch: no component drowns
-    another because its numbers are larger.
-
-    Args:
-        reward_components: R, [batch, components].
-        weights: w, one per component.
-        baseline, scale: as in `advantages`.
-    Raises: ValueError unless there is one weight per component.
+    A = Σ_k w_k (R_k − b_k)/(σ_k + 1e-6), then (A − mean)/(σ + 1e-6) over the batch. `baseline` and
+    `scale` as in `advantages`. Raises: ValueError unless there is one weight per component.
     Source: GDPO; TRL `multi_objective_aggregation="normalize_then_sum"`, NeMo RL
     `adv_estimator.name=gdpo` (there baseline="leave_one_out", scale="leave_one_out_std").
 
     >>> gdpo(torch.tensor([[1.0, 0.0], [0.0, 100.0]]), torch.tensor([1, 1]), weights=(2.0, 1.0))
     tensor([ 0.7071, -0.7071])
     """
-    if len(weights) != reward_components.shape[1]:
+    columns = reward_components.double().unbind(-1)
+    if len(weights) != len(columns):
         raise ValueError(
-            f"gdpo: weights must have one number per reward component, {reward_components.shape[1]}"
-            f" (got {len(weights)})"
+            f"weights must have one number per reward component, {len(columns)}, got {weights}"
         )
-    columns = [
-        advantages(column, group_id, baseline=baseline, scale=scale)
-        for column in reward_components.double().unbind(-1)
+    parts = [
+        weight * advantages(column, group_id, baseline=baseline, scale=scale)
+        for weight, column in zip(weights, columns, strict=True)
     ]
-    total = torch.stack(
-        [weight * column for weight, column in zip(weights, columns, strict=True)]
-    ).sum(0)
+    total = torch.stack(parts).sum(0)
     normalised = advantages(total, group_id, baseline="batch_mean", scale="batch_std")
     return normalised.to(at_least_float32(reward_components).dtype)
 
@@ -108,20 +101,16 @@ def pass_at_k(rewards: PerResponse, group_id: ResponseIds, *, k: int) -> PerResp
     """Return the advantage whose policy gradient is an unbiased estimate of ∇ pass@k.
 
     For rewards other than 0 and 1: of ∇ E[max reward of k answers]. A_i = k · mean over the sets S
-        of k − 1 other members
-    of (max(R_i, max S) − max S): what answer i adds to k − 1 others. With c of n answers right that
-    is k · C(n−c, k−1) / C(n−1, k−1) for a right one, 0 for a wrong one; k = 1 is `rloo`. A group of
+    of k − 1 other members of (max(R_i, max S) − max S). With c of n answers right that is
+    k · C(n−c, k−1) / C(n−1, k−1) for a right one, 0 for a wrong one; k = 1 is `rloo`. A group of
     fewer than k members gives 0. The estimate is the group's mean of A_i ∇ log π(y_i). Memory:
-    O(batch²).
-
-    Raises: ValueError if k is less than 1.
+    O(batch²). Raises: ValueError if k is less than 1.
     Source: Walder and Karkhanis, "Pass@K Policy Optimization" (2025), "leave one out minus one".
 
     >>> pass_at_k(torch.tensor([1.0, 0.0, 0.0]), torch.tensor([1, 1, 1]), k=2).tolist()
     [2.0, 0.0, 0.0]
     """
-    if k < 1:
-        raise ValueError(f"pass_at_k: k must be at least 1 (got {k})")
+    at_least(1, k=k)
     if k == 1:
         return rloo(rewards, group_id)
     exact = rewards.double()
@@ -141,9 +130,8 @@ def pass_at_k(rewards: PerResponse, group_id: ResponseIds, *, k: int) -> PerResp
 def max_rl(rewards: PerResponse, group_id: ResponseIds) -> PerResponse:
     """Return A = (R − group mean) / group mean, and 0 where the mean is not above 0.
 
-    For rewards of at least 0. Its gradient averages ∇ log π over the right answers (less the mean
-    over all), which estimates that of −Σ_{k < n} (1 − p)^k / k, the log-likelihood log p of a right
-    answer truncated by the group's size n: right answers to hard prompts count most.
+    For rewards of at least 0. Its gradient estimates that of −Σ_{k < n} (1 − p)^k / k, the
+    log-likelihood log p of a right answer truncated by the group's size n.
     Source: Tajwar et al., "Maximum Likelihood Reinforcement Learning" (2026); TRL
     `scale_rewards="mean"`.
 
@@ -179,10 +167,10 @@ def at_last_token(rewards: PerResponse, mask: TokenMask) -> PerToken:
 
 
 def whiten(values: PerToken, mask: TokenMask, *, ddof: int = 1) -> PerToken:
-    """Return (V − mean) / (σ + 1e-6) over all masked tokens of the batch, 0 elsewhere.
+    """Return (V − mean) / (σ + 1e-6) over all masked tokens of the step, 0 elsewhere.
 
-    Values that are all exactly equal give exactly 0. σ divides by the count − `ddof`. Whiten the
-    whole step, never a shard. Source: verl `masked_whiten` (1e-8, under the root); NeMo RL's
+    Values that are all exactly equal give exactly 0. σ divides by the count − `ddof`.
+    Source: verl `masked_whiten` (1e-8, under the root); NeMo RL's
     REINFORCE++ has ddof=0.
 
     >>> whiten(torch.tensor([[1.0, 3.0, float("nan")]]), torch.tensor([[True, True, False]]))
@@ -219,9 +207,9 @@ def reinforce_plus_plus(
     terminal reward R, without a critic.
 
     Args:
-        rewards: R, [batch].
-        kl: per token, [batch, seq]: usually k1 of π_prev, k2 with a baseline.
-        mask: the response's tokens, [batch, seq].
+        rewards: R.
+        kl: usually k1 of π_prev, k2 with a baseline.
+        mask: the response's tokens.
         group_id: b = the mean of the prompt's group ("REINFORCE++-baseline"); None: b = 0.
         kl_to_go: False charges a token with its own kl only, as NeMo RL does.
     Source: OpenRLHF `--advantage_estimator reinforce` and `reinforce_baseline`, NeMo RL
@@ -262,14 +250,13 @@ def gae(
     """Return generalized advantage estimates and returns, both 0 off the mask.
 
     δ_t = r_t + γ V_next − V_t, A_t = δ_t + γλ A_next, where "next" is the sequence's next *masked*
-    token: tool output and observations are stepped over and not read. After the last one both are
-    0.
+    token: tool output and observations are not read. After the last one both are 0.
 
     Args:
-        rewards: r, [batch, seq]; for the reward of the whole see `at_last_token`.
-        values: V before each token, [batch, seq].
-        mask: the response's tokens, [batch, seq].
-        gamma, lam: γ and λ; λ may be [batch].
+        rewards: r; for the reward of the whole see `at_last_token`.
+        values: V before each token.
+        mask: the response's tokens.
+        gamma, lam: γ and λ.
         value_lam: λ of the returns A + V; None = `lam`. VAPO: 1, with 0.95 or
             `length_adaptive_lambda` for the policy.
     Source: Schulman et al. (2016); verl `adv_estimator=gae`, NeMo RL `gae_lambda`,
@@ -298,16 +285,12 @@ def gae(
 def length_adaptive_lambda(lengths: ResponseIds, *, alpha: float = 0.05) -> PerResponse:
     """Return λ = 1 − 1/(alpha · length), at least 0, for `gae`, from response `lengths` in tokens.
 
-    Reward then reaches back over a share of the answer that does not shrink with its length.
     Raises: ValueError unless alpha > 0. Source: VAPO, 0.05; NeMo RL `length_adaptive_alpha`.
 
     >>> length_adaptive_lambda(torch.tensor([10, 40])).tolist()
     [0.0, 0.5]
     """
-    if not alpha > 0:
-        raise ValueError(
-            f"length_adaptive_lambda: alpha must be above 0 (got {alpha}); VAPO uses 0.05"
-        )
+    require(alpha > 0, "alpha", "must be above 0", alpha, "VAPO uses 0.05")
     return (1 - 1 / (alpha * lengths.clamp(min=1).float())).clamp(min=0)
 
 
@@ -318,7 +301,6 @@ def opd(
 ) -> PerToken:
     """Return advantages of on-policy distillation: sg(log π_teacher − log π_prev) on the mask.
 
-    Their policy gradient lowers KL(π‖π_teacher).
     Source: "On-Policy Distillation" (Thinking Machines, 2025); NeMo RL `adv_estimator.name=opd`.
 
     >>> mask = torch.tensor([[False, True]])

@@ -3,10 +3,10 @@
 Computed in float64: the arrays are small. Groups need be neither contiguous nor equal in size.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from nemorl.losses.masked import require_one_of
@@ -20,15 +20,14 @@ EPSILON = 1e-6
 
 
 class Group(NamedTuple):
-    """What baselines and scales are made of, at every reward about its group."""
+    """At every reward about its group."""
 
     labels: Tensor
     size: Tensor
     mean: Tensor
     centred: Tensor
-    """The reward less the group's mean."""
     squares: Tensor
-    """The group's sum of `centred` squared."""
+    """The group's sum of `centred`²."""
     low: Tensor
     high: Tensor
 
@@ -87,8 +86,7 @@ def _scale(rewards: Tensor, group: Group, everything: Group, name: str, ddof: in
     if name == "none":
         return torch.ones_like(rewards)
     if name == "leave_one_out_std":
-        # Σ over the others of (R − their mean)²: the group's sum without one member, about the mean
-        # without it.
+        # Σ over the others of (R − their mean)²
         squares = group.squares - group.centred.square() * group.size / (group.size - 1).clamp(
             min=1
         )
@@ -117,14 +115,14 @@ def advantages(
     R − b is left unscaled, as in NeMo RL.
 
     Args:
-        rewards: R, [batch].
-        group_id: any integer labels of the prompts, [batch].
+        rewards: R.
+        group_id: any integer labels of the prompts.
         baseline: b: group_mean; leave_one_out, the mean of the *other* members (RLOO); batch_mean;
             none = 0; greedy, `greedy_rewards` (ReMax); length_weighted, Σ len·R / Σ len (OPO).
         scale: σ: group_std; leave_one_out_std, of the other members (NeMo RL); batch_std; none = 1.
         ddof: standard deviations divide by their count − ddof.
-        lengths: of the responses in tokens, [batch], for length_weighted.
-        greedy_rewards: of the prompts' greedy answers, [batch], for greedy.
+        lengths: of the responses in tokens, for length_weighted.
+        greedy_rewards: of the prompts' greedy answers, for greedy.
     Raises: ValueError for an unknown name, and if `lengths` or `greedy_rewards` are missing or not
     used.
 
@@ -139,8 +137,8 @@ def advantages(
     ):
         if (value is not None) != (baseline == user):
             raise ValueError(
-                f"advantages: {field} must be given with baseline={user!r} and with no other (got"
-                f" baseline={baseline!r}, {field} {'missing' if value is None else 'given'})"
+                f"{field} must be given with baseline={user!r} and no other, but baseline is"
+                f" {baseline!r} and {field} {'missing' if value is None else 'given'}"
             )
     exact = rewards.double()
     group, everything = members(exact, group_id), members(exact, torch.zeros_like(group_id))
@@ -157,42 +155,14 @@ def advantages(
 
 
 def group_advantages(
-    rewards: Float[Tensor, "prompts group"],
-    *,
-    baseline: str = "group_mean",
-    scale: str = "group_std",
-    ddof: int = 1,
-    lengths: Int[Tensor, "prompts group"] | None = None,
-    greedy_rewards: Float[Tensor, "prompts"] | None = None,
+    rewards: Float[Tensor, "prompts group"], **options: Any
 ) -> Float[Tensor, "prompts group"]:
-    """Return `advantages` of rewards [prompts, group] (and greedy_rewards [prompts]).
-
-    Raises: ValueError as `advantages`, and for a group of one with a baseline or scale of the
-    group.
+    """Return `advantages` of rewards [prompts, group], as its options that are arrays.
 
     >>> group_advantages(torch.tensor([[1.0, 0.0], [5.0, 5.0]]), scale="none").tolist()
     [[0.5, -0.5], [0.0, 0.0]]
     """
-    prompts, size = rewards.shape
-    if size == 1 and (
-        baseline in ("group_mean", "leave_one_out", "length_weighted")
-        or scale in ("group_std", "leave_one_out_std")
-    ):
-        raise ValueError(
-            f"group_advantages: baseline={baseline!r} with scale={scale!r} compares the members of"
-            " a group, which needs at least 2 (got 1); raise num_generations_per_prompt, or take"
-            " baseline='batch_mean' with scale='batch_std'"
-        )
-    return advantages(
-        rewards.flatten(),
-        torch.arange(prompts, device=rewards.device)[:, None].expand(prompts, size).flatten(),
-        baseline=baseline,
-        scale=scale,
-        ddof=ddof,
-        lengths=None if lengths is None else lengths.flatten(),
-        greedy_rewards=(
-            None
-            if greedy_rewards is None
-            else greedy_rewards[:, None].expand(prompts, size).flatten()
-        ),
-    ).reshape(prompts, size)
+    groups = torch.arange(len(rewards), device=rewards.device)[:, None].expand_as(rewards)
+    for name in options.keys() & {"lengths", "greedy_rewards"}:
+        options[name] = options[name].flatten()
+    return advantages(rewards.flatten(), groups.flatten(), **options).reshape(rewards.shape)

@@ -1,25 +1,23 @@
 """Distillation of a teacher's distributions p into a student's q, from whole logits or a top-k.
 
-Divergences per token, in nats: `forward` = KL(p‖q); `reverse` = KL(q‖p); `mixed` = mix · forward +
-(1 − mix) · reverse; `jensen_shannon` = mix · KL(p‖m) + (1 − mix) · KL(q‖m), m = mix · p +
-(1 − mix) · q (0.5: the usual one). A probability of 0 adds 0, in value and gradient; where p > 0 =
-q the forward divergence is infinite. The teacher is a constant. Distributions are taken at
-`temperature` T and the loss is multiplied by T², which keeps the gradient's size. Logits are
-unshifted: the loss at token t is that of the logits at t − 1, and the first token of each segment
-must have weight 0 (docs/numerics.md, Conventions).
+D per token, in nats, is `kl.divergence` with the teacher as reference, a constant. Distributions
+are taken at `temperature` T and the loss is multiplied by T², which keeps the gradient's size.
+Logits are unshifted: the loss at token t is that of the logits at t − 1, and the first token of
+each segment must have weight 0 (docs/numerics.md, Conventions).
 """
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nemorl.checks import require
 from nemorl.losses.kl import divergence
 from nemorl.losses.masked import masked, mean_of, require_one_of, share_of, weighted_sum
 from nemorl.losses.types import LossOutput, PerToken
 
 OUTSIDE = ("renormalize", "rest_mass", "zero")
 LOG_NOTHING = -100.0
-"""The teacher's log-probability off its top-k with `outside="zero"` (NeMo RL's number)."""
+"""The teacher's off its top-k with `outside="zero"` (NeMo RL's number)."""
 
 
 def distillation(
@@ -31,12 +29,11 @@ def distillation(
     mix: float = 0.5,
     temperature: float = 1.0,
 ) -> LossOutput:
-    """Return T² · Σ w · D(p, q) over the whole vocabulary; the module's text says which D.
+    """Return T² · Σ w · D(p, q) over the whole vocabulary.
 
     Metrics over the trained tokens: `divergence` (mean D in nats, without T²), `top1_agreement`
     (share whose most likely tokens are the same).
-    Raises: ValueError for an unknown direction, unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix < 1),
-    unless temperature > 0.
+    Raises: ValueError as `kl.divergence`, and unless temperature > 0.
     Source: Hinton et al. 2015 (forward, T²); GKD (Agarwal et al. 2024), TRL GKDTrainer `beta` = mix
     of jensen_shannon; NeMo RL `kl_type`, `mixed_kl_weight` = mix.
 
@@ -74,15 +71,15 @@ def distillation_topk(
     """Return the loss of `distillation` where only the teacher's k most likely tokens are known.
 
     Args:
-        student_logits: unshifted, [batch, seq, vocab].
-        teacher_logprobs, teacher_ids: [batch, seq, k], at index t about token t itself:
-            log-probabilities at `temperature` over the whole vocabulary. -inf: an empty place,
-            whatever its id. Ids must differ.
-        loss_weights: w, [batch, seq].
-        outside: what happens off the top-k. `renormalize`: both distributions are restricted to it
-            and renormalized; `rest_mass`: all other tokens are one more outcome, so the loss is at
-            most the whole divergence; `zero`: the teacher is renormalized and 0 outside (e^-100 in
-            the reverse direction), the student is its whole distribution.
+        student_logits: unshifted.
+        teacher_logprobs, teacher_ids: at index t about token t itself: log-probabilities at
+            `temperature` over the whole vocabulary. -inf: an empty place, whatever its id. Ids must
+            differ.
+        loss_weights: w.
+        outside: off the top-k. `renormalize`: both distributions are restricted to it and
+            renormalized; `rest_mass`: all other tokens are one more outcome; `zero`: the teacher is
+            renormalized and 0 outside (e^-100 in the reverse direction), the student is its whole
+            distribution.
     Metrics, Raises: as `distillation`.
     Source: NeMo RL `zero_outside_topk=False` is `renormalize`, `True` is `zero`.
 
@@ -148,14 +145,9 @@ def _log_rest(logprobs: Tensor, outside: Tensor) -> Tensor:
 
 def _log_sum(logprobs: Tensor, where: Tensor) -> Tensor:
     """log Σ exp over the last axis where `where`; -inf, with gradient 0, where there is nothing."""
-    # An excluded token behind this where gets no gradient, whatever logsumexp makes of nothing.
     finite = where & (logprobs > float("-inf"))
     return torch.where(finite, logprobs, float("-inf")).logsumexp(-1, keepdim=True)
 
 
 def _require_temperature(temperature: float) -> None:
-    if temperature <= 0:
-        raise ValueError(
-            f"temperature must be > 0, but it is {temperature}. 1 leaves the distributions as they"
-            " are."
-        )
+    require(temperature > 0, "temperature", "must be above 0", temperature, "1 changes nothing")

@@ -2,6 +2,7 @@
 
 import torch
 
+from nemorl.checks import require
 from nemorl.losses.masked import masked, max_of, mean_of, min_of, require_one_of, share_of
 from nemorl.losses.segments import segment_mean, segment_sum
 from nemorl.losses.types import Metrics, PerToken, TokenIds, TokenMask
@@ -23,23 +24,18 @@ def importance_weights(
 ) -> tuple[PerToken, Metrics]:
     """Return w = π_prev/π_gen [batch, seq], by which a token's loss is multiplied, and its metrics.
 
-    The sampler π_gen is not quite the trainer's π_prev. With d_t = log π_prev − log π_gen over a
-    sequence's trained tokens, w_t = exp d_t (level="token"), exp Σ d_t ("sequence") or exp mean d_t
-    ("geometric"). Outside [min, max] w is clamped (mode="truncate") or 0 ("mask"); with
-    "sequence_mask" it is 0 in every sequence whose *geometric* ratio is outside, and other
-    sequences keep their w, however large.
+    With d_t = log π_prev − log π_gen over a sequence's trained tokens, w_t = exp d_t
+    (level="token"), exp Σ d_t ("sequence") or exp mean d_t ("geometric"). Outside [min, max] w is
+    clamped (mode="truncate") or 0 ("mask"); with "sequence_mask" it is 0 in every sequence whose
+    *geometric* ratio is outside, and other sequences keep their w, however large.
 
     A trained token whose sampler logprob is not finite has w = 0 and no part in its sequence's
     ratio. A NaN in prev_logprobs is passed on. Weights are constants, 0 off the mask; dropped
-    tokens still count in the denominators of `loss_weights`.
+    tokens still count in the denominators of `loss_weights`. `segment_ids`: 0 = padding, 1.. = the
+    sequences of a row; None = one sequence a row.
 
-    Args:
-        prev_logprobs, generation_logprobs: log π_prev, log π_gen, [batch, seq].
-        loss_mask: the trained tokens, [batch, seq].
-        segment_ids: 0 = padding, 1.. = the sequences of a row; None = one sequence a row.
-        min, max: ratios; 1 = on policy.
-    Metrics: `importance_ratio_mean/min/max` (before `mode`), `importance_outside_fraction`,
-    `generation_nonfinite_fraction`, both of the trained tokens.
+    Metrics: `importance_ratio_mean/min/max` (before `mode`); shares of the trained tokens:
+    `importance_outside_fraction`, `generation_nonfinite_fraction`.
     Raises: ValueError for an unknown level or mode, or unless 0 ≤ min ≤ max.
     Source: TIS (Yao et al. 2025) = token + truncate, max 2; verl
     `rollout_correction.rollout_is=token|sequence`, `rollout_is_threshold` = max. IcePop (Ling team
@@ -56,11 +52,7 @@ def importance_weights(
     """
     require_one_of("level", level, LEVELS)
     require_one_of("mode", mode, MODES)
-    if not 0 <= min <= max:
-        raise ValueError(
-            f"min and max must be 0 <= min <= max, but they are {min} and {max}. They bound a"
-            " ratio: 1 is on policy, min=0 is no lower bound."
-        )
+    require(0 <= min <= max, "(min, max)", "must be 0 <= min <= max", (min, max), "1 = on policy")
     usable = loss_mask & generation_logprobs.isfinite()
     log_weight = masked(usable, prev_logprobs.detach()) - masked(
         usable, generation_logprobs.detach()
@@ -91,12 +83,11 @@ def sampler_gap(
     """Return metrics of how far the sampler's logprobs are from the trainer's for the same weights.
 
     With d = log π_prev − log π_gen over the tokens whose sampler logprob is finite:
-    `token_mult_prob_error` = mean exp|d| (1 = identical, 1.02 = 2 % off); `gen_kl_error` = mean (eᵈ
-    − 1 − d), the k3 estimate of KL(π_gen‖π_prev) in nats; `generation_nonfinite_fraction`, the
-    share of other tokens; `token_mult_prob_error_max`, `gen_kl_error_max`: the same means over one
-    sequence, where they are largest. Arguments: as `importance_weights`.
-    Source: NeMo RL's metrics of the same names; its `max_seq_mult_prob_error` is
-    `token_mult_prob_error_max`.
+    `token_mult_prob_error` = mean exp|d| (1.02 = 2 % off); `gen_kl_error` = mean (eᵈ − 1 − d), the
+    k3 estimate of KL(π_gen‖π_prev) in nats; `generation_nonfinite_fraction`, the share of other
+    tokens; `token_mult_prob_error_max`, `gen_kl_error_max`: the same means over one sequence, where
+    they are largest. Arguments: as `importance_weights`.
+    Source: NeMo RL, where `max_seq_mult_prob_error` is `token_mult_prob_error_max`.
 
     >>> from nemorl.losses.types import finalize
     >>> prev = torch.tensor([[0.25, 0.5], [0.5, 0.5]]).log()

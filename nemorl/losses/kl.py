@@ -7,8 +7,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nemorl.losses.logprobs import _predictions
 from nemorl.losses.masked import masked, require_one_of
-from nemorl.losses.segments import at_least_float32, same_segment
 from nemorl.losses.types import PerToken, TokenIds, TokenMask
 
 ESTIMATORS = ("k1", "k2", "k3")
@@ -36,17 +36,16 @@ def kl(
     With d = log π_ref − log π clamped to ±`input_clamp`: k1 = −d, k2 = d²/2, k3 = eᵈ − 1 − d (never
     negative), clamped to ±`output_clamp` (None = no clamp; a clamped token has no gradient).
 
-    `gradient`: "pathwise" differentiates the estimate alone (in expectation over π, k2 then has the
-    gradient of KL(π‖π_ref), k3 that of KL(π_ref‖π), k1 none); "score" that of the estimate ·
+    `gradient`: "pathwise" is the estimate's own (in expectation over π, k2 has the gradient of
+    KL(π‖π_ref), k3 that of KL(π_ref‖π), k1 none); "score" that of the estimate ·
     exp(log π − sg log π), which adds the score-function term; "importance" that of the estimate ·
-    π/π_gen, for tokens drawn from the policy of `generation_logprobs` (log ratio clamped to
-    ±`input_clamp`).
+    π/π_gen, for tokens drawn from π_gen (log ratio clamped to ±`input_clamp`).
 
     Raises: ValueError for an unknown estimator or gradient, or unless `generation_logprobs` and
     gradient="importance" come together.
     Source: Schulman, "Approximating KL divergence" (2020); NeMo RL `reference_policy_kl_type`,
-    `kl_input_clamp_value`, `kl_output_clamp_value`: newer versions are "score", and "importance"
-    with `use_on_policy_kl_approximation`; older ones "pathwise", with a constant weight.
+    `kl_input_clamp_value`, `kl_output_clamp_value`: "score", with `use_on_policy_kl_approximation`
+    "importance", in older versions "pathwise".
 
     >>> mask = torch.tensor([[False, True]])
     >>> kl(torch.tensor([[0.0, -1.0]]), torch.tensor([[9.0, -1.5]]), mask)
@@ -56,9 +55,8 @@ def kl(
     require_one_of("gradient", gradient, GRADIENTS)
     if (gradient == "importance") != (generation_logprobs is not None):
         raise ValueError(
-            "kl: generation_logprobs are needed for gradient='importance' and not used by any"
-            f" other (got gradient={gradient!r}, generation_logprobs"
-            f" {'given' if generation_logprobs is not None else 'missing'}); pass both or neither"
+            f"generation_logprobs must be given with gradient='importance' and no other, but"
+            f" gradient is {gradient!r}: pass both or neither"
         )
     logprobs = masked(loss_mask, token_logprobs)
     d = _clamp(masked(loss_mask, reference_logprobs) - logprobs, input_clamp)
@@ -96,8 +94,7 @@ def divergence(
     keeps that finite.
 
     Raises: ValueError for an unknown direction, and unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix <
-    1).
-    Source: GKD.
+    1). Source: GKD.
 
     >>> p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
     >>> divergence(p, q, direction="reverse"), divergence(q, p, direction="forward")
@@ -106,7 +103,7 @@ def divergence(
     require_one_of("direction", direction, DIRECTIONS)
     if not 0 <= mix <= 1 or (direction == "jensen_shannon" and mix in (0, 1)):
         limits = "inside (0, 1)" if direction == "jensen_shannon" else "in [0, 1]"
-        raise ValueError(f"mix must be {limits} for {direction!r}, but it is {mix}. 0.5 is usual.")
+        raise ValueError(f"mix must be {limits} for {direction!r}, but it is {mix}")
     if direction == "forward" or (direction == "mixed" and mix == 1):
         return _kl(reference_logprobs, student_logprobs)
     if direction == "reverse" or (direction == "mixed" and mix == 0):
@@ -117,10 +114,8 @@ def divergence(
         )
     # logaddexp of nothing and nothing has no gradient.
     possible = (reference_logprobs > -math.inf) | (student_logprobs > -math.inf)
-    student, reference = (
-        torch.where(possible, student_logprobs, 0.0),
-        torch.where(possible, reference_logprobs, 0.0),
-    )
+    student = torch.where(possible, student_logprobs, 0.0)
+    reference = torch.where(possible, reference_logprobs, 0.0)
     middle = torch.logaddexp(reference + math.log(mix), student + math.log(1 - mix))
     return mix * _kl(reference_logprobs, middle) + (1 - mix) * _kl(student_logprobs, middle)
 
@@ -143,27 +138,16 @@ def full_kl(
 ) -> PerToken:
     """Return the exact `divergence` over the vocabulary, at index t of token t's distributions.
 
-    Logits come as models give them and are shifted here; index 0 is 0. With `segment_ids` (0 =
-    padding) so are each sequence's first token and the padding, and their logits are not read.
-    "reverse" is KL(π‖π_ref), what `kl` estimates.
+    Logits are shifted here; 0 and not read where `token_logprobs` is 0 by convention. "reverse" is
+    KL(π‖π_ref), what `kl` estimates.
 
     >>> student = torch.tensor([[[0.0, 0.0], [9.0, 0.0]]])
     >>> full_kl(student, torch.tensor([[[0.0, 3.0], [0.0, 9.0]]]).log1p())
     tensor([[0.0000, 0.2231]])
     """
 
-    def logprobs(logits: Tensor) -> Tensor:
-        logits = at_least_float32(logits[:, :-1])
-        return (
-            (logits if predicted is None else torch.where(predicted[..., None], logits, 0.0))
-            .div(temperature)
-            .log_softmax(-1)
-        )
-
-    predicted = None if segment_ids is None else same_segment(segment_ids)[:, 1:]
-    return pad(
-        divergence(
-            logprobs(student_logits), logprobs(reference_logits), direction=direction, mix=mix
-        ),
-        (1, 0),
+    student, reference = (
+        _predictions(logits, segment_ids).div(temperature).log_softmax(-1)
+        for logits in (student_logits, reference_logits)
     )
+    return pad(divergence(student, reference, direction=direction, mix=mix), (1, 0))

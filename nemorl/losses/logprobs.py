@@ -1,41 +1,116 @@
-"""Log-probabilities and entropies of tokens, from logits or from hidden states.
+"""Log-probabilities and entropies of tokens, from logits or from hidden states, and their kinds.
 
-The shift by one happens here alone (docs/numerics.md, Conventions): index t of every result is
-about token t, drawn from what position t − 1 predicts.
+The shift by one happens here alone (docs/numerics.md, Conventions).
 """
 
 import math
+from dataclasses import dataclass, fields
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nemorl.losses.logprob_kind import (
-    LogprobKind,
-    LogprobKindError,
-    Logprobs,
-    log_ratio,
-    require_same_support,
-)
+from nemorl.checks import at_least, require
 from nemorl.losses.segments import at_least_float32, same_segment
-from nemorl.losses.types import PerToken, TokenIds
-
-__all__ = [
-    "LogprobKind",
-    "LogprobKindError",
-    "Logprobs",
-    "entropy",
-    "filter_logits",
-    "flat_linear_logprobs",
-    "linear_token_logprobs",
-    "log_ratio",
-    "require_same_support",
-    "token_logprobs",
-    "token_logprobs_and_entropy",
-]
+from nemorl.losses.types import PerToken, TokenIds, register_pytree
 
 PerRow = float | Float[Tensor, "*rows"]
+
+
+class LogprobKindError(ValueError):
+    """Two arrays of log-probabilities are of distributions that can't be compared."""
+
+
+@dataclass(frozen=True)
+class LogprobKind:
+    """A distribution: the model's logits / `temperature`, restricted to the filters' support.
+
+    `top_k=0`, `top_p=1` and `min_p=0` are off. `policy_version`: of the weights; None = not
+    recorded. Raises: ValueError for a value out of its range (greedy decoding has no distribution).
+
+    >>> LogprobKind(temperature=0.7, top_p=0.9).filtered
+    True
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    policy_version: int | None = None
+
+    def __post_init__(self):
+        for name, ok, requirement, remedy in (
+            (
+                "temperature",
+                0 < self.temperature < math.inf,
+                "finite and above 0",
+                "score greedy tokens at temperature 1",
+            ),
+            ("top_k", self.top_k >= 0, "at least 0", "0 turns it off"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1", "1 turns it off"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 to 1", "0 turns it off"),
+        ):
+            value = getattr(self, name)
+            require(ok, f"LogprobKind.{name}", f"must be {requirement}", value, remedy)
+
+    @property
+    def filtered(self) -> bool:
+        """Whether some tokens are outside the support."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def require_same_support(
+    kind_a: LogprobKind,
+    kind_b: LogprobKind,
+    *,
+    what_a: str = "left",
+    what_b: str = "right",
+    versions: bool = False,
+) -> None:
+    """Raise LogprobKindError unless two kinds have the same temperature and filters.
+
+    The policy's version may differ, as in an importance ratio, unless `versions`.
+
+    >>> kind = LogprobKind(top_k=5)
+    >>> require_same_support(LogprobKind(), kind, what_a="prev", what_b="generation")
+    Traceback (most recent call last):
+    nemorl.losses.logprobs.LogprobKindError: prev and generation log-probabilities are of ...
+    """
+    pairs = {f.name: (getattr(kind_a, f.name), getattr(kind_b, f.name)) for f in fields(kind_a)}
+    unlike = [
+        f"{name}: {a} and {b}"
+        for name, (a, b) in pairs.items()
+        if a != b and (name != "policy_version" or (versions and None not in (a, b)))
+    ]
+    if unlike:
+        raise LogprobKindError(
+            f"{what_a} and {what_b} log-probabilities are of different distributions"
+            f" ({'; '.join(unlike)}): {what_a} is {kind_a}, {what_b} is {kind_b}; compute both with"
+            " the same temperature and filters"
+        )
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """An array of log-probabilities and its kind; a pytree.
+
+    `a - b` is the difference of the values, LogprobKindError where the kinds differ.
+
+    >>> one, two = (Logprobs(torch.tensor([x]), LogprobKind()) for x in (-1.0, -3.0))
+    >>> (one - two).tolist()
+    [2.0]
+    """
+
+    values: Float[Tensor, "*shape"]
+    kind: LogprobKind
+
+    def __sub__(self, other: "Logprobs") -> Float[Tensor, "*shape"]:
+        require_same_support(self.kind, other.kind, versions=True)
+        return self.values - other.values
+
+
+register_pytree(Logprobs, constant="kind")
 
 
 def _is_on(value: float | Tensor, off: float) -> bool:
@@ -93,15 +168,9 @@ def filter_logits(
 
     In vLLM's order: temperature; `min_p` keeps tokens with at least min_p times the largest
     probability; `top_k` keeps the k largest (0 = off); `top_p` keeps the fewest largest tokens
-    whose mass, within what is left, reaches top_p. (Hugging Face applies min_p last: another
-    support only if top_p is on.) Tokens with equal logits stay or go together. Options that are off
-    cost nothing.
-
-    Args:
-        logits: [..., vocab].
-        temperature, top_k, top_p, min_p: a number, or a tensor [...] with one per row.
-        keep: [...], a token per row that is never excluded: the one that was drawn, which another
-            engine's rounding may put on the other side of the border.
+    whose mass, within what is left, reaches top_p. (Hugging Face applies min_p last.) Tokens with
+    equal logits stay or go together. Options that are off cost nothing. `keep`: a token per row
+    that is never excluded, as the drawn one, which another engine's rounding may exclude.
 
     >>> filter_logits(torch.tensor([2.0, 1.0, 0.0]), temperature=0.5, top_k=2).tolist()
     [4.0, 2.0, -inf]
@@ -158,7 +227,7 @@ def token_logprobs_and_entropy(
     segment_ids: TokenIds | None = None,
     kind: LogprobKind = LogprobKind(),
 ) -> tuple[PerToken, PerToken]:
-    """Return `token_logprobs` and `entropy` of the same distribution in one pass.
+    """Return `token_logprobs` and `entropy` in one pass.
 
     >>> logits, ids = torch.zeros(1, 2, 4), torch.tensor([[1, 2]])
     >>> logprobs, entropies = token_logprobs_and_entropy(logits, ids)
@@ -182,16 +251,12 @@ def token_logprobs(
     """Return log π(x_t | x_<t) at index t: `log_softmax(filter_logits(logits[:, t - 1]))[x_t]`.
 
     Index 0 of every row is 0. With `segment_ids` (0 = padding) so are each sequence's first token
-    and
-    the padding, and their logits are not read: NaN there changes neither value nor gradient.
-        Computed
-    in float32 at least.
+    and the padding, whose logits are not read. Computed in float32 at least.
 
     Args:
-        logits: as a causal model gives them, [batch, seq, vocab].
-        input_ids: valid ids, on padding too (-100 is none), [batch, seq].
-        kind: the distribution that the tokens were drawn from; its support includes the token
-            itself.
+        logits: as a causal model gives them.
+        input_ids: valid ids, on padding too (-100 is none).
+        kind: the distribution that the tokens were drawn from; its support includes the token.
 
     >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 9.0]]])
     >>> token_logprobs(logits, torch.tensor([[1, 1]])).tolist()
@@ -208,9 +273,7 @@ def entropy(
     segment_ids: TokenIds | None = None,
     kind: LogprobKind = LogprobKind(),
 ) -> PerToken:
-    """Return −Σ_v p_v log p_v in nats of the distributions that tokens were drawn from.
-
-    0 where `token_logprobs` is 0 by convention.
+    """Return −Σ_v p_v log p_v in nats at each token; 0 where `token_logprobs` is by convention.
 
     >>> entropy(torch.zeros(1, 2, 4), kind=LogprobKind(top_k=4)).tolist()
     [[0.0, 1.3862943649291992]]
@@ -224,8 +287,8 @@ def entropy(
 class _LinearLogprobs(torch.autograd.Function):
     """log p(ids) and entropy of softmax(hidden @ weightᵀ / temperature), chunk by chunk.
 
-    Backward computes each chunk's logits again. An output without gradient costs nothing backward.
-    Changed in place is only what no second derivative and no `vmap` has to remember.
+    Backward computes each chunk's logits again. In place changes only what no second derivative and
+    no `vmap` has to remember.
     """
 
     generate_vmap_rule = True
@@ -318,18 +381,13 @@ def flat_linear_logprobs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """Return log p(ids) under softmax(states @ weight.T), unshifted, and its entropy.
 
-    The entropy is 0 unless asked for. Arguments: as `linear_token_logprobs`, flat: states [tokens,
-    hidden], ids [tokens].
+    The entropy is 0 unless asked for. Arguments: as `linear_token_logprobs`.
 
     >>> states, weight = torch.ones(1, 1), torch.zeros(2, 1)
     >>> flat_linear_logprobs(states, weight, torch.tensor([1]))[0].tolist()
     [-0.6931471824645996]
     """
-    if chunk < 1:
-        raise ValueError(
-            f"linear_token_logprobs: chunk must be at least 1 token (got {chunk}); 1024 suits most"
-            " vocabularies"
-        )
+    at_least(1, chunk=chunk)
     device = states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
     return _LinearLogprobs.apply(states, weight, ids.long(), kind, chunk, dtype, with_entropy)
@@ -352,11 +410,8 @@ def linear_token_logprobs(
     autocast in autocast's), softmax and the sum of `weight`'s gradient in float32 at least.
     Differentiable in `hidden` and `weight`, also under `torch.func` (grad, vmap).
 
-    Args:
-        hidden: [batch, seq, hidden].
-        weight: of the LM head, [vocab, hidden].
-        input_ids, segment_ids, kind: as `token_logprobs`.
-        with_entropy: otherwise the entropy is None.
+    `weight`: of the LM head. `input_ids`, `segment_ids`, `kind`: as `token_logprobs`. Without
+    `with_entropy` the entropy is None.
     Raises: ValueError if `chunk` is less than 1.
 
     >>> hidden, weight = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0.0], [0.0]])

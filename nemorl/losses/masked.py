@@ -1,4 +1,4 @@
-"""What every loss shares: mask first, compute in float32 at least, report metrics that add up."""
+"""What every loss shares: masking, weighted sums, metrics."""
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,9 +13,7 @@ def masked(
 ) -> Float[Tensor, "*shape"]:
     """Return `values` where `mask`, `fill` elsewhere, in float32 at least.
 
-    Every loss calls this on every input first: what a masked slot held can't be seen any more, and
-        its
-    gradient is exactly 0.
+    Every loss does this to every input first: a masked slot is unseen, its gradient exactly 0.
 
     >>> masked(torch.tensor([True, False]), torch.tensor([2.0, float("nan")]))
     tensor([2., 0.])
@@ -53,7 +51,7 @@ def share_of(condition: Bool[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) ->
 
 
 def max_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Max:
-    """Return the maximum over `mask` as a metric; -inf, the identity of Max, if it is empty.
+    """Return the maximum over `mask` as a metric; -inf if it is empty.
 
     >>> max_of(torch.tensor([2.0, 4.0, 9.0]), torch.tensor([True, True, False])).finalize()
     4.0
@@ -63,7 +61,7 @@ def max_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Max
 
 
 def min_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Min:
-    """Return the minimum over `mask` as a metric; +inf, the identity of Min, if it is empty.
+    """Return the minimum over `mask` as a metric; +inf if it is empty.
 
     >>> min_of(torch.tensor([2.0, 4.0, 1.0]), torch.tensor([True, True, False])).finalize()
     2.0

@@ -7,6 +7,7 @@ sequence a row.
 
 import torch
 
+from nemorl.checks import at_least
 from nemorl.losses.segments import (
     group_labels,
     group_sum,
@@ -33,17 +34,15 @@ def sequence_mean_weights(loss_mask: TokenMask, segment_ids: TokenIds | None = N
     """Return weights by which every sequence counts the same, whatever its length.
 
     w = mask / (included tokens of this sequence · sequences that have any).
-    Source: GRPO as published; NeMo RL `token_level_loss=False`, verl `seq-mean-token-mean`, TRL
+    Source: GRPO; NeMo RL `token_level_loss=False`, verl `seq-mean-token-mean`, TRL
     `loss_type="grpo"`.
 
     >>> sequence_mean_weights(torch.tensor([[True, True], [False, True], [False, False]])).tolist()
     [[0.25, 0.25], [0.0, 0.5], [0.0, 0.0]]
     """
-    sums = (
-        loss_mask.float().sum(-1)
-        if segment_ids is None
-        else segment_totals(loss_mask, segment_ids)[:, 1:]
-    )
+    sums = loss_mask.float().sum(-1)
+    if segment_ids is not None:
+        sums = segment_totals(loss_mask, segment_ids)[:, 1:]
     return loss_mask / (
         segment_sum(loss_mask, segment_ids).clamp(min=1) * (sums > 0).sum().clamp(min=1)
     )
@@ -57,20 +56,14 @@ def constant_weights(
 ) -> PerToken:
     """Return the same weight for every token of a run: mask / (number of sequences · length).
 
-    So long answers are neither favored nor spared. `length` is a constant in tokens, usually the
-    longest answer allowed. A segment with an empty mask is a sequence, a row of padding is none.
-
-    Raises: ValueError if `length` is less than 1.
+    `length` is a constant in tokens, usually the longest answer allowed. A segment with an empty
+    mask is a sequence, a row of padding is none. Raises: ValueError if `length` is less than 1.
     Source: Dr. GRPO; verl `seq-mean-token-sum-norm`, TRL `loss_type="dr_grpo"`.
 
     >>> constant_weights(torch.tensor([[True, True], [False, True]]), length=4).tolist()
     [[0.125, 0.125], [0.0, 0.125]]
     """
-    if length < 1:
-        raise ValueError(
-            f"constant_weights: length must be at least 1 token (got {length}); give the longest"
-            " answer that is allowed"
-        )
+    at_least(1, length=length)
     if segment_ids is None:
         return loss_mask / (float(max(loss_mask.shape[0], 1)) * length)
     return loss_mask / (segment_starts(segment_ids).sum().clamp(min=1).float() * length)
@@ -79,8 +72,8 @@ def constant_weights(
 def group_mean_weights(loss_mask: TokenMask, group_id: ResponseIds | TokenIds) -> PerToken:
     """Return weights of the token mean inside a prompt's group, and the mean over groups.
 
-    w = mask / (included tokens of this group · groups that have any). `group_id`: any integer
-    labels, one per row, or one per token of packed rows.
+    w = mask / (included tokens of this group · groups that have any). `group_id`: any integers, one
+    per row, or one per token of packed rows.
     Source: DAPO's equation (its code is `token_mean_weights`).
 
     >>> mask = torch.tensor([[True, True], [True, True], [False, True]])

@@ -1,13 +1,12 @@
 """Policy-gradient losses (docs/numerics.md, Policy losses): each is Σ_t w_t · v_t · ℓ_t.
 
-Notation: A = advantage, log r = log π − log π_prev, sg = stop-gradient, w = `loss_weights`, v =
-`importance_weights`. r is bounded at e⁸⁰, which float32 holds, so that a clipped or dropped token
-has gradient 0 and not NaN however far π has moved (verl: log r in ±20).
+log r = log π − log π_prev, sg = stop-gradient. r is bounded at e⁸⁰, which float32 holds, so that a
+clipped or dropped token has gradient 0 and not NaN however far π has moved (verl: log r in ±20).
 
-Arguments that all losses here share, each [batch, seq]:
+Arguments that all losses here share:
     token_logprobs: log π, the only argument that gets a gradient.
     prev_logprobs: log π_prev.
-    advantages: A, constant within a sequence for most estimators.
+    advantages: A.
     loss_weights: w, built once for the optimizer step; 0 = not trained.
     importance_weights: v from `importance_weights`; None = 1 everywhere.
     segment_ids: 0 = padding, 1.. = the sequences of a row; None = one sequence a row.
@@ -21,6 +20,7 @@ with v = 0).
 import torch
 from torch import Tensor
 
+from nemorl.checks import at_least, require
 from nemorl.losses.masked import masked, max_of, mean_of, min_of, share_of
 from nemorl.losses.segments import at_least_float32, segment_mean
 from nemorl.losses.types import LossOutput, Metrics, PerToken, TokenIds, TokenMask
@@ -29,9 +29,9 @@ MAX_LOG_RATIO = 80.0
 
 
 def on_policy(token_logprobs: PerToken) -> PerToken:
-    """Return sg π, to pass as `prev_logprobs`: the ratio is 1 and has the right gradient.
+    """Return sg π, to pass as `prev_logprobs` for one update per rollout batch: the ratio is 1.
 
-    Valid for one update per rollout batch. Source: NeMo RL `force_on_policy_ratio`.
+    Source: NeMo RL `force_on_policy_ratio`.
 
     >>> logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     >>> weights = torch.tensor([[0.5, 0.5]])
@@ -56,13 +56,13 @@ def clipped(
     """Return the clipped surrogate loss of PPO and GRPO.
 
     ℓ = max(−A·r, −A·clip(r, 1 − clip_low, 1 + clip_high)); with dual_clip = c, where A < 0,
-    ℓ = min(that, −A·c), so that one runaway ratio can't dominate a step.
+    ℓ = min(that, −A·c).
 
     Metrics: the module's; `clip_fraction_low` (A < 0 and r below), `clip_fraction_high` (A > 0 and
     r above), with dual_clip `clip_fraction_dual` (A < 0 and r > c).
     Raises: ValueError unless clip_low ≥ 0, clip_high ≥ 0 and dual_clip > 1.
-    Source: Schulman et al. 2017; DAPO's "clip-higher" is clip_high=0.28; dual clip: Ye et al. 2020,
-    verl `clip_ratio_c` = 3, NeMo RL `ratio_clip_c` (its `ratio_clip_min/max` are clip_low/high).
+    Source: Schulman et al. 2017; DAPO: clip_high=0.28; dual clip: Ye et al. 2020, verl
+    `clip_ratio_c` = 3, NeMo RL `ratio_clip_c` (`ratio_clip_min/max` are clip_low/high).
 
     >>> prev = torch.tensor([[0.5, 0.5, 0.5]]).log()
     >>> now = torch.tensor([[0.75, 0.25, 0.55]]).log()  # ratios 1.5, 0.5, 1.1
@@ -70,7 +70,10 @@ def clipped(
     >>> round(output.loss.item(), 4)  # -1.2 + 0.8 - 2.2
     -2.6
     """
-    _require_clip(clip_low, clip_high, dual_clip)
+    at_least(0, clip_low=clip_low, clip_high=clip_high)
+    require(
+        dual_clip is None or dual_clip > 1, "dual_clip", "must be above 1", dual_clip, "3 is usual"
+    )
     mask = loss_weights != 0
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
@@ -146,8 +149,8 @@ def gspo_token(
 ) -> LossOutput:
     """Return the value of `gspo`, in which each token has its own gradient: s_t = sg(s) · π/sg(π).
 
-    Where a sequence has one advantage and one weight, the gradient is `gspo`'s; it is for
-    advantages that differ inside a sequence. Metrics, Raises: as `gspo`.
+    For advantages that differ inside a sequence; else the gradient is `gspo`'s. Metrics, Raises: as
+    `gspo`.
     Source: Zheng et al. 2025, section 4.3; ms-swift `importance_sampling_level="sequence_token"`;
     verl `loss_mode="gspo"` is this one.
 
@@ -192,9 +195,8 @@ def cispo(
     Metrics: the module's; `clip_fraction_low`, `clip_fraction_high` (r outside, for any A).
     Raises: ValueError unless clip_low ≥ 0 (or None) and clip_high ≥ 0.
     Source: MiniMax-M1 (2025), which bounds from above only; ScaleRL's truncation at 5 = TRL
-    `loss_type="cispo", epsilon_high=5` = clip_high=4 (the default: theirs is absolute, ours over
-    1). verl `loss_mode="cispo"` (`clip_ratio_low`, `clip_ratio_high`) and NeMo RL `use_cispo`
-    (`ratio_clip_min`, `ratio_clip_max`) are clip_low, clip_high.
+    `loss_type="cispo", epsilon_high=5` = clip_high=4. verl `loss_mode="cispo"` (`clip_ratio_low`,
+    `clip_ratio_high`) and NeMo RL `use_cispo` (`ratio_clip_min`, `ratio_clip_max`).
 
     >>> prev = torch.tensor([[0.1, 0.5]]).log()
     >>> now = torch.tensor([[0.8, 0.25]]).log().requires_grad_()  # ratios 8, 0.5
@@ -202,7 +204,7 @@ def cispo(
     >>> torch.autograd.grad(output.loss, now)[0]
     tensor([[-5.0000,  0.5000]])
     """
-    _require_clip(clip_low or 0.0, clip_high, None)
+    at_least(0, clip_low=clip_low, clip_high=clip_high)
     mask = loss_weights != 0
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
@@ -224,8 +226,8 @@ def reinforce(
 ) -> LossOutput:
     """Return the plain policy-gradient loss: its gradient is that of −A·log π.
 
-    Its value is −A·sg(r), to be comparable with the other losses; π_prev enters nothing else but
-    metrics. Source: Williams 1992; NeMo RL `disable_ppo_ratio`.
+    Its value is −A·sg(r), to compare with the other losses.
+    Source: Williams 1992; NeMo RL `disable_ppo_ratio`.
 
     >>> logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     >>> advantages, weights = torch.tensor([[1.0, -3.0]]), torch.tensor([[0.5, 0.5]])
@@ -291,17 +293,3 @@ def _weighted(
         "masked_fraction": share_of(importance == 0, mask),
     }
     return LossOutput((weights * importance * losses).sum(), metrics)
-
-
-def _require_clip(clip_low: float, clip_high: float, dual_clip: float | None) -> None:
-    for name, value in (("clip_low", clip_low), ("clip_high", clip_high)):
-        if value < 0:
-            raise ValueError(
-                f"{name} must be >= 0, but it is {value}. The ratio is clipped to [1 - clip_low, 1"
-                " + clip_high]: 0.2 means 0.8 or 1.2."
-            )
-    if dual_clip is not None and dual_clip <= 1:
-        raise ValueError(
-            f"dual_clip must be > 1, but it is {dual_clip}. It bounds the ratio where the advantage"
-            " is negative: 3 is usual, None is off."
-        )

@@ -1,14 +1,12 @@
 """Losses of preferences and reward models (docs/numerics.md, Preference losses): Σ w·ℓ over pairs.
 
-With the implicit reward β(log π − log π_ref) of a sequence, a pair's log-ratio is h = (log π −
-log π_ref)(chosen) − (log π − log π_ref)(rejected); without a reference h = log π(chosen) −
-log π(rejected).
+A sequence's implicit reward is β(log π − log π_ref), or β log π without a reference; h is chosen
+minus rejected reward, divided by β.
 
-Arguments that the pair losses share, each [pairs]:
+Arguments that the pair losses share:
     policy_chosen, policy_rejected: `sequence_logprobs` of π, which get the gradient.
     reference_chosen, reference_rejected: the same of π_ref, constants.
-    pair_weights: w, built once for the optimizer step (1 / number of pairs for the mean); 0 = no
-        pair.
+    pair_weights: w, built once for the optimizer step (1 / pairs for the mean); 0 = no pair.
 
 Metrics over the pairs: `accuracy` (share with reward chosen > rejected, so 0 where π = π_ref),
 `margin` (mean difference of the rewards), `chosen_reward`, `rejected_reward`. An SFT term is added
@@ -20,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from nemorl.checks import require
 from nemorl.losses.masked import masked, mean_of, share_of, weighted_sum
 from nemorl.losses.segments import at_least_float32
 from nemorl.losses.types import LossOutput, PerPair, PerToken, Scalar, TokenIds, TokenMask
@@ -37,12 +36,9 @@ def sequence_logprobs(
 ) -> PerSequence:
     """Return each sequence's Σ_t log π over its tokens in `mask`, or their mean with `average`.
 
-    A row is one sequence, and the result [batch]. With `segment_ids` (0 = padding, 1.. = the
-    sequences of a row) rows are packed, and the result is [num_sequences], row by row, in each by
-    segment; `num_sequences` must be the number of segments in the batch. A sequence without any
-    token has 0.
-
-    Raises: ValueError if only one of segment_ids and num_sequences is given.
+    A row is one sequence. With `segment_ids` (0 = padding, 1.. = the sequences of a row) the result
+    is [num_sequences], the number of segments in the batch, row by row. A sequence without any
+    token has 0. Raises: ValueError if only one of segment_ids and num_sequences is given.
     Source: TRL, NeMo RL `preference_average_log_probs`.
 
     >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
@@ -54,11 +50,7 @@ def sequence_logprobs(
     tensor([-1.5000, -3.0000, -4.5000])
     """
     if (segment_ids is None) != (num_sequences is None):
-        raise ValueError(
-            f"segment_ids and num_sequences go together, but num_sequences is {num_sequences} and"
-            f" segment_ids are {'absent' if segment_ids is None else 'given'}. For packed rows pass"
-            " both, for one sequence a row neither."
-        )
+        raise ValueError("segment_ids and num_sequences go together: pass both for packed rows")
     values = masked(mask, token_logprobs)
     counts = mask.to(values.dtype)
     if segment_ids is None or num_sequences is None:
@@ -89,8 +81,7 @@ def dpo(
     """Return the loss of direct preference optimization: ℓ = −log σ(βh).
 
     With label_smoothing = ε, the share of labels believed wrong: ℓ = −(1 − ε)·log σ(βh) −
-    ε·log σ(−βh) (conservative DPO); with `robust` (−(1 − ε)·log σ(βh) + ε·log σ(−βh)) / (1 − 2ε),
-    which is unbiased under that noise.
+    ε·log σ(−βh) (conservative DPO); with `robust` (−(1 − ε)·log σ(βh) + ε·log σ(−βh)) / (1 − 2ε).
 
     Raises: ValueError unless 0 ≤ label_smoothing < 0.5.
     Source: Rafailov et al. 2023, Mitchell 2023 (cDPO), Chowdhury et al. 2024; TRL
@@ -103,14 +94,11 @@ def dpo(
     _require_label_smoothing(label_smoothing)
     chosen = _reward(policy_chosen, reference_chosen, pair_weights, beta)
     rejected = _reward(policy_rejected, reference_rejected, pair_weights, beta)
-    beta_h = chosen - rejected
+    beta_h, e = chosen - rejected, label_smoothing
     right, wrong = -logsigmoid(beta_h), -logsigmoid(-beta_h)
+    losses = (1 - e) * right + e * wrong
     if robust:
-        losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (
-            1 - 2 * label_smoothing
-        )
-    else:
-        losses = (1 - label_smoothing) * right + label_smoothing * wrong
+        losses = ((1 - e) * right - e * wrong) / (1 - 2 * e)
     return _of_pairs(losses, chosen, rejected, pair_weights)
 
 
@@ -125,7 +113,7 @@ def ipo(
 ) -> LossOutput:
     """Return the loss of identity preference optimization: ℓ = (h − 1/(2β))².
 
-    A regression, which can't run away where labels are certain. Raises: ValueError unless β > 0.
+    Raises: ValueError unless β > 0.
     Source: Azar et al. 2023 (β is their τ); TRL `loss_type="ipo"`, which takes averages: pass
     `sequence_logprobs(..., average=True)`.
 
@@ -133,8 +121,7 @@ def ipo(
     >>> ipo(one, -one, zero, zero, one, beta=0.25).loss  # (2 - 2)²
     tensor(0.)
     """
-    if beta <= 0:
-        raise ValueError(f"beta must be > 0, but it is {beta}. 0.1 is usual.")
+    require(beta > 0, "beta", "must be above 0", beta, "0.1 is usual")
     chosen = _reward(policy_chosen, reference_chosen, pair_weights)
     rejected = _reward(policy_rejected, reference_rejected, pair_weights)
     losses = (chosen - rejected - 1 / (2 * beta)).square()
@@ -175,11 +162,9 @@ def simpo(
 ) -> LossOutput:
     """Return the loss of simple preference optimization: ℓ = −log σ(βh − margin), no reference.
 
-    Takes averages: `sequence_logprobs(..., average=True)`. `label_smoothing` as the conservative
-    one of `dpo`. The metric `margin` is βh, without the target margin.
-
-    Raises: ValueError unless 0 ≤ label_smoothing < 0.5.
-    Source: Meng et al. 2024, whose γ is `margin`; TRL `CPOConfig(loss_type="simpo",
+    Takes averages: `sequence_logprobs(..., average=True)`. `label_smoothing`, Raises: as `dpo`. The
+    metric `margin` is βh.
+    Source: Meng et al. 2024 (γ is `margin`); TRL `CPOConfig(loss_type="simpo",
     simpo_gamma=margin)`.
 
     >>> one = torch.ones(1)
@@ -200,9 +185,8 @@ def orpo(
     """Return the odds-ratio term of ORPO: ℓ = −coef · log σ(log odds(chosen) − log odds(rejected)).
 
     odds = p/(1 − p), p = exp of the *mean* logprob: `sequence_logprobs(..., average=True)`. A mean
-    above −eps (p = 1 in float32) counts as −eps, with gradient 0. The SFT term is the caller's
-    `nll` on the chosen sequences. In the metrics a reward is `coef` · mean logprob.
-
+    above −eps (p = 1 in float32) counts as −eps, with gradient 0. The SFT term is the caller's. In
+    the metrics a reward is `coef` · mean logprob.
     Source: Hong et al. 2024 (coef is their λ, 0.1); TRL `ORPOConfig(beta=coef)`.
 
     >>> chosen, rejected = torch.tensor([0.75]).log(), torch.tensor([0.25]).log()  # odds 3 and 1/3
@@ -231,13 +215,13 @@ def kto(
     With x = β(log π − log π_ref − max(kl, 0)): ℓ = desirable_coef · (1 − σ(x)) where desirable,
     undesirable_coef · (1 − σ(−x)) elsewhere.
 
-    Args (each [sequences] but `kl`):
+    Args:
         policy, reference: `sequence_logprobs` of π and π_ref.
         desirable: True where the answer is wanted.
         sequence_weights: as `pair_weights`.
         kl: KL(π‖π_ref) in nats per sequence, a constant: the mean of log π − log π_ref over
-            mismatched prompts and completions of the *whole* step, so that shards add. None: 0,
-            which is TRL `loss_type="apo_zero_unpaired"`.
+            mismatched prompts and completions of the *whole* step. None: 0, which is TRL
+            `loss_type="apo_zero_unpaired"`.
     Metrics: `desirable_reward`, `undesirable_reward` (means of β(log π − log π_ref)),
     `desirable_fraction`.
     Source: Ethayarajh et al. 2024; TRL `KTOConfig(desirable_weight, undesirable_weight)`.
@@ -268,7 +252,7 @@ def bradley_terry(
 ) -> LossOutput:
     """Return a reward model's loss: ℓ = −log σ(score_c − score_r − margin).
 
-    `margin`: how much better the chosen answer is known to be, in the scores' units; None = 0.
+    `margin`: how much better the chosen answer is known to be; None = 0.
     Source: Bradley & Terry 1952; Llama 2's margin; TRL RewardTrainer, NeMo RL `PreferenceLossFn`.
 
     >>> one = torch.ones(1)
@@ -309,8 +293,4 @@ def _log_odds(logprob: Tensor) -> Tensor:
 
 
 def _require_label_smoothing(value: float) -> None:
-    if not 0 <= value < 0.5:
-        raise ValueError(
-            f"label_smoothing must be in [0, 0.5), but it is {value}. It is the share of pairs"
-            " whose label is believed to be wrong: try 0.1."
-        )
+    require(0 <= value < 0.5, "label_smoothing", "must be in [0, 0.5)", value, "try 0.1")

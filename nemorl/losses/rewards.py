@@ -2,6 +2,7 @@
 
 import torch
 
+from nemorl.checks import at_least, require
 from nemorl.losses.segments import at_least_float32, group_extremes, group_labels
 from nemorl.losses.types import PerResponse, ResponseIds, ResponseMask, TokenMask
 
@@ -22,14 +23,11 @@ def scale_rewards(
     >>> scale_rewards(torch.tensor([0.0, 0.5, 2.0]), target_min=-1.0).tolist()
     [-1.0, 0.0, 1.0]
     """
-    if not source_max > source_min:
-        raise ValueError(
-            f"scale_rewards: source_max must be above source_min (got {source_max} and"
-            f" {source_min}); give the range that the rewards have"
-        )
-    share = (at_least_float32(rewards).clamp(source_min, source_max) - source_min) / (
-        source_max - source_min
+    size = source_max - source_min
+    require(
+        size > 0, "source_max", "must be above source_min", source_max, "give the rewards' range"
     )
+    share = (at_least_float32(rewards).clamp(source_min, source_max) - source_min) / size
     return target_min + share * (target_max - target_min)
 
 
@@ -42,31 +40,23 @@ def overlong_penalty(
 
     Raises: ValueError unless 0 < buffer ≤ max_length and penalty ≥ 0.
     Source: DAPO's soft overlong punishment; verl `overlong_buffer`; NeMo RL
-    `overlong_buffer_length` and `overlong_buffer_penalty`, which grows without bound past
-    max_length.
+    `overlong_buffer_length` and `overlong_buffer_penalty`, which grows on past max_length.
 
     >>> lengths = torch.tensor([60, 80, 90, 100, 150])
     >>> overlong_penalty(lengths, max_length=100, buffer=20).tolist()
     [0.0, 0.0, -0.5, -1.0, -1.0]
     """
-    if not 0 < buffer <= max_length:
-        raise ValueError(
-            f"overlong_penalty: buffer must be above 0 and at most max_length = {max_length} tokens"
-            f" (got {buffer})"
-        )
-    if penalty < 0:
-        raise ValueError(
-            f"overlong_penalty: penalty must be at least 0 (got {penalty}); it is subtracted from"
-            " the reward"
-        )
+    limit = f"use 1 to max_length = {max_length}"
+    require(0 < buffer <= max_length, "buffer", "must be from 1 to max_length", buffer, limit)
+    at_least(0, penalty=penalty)
     over = (lengths - (max_length - buffer)).clamp(0, buffer)
     return 0.0 - over / buffer * penalty
 
 
 def overlong_filter(loss_mask: TokenMask, truncated: ResponseMask) -> TokenMask:
-    """Return the loss mask without truncated sequences, about whose quality rewards say nothing.
+    """Return the loss mask without truncated sequences, to build `loss_weights` from.
 
-    Build `loss_weights` from the result. Source: DAPO's overlong filtering; NeMo RL
+    Source: DAPO's overlong filtering; NeMo RL
     `overlong_filtering`, TRL `mask_truncated_completions`.
 
     >>> mask = torch.tensor([[False, True], [True, True]])
@@ -79,27 +69,22 @@ def overlong_filter(loss_mask: TokenMask, truncated: ResponseMask) -> TokenMask:
 def stop_properly(rewards: PerResponse, truncated: ResponseMask, *, factor: float) -> PerResponse:
     """Return rewards with those of truncated responses times `factor`.
 
-    For rewards of at least 0: a negative one would become milder. Raises: ValueError unless 0 ≤
-        factor
-    ≤ 1. Source: ProRL v2; NeMo RL and OpenRLHF `stop_properly_penalty_coef`.
+    For rewards of at least 0. Raises: ValueError unless 0 ≤ factor ≤ 1.
+    Source: ProRL v2; NeMo RL and OpenRLHF `stop_properly_penalty_coef`.
 
     >>> stop_properly(torch.tensor([1.0, 1.0]), torch.tensor([False, True]), factor=0.25).tolist()
     [1.0, 0.25]
     """
-    if not 0 <= factor <= 1:
-        raise ValueError(
-            f"stop_properly: factor must be from 0 to 1 (got {factor}); 0 takes the reward of"
-            " truncated responses away"
-        )
-    return torch.where(truncated, at_least_float32(rewards) * factor, at_least_float32(rewards))
+    require(0 <= factor <= 1, "factor", "must be from 0 to 1", factor, "1 changes nothing")
+    rewards = at_least_float32(rewards)
+    return torch.where(truncated, rewards * factor, rewards)
 
 
 def informative_groups(rewards: PerResponse, group_id: ResponseIds) -> ResponseMask:
     """Return True for every member of a group whose rewards are not all equal.
 
-    These are the groups that dynamic sampling keeps, always whole; a group of one is never
-    informative. `group_id`: any integer labels. Give it the task's own rewards, before shaping by
-    length.
+    A group of one is never informative. `group_id`: any integers. Give it the task's own rewards,
+    before shaping by length.
     Source: DAPO's dynamic sampling; NeMo RL `use_dynamic_sampling`.
 
     >>> informative_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([5, 8, 5, 8])).tolist()

@@ -17,9 +17,7 @@ def at_least_float32(values: Shaped[Tensor, "*shape"]) -> Float[Tensor, "*shape"
 
 
 def same_segment(segment_ids: TokenIds) -> TokenMask:
-    """Return True where a token and the one before it are of one sequence.
-
-    These tokens have a prediction.
+    """Return True where a token and the one before it are of one sequence: it is predicted.
 
     >>> same_segment(torch.tensor([[1, 1, 2, 2, 2, 0]])).int().tolist()
     [[0, 1, 0, 1, 1, 0]]
@@ -60,8 +58,7 @@ def segment_sum(
 ) -> PerToken:
     """Return at every token the sum of `values` over its sequence, 0 on padding.
 
-    Without `segment_ids` every row is one sequence. Mask `values` first: off the mask they are
-    summed like the rest. Bool and Int values give float32.
+    Without `segment_ids` every row is one sequence. Mask `values` first. Bool and Int give float32.
 
     >>> segment_sum(torch.tensor([[1.0, 2.0, 4.0, 8.0]]), torch.tensor([[1, 1, 2, 0]])).tolist()
     [[3.0, 3.0, 4.0, 0.0]]
@@ -91,8 +88,7 @@ def segment_mean(
 def group_labels(group_id: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     """Return any integer labels as labels below the number of elements, to scatter by.
 
-    A group's label is the count of elements with a smaller `group_id`, which needs no shape that
-    depends on data (`torch.unique`).
+    A group's is the count of elements with a smaller `group_id`: no shape depends on data.
 
     >>> group_labels(torch.tensor([70, -3, 70, 9])).tolist()
     [2, 0, 2, 1]
@@ -117,8 +113,6 @@ def group_extremes(
     values: Shaped[Tensor, "*shape"], labels: Int[Tensor, "*shape"]
 ) -> tuple[Shaped[Tensor, "*shape"], Shaped[Tensor, "*shape"]]:
     """Return at every element the smallest and the largest of `values` in its group.
-
-    They are the same exactly where a group's values are all equal.
 
     >>> low, high = group_extremes(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([2, 0, 2]))
     >>> low.tolist(), high.tolist()

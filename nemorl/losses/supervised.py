@@ -9,10 +9,8 @@ from nemorl.losses.types import LossOutput, Metrics, PerToken, Sum
 def nll(token_logprobs: PerToken, loss_weights: PerToken) -> LossOutput:
     """Return the negative log-likelihood −Σ w · log π, in nats.
 
-    With `token_mean_weights` it is the cross-entropy per token.
-
-    Metrics over the trained tokens: `nll` (the mean, whatever the weights; perplexity is its
-    exponential, after merging), `token_probability` (mean π of the right token), `num_tokens`.
+    Metrics over the trained tokens: `nll` (the mean, whatever the weights), `token_probability`
+    (mean π of the right token), `num_tokens`.
     Source: TRL SFTTrainer `loss_type="nll"`, NeMo RL `NLLLossFn`.
 
     >>> nll(torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.5, 0.5]])).loss  # (log 8) / 2

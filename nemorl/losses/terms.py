@@ -19,9 +19,9 @@ def kl_loss(
     input_clamp: float | None = 20.0,
     output_clamp: float | None = 10.0,
 ) -> LossOutput:
-    """Return coef · Σ w · KL(π‖π_ref), estimated per token by `kl`, which has the other options.
+    """Return coef · Σ w · KL(π‖π_ref), estimated per token by `kl` with the other options.
 
-    Metric: `kl`, the mean estimate in nats; coef=0 reports it and trains nothing.
+    Metric: `kl`, the mean in nats; coef=0 reports it and trains nothing.
     Source: NeMo RL `reference_policy_kl_penalty`, TRL `beta`, verl `kl_loss_coef`.
 
     >>> policy, reference = torch.tensor([[0.5]]).log(), torch.tensor([[0.25]]).log()
@@ -67,13 +67,12 @@ def positive_nll(
 ) -> LossOutput:
     """Return −coef · Σ_{t positive} w · log π: imitation of rewarded sequences.
 
-    `positive` is True on their tokens. VAPO's mean over the positive tokens is
-    `loss_weights=token_mean_weights(loss_mask & positive)`; with the policy loss's weights the term
-    shrinks with the share of positive tokens.
+    `positive` is True on their tokens. VAPO's mean over them is
+    `loss_weights=token_mean_weights(loss_mask & positive)`.
 
     Metrics: `positive_nll` (mean over the positive tokens), `positive_fraction`.
-    Source: VAPO (2025), coefficient 0.1; NeMo RL `positive_example_nll_weight` (there a mean over
-    each microbatch's positive tokens).
+    Source: VAPO (2025), 0.1; NeMo RL `positive_example_nll_weight` (there a mean over each
+    microbatch's positive tokens).
 
     >>> logprobs, positive = torch.tensor([[-2.0, -3.0]]), torch.tensor([[True, False]])
     >>> positive_nll(logprobs, positive, torch.tensor([[0.5, 0.5]]), coef=0.1).loss

@@ -1,4 +1,4 @@
-"""What a loss returns, metrics that add up however a batch was cut, and names of shapes."""
+"""What a loss returns, metrics that add up, and names of shapes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def register_pytree(cls: type, *, constant: str = "") -> None:
         return [getattr(node, name) for name in names], getattr(node, constant, None)
 
     def unflatten(values: Iterable[Any], context: Any) -> Any:
-        # Not the constructor: tree_map and vmap may put anything in the place of a tensor.
+        # Not the constructor: tree_map and vmap may put anything in a tensor's place.
         instance: Any = object.__new__(cls)
         for name, value in (*zip(names, values, strict=True), (constant, context)):
             if name:
@@ -161,7 +161,7 @@ def merge(a: Metrics, b: Metrics) -> Metrics:
 
 
 def finalize(metrics: Metrics) -> dict[str, float]:
-    """Return metrics as plain numbers: the one place where the host waits for the device.
+    """Return metrics as plain numbers; the host waits for the device.
 
     >>> finalize({"x": Mean(torch.tensor(3.0), torch.tensor(2.0))})
     {'x': 1.5}

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
+from nemorl.checks import require
 from nemorl.losses.masked import masked, mean_of, share_of, weighted_sum
 from nemorl.losses.types import LossOutput, PerToken
 
@@ -21,14 +22,14 @@ def value_loss(
     ℓ = ½·max((V − G)², (clip(V, V_old − ε, V_old + ε) − G)²), ε = `clip`, in the reward's unit;
     None: ½(V − G)².
 
-    Args, each [batch, seq]:
+    Args:
         values: V, the only one that gets a gradient.
         old_values: V_old, before the update.
         returns: G, of `gae`.
         loss_weights: w; 0 = not trained.
     Metrics over the trained tokens: `value_clip_fraction` (the clipped square is the larger one),
-    `value_mean`, `return_mean`, `return_square_mean`, `value_error_mean` (G − V),
-    `value_error_square_mean`; the last four, finalized, give `explained_variance`.
+    `value_mean`, and for `explained_variance` `return_mean`, `return_square_mean`,
+    `value_error_mean` (G − V), `value_error_square_mean`.
     Raises: ValueError unless clip > 0 or None.
     Source: Schulman et al. 2017; verl `cliprange_value` = 0.5, TRL `cliprange_value` = 0.2, NeMo RL
     `cliprange`.
@@ -38,17 +39,10 @@ def value_loss(
     >>> value_loss(values, old, returns, weights, clip=0.5).loss  # ½ · mean of max(1, 2.25) and 1
     tensor(0.8125)
     """
-    if clip is not None and clip <= 0:
-        raise ValueError(
-            f"clip must be > 0 or None, but it is {clip}. It is how far the value may move from"
-            " old_values; None turns the clip off."
-        )
+    require(clip is None or clip > 0, "clip", "must be above 0", clip, "None turns it off")
     mask = loss_weights != 0
-    values, old_values, returns = (
-        masked(mask, values),
-        masked(mask, old_values.detach()),
-        masked(mask, returns.detach()),
-    )
+    values, returns = masked(mask, values), masked(mask, returns.detach())
+    old_values = masked(mask, old_values.detach())
     square = (values - returns).square()
     larger, clipped = square, torch.zeros_like(mask)
     if clip is not None:
@@ -69,8 +63,7 @@ def value_loss(
 def explained_variance(metrics: Mapping[str, float]) -> float:
     """Return 1 − Var(G − V)/Var(G) of finalized `value_loss` metrics.
 
-    1 = perfect, 0 = no better than the mean return, negative = worse; 0 where all returns are
-    equal. From merged moments, so it is the whole step's.
+    1 = perfect, 0 = no better than the mean return; 0 where all returns are equal.
 
     >>> from nemorl.losses.types import finalize
     >>> values, returns = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0, 3.0]])

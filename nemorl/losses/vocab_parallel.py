@@ -7,8 +7,14 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nemorl.losses.logprob_kind import LogprobKind
-from nemorl.losses.logprobs import _describe, _filtered, _finite, _predictions, flat_linear_logprobs
+from nemorl.losses.logprobs import (
+    LogprobKind,
+    _describe,
+    _filtered,
+    _finite,
+    _predictions,
+    flat_linear_logprobs,
+)
 from nemorl.losses.segments import at_least_float32
 from nemorl.losses.types import PerToken, TokenIds
 
@@ -41,9 +47,9 @@ def vocab_parallel_token_logprobs(
 ) -> PerToken:
     """Return `token_logprobs` from logits whose vocabulary is sharded over `group`.
 
-    Nothing is gathered. Shards are equal, in the order of ranks; group=None: this process has the
-    whole vocabulary. Every rank gets the same result and, if all go on to the same loss, its own
-    shard's gradient. Filters need the whole vocabulary and are not offered.
+    Nothing is gathered. Shards are equal, in the order of ranks; group=None: this process has all.
+    Every rank gets the same result and, if all go on to the same loss, its own shard's gradient.
+    Filters need the whole vocabulary and are not offered.
 
     >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 9.0]]])
     >>> vocab_parallel_token_logprobs(logits, torch.tensor([[1, 1]])).tolist()
@@ -110,10 +116,8 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
             - (0.0 if ge is None else ge * entropies[:, None])
         )
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros(
-            weight.shape,
-            dtype=torch.float32 if weight.dtype != torch.float64 else weight.dtype,
-            device=weight.device,
+        grad_weight = torch.zeros_like(
+            weight, dtype=torch.promote_types(weight.dtype, torch.float32)
         )
         with torch.autocast(hidden.device.type, enabled=False):
             head = weight.to(hidden.dtype)
@@ -148,13 +152,10 @@ class _VocabParallelLinearLogprobs(torch.autograd.Function):
 def _local_logits(
     hidden: Tensor, head: Tensor, ids: Tensor, group: dist.ProcessGroup, kind: LogprobKind
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A chunk's logits in this rank's part of the vocabulary, which tokens are in it, and where.
-
-    Filters need the whole vocabulary: logits are gathered for them.
-    """
+    """A chunk's logits in this rank's part of the vocabulary, which tokens are in it, and where."""
     size, first = len(head), dist.get_rank(group) * len(head)
     local = at_least_float32(hidden @ head.t())
-    if kind.filtered:
+    if kind.filtered:  # needs the whole vocabulary
         parts = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, local.contiguous(), group=group)
         local = _filtered(torch.cat(parts, -1), kind, ids)[:, first : first + size]
@@ -176,10 +177,9 @@ def vocab_parallel_linear_logprobs(
 ) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """Return `flat_linear_logprobs` where each rank of `group` has equally many rows of the head.
 
-    All have the same states, and parts are in the order of ranks; group=None: this process has all.
-    No rank holds more than the logits of `chunk` tokens. All ranks get the same result and, if all
-    go on to the same loss, the gradient of their rows of `weight`, but only their summand of the
-    gradient of `states`, which the caller sums.
+    Parts are in the order of ranks; group=None: this process has all. All ranks have the same
+    states and get the same result and, if all go on to the same loss, the gradient of their rows of
+    `weight`, but only their summand of the gradient of `states`, which the caller sums.
 
     >>> states, weight = torch.ones(1, 1), torch.zeros(2, 1)
     >>> vocab_parallel_linear_logprobs(states, weight, torch.tensor([1]), None)[0].tolist()

@@ -1,6 +1,4 @@
-"""Attention of decoding: new tokens against a cache of keys and values, as an attention function of
-`transformers`.
-"""
+"""Attention of new tokens to a cache of keys and values, as a function of `transformers`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +22,10 @@ def cached_attention(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`[batch, heads, new, head_dim]` to `[batch, new, heads, head_dim]`, under a mask that is true
-    where a new token sees a key.
+    """`[batch, heads, new, head_dim]` to `[batch, new, heads, head_dim]`; mask: a new token sees.
 
-    Of one new token, the heads that share a key head are taken as several tokens with that one
-    head: the keys are then read once for all of them, where repeating keys and values for each head
-    would copy the whole cache in every layer.
+    One new token's heads that share a key head are taken as several tokens of that head: repeating
+    keys and values for each would copy the whole cache in every layer.
     """
     batch, heads, new, dim = query.shape
     if new > 1:
@@ -43,7 +39,7 @@ def cached_attention(
 
 @contextmanager
 def decoding(model: nn.Module) -> Iterator[None]:
-    """The model with this attention and without dropout, as long as the block lasts."""
+    """Give the model this attention and no dropout inside the block."""
     before = model.config._attn_implementation  # type: ignore[union-attr]
     was_training = model.training
     use_attention(model, ATTENTION_NAME, cached_attention)

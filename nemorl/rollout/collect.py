@@ -9,11 +9,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemorl.data.batch import Example, TokenBatch, collate
-from nemorl.data.datasets import prompt_of
+from nemorl.data.datasets import as_messages, prompt_of
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.environment import EnvironmentInterface, check_counts, reward_tensor
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
+
+LISTS = ("rows", "prompts", "texts", "completions", "answers")
+"""Fields of `Rollouts` with one entry per response that are no tensors."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +38,7 @@ class Prompts:
 
     def messages(self, index: int) -> list[Mapping[str, Any]]:
         """Return a row's prompt as a conversation."""
-        prompt = prompt_of(self.rows[index])
-        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        return as_messages(prompt_of(self.rows[index]), "prompt", "user")
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Rollouts:
     metrics: Mapping[str, float]
     """Of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
-    """Of several rewards, each by name before it is weighted; empty for one reward."""
+    """Of several rewards, each by name before it is weighted."""
 
     def __len__(self) -> int:
         return len(self.completions)
@@ -68,20 +70,16 @@ class Rollouts:
 
     def reward_metrics(self) -> dict[str, float]:
         """Return mean reward, share of `correct` responses, and reward/NAME of each component."""
-        parts = {f"reward/{name}": float(values.mean()) for name, values in self.components.items()}
         return {
             "reward": float(self.rewards.mean()),
             "accuracy": float(self.correct.float().mean()),
-            **parts,
+            **{f"reward/{name}": float(x.mean()) for name, x in self.components.items()},
         }
 
     def rewards_of(self, index: int) -> dict[str, dict[str, float]]:
         """Return one response's components for a log: {"rewards": {name: value}}, or nothing."""
-        return (
-            {"rewards": {name: float(values[index]) for name, values in self.components.items()}}
-            if self.components
-            else {}
-        )
+        parts = {name: float(values[index]) for name, values in self.components.items()}
+        return {"rewards": parts} if parts else {}
 
     @property
     def truncated(self) -> Bool[Tensor, "batch"]:
@@ -105,8 +103,8 @@ def collect(
     """Sample `sampling.n` responses to each prompt and have them judged.
 
     Group i, counted from `first_group`, samples from the seed `derive_seed(seed, i)`: a response
-    depends on nothing else in the batch. Raises: ValueError where the environment goes on with a
-    conversation: turns beyond the first are not supported yet.
+    depends on nothing else in the batch. Raises: ValueError where the environment goes on after the
+    first response.
     """
     requests = [
         replace(sampling, seed=derive_seed(seed, first_group + i)) for i in range(len(prompts))
@@ -122,8 +120,8 @@ def collect(
     check_counts(result, size, name)
     if not all(result.terminateds):
         raise ValueError(
-            "the environment must end every conversation after the first response: conversations of"
-            " several turns are not supported yet"
+            "the environment must end every conversation after the first response: several turns"
+            " are not supported yet"
         )
     texts = ["\n".join(str(message["content"]) for message in log[:-1]) for log in logs]
     changed, metrics = environment.global_post_process_and_metrics(
@@ -153,7 +151,7 @@ def collect(
 
 
 def kind_of(sampling: SamplingParams, *, version: int | None = None) -> LogprobKind:
-    """Return the distribution that logprobs of `sampling` are of (greedy: the model's own)."""
+    """Return the distribution of `sampling`'s logprobs (greedy: the model's own)."""
     if sampling.temperature == 0:
         return LogprobKind(policy_version=version)
     return LogprobKind(
@@ -164,16 +162,12 @@ def kind_of(sampling: SamplingParams, *, version: int | None = None) -> LogprobK
 def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
     """Return some of the responses, in the order given."""
     index = torch.tensor(list(keep), dtype=torch.long)
-    columns: dict[str, Any] = {
-        name: [getattr(rollouts, name)[i] for i in keep]
-        for name in ("rows", "prompts", "texts", "completions", "answers")
-    }
-    components = {name: values[index] for name, values in rollouts.components.items()}
+    columns: dict[str, Any] = {name: [getattr(rollouts, name)[i] for i in keep] for name in LISTS}
     return replace(
         rollouts,
         rewards=rollouts.rewards[index],
         group_id=rollouts.group_id[index],
-        components=components,
+        components={name: values[index] for name, values in rollouts.components.items()},
         **columns,
     )
 
@@ -181,27 +175,23 @@ def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
 def join(parts: Sequence[Rollouts]) -> Rollouts:
     """Return several rollouts as one; metrics are averaged by size over the parts that have them.
 
-    Raises: ValueError unless sampled from one distribution, with the same reward components.
+    Raises: ValueError unless they have the same kind and reward components.
     """
     first = parts[0]
-    unlike = [part.kind for part in parts if part.kind != first.kind]
-    if unlike:
-        raise ValueError(
-            f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
-            f" {unlike[0]}: use the same sampling parameters and weights"
-        )
-    other = next(
-        (part for part in parts if part.components.keys() != first.components.keys()), None
-    )
-    if other is not None:
-        raise ValueError(
-            "an environment must return the same reward components in every batch, but it returned"
-            f" {sorted(first.components)} and {sorted(other.components)}: return 0.0 where one has"
-            " no value"
-        )
+    for other in parts:
+        if other.kind != first.kind:
+            raise ValueError(
+                f"rollouts of one batch must be sampled alike, but there are {first.kind} and"
+                f" {other.kind}"
+            )
+        if other.components.keys() != first.components.keys():
+            raise ValueError(
+                "an environment must return the same reward components in every batch, but it"
+                f" returned {sorted(first.components)} and {sorted(other.components)}: return 0.0"
+                " where one has no value"
+            )
     columns: dict[str, Any] = {
-        name: [item for part in parts for item in getattr(part, name)]
-        for name in ("rows", "prompts", "texts", "completions", "answers")
+        name: [item for part in parts for item in getattr(part, name)] for name in LISTS
     }
     metrics = {
         name: _mean_metric(name, parts)
@@ -223,10 +213,7 @@ def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
 
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:
-    """Return one row per response: prompt and tokens as sampled, with `generation_logprobs`.
-
-    All response tokens are trained on.
-    """
+    """Return one row per response, all of its tokens trained on, with `generation_logprobs`."""
     examples = []
     for prompt, completion in zip(rollouts.prompts, rollouts.completions, strict=True):
         response = [False] * len(prompt) + [True] * len(completion.token_ids)

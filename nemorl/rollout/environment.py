@@ -1,6 +1,5 @@
 """Where rewards come from: environments, and plain functions made into one."""
 
-import difflib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,19 +9,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemorl.data.rows import in_row, origin_of
+from nemorl.checks import closest, short
+from nemorl.data.rows import for_rows, origin_of
 from nemorl.rollout.signature import RESPONSE, columns_of, read_signature
 
 Message = Mapping[str, Any]
 MessageLog = Sequence[Message]
-"""A conversation: {"role": "user" | "assistant" | "environment" …, "content": text}, ..."""
+"""A conversation: {"role": "user", "content": text}, ..."""
 Metadata = Mapping[str, Any]
-"""What an environment knows of a conversation: first the data set's row."""
+"""Of a conversation: at first the data set's row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentReturn:
-    """An environment's answer to a batch of conversations: one entry per conversation."""
+    """One entry per conversation."""
 
     observations: list[dict[str, str]]
     """The message that follows, unless the conversation is over."""
@@ -36,7 +36,7 @@ class EnvironmentReturn:
     answers: list[str | None] = field(default_factory=list)
     """What was read as the answer, for the sample log."""
     components: dict[str, list[float]] = field(default_factory=dict)
-    """Of a weighted sum: its parts by name, before they are weighted."""
+    """Of several rewards: each by name before it is weighted."""
 
 
 @runtime_checkable
@@ -51,25 +51,19 @@ class EnvironmentInterface(Protocol):
     def global_post_process_and_metrics(
         self, batch: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """Return the rollout batch, maybe changed, and metrics to log.
+        """Return the batch, maybe changed, and metrics to log.
 
-        `batch` has "rewards", "components", "texts" and "truncated".
+        It has "rewards", "components", "texts" and "truncated".
         """
 
 
-RewardFunction = Callable[..., Any]
-"""`fn(prompt, response) -> float` or `fn(prompts, responses) -> list[float]`; other parameters get
-the columns of their name.
-"""
-
-
 class FunctionalRewardWrapper:
-    """A reward function as a single-turn environment.
+    """A reward function `fn(prompt, response, **columns)` as a single-turn environment.
 
-    `fn` is called with the texts of prompt and response and the columns that it names as parameters
-    (all, if it takes `**columns`). With parameters in the plural (`prompts`, `responses`,
-    `completions`) or batch=True it is called once per batch, with lists, and returns one number per
-    response: a list, array or tensor. `name`: for metrics and errors.
+    `fn` gets the texts of prompt and response and the columns that its parameters name. With plural
+    parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
+    with lists, and returns one number per response: a list, array or tensor. `name`: for metrics
+    and errors.
 
     Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
     but one finite number per response. Its own exceptions get a note with prompt and response.
@@ -81,7 +75,7 @@ class FunctionalRewardWrapper:
     """
 
     def __init__(
-        self, fn: RewardFunction, *, batch: bool | None = None, name: str | None = None
+        self, fn: Callable[..., Any], *, batch: bool | None = None, name: str | None = None
     ) -> None:
         self.signature = read_signature(fn, batch=batch, name=name)
         self.fn = fn
@@ -115,40 +109,29 @@ class FunctionalRewardWrapper:
         return batch, {}
 
     def check(self, rows: Sequence[Metadata]) -> None:
-        """Raise a ValueError that names the first row that can't be judged.
-
-        That is one without a column that the function names, with one that is taken for the
-        response, or for which the function's attribute `check_row(row)`, if any, raises a
-        ValueError.
+        """Raise a ValueError that names the first row that can't be judged: by its columns, or by
+        the function's attribute `check_row(row)`, if any.
         """
         self._check_columns(rows)
-        check_row = getattr(self.fn, "check_row", None)
-        if check_row is not None:
-            for number, row in enumerate(rows):
-                in_row(row, number, check_row)
+        if check_row := getattr(self.fn, "check_row", None):
+            for_rows(rows, check_row)
 
     def _check_columns(self, rows: Sequence[Metadata]) -> None:
-        wanted, response = (
-            [name for name, required in self.signature.columns.items() if required],
-            self.signature.response,
-        )
+        wanted = [name for name, required in self.signature.columns.items() if required]
+        response = self.signature.response
         for number, row in enumerate(rows):
             if response in row and response not in RESPONSE:
                 raise ValueError(
                     f"reward {self.name!r} would get the response as its parameter {response!r},"
-                    " but there is a column of that name, too: call the parameter for the response"
-                    " 'response'"
+                    " but there is a column of that name, too: call the parameter 'response'"
                 )
             missing = next((name for name in wanted if row.get(name) is None), None)
             if missing is not None:
-                where, near = (
-                    origin_of(row, number),
-                    difflib.get_close_matches(missing, map(str, row), n=1),
-                )
-                hint = f" (did you mean {near[0]!r}?)" if near and near[0] != missing else ""
+                hint = "" if missing in row else closest(missing, map(str, row))
                 raise ValueError(
-                    f"reward {self.name!r} wants the column {missing!r}, but {where} has only"
-                    f" {sorted(row)}{hint}: add it or leave the row out"
+                    f"reward {self.name!r} wants the column {missing!r}, but"
+                    f" {origin_of(row, number)} has only {sorted(row)}{hint}: add it or leave the"
+                    " row out"
                 )
 
     def _of_one(self, prompt: str, response: str, row: Metadata) -> float:
@@ -175,14 +158,13 @@ class FunctionalRewardWrapper:
         if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping):
             raise ValueError(
                 f"reward {self.name!r} must return a list with one number per response, but it"
-                f" returned {result!r} for {first}: return a list, or name its parameters prompt"
-                " and response to be called for each"
+                f" returned {result!r} for {first}"
             )
         numbers = list(numbers)
         if len(numbers) != len(texts):
             raise ValueError(
                 f"reward {self.name!r} must return one number per response, but it returned"
-                f" {len(numbers)} for {first}: return as many"
+                f" {len(numbers)} for {first}"
             )
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 
@@ -201,7 +183,7 @@ class FunctionalRewardWrapper:
 
 
 def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> None:
-    """Call an environment's `check(rows)`, if any: it raises a ValueError for a bad row."""
+    """Call an environment's `check(rows)`, if any."""
     check = getattr(environment, "check", None)
     if check is not None:
         check(rows)
@@ -219,7 +201,7 @@ def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:
 def reward_tensor(
     values: Any, count: int, name: str, field_name: str = "rewards"
 ) -> Float[Tensor, "batch"]:
-    """Return an environment's rewards as float32 [count], which must be finite.
+    """Return an environment's rewards as float32 [count]. Raises: ValueError unless finite.
 
     >>> reward_tensor([1.0, float("nan")], 2, "mine")
     Traceback (most recent call last):
@@ -240,26 +222,16 @@ def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
     if len(values) != count:
         raise ValueError(
             f"environment {name!r} must return one of {field_name} per conversation, but it"
-            f" returned {len(values)} for {count} conversations: return as many"
+            f" returned {len(values)} for {count} conversations"
         )
 
 
 def _shown(prompt: str, response: str) -> str:
-    return f"prompt {_short(prompt)} and response {_short(response)}"
-
-
-def _short(text: str, limit: int = 500) -> str:
-    """A text in an error: without the middle if it is long."""
-    half = limit // 2
-    return (
-        repr(text)
-        if len(text) <= limit
-        else f"{text[:half]!r} … {len(text) - 2 * half} characters … {text[-half:]!r}"
-    )
+    return f"prompt {short(prompt, 500)} and response {short(response, 500)}"
 
 
 def text_of(log: MessageLog) -> str:
-    """Return a conversation as text: that of a lone message, else one `role: text` per line.
+    """Return a lone message's text, of several one `role: text` per line.
 
     >>> text_of([{"role": "user", "content": "1+1="}])
     '1+1='

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
+from nemorl.checks import at_least, require
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -14,13 +16,13 @@ FinishReason = Literal["stop", "length"]
 class SamplingParams:
     """How one request is sampled; temperature 0 is greedy.
 
-    The seed belongs to the request, sample j draws from (seed, j): in float32 the same prompt,
-    parameters and weights give the same tokens whatever else is generated (in bfloat16, rounding
-    may differ with the batch's size). Without a seed each call draws one.
+    Sample j draws from (seed, j): in float32 the same prompt, parameters and weights give the same
+    tokens whatever else is generated (in bfloat16, rounding may differ with the batch's size).
+    Without a seed each call draws one.
 
     >>> SamplingParams(temperature=-1.0)
     Traceback (most recent call last):
-    ValueError: temperature must be 0 (greedy) or more, but it is -1.0: 1.0 samples from ...
+    ValueError: temperature must be at least 0, but it is -1.0: use 0 or more
     """
 
     temperature: float = 1.0
@@ -38,39 +40,18 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        rules = {
-            "temperature": (
-                self.temperature >= 0,
-                "must be 0 (greedy) or more",
-                "1.0 samples from the model's own distribution",
-            ),
-            "top_k": (
-                self.top_k >= 0,
-                "must be 0 (off) or more",
-                "50 keeps the 50 likeliest tokens",
-            ),
-            "top_p": (
-                0 < self.top_p <= 1,
-                "must lie in 0 … 1 (0 excluded)",
-                "1.0 keeps every token",
-            ),
-            "min_p": (0 <= self.min_p <= 1, "must lie in 0 … 1", "0.0 keeps every token"),
-            "max_new_tokens": (
-                self.max_new_tokens >= 1,
-                "must be at least 1",
-                "it is the longest response, in tokens",
-            ),
-            "n": (self.n >= 1, "must be at least 1", "it is the number of samples of each prompt"),
-        }
-        for name, (holds, requirement, remedy) in rules.items():
-            if not holds:
-                raise ValueError(
-                    f"{name} {requirement}, but it is {getattr(self, name)!r}: {remedy}"
-                )
-        if "" in self.stop_strings:
-            raise ValueError(
-                "stop_strings must not hold an empty string, which every text contains: remove it"
-            )
+        at_least(0, temperature=self.temperature, top_k=self.top_k)
+        at_least(1, max_new_tokens=self.max_new_tokens, n=self.n)
+        top_p, min_p = self.top_p, self.min_p
+        require(0 < top_p <= 1, "top_p", "must be above 0 and at most 1", top_p, "1 turns it off")
+        require(0 <= min_p <= 1, "min_p", "must be from 0 to 1", min_p, "0 turns it off")
+        require(
+            "" not in self.stop_strings,
+            "stop_strings",
+            "must not hold an empty string",
+            self.stop_strings,
+            "remove it",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,15 +59,14 @@ class Completion:
     """One sampled response; its token ids are the engine's, never re-tokenized."""
 
     token_ids: tuple[int, ...]
-    """Includes the stop token that ended it, if one did."""
+    """With the stop token, if one ended it."""
     logprobs: tuple[float, ...]
-    """Of each token, under the distribution that it was sampled from, filters included."""
+    """Under the distribution that each was sampled from, filters included."""
     finish_reason: FinishReason
     """stop: a stop token or string came; length: max_new_tokens was reached."""
     text: str
-    """The decoded response without special tokens, up to a stop string."""
+    """Without special tokens, up to a stop string."""
     policy_version: int = 0
-    """Of the weights that sampled it."""
 
     @property
     def truncated(self) -> bool:
@@ -102,7 +82,7 @@ def checked_requests(
 ) -> list[SamplingParams]:
     """Return the parameters of each prompt's request.
 
-    Raises: ValueError for what no engine can answer, so that all backends say it alike.
+    Raises: ValueError for what no engine can answer.
 
     >>> checked_requests([[]], SamplingParams(), vocab_size=10, max_positions=64)
     Traceback (most recent call last):
@@ -122,7 +102,7 @@ def checked_requests(
         if not len(prompt):
             raise ValueError(
                 f"prompts must have at least one token, but prompt {index} is empty: begin it with"
-                " the tokenizer's bos token, for example"
+                " a special token"
             )
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise ValueError(
@@ -150,10 +130,7 @@ def text_before(stop_strings: Sequence[str], text: str) -> str:
 
 @runtime_checkable
 class GenerationBackend(Protocol):
-    """An engine that turns prompts into completions.
-
-    Its contract is tests/rollout/test_generation_conformance.py.
-    """
+    """An engine that turns prompts into completions (tests: test_generation_conformance.py)."""
 
     policy_version: int | None
     """Of its weights. None: an update failed."""
@@ -178,9 +155,8 @@ class GenerationBackend(Protocol):
     def update_weights(self, weights: Iterable[tuple[str, "Tensor"]], version: int) -> None:
         """Take new weights (Hugging Face names); completions carry `version` from now on.
 
-        After a failed update nothing is generated. The weights can be iterated again until the next
-        update, so that an engine that starts anew gets them; the tensors must not change before
-        that.
+        After a failed update nothing is generated. Until the next update the weights can be
+        iterated again, for an engine that starts anew, and do not change.
         """
 
     def sleep(self) -> None:
@@ -190,7 +166,7 @@ class GenerationBackend(Protocol):
         """Be ready to generate again. May be repeated."""
 
     def metrics(self) -> dict[str, float]:
-        """Return measurements since the last call, logged as generation/NAME. May be empty."""
+        """Return measurements since the last call, logged as generation/NAME."""
 
     def shutdown(self) -> None:
         """Free everything. The last call."""

@@ -9,9 +9,9 @@ from torch import Tensor
 class SlotCache:
     """Keys and values of up to `num_slots` sequences.
 
-    `[slots, kv_heads, length, head_dim]` a layer. It stands in for a `transformers` cache: models
-    call `update` in every layer, after `prefill` or `decode` said where new keys belong. Tensors
-    are made on first use, as zeros: a masked slot's weight 0 times NaN is NaN.
+    `[slots, kv_heads, length, head_dim]` a layer. In place of a `transformers` cache: models call
+    `update` in every layer, after `prefill` or `decode` said where new keys belong. Made on first
+    use, as zeros: a masked slot's weight 0 times NaN is NaN.
     """
 
     def __init__(self, num_slots: int, length: int) -> None:
@@ -53,8 +53,7 @@ class SlotCache:
             return key, value
         assert self._positions is not None
         rows, heads = key.shape[:2]
-        # The same for all layers: places in a store seen as lines of head_dim numbers.
-        if self._lines is None:
+        if self._lines is None:  # for all layers: places in a store seen as lines of head_dim
             self._lines = (
                 torch.arange(rows * heads, device=key.device).view(rows, heads) * self.length
                 + self._positions[:, None]

@@ -26,7 +26,7 @@ class Slot:
     seed: int
     prompt_length: int
     limit: int
-    """Its tokens at most: max_new_tokens, or what the model's positions leave."""
+    """Its most tokens."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -87,20 +87,15 @@ class SlotTensors:
 
     def advance(self, tokens: Tensor) -> None:
         """Add a token to each slot."""
-        self.tokens, self.places, self.positions, self.width = (
-            tokens,
-            self.places + 1,
-            self.positions + 1,
-            self.width + 1,
-        )
+        self.tokens, self.width = tokens, self.width + 1
+        self.places, self.positions = self.places + 1, self.positions + 1
 
 
 def sample_tokens(logits: Tensor, batch: SlotTensors) -> tuple[Tensor, Tensor]:
     """Return each row's next token and its logprob under the distribution that it was drawn from.
 
-    Greedy rows: the model's own, at temperature 1. Sampling inverts the cumulative distribution at
-        the
-    row's `uniform(seed, sample, place)`.
+    Sampling inverts the cumulative distribution at the row's `uniform(seed, sample, place)`; greedy
+    rows take the best and the model's own logprob.
     """
     logits = filter_logits(logits.float(), **batch.filters)
     logprobs = logits.log_softmax(-1)

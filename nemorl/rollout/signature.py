@@ -24,10 +24,8 @@ class Signature:
     """The columns that it names; False: the parameter has a default."""
     any_columns: bool
     """It takes `**columns`."""
-    leading: tuple[str, ...]
-    """Positional-only parameters."""
-    defaults: Mapping[str, Any]
-    """For those of `leading` whose column is missing."""
+    leading: Mapping[str, Any]
+    """Positional-only parameters and their defaults."""
 
     def arguments(
         self, prompt: Any, response: Any, columns: Mapping[str, Any]
@@ -41,12 +39,8 @@ class Signature:
         values[self.response] = response
         if self.prompt or self.any_columns:
             values[self.prompt or PROMPT[self.batch]] = prompt
-        args = {
-            name: values.pop(name) if name in values else self.defaults[name]
-            for name in self.leading
-            if name in values.keys() | self.defaults
-        }
-        return list(args.values()), values
+        args = [values.pop(name, default) for name, default in self.leading.items()]
+        return args, values
 
 
 def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = None) -> Signature:
@@ -54,29 +48,25 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
 
     Parameters called `prompt` and `response` (or `completion`) get those, others the columns of
     their name. If it names no response, its first other parameter gets it; if neither, its first
-    two get both. Plural names (`prompts`, `responses`, `completions`) or batch=True make it a
-    function of a batch. Raises: ValueError for what is no function, can't take a response, or is
-    `async`.
+    two get both. Plural names or batch=True make it a function of a batch. Raises: ValueError for
+    what is no function, can't take a response, or is `async`.
 
     >>> read_signature(lambda prompts, responses, answer: [0.0]).batch
     True
     """
     if not callable(fn):
-        raise ValueError(
-            f"reward must be a function fn(prompt, response), but it is {fn!r}: pass the function"
-            " itself"
-        )
+        raise ValueError(f"reward must be a function fn(prompt, response), but it is {fn!r}")
     name = name or name_of(fn)
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         raise ValueError(
-            f"reward {name!r} must be a plain function, but it is async: write one of a whole"
-            " batch, fn(prompts, responses), that calls asyncio.run"
+            f"reward {name!r} must be a plain function, but it is async: write"
+            " fn(prompts, responses) that calls asyncio.run"
         )
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"reward {name!r} must show its parameters, but {fn!r} has none to see: wrap it, lambda"
+            f"reward {name!r} must show its parameters, but {fn!r} has none: wrap it, lambda"
             " prompt, response: ..."
         ) from error
     by_place = [
@@ -86,13 +76,13 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
     several_places = any(p.kind == p.VAR_POSITIONAL for p in parameters)
     prompt = next((n for n in PROMPT if n in named), None)
     response = next((n for n in RESPONSE if n in named), None)
-    leading = [p.name for p in parameters if p.kind == p.POSITIONAL_ONLY]
+    leading = {p.name: p.default for p in parameters if p.kind == p.POSITIONAL_ONLY}
     if response is None:
         free = [n for n in by_place if n != prompt]
         if prompt is None:
             prompt, *free = free or [PROMPT[0]]
         if not free and several_places:
-            free, leading = [RESPONSE[0]], [prompt, RESPONSE[0]]
+            free, leading = [RESPONSE[0]], dict.fromkeys((prompt, RESPONSE[0]))
         if not free:
             raise ValueError(
                 f"reward {name!r} must take at least (prompt, response), but its parameters are"
@@ -110,10 +100,7 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
             if p.name in named and p.name not in (prompt, response)
         },
         any_columns=any(p.kind == p.VAR_KEYWORD for p in parameters),
-        leading=tuple(leading),
-        defaults={
-            p.name: p.default for p in parameters if p.name in leading and p.default is not p.empty
-        },
+        leading=leading,
     )
 
 
@@ -135,7 +122,8 @@ def columns_of(rows: Sequence[Mapping[str, Any]], signature: Signature) -> dict[
     {'answer': [1, None], 'level': [None, 2]}
     """
     there = dict.fromkeys(name for row in rows for name in row)
-    wanted = (
-        there if signature.any_columns else [name for name in signature.columns if name in there]
-    )
-    return {name: [row.get(name) for row in rows] for name in wanted}
+    return {
+        name: [row.get(name) for row in rows]
+        for name in there
+        if signature.any_columns or name in signature.columns
+    }

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from nemorl.data.padding import pad
 from nemorl.models.adapters import has_adapters
 from nemorl.models.causal_lm import decoder_of, end_tokens, head_weight, load_causal_lm
 from nemorl.models.hub import check_supported
@@ -30,11 +30,10 @@ PREFILL_TOKENS = 8192
 
 
 class TorchGenerationBackend:
-    """`GenerationBackend` "torch". It shares the trainer's model: no copy, nothing to sync.
+    """`GenerationBackend` "torch" on the trainer's own model: no copy, nothing to sync.
 
     Decoding is continuous: waiting prompts take the slots of finished sequences. A prompt is
-        computed
-    once for all its samples.
+    computed once for all its samples.
     """
 
     def __init__(
@@ -45,12 +44,8 @@ class TorchGenerationBackend:
         model_path: str = "",
         precision: str = "float32",
     ) -> None:
-        self.model, self.tokenizer, self.model_path, self.precision = (
-            model,
-            tokenizer,
-            model_path,
-            precision,
-        )
+        self.model, self.tokenizer = model, tokenizer
+        self.model_path, self.precision = model_path, precision
         self.policy_version: int | None = 0
         self.end_tokens: set[int] = set()
         self.max_batch_size = 256
@@ -58,7 +53,6 @@ class TorchGenerationBackend:
         self.asleep = False
 
     def setup(self, config: Any) -> None:
-        """Read `max_batch_size` from `config`, the run's generation section."""
         self.max_batch_size = config.max_batch_size
         if self.model is None:
             self.model = load_causal_lm(self.model_path)
@@ -66,7 +60,7 @@ class TorchGenerationBackend:
         self.end_tokens = end_tokens(self.model, self.tokenizer)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy what is not already the same memory: nothing, with the trainer's own model."""
+        """Copy what is not the same memory already."""
         own, adapted = self._model.state_dict(keep_vars=True), has_adapters(self._model)
         self.policy_version = None  # until all of them are there
         with torch.no_grad():
@@ -76,17 +70,13 @@ class TorchGenerationBackend:
                 if adapted:
                     raise ValueError(
                         "a generator whose model has adapters must share it with the trainer, but"
-                        " these weights are of another: give it the trainer's"
+                        " these weights are of another"
                     )
                 if name not in own or own[name].shape != tensor.shape:
-                    came = (
-                        f"shape {tuple(tensor.shape)}, where {tuple(own[name].shape)} is expected"
-                        if name in own
-                        else "no such parameter"
-                    )
+                    expected = f"has shape {tuple(own[name].shape)}" if name in own else "lacks it"
                     raise ValueError(
                         f"weights must be those of the generator's model, but {name!r} does not fit"
-                        f" ({came}): use the same model on both sides"
+                        f" (shape {tuple(tensor.shape)}; the model {expected})"
                     )
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
@@ -107,10 +97,7 @@ class TorchGenerationBackend:
     @property
     def _model(self) -> nn.Module:
         if self.model is None:
-            raise RuntimeError(
-                "the generation backend has no model: call setup() first, and nothing after"
-                " shutdown()"
-            )
+            raise RuntimeError("the generation backend has no model: call setup() first")
         return self.model
 
     @property
@@ -127,14 +114,17 @@ class TorchGenerationBackend:
         if self.policy_version is None:
             raise RuntimeError(
                 "the generation backend's weights are incomplete, because an update failed: call"
-                " update_weights() with all of them"
+                " update_weights() again"
             )
         waiting = self._requests(prompts, sampling_params)
         finished: list[Slot] = []
         active: list[Slot] = []
         batch: SlotTensors | None = None
         try:
-            with torch.no_grad(), decoding(self._model), self._autocast():
+            autocast = torch.autocast(
+                self._device.type, torch.bfloat16, enabled=self.precision != "float32"
+            )
+            with torch.no_grad(), decoding(self._model), autocast:
                 self._make_cache(waiting)
                 while waiting or active:
                     while self._room_for(waiting, len(active)):
@@ -147,25 +137,29 @@ class TorchGenerationBackend:
                         self._decode(batch)
                         active = self._retire(active, finished)
         except BaseException:
-            self.cache = None  # whatever it holds now must not get into later answers
+            self.cache = None  # it must not get into later answers
             raise
         finished.sort(key=lambda s: (s.request, s.sample))
-        texts = (
-            self._decode_texts([s.token_ids for s in finished])
-            if self.tokenizer is not None and finished
-            else [""] * len(finished)
-        )
-        return [self._completion(s, text) for s, text in zip(finished, texts, strict=True)]
+        texts = [""] * len(finished)
+        if self.tokenizer is not None and finished:
+            texts = self._decode_texts([s.token_ids for s in finished])
+        return [
+            Completion(
+                token_ids=tuple(s.token_ids),
+                logprobs=tuple(s.logprobs),
+                finish_reason=s.finish_reason or "length",
+                text=text_before(s.params.stop_strings, text),
+                policy_version=self.policy_version,
+            )
+            for s, text in zip(finished, texts, strict=True)
+        ]
 
     def _requests(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> deque[list[Slot]]:
-        """The samples of each prompt, together up to the batch size to share a prefill.
-
-        Short prompts first: they pad each other least.
-        """
+        """The samples of each prompt that share a prefill; short prompts first, to pad least."""
         positions = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
         params = checked_requests(
             prompts,
@@ -212,27 +206,20 @@ class TorchGenerationBackend:
             free -= len(waiting[0])
             groups.append(waiting.popleft())
         device = self._device
-        lengths = [group[0].prompt_length for group in groups]
-        input_ids = torch.zeros(len(groups), max(lengths), dtype=torch.long)
-        for row, group in enumerate(groups):
-            input_ids[row, : lengths[row]] = torch.tensor(prompts[group[0].request])
+        input_ids, lengths = pad(
+            [torch.tensor(prompts[group[0].request]) for group in groups], value=0
+        )
         new = [s for group in groups for s in group]
         sources = torch.tensor(
             [row for row, group in enumerate(groups) for _ in group], device=device
         )
         self.cache.prefill(torch.arange(num_active, num_active + len(new), device=device), sources)
-        causal = torch.ones(
-            1, 1, max(lengths), max(lengths), dtype=torch.bool, device=device
-        ).tril()
-        positions = torch.arange(max(lengths), device=device)[None].expand(len(groups), -1)
+        width = input_ids.shape[1]
+        causal = torch.ones(1, 1, width, width, dtype=torch.bool, device=device).tril()
+        positions = torch.arange(width, device=device)[None].expand(len(groups), -1)
         hidden = self._forward(input_ids.to(device), positions, causal)
-        last = hidden[
-            torch.arange(len(groups), device=device), torch.tensor(lengths, device=device) - 1
-        ]
-        self._sample(
-            (last @ head_weight(self._model).to(last.dtype).t())[sources],
-            SlotTensors.of(new, device),
-        )
+        last = hidden[torch.arange(len(groups), device=device), lengths.to(device) - 1]
+        self._sample(self._logits(last)[sources], SlotTensors.of(new, device))
         return new
 
     def _decode(self, batch: SlotTensors) -> None:
@@ -242,7 +229,10 @@ class TorchGenerationBackend:
             :, None, None
         ]
         hidden = self._forward(batch.tokens[:, None], batch.positions[:, None], visible)[:, 0]
-        self._sample(hidden @ head_weight(self._model).to(hidden.dtype).t(), batch)
+        self._sample(self._logits(hidden), batch)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ head_weight(self._model).to(hidden.dtype).t()
 
     def _forward(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Tensor) -> Tensor:
         decoder = decoder_of(self._model)
@@ -258,8 +248,7 @@ class TorchGenerationBackend:
         tokens, logprobs = sample_tokens(logits, batch)
         if not bool(logprobs.isfinite().all()):
             raise FloatingPointError(
-                "the model's logits are not finite, so that no token can be sampled: its weights"
-                " hold NaN or infinity"
+                "the model's logits are not finite: its weights hold NaN or infinity"
             )
         for s, token, logprob in zip(batch.slots, tokens.tolist(), logprobs.tolist(), strict=True):
             s.token_ids.append(token)
@@ -271,8 +260,7 @@ class TorchGenerationBackend:
         if token in s.params.stop_token_ids or token in self.end_tokens:
             return "stop"
         if s.params.stop_strings:
-            # The newest token may complete a stop string that began at most its length in bytes
-            # earlier.
+            # It began at most its length in bytes earlier.
             tail = self._decode_texts(
                 [s.token_ids[-max(len(stop.encode()) for stop in s.params.stop_strings) - 4 :]]
             )[0]
@@ -304,18 +292,3 @@ class TorchGenerationBackend:
                 "stop_strings need a tokenizer: give the backend one, or use stop_token_ids"
             )
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-
-    def _completion(self, s: Slot, text: str) -> Completion:
-        assert s.finish_reason is not None and self.policy_version is not None
-        return Completion(
-            token_ids=tuple(s.token_ids),
-            logprobs=tuple(s.logprobs),
-            finish_reason=s.finish_reason,
-            text=text_before(s.params.stop_strings, text),
-            policy_version=self.policy_version,
-        )
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.precision == "float32":
-            return nullcontext()
-        return torch.autocast(head_weight(self._model).device.type, dtype=torch.bfloat16)

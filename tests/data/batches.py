@@ -2,15 +2,19 @@
 that a lost or doubled one shows.
 """
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import torch
 from torch.utils import _pytree as pytree
 
-from nemorl.data.batch import TENSOR_FIELDS, Example, TokenBatch, collate
+from nemorl.data.batch import Example, TokenBatch, collate
 
 LENGTHS = st.lists(
     st.one_of(st.just(1), st.integers(2, 9), st.integers(10, 33)), min_size=1, max_size=12
 )
+
+OPTIONAL = [name for name, default in vars(Example).items() if default is None and name[0] != "_"]
 
 
 def batch_of(lengths: list[int], *, width: int = 0, seed: int = 0) -> TokenBatch:
@@ -23,21 +27,10 @@ def batch_of(lengths: list[int], *, width: int = 0, seed: int = 0) -> TokenBatch
         response = [False] + [True] * (length - 1) if length else []
         floats = torch.rand(5, length, generator=generator)
         floats[:, :1] = float("nan")
-        names = (
-            "loss_weights",
-            "advantages",
-            "prev_logprobs",
-            "generation_logprobs",
-            "reference_logprobs",
-        )
-        arrays = {name: row.tolist() for name, row in zip(names, floats, strict=True)}
+        arrays = {name: row.tolist() for name, row in zip(OPTIONAL, floats, strict=True)}
+        ids = list(range(first, first + length))
         examples.append(
-            Example(
-                input_ids=list(range(first, first + length)),
-                loss_mask=response,
-                response_mask=response,
-                **arrays,
-            )
+            Example(input_ids=ids, loss_mask=response, response_mask=response, **arrays)
         )
         first += length
     return collate(examples, length=max([width, *lengths]))
@@ -64,12 +57,14 @@ def tokens_of(*parts: TokenBatch) -> list[int]:
 def assert_equal(one: TokenBatch, other: TokenBatch) -> None:
     """Equal in every array, bit for bit, NaN included, and in the kind of the logprobs."""
     assert one.logprob_kind == other.logprob_kind
-    for name, a, b in zip(
-        TENSOR_FIELDS, pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True
-    ):
-        assert (a is None) == (b is None), name
+    for a, b in zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True):
+        assert (a is None) == (b is None)
         if a is not None:
-            assert a.dtype == b.dtype, name
-            torch.testing.assert_close(
-                a, b, rtol=0, atol=0, equal_nan=True, msg=lambda text, n=name: f"{n}: {text}"
-            )
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def each_array(function: Callable[..., torch.Tensor], *batches: TokenBatch) -> TokenBatch:
+    """The batch of `function` of each array of the batches."""
+    return pytree.tree_map(
+        lambda *arrays: None if arrays[0] is None else function(*arrays), *batches
+    )

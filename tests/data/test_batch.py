@@ -6,9 +6,9 @@ from hypothesis import given
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from nemorl.data.batch import Example, TokenBatch, collate, concatenate, extents, resize, take, trim
+from nemorl.data.batch import Example, TokenBatch, collate, extents, take, trim
 from nemorl.losses.logprobs import LogprobKind
-from tests.data.batches import SPECS, assert_equal, batch_of, built, tokens_of
+from tests.data.batches import SPECS, assert_equal, batch_of, built, each_array, tokens_of
 
 
 def example(*ids: int, **arrays) -> Example:
@@ -19,7 +19,7 @@ def example(*ids: int, **arrays) -> Example:
 def test_worked_collate():
     batch = collate(
         [example(5, 6, 7, prev_logprobs=[0.0, -1.0, -2.0]), example(8, prev_logprobs=[0.0])],
-        multiple_of=4,
+        length=4,
     )
     assert batch.input_ids.tolist() == [[5, 6, 7, 0], [8, 0, 0, 0]]
     assert batch.segment_ids.tolist() == [[1, 1, 1, 0], [1, 0, 0, 0]]
@@ -54,8 +54,8 @@ def test_a_batch_is_a_pytree_with_its_kind():
 @given(SPECS)
 def test_rows_can_be_taken_apart_and_put_together(spec):
     batch = built(spec)
-    assert_equal(concatenate([take(batch, [row]) for row in range(len(batch))]), batch)
-    assert_equal(concatenate([trim(take(batch, [row])) for row in range(len(batch))]), trim(batch))
+    rows = [take(batch, [row]) for row in range(len(batch))]
+    assert_equal(each_array(lambda *arrays: torch.cat(arrays), *rows), batch)
     backwards = list(range(len(batch)))[::-1]
     assert_equal(take(take(batch, backwards), torch.tensor(backwards)), batch)
 
@@ -63,22 +63,18 @@ def test_rows_can_be_taken_apart_and_put_together(spec):
 @given(SPECS)
 def test_widths_change_without_losing_a_token(spec):
     batch = built(spec)
-    width = batch.input_ids.shape[1]
-    assert_equal(resize(resize(batch, width + 3), width), batch)
     assert trim(batch).input_ids.shape[1] == int(extents(batch).max()) == max(spec[0])
     assert trim(batch, multiple_of=8).input_ids.shape[1] % 8 == 0
     assert tokens_of(trim(batch)) == tokens_of(batch)
 
 
 def test_extent_counts_padding_on_the_left():
-    batch = batch_of([2], width=4)
-    shifted = pytree.tree_map_only(Tensor, lambda values: torch.roll(values, 1, -1), batch)
+    shifted = each_array(lambda array: array.roll(1, -1), batch_of([2], width=4))
     assert extents(shifted).tolist() == [3]
     assert trim(shifted).input_ids.tolist() == [[0, 1, 2]]
 
 
 def test_errors_say_what_is_wrong():
-    wide = batch_of([3])
     cases = [
         (lambda: collate([]), "at least one sequence"),
         (
@@ -114,19 +110,7 @@ def test_errors_say_what_is_wrong():
             ),
             "example 1 trains",
         ),
-        (lambda: resize(wide, 2), "at least 3"),
-        (lambda: resize(collate([example(1, 2, 3), example(1)]), 2), "at least 3"),
-        (lambda: concatenate([]), "at least one batch"),
-        (lambda: concatenate([wide, collate([example(1, 2)])]), "batches 0 and 1 differ"),
-        (
-            lambda: concatenate(
-                [
-                    collate([example(1)]),
-                    collate([example(1)], logprob_kind=LogprobKind(temperature=0.5)),
-                ]
-            ),
-            "batch 1 has",
-        ),
+        (lambda: collate([example(1), example(1, 2)], length=1), "sequence 1 has 2 tokens"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -152,10 +136,5 @@ def test_sequences_without_a_token_and_batches_without_a_row():
         4,
     )
     none = take(batch, [])
-    assert (
-        len(none) == 0
-        and resize(none, 0).input_ids.shape == (0, 0)
-        and trim(none).input_ids.shape == (0, 1)
-    )
-    wide = take(collate([example(1, 2)]), [])
-    assert extents(wide).shape == (0,) and resize(wide, 0).input_ids.shape == (0, 0)
+    assert len(none) == 0 and trim(none).input_ids.shape == (0, 1)
+    assert extents(take(collate([example(1, 2)]), [])).shape == (0,)

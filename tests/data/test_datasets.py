@@ -96,11 +96,11 @@ def test_every_column_can_be_renamed():
     with pytest.raises(
         ValueError,
         match=(
-            r"label_column \(data\.label_column\) is 'labl', but row 1 has the columns .*; did you"
-            r" mean 'my_label'"
+            r"label_column \(data\.label_column\) is 'my_labl', but row 1 has the columns .*; did"
+            r" you mean my_label\?"
         ),
     ):
-        load_rows([row], label_column="labl")
+        load_rows([row], label_column="my_labl")
 
 
 def test_of_several_sets_one_may_have_the_standard_name():

@@ -258,7 +258,6 @@ def test_errors_say_what_is_wrong():
             lambda: tokenize_prompt_response(CHARACTERS, "a", "", add_eos=False),
             "response must give a token",
         ),
-        (lambda: limit_length([[1]], max_length=0), "max_length"),
         (
             lambda: tokenize_messages(
                 CHARACTERS, talk("a", "b"), chat_template=MARKED + "{{ raise_exception('no') }}"

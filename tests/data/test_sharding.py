@@ -4,28 +4,32 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given
-from torch.utils import _pytree as pytree
 
+from nemorl.data import sharding
 from nemorl.data.batch import take, trim
 from nemorl.data.packing import pack
 from nemorl.data.sharding import (
+    QUADRATIC,
     balance,
     merge,
     row_costs,
     shard_by_rank,
     split,
     split_microbatches,
-    unshard,
 )
-from tests.data.batches import SPECS, assert_equal, batch_of, built, tokens_of
+from tests.data.batches import SPECS, assert_equal, batch_of, built, each_array, tokens_of
 
 
 def every_row_once(plan, rows):
     return sorted(row for part in plan for row in part) == list(range(rows))
 
 
+def assert_merged(parts, plan, batch):
+    assert_equal(each_array(lambda *arrays: merge(arrays, plan), *parts), trim(batch))
+
+
 @given(SPECS, st.integers(1, 9))
-def test_unshard_undoes_shard_by_rank(spec, num_ranks):
+def test_merge_undoes_shard_by_rank(spec, num_ranks):
     batch = built(spec)
     plan = shard_by_rank(batch, num_ranks)
     assert len(plan) == num_ranks
@@ -34,10 +38,9 @@ def test_unshard_undoes_shard_by_rank(spec, num_ranks):
     assert max(sizes) - min(sizes) <= 1
     shards = split(batch, plan)
     assert tokens_of(*shards) == tokens_of(batch)
-    assert_equal(unshard(shards, plan), trim(batch))
-    assert torch.equal(unshard([shard.input_ids for shard in shards], plan), trim(batch).input_ids)
+    assert_merged(shards, plan, batch)
     assert torch.equal(
-        unshard([shard.input_ids.sum(-1) for shard in shards], plan), batch.input_ids.sum(-1)
+        merge([shard.input_ids.sum(-1) for shard in shards], plan), batch.input_ids.sum(-1)
     )
     assert plan == shard_by_rank(batch, num_ranks)
 
@@ -52,19 +55,18 @@ def test_merge_undoes_fixed_rows(spec, rows, at_least):
     assert min(map(len, plan)) > 0 or len(batch) < len(plan), (
         "a microbatch is empty although another could be halved"
     )
-    assert_equal(merge(split(batch, plan), plan), trim(batch))
+    assert_merged(split(batch, plan), plan, batch)
 
 
-@given(SPECS, st.integers(0, 60), st.booleans(), st.integers(1, 9))
-def test_merge_undoes_a_token_budget(spec, spare, packed, at_least):
+@given(SPECS, st.integers(0, 60), st.integers(1, 9))
+def test_merge_undoes_a_token_budget(spec, spare, at_least):
     batch = built(spec)
     budget = max(spec[0]) + spare
-    plan = split_microbatches(batch, token_budget=budget, packed=packed, min_microbatches=at_least)
+    plan = split_microbatches(batch, token_budget=budget, min_microbatches=at_least)
     assert len(plan) >= at_least
     assert every_row_once(plan, len(batch))
-    for part in split(batch, plan, multiple_of=1):
-        assert (part.num_tokens if packed or not len(part) else part.input_ids.numel()) <= budget
-    assert_equal(merge(split(batch, plan), plan), trim(batch))
+    assert all(part.input_ids.numel() <= budget for part in split(batch, plan) if len(part))
+    assert_merged(split(batch, plan), plan, batch)
 
 
 @given(SPECS, st.integers(1, 4))
@@ -77,7 +79,7 @@ def test_outputs_of_many_dims_come_back_in_order(spec, num_ranks):
 
 def test_worked_shares():
     batch = batch_of([9, 1, 8, 2])
-    assert row_costs(batch, linear=1.0, quadratic=0.5) == (49.5, 1.5, 40.0, 4.0)
+    assert row_costs(batch) == pytest.approx([x + x * x * QUADRATIC for x in (9, 1, 8, 2)])
     assert shard_by_rank(batch, 2) == ((0, 1), (2, 3))
     assert row_costs(batch_of([96]))[0] == 96 + 96 * 96 / 24576, (
         "what attention costs at a width of 2048"
@@ -96,29 +98,19 @@ def test_worked_microbatches():
     assert split_microbatches(batch, rows=2) == ((0, 1), (2, 3), (4,))
     assert split_microbatches(batch, token_budget=6) == ((0,), (2,), (1, 3, 4))
     assert split_microbatches(batch, token_budget=8) == ((0,), (2, 3), (1, 4))
-    assert split_microbatches(batch, token_budget=6, packed=True) == ((0, 1), (2, 3), (4,))
     assert split_microbatches(batch, rows=3, min_microbatches=3) == ((0,), (1, 2), (3, 4))
 
 
 def test_cost_is_of_segments_not_of_rows():
     packed = pack(batch_of([3, 2, 4]), ((0, 1), (2,)))
-    assert row_costs(packed, linear=1.0, quadratic=1.0) == (3 + 9 + 2 + 4, 4 + 16)
+    assert row_costs(packed) == pytest.approx((5 + (9 + 4) * QUADRATIC, 4 + 16 * QUADRATIC))
 
 
-def test_attention_cost_moves_rows_that_tokens_alone_would_not():
-    lengths = [100, 60, 50, 40, 30, 20]
-    assert shard_by_rank(batch_of(lengths), 2, quadratic=0.0) == (
-        (0, 3, 5),
-        (1, 2, 4),
-    )  # 160 and 140 tokens
-    assert shard_by_rank(batch_of(lengths), 2, quadratic=1.0) == (
-        (0, 4, 5),
-        (1, 2, 3),
-    )  # 150 and 150 tokens; squares 11300 and 7700
-    assert shard_by_rank(batch_of(lengths), 2, linear=1e6, quadratic=1.0) == (
-        (0, 3, 5),
-        (1, 2, 4),
-    ), "again as if the tokens alone counted"
+def test_attention_cost_moves_rows_that_tokens_alone_would_not(monkeypatch):
+    batch = batch_of([100, 60, 50, 40, 30, 20])
+    assert shard_by_rank(batch, 2) == ((0, 3, 5), (1, 2, 4))  # 160 and 140 tokens
+    monkeypatch.setattr(sharding, "QUADRATIC", 1.0)
+    assert shard_by_rank(batch, 2) == ((0, 4, 5), (1, 2, 3))  # 150 and 150; squares 11300 and 7700
 
 
 @given(st.integers(0, 99), st.sampled_from([2, 4, 8]))
@@ -135,20 +127,16 @@ def test_shares_are_even(seed, num_parts):
 def test_errors_say_what_is_wrong():
     batch = batch_of([3, 5])
     cases = [
-        (lambda: shard_by_rank(batch, 0), "num_ranks must be at least 1"),
-        (lambda: split_microbatches(batch), "give one of rows and token_budget"),
-        (
-            lambda: split_microbatches(batch, rows=1, token_budget=9),
-            "give one of rows and token_budget",
-        ),
+        (lambda: shard_by_rank(batch, 0), "num_parts must be at least 1"),
+        (lambda: split_microbatches(batch), "give one of rows"),
+        (lambda: split_microbatches(batch, rows=1, token_budget=9), "give one of rows"),
         (lambda: split_microbatches(batch, rows=0), "rows must be at least 1"),
         (
             lambda: split_microbatches(batch, token_budget=4),
             "row 1 has 5 tokens, token_budget is 4",
         ),
-        (lambda: merge([], ()), "at least one"),
         (lambda: merge([batch.input_ids], ((0,),)), "must have the plan's rows"),
-        (lambda: merge([take(batch, [0, 1])], ((0, 0),)), "each row once"),
+        (lambda: merge([batch.input_ids], ((0, 0),)), "each once"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -168,9 +156,7 @@ def test_what_cannot_be_halved_is_followed_by_empty_ones():
     assert split_microbatches(take(batch_of([3]), []), rows=2, min_microbatches=2) == ((), ())
 
 
-def test_a_budget_counts_padding_on_the_left_unless_rows_are_packed():
-    batch = batch_of([2], width=4)
-    shifted = pytree.tree_map_only(torch.Tensor, lambda values: torch.roll(values, 1, -1), batch)
-    assert split_microbatches(shifted, token_budget=2, packed=True) == ((0,),)
+def test_a_budget_counts_padding_on_the_left():
+    shifted = each_array(lambda array: array.roll(1, -1), batch_of([2], width=4))
     with pytest.raises(ValueError, match="row 0 has 3 tokens, token_budget is 2"):
         split_microbatches(shifted, token_budget=2)

@@ -8,7 +8,7 @@ import pytest
 
 from nemorl.data.datasets import load_rows
 from nemorl.data.rows import Row, origin_of
-from nemorl.data.sources import has_splits, short, sources_of
+from nemorl.data.sources import has_splits, sources_of
 
 ROWS = [{"prompt": "1+1", "answer": "2"}, {"prompt": "2+2", "answer": "4"}]
 
@@ -101,8 +101,8 @@ def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
     ("name", "text", "message"),
     [
         ("bad.jsonl", '{"a": 1}\n\n{"a": \n', r"bad\.jsonl, line 3: not JSON"),
-        ("bad.jsonl", '{"a": 1}\n[1]\n', r"bad\.jsonl, line 2: a row must be a JSON object"),
-        ("bad.jsonl", '{"a": 1}\n{}\n', r"bad\.jsonl, line 2: .*at least one key"),
+        ("bad.jsonl", '{"a": 1}\n[1]\n', r"bad\.jsonl, line 2: a row must be a dict"),
+        ("bad.jsonl", '{"a": 1}\n{}\n', r"bad\.jsonl, line 2: .*at least one column"),
         ("bad.jsonl", "", r"bad\.jsonl' holds no rows"),
         ("bad.json", '[{"a": 1},\n{"a"}]', r"bad\.json, line 2: not JSON"),
         ("bad.json", '{"a": 1}\n{"a": 2}', r"bad\.json, line 2: .* name it \.jsonl"),
@@ -140,7 +140,7 @@ def test_errors_say_what_is_wrong(tmp_path):
         (lambda: load_rows(tmp_path / "missing.jsonl"), "no file .*missing.jsonl"),
         (
             lambda: load_rows(jsonl, prompt_column="qestion"),
-            "has the columns question; did you mean 'question'",
+            r"has the columns question; did you mean question\?",
         ),
         (lambda: load_rows(jsonl, split="test"), "has no splits.*got 'test'"),
         (lambda: load_rows(ROWS, split="test"), "has no splits"),
@@ -265,8 +265,3 @@ def test_a_saved_dict_of_splits_is_one_source_and_so_is_a_list_that_is_not_all_s
     assert len(sources_of([both, tmp_path / "saved"])) == 2
     mixed = ["a.jsonl", ROWS[0]]
     assert sources_of(mixed) == [mixed]
-
-
-def test_values_in_errors_are_at_most_120_characters():
-    assert short("x" * 118) == repr("x" * 118)
-    assert short("x" * 119) == repr("x" * 119)[:117] + "..." and len(short("x" * 119)) == 120

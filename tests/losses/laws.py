@@ -73,8 +73,10 @@ def packed(problem: Problem) -> Layout:
         loss_mask=mask,
         response_mask=mask,
     )
-    longest = max(sum(problem.lengths[i] for i in row) for row in plan)
-    result = pack(batch, plan, capacity=longest + int(torch.randint(0, 3, (), generator=generator)))
+    spare = int(torch.randint(0, 3, (), generator=generator))
+    result = pytree.tree_map_only(
+        Tensor, lambda array: torch.nn.functional.pad(array, (0, spare)), pack(batch, plan)
+    )
     slots = torch.where(result.segment_ids > 0, result.input_ids, -1)
     assert sorted(slots[slots >= 0].tolist()) == list(range(problem.num_tokens)), (
         "pack lost or doubled a token"

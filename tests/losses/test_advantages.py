@@ -266,7 +266,10 @@ def test_the_matrix_form_is_the_flat_form(seed, prompts, size, choice):
     groups = torch.randperm(50, generator=generator)[:prompts].repeat_interleave(size)
     baseline, scale = choice
     matrix = group_advantages(
-        rewards, baseline=baseline, scale=scale, **options_of(baseline, lengths, greedy)
+        rewards,
+        baseline=baseline,
+        scale=scale,
+        **options_of(baseline, lengths, greedy[:, None].expand_as(rewards)),
     )
     options = options_of(baseline, lengths.flatten(), greedy.repeat_interleave(size))
     torch.testing.assert_close(
@@ -294,30 +297,16 @@ def test_errors_say_what_to_do():
         advantages(rewards, groups, scale="std")
     with pytest.raises(
         ValueError,
-        match=(
-            r"^advantages: lengths must be given with baseline='length_weighted'.*lengths missing"
-        ),
+        match=(r"^lengths must be given with baseline='length_weighted'.*lengths missing"),
     ):
         advantages(rewards, groups, baseline="length_weighted")
     with pytest.raises(
         ValueError,
-        match=(
-            r"^advantages: greedy_rewards must be given with baseline='greedy' and with no"
-            r" other.*greedy_rewards given"
-        ),
+        match=(r"^greedy_rewards must be given with baseline='greedy' and no other.*rewards given"),
     ):
         advantages(rewards, groups, greedy_rewards=rewards)
-    for baseline, scale in (*OF_GROUP, ("none", "group_std"), ("batch_mean", "leave_one_out_std")):
-        with pytest.raises(
-            ValueError, match=r"needs at least 2 \(got 1\); raise num_generations_per_prompt"
-        ):
-            group_advantages(rewards[:, None], baseline=baseline, scale=scale)
-    assert group_advantages(rewards[:, None], baseline="batch_mean", scale="batch_std").shape == (
-        2,
-        1,
-    )
     with pytest.raises(
-        ValueError, match=r"weights must have one number per reward component, 2 \(got 1\)"
+        ValueError, match="weights must have one number per reward component, 2, got"
     ):
         gdpo(torch.zeros(2, 2), groups, weights=(1.0,))
     with pytest.raises(ValueError, match="k must be at least 1"):

@@ -344,7 +344,7 @@ def test_the_teacher_is_a_constant():
             {"direction": "jensen_shannon", "mix": 1.0},
             r"mix must be inside \(0, 1\) for 'jensen_shannon', but it is 1.0",
         ),
-        ({"temperature": 0.0}, "temperature must be > 0, but it is 0.0"),
+        ({"temperature": 0.0}, "temperature must be above 0, but it is 0.0"),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -141,8 +141,8 @@ def test_the_geometric_mean_of_one_token_is_its_ratio():
             {"mode": "drop"},
             "^mode must be one of 'truncate', 'mask', 'sequence_mask', but it is 'drop'",
         ),
-        ({"min": 3.0}, "^min and max must be 0 <= min <= max, but they are 3.0 and 2.0"),
-        ({"min": -1.0}, "0 <= min <= max, but they are -1.0 and 2.0"),
+        ({"min": 3.0}, r"must be 0 <= min <= max, but it is \(3.0, 2.0\)"),
+        ({"min": -1.0}, r"must be 0 <= min <= max, but it is \(-1.0, 2.0\)"),
     ],
 )
 def test_bad_options_are_named(options, message):

@@ -141,8 +141,8 @@ def test_score_and_importance_weights_have_the_right_value():
     [
         ({"estimator": "k4"}, "^estimator must be"),
         ({"gradient": "none"}, "^gradient must be"),
-        ({"gradient": "importance"}, "generation_logprobs missing"),
-        ({"generation_logprobs": torch.zeros(1, 1)}, "generation_logprobs given"),
+        ({"gradient": "importance"}, "^generation_logprobs must be given with gradient"),
+        ({"generation_logprobs": torch.zeros(1, 1)}, "^generation_logprobs must be given with"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

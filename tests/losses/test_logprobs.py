@@ -20,7 +20,6 @@ from nemorl.losses.logprobs import (
     entropy,
     filter_logits,
     linear_token_logprobs,
-    log_ratio,
     require_same_support,
     token_logprobs,
     token_logprobs_and_entropy,
@@ -317,8 +316,6 @@ def test_unlike_kinds_are_not_subtracted():
         ),
     ):
         require_same_support(plain.kind, filtered.kind, what_a="prev", what_b="generation")
-    with pytest.raises(LogprobKindError):
-        log_ratio(plain, filtered)
 
 
 def test_versions_may_differ_in_a_ratio_only():
@@ -326,15 +323,9 @@ def test_versions_may_differ_in_a_ratio_only():
         Logprobs(torch.tensor([x]), LogprobKind(policy_version=v))
         for x, v in ((-3.0, 1), (-1.0, 2), (-2.0, None))
     )
-    assert (
-        log_ratio(new, old).tolist() == [2]
-        and (new - unknown).tolist() == [1]
-        and (new - new).tolist() == [0]
-    )
-    with pytest.raises(
-        LogprobKindError,
-        match=r"policy_version: 2 and 1.*; for a ratio between two versions use log_ratio$",
-    ):
+    assert (new - unknown).tolist() == [1] and (new - new).tolist() == [0]
+    require_same_support(new.kind, old.kind)
+    with pytest.raises(LogprobKindError, match="policy_version: 2 and 1"):
         new - old
 
 
@@ -657,7 +648,7 @@ def test_the_sum_over_chunks_is_kept_in_float32():
 
 
 def test_a_chunk_below_one_is_refused():
-    with pytest.raises(ValueError, match=r"chunk must be at least 1 token \(got 0\)"):
+    with pytest.raises(ValueError, match="chunk must be at least 1, but it is 0"):
         linear_token_logprobs(
             randn(1, 2, 3), randn(4, 3), torch.zeros(1, 2, dtype=torch.long), chunk=0
         )

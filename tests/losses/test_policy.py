@@ -248,10 +248,10 @@ def test_constants_get_no_gradient(loss):
 @pytest.mark.parametrize(
     ("loss", "options", "message"),
     [
-        (policy.clipped, {"clip_low": -0.1}, "^clip_low must be >= 0, but it is -0.1"),
-        (policy.gspo, {"clip_high": -1.0}, "^clip_high must be >= 0, but it is -1.0"),
-        (policy.gspo_token, {"dual_clip": 1.0}, "dual_clip must be > 1, but it is 1.0"),
-        (policy.cispo, {"clip_low": -0.1}, "^clip_low must be >= 0"),
+        (policy.clipped, {"clip_low": -0.1}, "^clip_low must be at least 0, but it is -0.1"),
+        (policy.gspo, {"clip_high": -1.0}, "^clip_high must be at least 0, but it is -1.0"),
+        (policy.gspo_token, {"dual_clip": 1.0}, "dual_clip must be above 1, but it is 1.0"),
+        (policy.cispo, {"clip_low": -0.1}, "^clip_low must be at least 0"),
     ],
 )
 def test_bad_options_are_named(loss, options, message):

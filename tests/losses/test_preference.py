@@ -345,7 +345,7 @@ def test_an_sft_term_is_added_by_the_caller():
             lambda: preference.simpo(*PAIR[:2], ONE, label_smoothing=-0.1),
             r"label_smoothing must be in \[0, 0.5\), but it is -0.1",
         ),
-        (lambda: preference.ipo(*PAIR, ONE, beta=0.0), "^beta must be > 0, but it is 0"),
+        (lambda: preference.ipo(*PAIR, ONE, beta=0.0), "^beta must be above 0, but it is 0"),
     ],
 )
 def test_bad_options_are_named(call, message):

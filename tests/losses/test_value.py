@@ -99,7 +99,7 @@ def test_only_the_values_are_trained():
 
 
 def test_bad_clip_is_named():
-    with pytest.raises(ValueError, match="clip must be > 0 or None, but it is 0"):
+    with pytest.raises(ValueError, match="clip must be above 0, but it is 0"):
         value_loss(row(1.0), row(1.0), row(1.0), row(1.0), clip=0.0)
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemorl.losses.logprob_kind import LogprobKind
-from nemorl.losses.logprobs import flat_linear_logprobs
+from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
 from tests.ranks import run_ranks
 

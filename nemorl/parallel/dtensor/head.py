@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.logprob_kind import LogprobKind
-from nemorl.losses.logprobs import linear_token_logprobs
+from nemorl.losses.logprobs import LogprobKind, linear_token_logprobs
 from nemorl.losses.segments import same_segment
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
 from nemorl.models.causal_lm import decoder_of, head_weight

@@ -2,13 +2,13 @@
 name, `module:function`, a function `fn(prompt, response, **columns)`, or several.
 """
 
-import difflib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemorl.checks import closest
 from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
 from nemorl.rollout.environments.answers import (
     contains_answer,
@@ -29,9 +29,7 @@ REWARDS: dict[str, Callable[..., float]] = {
 }
 
 Reward = str | Callable[..., Any] | EnvironmentInterface
-"""A reward's name, `module:function`, a function, or an environment."""
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
-"""One reward, several, or several by name."""
 
 
 def make_environment(reward: Rewards, weights: Sequence[float] = ()) -> EnvironmentInterface:
@@ -42,7 +40,7 @@ def make_environment(reward: Rewards, weights: Sequence[float] = ()) -> Environm
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
-    ValueError: reward must be one of contains_answer, exact_match, ... did you mean 'exact_match'?
+    ValueError: reward must be one of contains_answer, exact_match, ... did you mean exact_match?
     >>> list(make_environment([exact_match, "think_format"], weights=(1, 0.2)).weights.items())
     [('exact_match', 1.0), ('think_format', 0.2)]
     """
@@ -74,7 +72,7 @@ def _one(reward: Any, name: str | None = None) -> EnvironmentInterface:
     if isinstance(reward, type):
         raise ValueError(
             f"reward must be a function or an environment, but it is the class {reward.__name__}:"
-            f" give an object of it, {reward.__name__}()"
+            f" give {reward.__name__}()"
         )
     if isinstance(reward, EnvironmentInterface):
         return reward
@@ -83,18 +81,16 @@ def _one(reward: Any, name: str | None = None) -> EnvironmentInterface:
     if ":" in reward:
         return _one(_imported(reward), name)
     if reward not in REWARDS:
-        close = difflib.get_close_matches(reward, REWARDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "give your own as module:function"
         raise ValueError(
             f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"
-            f" {reward!r}: {hint}"
+            f" {reward!r}{closest(reward, REWARDS)}"
         )
     return FunctionalRewardWrapper(REWARDS[reward], name=name or reward)
 
 
 def _imported(reward: str) -> Any:
     module_name, _, attribute = reward.partition(":")
-    module_name = module_name.removesuffix(".py")  # as one names a file
+    module_name = module_name.removesuffix(".py")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # an installed command does not look where it is run
     if importlib.util.find_spec(module_name.partition(".")[0]) is None:

@@ -3,12 +3,11 @@
 import importlib.util
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-MINUS = r"(?:(?<![0-9A-Za-z)\]}])-)?"
-"""The sign of a number; behind a digit, letter or closing bracket it is a minus or a hyphen."""
-NUMBER = re.compile(rf"{MINUS}(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]}])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
+"""Its sign is no minus or hyphen: it stands behind no digit, letter or closing bracket."""
 
 Function = TypeVar("Function", bound=Callable[..., float])
 
@@ -17,10 +16,7 @@ def checking(read: Callable[[Any], Any]) -> Callable[[Function], Function]:
     """Check a reward function's rows before a run: `read(answer)` raises ValueError."""
 
     def with_check(fn: Function) -> Function:
-        def check_row(row: Mapping[str, Any]) -> None:
-            read(row["answer"])
-
-        vars(fn)["check_row"] = check_row
+        vars(fn)["check_row"] = lambda row: read(row["answer"])
         return fn
 
     return with_check
@@ -39,8 +35,8 @@ def _some_text(answer: Any) -> str:
     text = str(answer).strip()
     if not text:
         raise ValueError(
-            f"contains_answer needs an answer, because every response contains {answer!r}: give"
-            " one, or leave the row out"
+            f"contains_answer needs an answer, because every response contains {answer!r}: leave"
+            " the row out"
         )
     return text
 
@@ -79,11 +75,9 @@ def last_number(prompt: str, response: str, answer: Any) -> float:
 
 
 def _solution(answer: Any) -> str:
-    """The answer at the end of a solution, as LaTeX."""
     if importlib.util.find_spec("math_verify") is None:
         raise ValueError(
-            "the reward math needs the package math-verify, which is not installed: pip install"
-            " 'nemorl[math]'"
+            "math needs the package math-verify, which is not installed: pip install 'nemorl[math]'"
         )
     gold = str(answer).rpartition("####")[2].strip()
     if not gold:
@@ -94,7 +88,7 @@ def _solution(answer: Any) -> str:
 def _unreadable(answer: Any) -> ValueError:
     return ValueError(
         f"math needs an answer that can be read, but the answer is {answer!r}: give plain text or"
-        " LaTeX, or leave the row out"
+        " LaTeX"
     )
 
 

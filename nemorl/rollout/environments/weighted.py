@@ -19,8 +19,7 @@ class WeightedRewards:
     """Single-turn environments by name as one: reward = Σ weight · reward of each.
 
     `components` has each before it is weighted. Without `weights` each counts 1; with weight 0 a
-    reward is only logged. Raises: ValueError unless there is one weight per environment, and if an
-    environment goes on with a conversation.
+    reward is only logged. Raises: ValueError unless weights fit, and for more than one turn.
 
     >>> from nemorl.rollout.environment import FunctionalRewardWrapper
     >>> right = FunctionalRewardWrapper(lambda prompt, response: response == "2")
@@ -37,8 +36,7 @@ class WeightedRewards:
         weights = [float(weight) for weight in weights] or [1.0] * len(environments)
         if not environments:
             raise ValueError(
-                "reward must be at least one reward, but there is none: name one, such as"
-                " exact_match"
+                "reward must be at least one reward, but there is none: name one, as exact_match"
             )
         if len(weights) != len(environments):
             raise ValueError(
@@ -47,14 +45,12 @@ class WeightedRewards:
             )
         if not all(map(math.isfinite, weights)) or not any(weights):
             raise ValueError(
-                f"reward_weights must be finite numbers that are not all 0, but they are {weights}:"
-                " with 0 for all there is nothing to learn"
+                f"reward_weights must be finite numbers that are not all 0, but they are {weights}"
             )
         self.environments = dict(environments)
         self.weights = dict(zip(environments, weights, strict=True))
 
     def check(self, rows: Sequence[Metadata]) -> None:
-        """Raise a ValueError that names the first row that one of the rewards can't judge."""
         for environment in self.environments.values():
             check_rows(environment, rows)
 
@@ -70,7 +66,7 @@ class WeightedRewards:
             if not all(result.terminateds):
                 raise ValueError(
                     f"reward {name!r} must end every conversation after the first response to be"
-                    " one of several rewards: use it as the only one"
+                    " one of several rewards: use it alone"
                 )
         components = {name: result.rewards for name, result in returns.items()}
         answers = [

@@ -190,10 +190,7 @@ def test_rows_are_checked_for_each_reward():
         (
             Counting,
             (),
-            (
-                r"reward must be a function or an environment, but it is the class Counting: give"
-                r" an object of it, Counting\(\)"
-            ),
+            r"must be a function or an environment, but it is the class Counting: give Counting",
         ),
     ],
 )

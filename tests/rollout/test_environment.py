@@ -69,19 +69,6 @@ NUMBERS = [
     torch.tensor([2.0], requires_grad=True),
     Fraction(2),
 ]
-NO_NUMBERS = [
-    float("nan"),
-    float("inf"),
-    "x",
-    "1.0",
-    None,
-    [1.0],
-    {"score": 1.0},
-    1j,
-    torch.ones(2),
-    np.ones(2),
-    np.float64("nan"),
-]
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=repr)
@@ -109,24 +96,12 @@ NO_NUMBERS = [
 
 @pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
 def test_a_reward_must_be_finite(value):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"reward 'lambda' must be a finite number, but it is .+ for prompt '1\+1=' and response"
-            r" '2': return 0\.0"
-        ),
-    ):
+    message = r"^reward 'lambda' must be a finite number, but it is .+ for prompt '1\+{}=' and"
+    with pytest.raises(ValueError, match=message.format(1)):
         FunctionalRewardWrapper(lambda prompt, response: value).step([LOG], [{}])
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"reward 'lambda' must be a finite number, but it is .+ for prompt '1\+2=' and response"
-            r" '3': return 0\.0"
-        ),
-    ):
-        FunctionalRewardWrapper(lambda prompts, responses: [1.0, value]).step(
-            [LOG, OTHER], [{}, {}]
-        )
+    batch = FunctionalRewardWrapper(lambda prompts, responses: [1.0, value])
+    with pytest.raises(ValueError, match=message.format(2) + r" response '3': return 0\.0"):
+        batch.step([LOG, OTHER], [{}, {}])
 
 
 LISTS = [
@@ -141,11 +116,8 @@ LISTS = [
 
 @pytest.mark.parametrize("values", LISTS, ids=lambda values: type(values).__name__)
 def test_a_batch_function_returns_a_list_or_an_array(values):
-    rewards = (
-        FunctionalRewardWrapper(lambda prompts, responses: values)
-        .step([LOG, OTHER], [{}, {}])
-        .rewards
-    )
+    environment = FunctionalRewardWrapper(lambda prompts, responses: values)
+    rewards = environment.step([LOG, OTHER], [{}, {}]).rewards
     assert rewards == [1.0, 0.5]
     assert all(type(reward) is float for reward in rewards)
 
@@ -162,13 +134,8 @@ def test_a_batch_function_returns_one_number_per_response(values):
 
 @pytest.mark.parametrize("value", [1.0, None, "12", {"score": 1.0}, torch.tensor(1.0)], ids=repr)
 def test_a_batch_function_returns_a_list_and_nothing_else(value):
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"must return a list with one number per response, but it returned .* for a batch of 2"
-            r" responses"
-        ),
-    ):
+    message = "must return a list with one number per response, but it returned .* for a batch of 2"
+    with pytest.raises(ValueError, match=message):
         FunctionalRewardWrapper(lambda prompts, responses: value).step([LOG, OTHER], [{}, {}])
 
 

@@ -76,29 +76,19 @@ def test_without_weights_each_counts_one():
 
 
 def test_names():
-    assert list(
-        make_environment([exact_match, "exact_match", lambda response: 0.0, exact_match]).weights
-    ) == [
-        "exact_match",
-        "exact_match_2",
-        "lambda",
-        "exact_match_3",
-    ]
-    assert list(make_environment({"right": "exact_match", "short": brief}).weights) == [
-        "right",
-        "short",
-    ]
-    assert list(
-        make_environment(
-            [
-                "nemorl.rollout.environments:contains_answer",
-                FunctionalRewardWrapper(brief, name="length"),
-            ]
-        ).weights
-    ) == [
-        "contains_answer",
-        "length",
-    ]
+    imported = "nemorl.rollout.environments:contains_answer"
+    for rewards, names in (
+        (
+            [exact_match, "exact_match", lambda response: 0.0, exact_match],
+            ["exact_match", "exact_match_2", "lambda", "exact_match_3"],
+        ),
+        ({"right": "exact_match", "short": brief}, ["right", "short"]),
+        (
+            [imported, FunctionalRewardWrapper(brief, name="length")],
+            ["contains_answer", "length"],
+        ),
+    ):
+        assert list(make_environment(rewards).weights) == names
 
 
 def test_an_error_calls_a_reward_as_the_metrics_do():

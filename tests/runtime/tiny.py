@@ -1,6 +1,6 @@
-"""A trainer of three numbers with everything that a real one has to save, and a loop around it.
+"""A trainer of three numbers with everything that a real one has to save.
 
-Run as a script, it dies on purpose: see `main`.
+Run as a script, it dies on purpose: see `die_while_saving`.
 """
 
 import itertools
@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemorl.runtime.run import checkpoint
-from nemorl.runtime.run.callbacks import notify
 from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.saving import CheckpointCallback
 from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.watch.loggers.base import LoggedRun, Recorder
 from nemorl.runtime.watch.loggers.jsonl import JsonlLogger
@@ -84,10 +81,10 @@ def save(directory: Path, run: Run, *, keep: int = 2, background: bool = False) 
     return checkpoint.begin(directory, run, background=background).publish(keep=keep)
 
 
-def tiny_run(*, step: int = 0, value: float = 0.0, directory: Path | None = None) -> Run:
+def tiny_run(*, step: int = 0, value: float = 0.0) -> Run:
     trainer = TinyTrainer()
     trainer.tensors["weight"] += value
-    return Run(None, trainer, None, None, LoopState(seed=0, step=step, cursor=4 * step), directory)
+    return Run(None, trainer, None, None, LoopState(seed=0, step=step, cursor=4 * step))
 
 
 def recorder(directory: RunDirectory, **factories) -> Recorder:
@@ -101,39 +98,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def train(
-    path: Path, *, steps: int, period: int, resume: bool = False, die_in_step: int | None = None
-) -> Run:
-    """The shape of every loop of ours: start or resume, step, notify."""
-    directory = RunDirectory.create(path, "", resume=resume)
-    checkpoint.sweep(path)
-    run = tiny_run(directory=path)
-    seed_everything(run.state.seed)
-    found = checkpoint.latest(path)
-    if found is not None:
-        run = replace(run, state=checkpoint.load(found, run))
-    directory.truncate(run.state.step if found else -1)
-    callbacks = [recorder(directory), CheckpointCallback(directory, period=period)]
-    notify(callbacks, "on_train_begin", run)
-    while run.state.step < steps:
-        metrics = run.trainer.train_step()
-        run = replace(run, state=run.state.advance(rows=4))
-        if run.state.step == die_in_step:
-            with directory.metrics.open("a") as file:
-                file.write('{"step": 6, "time": 17')
-            os.kill(os.getpid(), signal.SIGKILL)
-        notify(
-            callbacks,
-            "on_samples",
-            run,
-            run.state.step,
-            [{"prompt": "1+1=", "response": "2", "reward": 1.0}],
-        )
-        notify(callbacks, "on_step_end", run, run.state.step, metrics)
-    notify(callbacks, "on_train_end", run, metrics)
-    return run
 
 
 def die_at(place: int, report: Path) -> None:
@@ -194,23 +158,5 @@ def die_while_saving(root: Path, scenario: str) -> None:
             return
 
 
-def main(task: str, root: Path) -> None:
-    if task == "resume":
-        assert not in_a_process(lambda: train(root / "straight", steps=8, period=4))
-        assert in_a_process(lambda: train(root / "killed", steps=8, period=4, die_in_step=6))
-        shutil.copytree(
-            root / "killed", root / "killed_early"
-        )  # and one that dies again before it has a new checkpoint, then goes on
-        assert in_a_process(
-            lambda: train(root / "killed_early", steps=8, period=4, resume=True, die_in_step=7)
-        )
-        for name in ("killed", "killed_early"):
-            assert not in_a_process(
-                lambda name=name: train(root / name, steps=8, period=4, resume=True)
-            )
-    else:
-        die_while_saving(root, task)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    die_while_saving(Path(sys.argv[2]), sys.argv[1])

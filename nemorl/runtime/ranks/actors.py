@@ -138,11 +138,15 @@ class RayRanks:
                     f"no answer to {phase} within {limit_s:g} s ({limit}) from {who}: the logs say"
                     " where in the code they were"
                 )
-        return self._together(answers, phase)
+        return self._together(answers, phase, background=method in BACKGROUND)
 
-    def _together(self, answers: Mapping[int, Answer], phase: str) -> Answer:
+    def _together(
+        self, answers: Mapping[int, Answer], phase: str, *, background: bool = False
+    ) -> Answer:
         failed = {rank: answer for rank, answer in sorted(answers.items()) if answer.error}
-        alike = len(answers) == self.size and len({a.step for a in answers.values()}) == 1
+        steps = {answer.step for answer in answers.values()}
+        # In the background of an optimizer step some ranks answer before it and others after.
+        alike = len(answers) == self.size and (background or len(steps) == 1)
         if not failed and alike:
             return answers[0]
         causes = [rank for rank, answer in failed.items() if not is_consequence(answer.error or {})]

@@ -1,6 +1,4 @@
-"""The loss of a preference step. Its constants come from the whole step, so that the losses of its
-parts add up, wherever it is cut.
-"""
+"""The loss of a preference step. Its constants are the whole step's, so that parts add up."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,8 +1,7 @@
 """Settings as command-line flags: `--section.key` for each key, its docstring as help.
 
 The parser is made for one tree of values, which --help shows as defaults; of a union, only the
-variant that the tree names has flags. The result is a tree again, so that checks across fields see
-file and flags together.
+variant that the tree names has flags. The result is a tree again.
 """
 
 import copy

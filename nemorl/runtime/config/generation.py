@@ -58,15 +58,11 @@ class GenerationConfig:
     start_timeout_s: float = 600.0
     """vllm: longest start of a replica, in seconds."""
     max_restarts: int = 3
-    """vllm: replacements of a replica in a row without a finished prompt, before the run goes on
-    without it or, after the last one, ends.
-    """
+    """vllm: replacements of a replica in a row without a finished prompt."""
     log_dir: str | None = None
     """vllm: folder of the replicas' logs. Default: logs/ of the run."""
     trainer_gpus: int | None = None
-    """vllm: GPUs of this machine reserved for training if not colocated. Default: those that train
-    here outside Ray.
-    """
+    """vllm: GPUs of this machine kept for training if not colocated. Default: as many as train."""
 
     def __post_init__(self) -> None:
         at_least(

@@ -22,7 +22,7 @@ _CONDITION = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Condition:
-    """A threshold that ends a run once a metric has passed it.
+    """A threshold of a metric that ends a run.
 
     >>> Condition.parse("val_accuracy >= 0.95")
     Condition(metric='val_accuracy', comparison='>=', threshold=0.95)

@@ -45,7 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reduction": "token_mean",
     },
 }
-"""What each preset changes, as nested sections between the defaults and the user's own file."""
+"""What each preset changes, as nested sections."""
 
 DESCRIPTIONS = {
     "grpo": "group mean and deviation, KL penalty (DeepSeekMath, arXiv 2402.03300)",

@@ -43,7 +43,7 @@ ALIASES = {
     "dir": "run.dir",
     "precision": "parallel.param_dtype",
 }
-"""Spellings of NeMo RL and other libraries that YAML files and `nemorl.train` may use."""
+"""Other libraries' spellings in YAML files and `nemorl.train`."""
 
 
 def from_dict(cls: type[Config], mapping: Mapping[str, Any]) -> Config:
@@ -166,7 +166,7 @@ def unions(cls: type) -> dict[str, dict[str, type]]:
 
 
 def dotted_keys(cls: type) -> dict[str, bool]:
-    """Return every key of a config, of all variants, and the aliases: True for our own spelling.
+    """Return every key of a config and the aliases: True for our own spelling.
 
     >>> from nemorl.runtime.config.sft import SFTConfig
     >>> dotted_keys(SFTConfig)["optimizer.lr"], dotted_keys(SFTConfig)["learning_rate"]

@@ -67,8 +67,7 @@ def run(
     The loop, the callbacks and the reward are in this process. Under torchrun it is that of rank 0;
     the others serve it until the run is over, and return the same result without the model.
 
-    Raises ValueError that names the field where something can't work, where possible before the
-    model is loaded.
+    Raises ValueError that names the field, where possible before the model is loaded.
     """
     name = algorithm_of(config)
     require(
@@ -139,10 +138,8 @@ def run(
 
 
 def with_restarts(launch: Launch) -> TrainResult:
-    """Train, and up to runtime.max_restarts times again, with new ranks and from the last
-    checkpoint, after ranks have died or hung.
-
-    The caller's callbacks see all attempts, and are closed after the last one.
+    """Train, and after ranks have died or hung, up to runtime.max_restarts times again, with new
+    ranks and from the last checkpoint. The caller's callbacks see all attempts.
     """
     config, generators = launch.config, random_state()
     # An engine may compute in this process while others train.

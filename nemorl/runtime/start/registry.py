@@ -54,8 +54,7 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prep
     command `nemorl NAME`.
 
     The decorated function turns the config and the `Inputs` (rows, tokenizer, environment) into a
-    `Job` before a model is loaded. Raises ValueError where another algorithm has the name or the
-    config.
+    `Job` before a model is loaded.
     """
     derived = isinstance(config, type) and issubclass(config, BaseConfig)
     require(

@@ -131,6 +131,7 @@ def _degrees(given: int | None, number: int) -> list[int]:
 
 
 def estimate(step: Step) -> Candidate:
+    """Return the memory, traffic and time of a step."""
     moments = [step.training_memory()]
     if step.work.colocated_generation:
         moments.append(step.generation_memory())

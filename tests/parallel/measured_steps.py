@@ -1,6 +1,4 @@
-"""Training steps of the real backend on a rank: the most memory that its tensors take, and the
-bytes that it sends.
-"""
+"""The peak memory of the real backend's training steps on a rank, and the bytes that it sends."""
 
 import time
 from collections.abc import Iterator
@@ -35,9 +33,7 @@ from tests.parallel.batches import nll_loss
 
 
 def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[int, int]:
-    """The peak bytes of this rank's second optimizer step, and what it sends in the third, each of
-    two microbatches.
-    """
+    """This rank's peak bytes in the second optimizer step, and what it sends in the third."""
     trainer = TrainerConfig(
         device="cpu",
         train_micro_batch_size=work.micro_batch_rows,
@@ -70,9 +66,7 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[i
 
 
 def _batch(rows: int, work: PlanConfig) -> TokenBatch:
-    """Rows of the workload's width: of one sequence, or for packing four times as many of a
-    quarter's length.
-    """
+    """Rows of the workload's width; for packing four times as many of a quarter's length."""
     length, count = (work.seq_len // 4, 4 * rows) if work.packed else (work.seq_len, rows)
     ids = torch.randint(2, 40, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
     mask = [False] + [True] * (length - 1)
@@ -87,11 +81,8 @@ def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
 
 
 class Allocations:
-    """What the allocator gives out and takes back, as torch's profiler sees it; without any of the
-    operations.
-
-    `torch.profiler` would record those, too, and now and then crash when it ends while a thread of
-    gloo still reports one.
+    """What the allocator gives out and takes back. `torch.profiler` would also record operations,
+    and sometimes crash when it ends while a thread of gloo reports one.
     """
 
     def __enter__(self) -> "Allocations":
@@ -106,10 +97,7 @@ class Allocations:
         self.found = sorted(_allocations(_disable_profiler().experimental_event_tree()))
 
     def peak(self, begin: int, end: int) -> int:
-        """The most bytes that were held between two times.
-
-        A pointer that is given out again was freed, if by a thread that is not seen.
-        """
+        """The most bytes held between two times. A pointer that is given out again was freed."""
         live: dict[int, int] = {}
         total = peak = 0
         for when, pointer, size in self.found:
@@ -131,8 +119,8 @@ def _allocations(events: Any) -> Iterator[tuple[int, int, int]]:
 
 
 class SentBytes(TorchDispatchMode):
-    """Counts what this rank sends by collectives, as rings do it: of n ranks' whole array all but a
-    part, twice that to sum it up.
+    """Counts what this rank sends by collectives in rings: all but a part of the whole array, twice
+    that to sum it up.
     """
 
     def __init__(self) -> None:

@@ -86,9 +86,7 @@ def load_and_go_on(root: Path, name: str, options: dict[str, Any]) -> dict[str, 
 
 
 def on(name: str, function: Any, *args: Any) -> Any:
-    """In this process for the plan without ranks; else on as many ranks as the plan has, which must
-    all give the same.
-    """
+    """In this process, or on as many ranks as the plan has, which must all give the same."""
     if name == "alone":
         return function(*args)
     first, *others = run_ranks(ParallelPlan(**PLANS[name]).num_ranks, function, *args)
@@ -128,9 +126,7 @@ def test_any_plan_goes_on_from_any_other(saved, name):
 
 
 def test_all_plans_write_the_same(saved):
-    """Up to what the order of additions makes of two steps of training; AdamW divides by gradients
-    that are nearly 0. No pickle is written, and nothing twice.
-    """
+    """Up to the order of additions in two steps. No pickle is written, and nothing twice."""
     root, (first, *others) = saved
     whole = sum(path.stat().st_size for path in (root / first).glob("optimizer*"))
     for other in others:

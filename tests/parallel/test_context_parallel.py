@@ -1,6 +1,4 @@
-"""Attention over rows that ranks split is that of whole rows, by either method, for packed rows,
-fewer key heads, and its gradient.
-"""
+"""Attention over rows that ranks split is that of whole rows, and so is its gradient."""
 
 import pytest
 import torch

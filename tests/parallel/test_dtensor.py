@@ -1,6 +1,4 @@
-"""Pieces of the dtensor backend: attention by segment, the learning rate, which models are refused,
-and agreement with the embedded generator.
-"""
+"""Pieces of the dtensor backend, and agreement with the embedded generator."""
 
 from pathlib import Path
 from typing import Any
@@ -71,9 +69,7 @@ def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int
 
 @given(st.lists(st.integers(1, 70), min_size=2, max_size=40), st.integers(0, 9))
 def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padding: int):
-    """Each token is found again at its place, and a bucket is at most a quarter longer than any of
-    its segments.
-    """
+    """A bucket is at most a quarter longer than any of its segments."""
     ids = [i + 1 for i, length in enumerate(lengths) for _ in range(length)]
     segments = torch.tensor([ids + [0] * padding])
     buckets = segment_buckets(segments)
@@ -94,9 +90,7 @@ def test_a_row_with_one_segment_needs_no_buckets():
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_sampler_and_the_trainer_agree(packing, precision):
-    """Prefill and cached decoding against a whole forward pass, on the very same parameters; also
-    after they have moved.
-    """
+    """Prefill and cached decoding against a whole forward pass, on the very same parameters."""
     trainer = set_up(
         tiny_model(scale=2.0),
         trainer={"sequence_packing": packing},
@@ -169,9 +163,7 @@ def test_loading(tmp_path):
 
 
 def test_the_model_is_handed_back_as_it_came():
-    """With its own attention and mode: transformers' generate, which knows nothing of ours, gives
-    what a fresh copy gives.
-    """
+    """transformers' own generate gives what a fresh copy gives."""
     model, fresh = tiny_model(scale=3.0), tiny_model(scale=3.0)
     backend = set_up(model, parallel=ParallelPlan(activation_checkpointing="full"))
     backend.get_logprobs(random_batch([4]))
@@ -210,10 +202,7 @@ def test_use_before_and_after():
 
 @pytest.mark.gpu
 def test_a_gpu_gives_the_numbers_of_the_cpu():
-    """Logprobs, one optimizer step and greedy answers, with packed rows.
-
-    Its CPU counterparts are the conformance suites.
-    """
+    """Logprobs, one optimizer step and greedy answers, with packed rows."""
     outcomes = []
     for device in ("cpu", "cuda"):
         trainer = set_up(

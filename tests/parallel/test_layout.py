@@ -1,6 +1,4 @@
-"""However a batch is cut for ranks and microbatches, every token is somewhere once, and comes back
-to its place.
-"""
+"""However a batch is cut, every token is somewhere once, and comes back to its place."""
 
 import torch
 from hypothesis import given

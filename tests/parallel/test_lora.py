@@ -1,6 +1,4 @@
-"""LoRA in the dtensor backend: only adapters train, and what is exported, checkpointed, sampled
-from and compared with is what it should be.
-"""
+"""LoRA in the dtensor backend: training, export, checkpoints, sampling, the reference."""
 
 import json
 import sys
@@ -190,9 +188,7 @@ def test_the_model_is_handed_back_plain_and_trained():
 
 
 def test_the_sampler_shares_the_live_model():
-    """Its logprobs are the trainer's, also after a step; no merged weight is ever computed or
-    copied for it.
-    """
+    """No merged weight is computed or copied for it."""
     trainer = backend(keep_reference=True)
     generator = TorchGenerationBackend(model=trainer.model, tokenizer=tiny_tokenizer())
     generator.setup(GenerationConfig())
@@ -280,9 +276,7 @@ def test_what_a_checkpoint_must_fit(tmp_path: Path):
 
 
 def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
-    """After shutdown the adapters are in the weights: to load them once more on top would count
-    them twice.
-    """
+    """After shutdown the adapters are in the weights: they must not count twice."""
     model = tiny_model(scale=2.0)
     made = trained(model=model)
     made.save_checkpoint(tmp_path / "saved")

@@ -97,9 +97,7 @@ def test_a_step(monkeypatch):
 
 
 def test_several_steps_and_ranks_are_one_rate():
-    """Of a short and a long step the rate is that of both together, not the mean of rates; as many
-    ranks as there are make no difference.
-    """
+    """That of both steps together, not the mean of rates; however many ranks there are."""
     meter = StepMeter(tiny_model().config, CPU, 1)
     parts = [step(meter, batch_of([200]), 0.01), step(meter, batch_of([3]), 0.2)]
     both = finalize(merge(*parts))
@@ -112,7 +110,7 @@ def test_several_steps_and_ranks_are_one_rate():
 
 
 def test_the_peak_is_this_process_own():
-    """Of main memory, after it was given back; and not what the process that started it had."""
+    """After memory was given back; and not that of the process that started it."""
     taken = torch.ones(100_000_000)
     before = peak_memory(CPU)
     assert before > 4e8
@@ -129,9 +127,7 @@ def test_the_peak_is_this_process_own():
 
 
 def test_two_who_restart_one_counter(monkeypatch):
-    """What the meter of the step restarts, the meter of the whole loop must still see: the peak of
-    generation.
-    """
+    """What the step's meter restarts, the whole loop's must still see."""
     gpu = {"peak": 0, "now": 0}
 
     def use(amount: int) -> None:

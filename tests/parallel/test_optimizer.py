@@ -55,8 +55,8 @@ def test_the_implementation_asked_for_and_the_formula(implementation):
 def on_four_ranks(
     implementation: str, sharded: bool
 ) -> tuple[list[tuple[int, float, list[int]]], float]:
-    """Layers of which two are split over tp and one is not, with FSDP2 around all of them or not at
-    all: groups, and the gap to one process.
+    """Layers of which two are split over tp and one is not, with or without FSDP2 around them:
+    groups, and the gap to one process.
     """
     model = small_model()
     alone = copy.deepcopy(model)

@@ -1,6 +1,4 @@
-"""Traces of training steps: the steps asked for, whole files only, and no crash however the run
-ends.
-"""
+"""Traces of training steps: whole files only, and no crash however the run ends."""
 
 import json
 import signal
@@ -96,9 +94,7 @@ def test_any_thread_or_the_end_of_the_process_may_end_it(tmp_path, then):
 
 
 def test_other_threads_record_nothing_any_more_while_it_ends(tmp_path, monkeypatch):
-    """torch reads then what they have recorded: where one is just writing, the process would crash,
-    now and then.
-    """
+    """torch reads then what they have recorded, and would crash now and then."""
 
     train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 2))
     in_a_thread(torch.special.erfcx, torch.ones(4))

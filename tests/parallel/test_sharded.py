@@ -1,6 +1,4 @@
-"""A model spread over ranks: what is loaded, what is refused, and that its parameters are shards
-whenever somebody looks. Its numbers: parity/.
-"""
+"""A model spread over ranks: what is loaded and refused; its numbers are in parity/."""
 
 import json
 import shutil
@@ -62,9 +60,7 @@ def forms(backend: DTensorBackend) -> set[tuple[str, torch.dtype]]:
 
 
 def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """Logprobs before and after a step, the forms of the parameters at every point, and a step
-    whose loss raises.
-    """
+    """Logprobs before and after a step, and the forms of the parameters at every point."""
     backend = set_up(folder, plan=plan, keep_reference=True)
     batch = random_batch(LENGTHS)
     seen, found = [forms(backend)], {"first": backend.get_logprobs(batch).values}
@@ -170,9 +166,7 @@ def broken(folder: Path, target: Path) -> Path:
 
 
 def stale(folder: Path, target: Path) -> Path:
-    """With shards of an earlier model beside the present one, as where somebody saved into the same
-    folder again.
-    """
+    """With shards of an earlier model beside the present one."""
     tiny_model(scale=2.0, tied=False, seed=9).save_pretrained(target, max_shard_size="20KB")
     shutil.copy(folder / "model.safetensors", target)
     return target

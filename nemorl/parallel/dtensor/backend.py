@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from nemorl.parallel.dtensor.head import plain_logprobs, sharded_logprobs
 from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base, fingerprint
 from nemorl.parallel.dtensor.mesh import World, is_started_as_rank
 from nemorl.parallel.dtensor.optimizer import learning_rate, make_optimizer, require_finite
+from nemorl.parallel.dtensor.pieces import gathering
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.profiling import close_profile, profile_folder, profiled
@@ -175,7 +176,7 @@ class DTensorBackend:
             torch.manual_seed(seed)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
-        with self._gathering(model):
+        with gathering(model):
             for part in map(self._to_device, self._cut(batch).parts(world.data_rank)):
                 logprobs, entropy = self._forward(model, part, with_entropy=True)
                 assert entropy is not None
@@ -286,7 +287,7 @@ class DTensorBackend:
         was_training = model.training
         model.eval()
         layout, rank = self._cut(batch), self.world.data_rank
-        with torch.no_grad(), self._gathering(model):
+        with torch.no_grad(), gathering(model):
             values = [
                 self._forward(model, self._to_device(part), with_entropy=False)[0]
                 for part in layout.parts(rank)
@@ -306,17 +307,6 @@ class DTensorBackend:
         lower = self.config.parallel.param_dtype == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lower):
             return plain_logprobs(model, batch, **options)
-
-    @contextmanager
-    def _gathering(self, model: nn.Module) -> Iterator[None]:
-        """Run forward passes, after which a spread model's parameters are shards again."""
-        try:
-            yield
-        finally:
-            if self.world.sharded:
-                from nemorl.parallel.dtensor.fsdp import reshard
-
-                reshard(model)
 
     def _to_device(self, batch: TokenBatch) -> TokenBatch:
         return pytree.tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)

@@ -43,12 +43,3 @@ def sum_gradients(model: nn.Module) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a plain sum, all that gloo has
-
-
-def reshard(model: nn.Module) -> None:
-    """Free what is gathered: without a backward pass the head would stay, as a copy in the dtype
-    that the model computes in.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

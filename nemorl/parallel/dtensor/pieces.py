@@ -1,7 +1,11 @@
 """A rank's own piece of a tensor that ranks share."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -38,3 +42,16 @@ def fill(tensor: Tensor, stored: TensorFiles, name: str) -> Tensor:
         if local.numel():
             local.copy_(stored.read(name, offsets, local.shape))
     return tensor
+
+
+@contextmanager
+def gathering(model: nn.Module) -> Iterator[None]:
+    """Free, after forward passes, what FSDP2 gathered: without a backward pass the head would
+    stay.
+    """
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()

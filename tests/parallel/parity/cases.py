@@ -1,6 +1,4 @@
-"""The matrix: which plans, layouts, models and settings are compared with the reference, and which
-of them in every test run.
-"""
+"""The matrix: what is compared with the reference, and what of it in every test run."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -55,9 +53,7 @@ One packed row would hold the batch; it is as many as there are ranks with rows 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run of the golden batch: three steps of a plan, compared with the same problem's
-    reference.
-    """
+    """Three steps of a plan on the golden batch."""
 
     plan: str
     layout: str = "padded"

@@ -49,11 +49,7 @@ Errors = dict[str, float]
 
 
 def errors(case: Case, results: list[Result]) -> Errors:
-    """By the names of LIMITS, or in bfloat16 of BFLOAT16_LIMITS.
-
-    `results` are those of all ranks. Raises ValueError where names, shapes or the tokens that were
-    seen differ, which no number tells.
-    """
+    """The ranks' errors by the names of `limits`. Raises ValueError where parameters differ."""
     outcome = results[0][0]
     assert outcome is not None
     exact = reference(replace(case.problem, dtype="float32"))
@@ -90,11 +86,8 @@ def beyond(case: Case, found: Errors) -> dict[str, tuple[float, float]]:
 
 
 def verdict(case: Case, found: Errors | str) -> tuple[bool, str]:
-    """Whether a case came out as it has to, and what differs: nothing, or, where something is
-    broken on purpose, the gradient at least.
-
-    `found` are its errors; in words where there are none, because it could not be run or has other
-    parameters than its reference.
+    """Whether a case came out as it has to (where it is broken on purpose: with a wrong gradient),
+    and what differs. `found` are its errors, or the reason why there are none.
     """
     if isinstance(found, str):
         return bool(case.sabotage) and OTHER_PARAMETERS in found, found.strip().splitlines()[-1]
@@ -149,9 +142,7 @@ def relative(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def metric_error(found: Mapping[str, float], expected: Mapping[str, float]) -> float:
-    """The greatest difference of those that are expected, relative to 1 + the value; but for times,
-    and the trainer's own num_tokens.
-    """
+    """The greatest difference relative to 1 + the value, of all but times and num_tokens."""
     return max(
         abs(found.get(name, math.inf) - value) / (1 + abs(value))
         for name, value in expected.items()
@@ -161,9 +152,7 @@ def metric_error(found: Mapping[str, float], expected: Mapping[str, float]) -> f
 
 @cache
 def expected_metrics(problem: Problem) -> dict[str, float]:
-    """Those of the first step, from the loss over the whole batch at once with the reference's
-    numbers.
-    """
+    """Those of the first step, from the loss over the whole batch with the reference's numbers."""
     exact, batch = reference(problem), golden_batch(problem)
     output = watched(problem.loss, lambda *_: None)(
         ForwardOutput(exact.token_logprobs, exact.entropy), batch

@@ -1,6 +1,4 @@
-"""The golden batch and the models that it goes through: small, but with sizes that not every degree
-divides, and with no weight at its default.
-"""
+"""The golden batch and its models: small, with sizes that not every degree divides."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -43,10 +41,7 @@ LOSSES = ("policy", "pairs", "nll")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is trained on what.
-
-    The plan and the layout are not part of it, because no number may depend on them.
-    """
+    """What is trained on what; no number may depend on plan and layout."""
 
     model: str = "qwen2"
     tied: bool = True
@@ -67,9 +62,7 @@ class Problem:
 
 
 def make_model(problem: Problem) -> nn.Module:
-    """With biases and norms off their initial zeros and ones, so that one which is left out, or
-    counted twice, shows.
-    """
+    """With biases and norms off 0 and 1, so that one left out, or counted twice, shows."""
     model = tiny_model(problem.model, seed=1, tied=problem.tied, scale=5.0, **SIZES)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -81,10 +74,8 @@ def make_model(problem: Problem) -> nn.Module:
 
 @cache
 def golden_batch(problem: Problem) -> TokenBatch:
-    """The batch of every case with this loss and kind of logprobs. `prev_logprobs` and
-    `reference_logprobs` lie around what the model says itself, so that some ratios are clipped and
-    some are not; `generation_logprobs` number the tokens, so that they are found again wherever
-    they were sent.
+    """`prev_logprobs` and `reference_logprobs` lie around the model's own, so that some ratios are
+    clipped; `generation_logprobs` number the tokens, to find them again.
     """
     from tests.parallel.parity.reference import sequence_logprobs
 

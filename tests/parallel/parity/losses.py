@@ -1,6 +1,4 @@
-"""The losses of the cases as a trainer is given them: our own functions, put together as an
-algorithm would.
-"""
+"""The losses of the cases: our own functions, put together as an algorithm would."""
 
 from collections.abc import Callable
 
@@ -49,9 +47,7 @@ def policy(output: ForwardOutput, part: TokenBatch) -> LossOutput:
 
 
 def pairs(output: ForwardOutput, part: TokenBatch) -> LossOutput:
-    """Every row is a pair, segment 1 preferred to segment 2; where rows are packed, so are whole
-    pairs.
-    """
+    """Every row, or pair of packed segments, is a preference pair, the first one preferred."""
     assert part.reference_logprobs is not None
     count = int(num_segments(part.segment_ids).sum())
     ours, theirs = (
@@ -71,9 +67,7 @@ FUNCTIONS: dict[str, LossFn] = {"policy": policy, "pairs": pairs, "nll": likelih
 
 
 def watched(loss: str, seen: Callable[[ForwardOutput, TokenBatch], None]) -> LossFn:
-    """The loss of this name, which shows `seen` what it is called with, and counts the tokens that
-    it is given: each should be once in a step.
-    """
+    """The loss of this name, which shows `seen` its arguments and counts the tokens."""
 
     def loss_fn(output: ForwardOutput, part: TokenBatch) -> LossOutput:
         seen(output, part)

@@ -1,8 +1,5 @@
 """The numbers that every plan must give: plain PyTorch over the Hugging Face model, a sequence at a
-time, in one process.
-
-Nothing here is ours but the golden batch: no packing, no padding, no backend, and the losses are
-written out as their papers have them.
+time, with the losses as their papers have them.
 """
 
 import math
@@ -31,11 +28,7 @@ MAX_GRAD_NORM = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a case is judged by.
-
-    Arrays of tokens are in the golden batch's layout, weights and gradients under their Hugging
-    Face names.
-    """
+    """What a case is judged by; arrays of tokens are in the golden batch's layout."""
 
     logprobs: Tensor
     """Without gradient, before the first step."""
@@ -54,9 +47,7 @@ class Outcome:
 
 
 def sequence_logprobs(model: nn.Module, ids: Tensor, kind: LogprobKind) -> tuple[Tensor, Tensor]:
-    """log p and the entropy of every token of one sequence, 0 for the first, under the distribution
-    that `kind` says it was drawn from.
-    """
+    """log p and entropy of each token of a sequence, 0 for the first, under `kind`."""
     logits = model(ids[None], use_cache=False).logits[0, :-1].float() / kind.temperature
     ranked = logits.detach().sort(-1, descending=True).values
     allowed = torch.ones_like(logits, dtype=torch.bool)
@@ -130,9 +121,7 @@ LOSSES = {"policy": _policy, "pairs": _pairs, "nll": _nll}
 
 @cache
 def reference(problem: Problem) -> Outcome:
-    """Three steps of AdamW with clipping and weight decay on matrices, in a loop that anybody can
-    read.
-    """
+    """Three steps of AdamW, with clipping and weight decay on matrices."""
     batch, model = golden_batch(problem), make_model(problem).train()
     if problem.lora:
         torch.manual_seed(0)

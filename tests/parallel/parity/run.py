@@ -1,8 +1,6 @@
 """Run the parity matrix: `make parity`, or `python -m tests.parallel.parity.run --help`.
 
-Cases with as many ranks share their processes, a chunk at a time. Results are appended to
-`.parity/results.jsonl`; the next run takes up what is there, as far as the code that they come from
-is still the same.
+Results are appended to `.parity/results.jsonl`; the next run takes up those of the same code.
 """
 
 import argparse
@@ -57,9 +55,7 @@ def digest() -> str:
 
 
 def run_chunk(cases: Sequence[Case]) -> list[dict[str, float] | str]:
-    """The errors of each case, all of which need as many ranks; of one that could not be run the
-    reason.
-    """
+    """The errors of cases that need as many ranks, or the reasons why they could not be run."""
     ranks, seconds = cases[0].ranks, sum(SECONDS_PER_CASE[case.compile] for case in cases)
     try:
         with TemporaryDirectory() as folder:
@@ -79,7 +75,7 @@ def run_chunk(cases: Sequence[Case]) -> list[dict[str, float] | str]:
 
 
 def judge(case: Case, results: list[Result]) -> dict[str, float] | str:
-    """How far a case is from its reference; in words where it has not even the same parameters."""
+    """A case's errors; in words where it has other parameters."""
     try:
         return errors(case, results)
     except ValueError as error:
@@ -87,7 +83,7 @@ def judge(case: Case, results: list[Result]) -> dict[str, float] | str:
 
 
 def write_model(case: Case, folder: Path) -> None:
-    """The model that a case's ranks load. Where a tied weight is to be two, the file has both."""
+    """The model that a case's ranks load; where a tied weight is to be two, with both."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -121,9 +117,7 @@ def known() -> dict[str, dict[str, float] | str]:
 
 
 def run(cases: Sequence[Case]) -> dict[str, dict[str, float] | str]:
-    """Run what is not known yet, a line for each case as it is done; returns all that is known
-    then.
-    """
+    """Run what is not known yet, a line for each case; returns all results."""
     results = known()
     missing = [case for case in cases if isinstance(results.get(str(case), ""), str)]
     print(f"{len(cases)} cases, {len(missing)} of them to be run", flush=True)

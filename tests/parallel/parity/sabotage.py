@@ -1,6 +1,4 @@
-"""What is broken on purpose, to see that the comparison notices: each is one line that a plan
-needs, left out.
-"""
+"""What is broken on purpose: each is one line that a plan needs, left out."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -85,7 +83,7 @@ def own_vocabulary_alone() -> AbstractContextManager[Any]:
 
 
 def counted_by_every_rank() -> AbstractContextManager[Any]:
-    """With cp every rank computes the loss of the whole rows, and here each of them counts."""
+    """With cp every rank computes the loss of whole rows; here each counts."""
     from nemorl.parallel.dtensor import head
 
     return patch.object(head, "all_gather_same", head.all_gather)

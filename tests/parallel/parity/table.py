@@ -20,9 +20,7 @@ def write(guide: Path, cases: Sequence[Case], results: Results) -> None:
 
 
 def tables(cases: Sequence[Case], results: Results) -> list[str]:
-    """Of all cases that were run: by plan, by layout, by model and by setting; in float32,
-    compiled, and in bfloat16.
-    """
+    """Of all cases that were run."""
     ran = [case for case in cases if str(case) in results and not case.sabotage]
     controls = [case for case in cases if str(case) in results and case.sabotage]
     failed = [case for case in ran if not verdict(case, results[str(case)])[0]]
@@ -104,9 +102,7 @@ def broken(controls: Iterable[Case], results: Results) -> str:
 def table(
     title: str, rows: Mapping[str, Iterable[Case]], results: Results, limits: Mapping[str, float]
 ) -> str:
-    """A line per row: how many cases, and the greatest error of any of them in each column; over it
-    the limits.
-    """
+    """A line per row: how many cases, and the greatest error of each column; over it the limits."""
     lines = [
         f"| {title} | cases | " + " | ".join(limits) + " |",
         "|---|---|" + "---|" * len(limits),

@@ -1,7 +1,4 @@
-"""A representative part of the matrix, and negative controls: what is broken on purpose is found.
-
-`make parity` runs all of it.
-"""
+"""A representative part of the matrix, and negative controls; `make parity` runs all of it."""
 
 import math
 import re
@@ -62,9 +59,7 @@ def test_what_is_broken_on_purpose_is_found(chunk: list[Case]):
 
 
 def test_only_what_is_right_passes():
-    """A number too large, one that is none, and a case that could not be run; of a control each
-    other way round.
-    """
+    """Too large a number, none, and a case that could not be run; of a control the other way round."""
     case, control, fine = Case(plan="FSDP2 2"), CONTROLS[0], dict.fromkeys(LIMITS, 1e-7)
     assert verdict(case, fine) == (True, "") and not verdict(control, fine)[0]
     for wrong in (2e-6, math.nan, math.inf):
@@ -104,9 +99,7 @@ def test_the_subset_has_everything_once():
     ids=str,
 )
 def test_the_golden_batch_is_one_that_shows_something(problem: Problem):
-    """Ratios on both sides of the clip but none at its border, a gradient for every parameter, a
-    gradient norm that is clipped.
-    """
+    """Ratios on both sides of the clip but none at its border; a gradient for every parameter."""
     batch, exact = golden_batch(problem), reference(problem)
     for values in (exact.logprobs, exact.after):
         ratio = (values - batch.prev_logprobs)[batch.loss_mask].exp()

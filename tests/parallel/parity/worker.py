@@ -1,6 +1,4 @@
-"""What a rank (or this process, for plans without ranks) does with a case: three steps, and back
-come the numbers that it is judged by.
-"""
+"""What a rank (or this process, for plans without ranks) does with a case."""
 
 import gc
 from contextlib import ExitStack
@@ -44,9 +42,7 @@ much copies of a token's numbers on this rank, which the loss saw more than once
 
 
 def run_cases(cases: tuple[Case, ...], folders: tuple[Path, ...]) -> list[Result]:
-    """Several cases in the same processes, as starting these takes longer than a case; each with
-    the folder of its model.
-    """
+    """Several cases in the same processes, each with the folder of its model."""
     return [run_case(case, folder) for case, folder in zip(cases, folders, strict=True)]
 
 
@@ -121,8 +117,8 @@ def gradients_of(backend: DTensorBackend) -> dict[str, Tensor]:
 
 
 class Seen:
-    """What a rank's losses were called with, put back into the golden batch's layout by the tokens'
-    numbers; NaN where no call had the token.
+    """The arguments of a rank's losses in the golden batch's layout; NaN where no call had the
+    token.
     """
 
     def __init__(self, batch: TokenBatch) -> None:
@@ -150,10 +146,7 @@ class Seen:
 
 
 def merged(seen: Seen) -> Tensor:
-    """What the ranks have seen between them; ranks that share rows must have seen the same.
-
-    Padding is 0, and a token that nobody saw NaN.
-    """
+    """What the ranks have seen between them: 0 on padding, NaN where nobody saw a token."""
     arrays = torch.stack([seen.logprobs, seen.entropy])
     if dist.is_initialized():
         parts: list[Any] = [None] * dist.get_world_size()

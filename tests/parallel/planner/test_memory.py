@@ -1,6 +1,4 @@
-"""The estimates behind `nemorl plan`, against real models: their sizes, their shards, the peaks of
-their steps and the bytes that they send.
-"""
+"""The estimates behind `nemorl plan`, against real models and measured steps."""
 
 import json
 from dataclasses import replace

@@ -93,9 +93,6 @@ def usable_device(name: str | None) -> torch.device:
     """Return the device of this name, or the first GPU, else the CPU, for None.
 
     Raises: ValueError where torch can't use it.
-
-    >>> usable_device("cpu")
-    device(type='cpu')
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,8 +1,7 @@
 """Safetensors files, written one tensor or one piece of a tensor at a time and read by slices.
 
-A file of pieces says in its header where each belongs, as torch's HuggingFaceStorageWriter does.
-That is not used, as it serializes a whole file in memory, and plans by collective calls, which a
-thread beside a training step must not make.
+A file of pieces says in its header where each belongs, as torch's HuggingFaceStorageWriter does;
+but that serializes a whole file in memory, and plans by collective calls.
 """
 
 import json
@@ -94,10 +93,8 @@ class _Stored:
 class TensorFiles:
     """The tensors in a set of files, wherever their pieces are.
 
-    With `checksums`, by file name, each byte is checked when it is read. Tensors that are read may
-    be views of the files.
-
-    Raises: DamagedFile where a file is not whole or, once it is read, not as it was written.
+    With `checksums`, by file name, each byte is checked when it is read. Tensors may be views of
+    the files. Raises DamagedFile where a file is not whole or not as it was written.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 def deterministic_kernels() -> Iterator[None]:
     """Use only kernels that give the same bits in every run, in the whole process, in the block.
 
-    An operation without such a kernel raises a RuntimeError that names it. Begin before the model
-    comes to the GPU: cuBLAS reads its setting when it is first used.
+    An operation without such a kernel raises a RuntimeError. Begin before the model comes to the
+    GPU: cuBLAS reads its setting when it is first used.
     """
     cudnn = torch.backends.cudnn
     memory: Any = torch.utils.deterministic

@@ -1,7 +1,7 @@
 """Causal attention in which each segment of a packed row sees only itself.
 
-Segments of similar length are gathered into small batches: the cost is theirs alone, while a dense
-block-diagonal mask costs the square of the row's length.
+Segments of similar length are gathered into small batches; a dense block-diagonal mask would cost
+the square of the row's length.
 """
 
 from dataclasses import dataclass

@@ -24,8 +24,8 @@ CONTEXT_ATTENTION = "nemorl_context_parallel"
 class RowSplit:
     """How the tokens of rows of one width lie on the ranks of a group.
 
-    `order[i]` is the place in the row of the i-th token when the tokens of all ranks are laid end
-    to end; `back` is its inverse.
+    `order[i]` is the place in the row of the i-th token of all ranks' laid end to end; `back` is
+    its inverse.
     """
 
     order: Int[Tensor, "seq"]

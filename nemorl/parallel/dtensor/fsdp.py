@@ -15,8 +15,7 @@ from nemorl.parallel.plan import ParallelPlan
 def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
     """Shard a model's parameters over a mesh, in place; over one rank, too, for mixed precision.
 
-    A unit for each layer, one for the embedding, and one for the last norm and the head (a single
-    one where they are tied).
+    Units are layers, the embedding, and the last norm with the head, where tied all three.
 
     mesh: the axis fsdp, or dp_replicate and fsdp (HSDP).
     """

@@ -24,9 +24,7 @@ SAMPLED = 1024
 def add_adapters(
     model: nn.Module, config: LoRAConfig, *, base: str | None = None, seed: int = 0
 ) -> None:
-    """Add adapters to the linear layers, and train nothing else from now on.
-
-    They begin with B = 0: the model's outputs stay the same.
+    """Add adapters, with B = 0, to the linear layers, and train nothing else from now on.
 
     base: the folder or hub name of the model without them, for those who load the adapters.
 
@@ -124,8 +122,7 @@ def check_scale(model: Any, folder: Path) -> None:
 def fingerprint(model: nn.Module) -> str:
     """Return a hash of the weights without adapters: names, shapes, and evenly spaced samples.
 
-    It notices another model, and the same one after training, without reading gigabytes. A sharded
-    model has the same one; its tensors are gathered one by one: a collective call.
+    A sharded model has the same one; its tensors are gathered one by one: a collective call.
     """
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():

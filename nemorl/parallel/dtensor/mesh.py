@@ -22,10 +22,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks of a process along the axes of the mesh, and the groups that it talks to.
+    """The place of a process along the axes of the mesh, and its groups (None if it is alone).
 
-    Its rows are those of `data_rank`; of each row it holds the tokens of `cp_rank`. A group is None
-    where the process would be its only member.
+    Its rows are those of `data_rank`; of each row it holds the tokens of `cp_rank`.
     """
 
     plan: ParallelPlan

@@ -179,7 +179,7 @@ def test_three_steps_do_not_depend_on_the_layout(make, backend_name, layout, tie
 
 
 def test_gradients_do_not_depend_on_the_layout(make):
-    """With a huge eps AdamW's first step is lr / eps times the gradient: here the gradient itself."""
+    """With a huge eps AdamW's first step is lr / eps times the gradient: here that itself."""
     batch = random_batch(LENGTHS)
     outcomes = []
     for layout in LAYOUTS.values():

@@ -59,7 +59,7 @@ def test_what_is_broken_on_purpose_is_found(chunk: list[Case]):
 
 
 def test_only_what_is_right_passes():
-    """Too large a number, none, and a case that could not be run; of a control the other way round."""
+    """Too large a number, none, and a case that could not be run; of a control the reverse."""
     case, control, fine = Case(plan="FSDP2 2"), CONTROLS[0], dict.fromkeys(LIMITS, 1e-7)
     assert verdict(case, fine) == (True, "") and not verdict(control, fine)[0]
     for wrong in (2e-6, math.nan, math.inf):

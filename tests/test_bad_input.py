@@ -732,7 +732,7 @@ PREFERENCES = {
         {"chosen": conversation("1", "2"), "rejected": conversation("3", "4")},
     ),
     "a label that is none": preference(
-        r"row 1: label must be true or false, got 'maybe': true for answers that are wanted",
+        r"row 1: label must be true or false, got 'maybe' \(data\.label_column",
         {"prompt": "1", "response": "2", "label": "maybe"},
         loss=nemorl.KTOLoss(),
     ),
@@ -746,12 +746,12 @@ DATA = PREFERENCES | {
         r"rows\.jsonl, line 2: not JSON .*column", "rows.jsonl", LINE + '{"prompt": "1+1=",\n'
     ),
     "a line that is no object": file_of_rows(
-        r"rows\.jsonl, line 2: a row must be a JSON object .*got \[1\]",
+        r"rows\.jsonl, line 2: a row must be a dict .*got \[1\]",
         "rows.jsonl",
         LINE + "[1]\n",
     ),
     "an empty object": file_of_rows(
-        r"rows\.jsonl, line 2: a row must be a JSON object with at least one key, got \{\}",
+        r"rows\.jsonl, line 2: a row must be a dict with at least one column, got \{\}",
         "rows.jsonl",
         LINE + "{}\n",
     ),
@@ -1090,7 +1090,7 @@ REWARDS = {
         r"reward must be a function fn\(prompt, response\), but it is 3: pass the function itself",
     ),
     "a class": reward(
-        r"reward must be a function or an environment, but it is the class Path: give an object",
+        r"reward must be a function or an environment, but it is the class Path: give Path",
         Path,
     ),
     "no parameters": reward(
@@ -1128,7 +1128,7 @@ REWARDS = {
     ),
     "an async reward": Case(
         lambda place: nemorl.run(place.grpo(), reward=_async_reward),
-        r"must be a plain function, but it is async: write one",
+        r"must be a plain function, but it is async: write fn",
     ),
     "weights for other rewards": reward(
         r"reward_weights must be one number per reward, but there are 3 for .*: give 2",

@@ -217,10 +217,7 @@ def with_tools(row: Mapping[str, Any], template: Mapping[str, Any]) -> dict[str,
         with suppress(json.JSONDecodeError):
             tools = json.loads(tools)
     if tools is not None and not _mappings(tools):
-        raise ValueError(
-            "tools must be a list of tools (objects with a name and parameters), or one as JSON"
-            f" text, got {short(tools)}"
-        )
+        raise ValueError(f"tools must be a list of tools, or one as JSON text, got {short(tools)}")
     return {**template, "tools": [dict(tool) for tool in tools]} if tools else dict(template)
 
 

@@ -164,7 +164,7 @@ class FunctionalRewardWrapper:
         if len(numbers) != len(texts):
             raise ValueError(
                 f"reward {self.name!r} must return one number per response, but it returned"
-                f" {len(numbers)} for {first}"
+                f" {len(numbers)} for {first}: return as many"
             )
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 

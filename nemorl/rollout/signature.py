@@ -55,7 +55,10 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
     True
     """
     if not callable(fn):
-        raise ValueError(f"reward must be a function fn(prompt, response), but it is {fn!r}")
+        raise ValueError(
+            f"reward must be a function fn(prompt, response), but it is {fn!r}: pass the function"
+            " itself"
+        )
     name = name or name_of(fn)
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         raise ValueError(

@@ -347,7 +347,7 @@ BAD = [
     (["eval", "--model", "m"], "--data STR"),
     (
         ["eval", "--model", "m", "--data", "d", "--temperature", "-1"],
-        "temperature must be 0 (greedy) or more",
+        "temperature must be at least 0",
     ),
     (["export", "--run", "r"], "--output STR"),
     (["export", *NEEDED["export"], "--step", "-1"], "step must be at least 0"),

@@ -89,9 +89,9 @@ def _main(argv: Sequence[str] | None) -> int:
         print(HELP.format(commands=_commands()), end="")
         return 0
     if command in ("-V", "--version"):
-        from importlib.metadata import version
+        from nemorl.runtime.run.directory import version_of
 
-        print(f"nemorl {version('nemorl')}")
+        print(f"nemorl {version_of('nemorl')}")
         return 0
     known = [*ALGORITHMS, *COMMANDS]
     if command not in known:

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -193,9 +193,17 @@ def step_of(path: Path) -> int:
 def environment() -> dict[str, str]:
     """Return system, hardware, versions and, if any, the working directory's git commit."""
     found = {"python": platform.python_version(), "system": platform.platform(), **hardware()}
-    found |= {name: version(name) for name in ("nemorl", "torch", "transformers")}
+    found |= {name: version_of(name) for name in ("nemorl", "torch", "transformers")}
     commit = git_commit()
     return {**found, "commit": commit} if commit else found
+
+
+def version_of(package: str) -> str:
+    """Return the version of a package, which a source tree on PYTHONPATH does not have."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def hardware() -> dict[str, str]:

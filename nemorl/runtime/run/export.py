@@ -4,7 +4,6 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from nemorl.models.tensor_files import TensorFiles, write_model_files
 from nemorl.parallel.dtensor.lora import check_base, fingerprint
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.directory import RunDirectory, version_of
 from nemorl.runtime.run.state import Run
 
 EXPORT = "nemorl_export.json"
@@ -122,7 +121,7 @@ def replacing(directory: Path) -> Iterator[Path]:
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
-    (aside / EXPORT).write_text(json.dumps({"written_by": f"nemorl {version('nemorl')}"}) + "\n")
+    (aside / EXPORT).write_text(json.dumps({"written_by": f"nemorl {version_of('nemorl')}"}) + "\n")
     yield aside
     if directory.exists():
         directory.rename(old)

@@ -37,6 +37,11 @@ def test_config_comes_with_its_environment(directory):
     assert environment.keys() >= {"python", "system", "nemorl", "transformers", "cpus", "memory"}
 
 
+def test_a_source_tree_that_is_not_installed_has_no_version():
+    assert run_directory.version_of("torch") == torch.__version__
+    assert run_directory.version_of("no-such-package") == "not installed"
+
+
 def test_commit_is_named_and_changes_are_marked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))

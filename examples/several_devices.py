@@ -1,9 +1,11 @@
 """One model on several devices, from a script of your own: `parallel` says how it is spread, and
 nothing else changes.
 
-    python examples/several_devices.py                                            the script starts
-    two processes, each with half of the model torchrun --nproc-per-node 2
-    examples/several_devices.py                       torchrun has started them
+    python examples/several_devices.py
+    torchrun --nproc-per-node 2 examples/several_devices.py
+
+In the first line the script starts two processes, each with half of the model; in the second
+torchrun has started them.
 
 The loop, the reward and the callbacks are in one process in both cases: this one, or torchrun's
 rank 0. `nemorl.run` returns in all of them.

@@ -1,7 +1,4 @@
-"""A program that uses nemorl as its base installation can: on one device, without any extra.
-
-python -m tests.base_install FOLDER
-"""
+"""Uses nemorl on one device without any extra: `python -m tests.base_install FOLDER`."""
 
 import json
 import sys
@@ -23,6 +20,9 @@ class WithoutExtras(PathFinder):
 
 def main(folder: Path) -> None:
     sys.meta_path[:] = [WithoutExtras if each is PathFinder else each for each in sys.meta_path]
+    for name in [*sys.modules]:  # where a forked program has them from its server
+        if name.partition(".")[0] in ("nemorl", *EXTRAS):
+            del sys.modules[name]
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     from quickstart import save_model, save_tokenizer
 

@@ -1,11 +1,9 @@
-"""Programs that begin with torch and transformers imported, which takes longer than most of what
-the tests have them do.
+"""Programs that begin with torch and transformers imported.
 
-`forked_python` makes a folder with a `python` and a `nemorl` of which each passes its arguments,
-environment, folder and standard streams on to a server that has the imports behind it; a fork of
-that runs the module or script, and its exit status is passed back. It is for programs that are
-waited for: signals are not passed on, and all forks have one seed of hashing, so that tests of what
-must not depend on it take a fresh interpreter.
+`forked_python` makes a folder with a `python` and a `nemorl` that pass arguments, environment,
+folder and standard streams on to a server that has the imports behind it; a fork of that runs the
+module or script, and its exit status is passed back. Signals are not passed on, and all forks have
+one seed of hashing.
 """
 
 import atexit
@@ -37,6 +35,9 @@ PRELOADED = [
     "transformers.models.qwen2.modeling_qwen2",
     "datasets",
     "matplotlib.pyplot",
+    "nemorl.runtime.cli.main",
+    "nemorl.runtime.algorithms.sft",
+    "nemorl.parallel.dtensor.backend",
 ]
 CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
@@ -59,14 +60,12 @@ def forked_python() -> Iterator[Path]:
     """A folder to put in front of PATH; its `python` knows `-m MODULE ARGUMENTS` and `SCRIPT
     ARGUMENTS`.
     """
-    folder = Path(
-        tempfile.mkdtemp(prefix="forked-")
-    )  # not below pytest's own, as the name of a socket may not be long
+    # Not below pytest's own, as the name of a socket may not be long.
+    folder = Path(tempfile.mkdtemp(prefix="forked-"))
     address = str(folder / "socket")
     for name, first in {"python": [], "nemorl": ["-m", "nemorl"]}.items():
-        (folder / name).write_text(
-            CLIENT.format(python=sys.executable, address=address, first=first)
-        )
+        client = CLIENT.format(python=sys.executable, address=address, first=first)
+        (folder / name).write_text(client)
         (folder / name).chmod(0o755)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -104,8 +103,8 @@ def next_program(address: str) -> dict[str, Any]:
 
 
 def kept(client: socket.socket) -> dict[str, Any]:
-    """Fork the program, wait for it and tell its client how it ended; where the client is killed,
-    so is the program.
+    """Fork the program, which returns, and tell its client how it ended; where the client is
+    killed, so is the program.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     length, streams, _, _ = socket.recv_fds(client, 8, 3)

@@ -1,5 +1,5 @@
-"""Cases (a function and its options), layouts (how the same sequences can lie in a batch), and the
-evaluation of one in the other.
+"""Cases (a function and its options), layouts (how sequences lie in a batch), and the evaluation of
+one in the other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,30 +27,21 @@ SHIFTED = ("logits", "teacher_logits", "hidden")
 
 @dataclass(frozen=True)
 class Case:
-    """One function with its options; a call takes the arrays of a batch and gives a `LossOutput`,
-    whatever the function itself gives.
-    """
+    """One function with its options; a call takes the arrays of a batch."""
 
     name: str
     function: Callable[..., LossOutput]
     inputs: tuple[str, ...]
-    """The arrays that it reads."""
     differentiable: tuple[str, ...]
-    """Those that get a gradient."""
     options: tuple[dict[str, Any], ...] = ({},)
     """Variants; the example's seed chooses one."""
     family: str = "loss"
     masked_by: str = "mask"
-    """What makes a slot one that must not be read:
-
-    `mask`, or `segment` for functions that know padding only.
-    """
+    """What hides a slot: `mask`, or `segment` for functions that know padding only."""
     whole_groups: bool = False
     """A shard must hold all the sequences of a group."""
     half_rounding: float = 0.0
-    """Where products run in the model's type: how far they may take a bfloat16 result from the
-    float32 one.
-    """
+    """How far products in bfloat16 may take a result from the float32 one."""
 
     def __call__(self, arrays: dict[str, Tensor], seed: int) -> LossOutput:
         return self.function(
@@ -61,9 +52,7 @@ class Case:
 @dataclass(frozen=True)
 class Layout:
     """Where the tokens of a problem lie: `slots[r, c]` is the token's number or -1, `rows[r]` the
-    row's only sequence or -1.
-
-    `rows` is None where rows are packed.
+    row's only sequence or -1 (None: rows are packed).
     """
 
     slots: Tensor
@@ -78,22 +67,14 @@ def lay_out(
     width: int = 0,
     left: Sequence[int] | None = None,
 ) -> Layout:
-    """One sequence a row, in `order` (-1: an empty row), after `left` slots of padding, at least
-    `width` wide.
-    """
+    """One sequence a row, in `order` (-1: an empty row), after `left` slots of padding."""
     order = range(problem.num_sequences) if order is None else order
     left = left or [0] * len(order)
     lengths = [0 if i < 0 else problem.lengths[i] for i in order]
     width = max([width, 1, *(a + b for a, b in zip(left, lengths, strict=True))])
-    starts = problem.starts
-    rows = []
-    for i, begin, length in zip(order, left, lengths, strict=True):
-        rows.append(
-            [-1] * begin
-            + list(range(starts[i], starts[i] + length))
-            + [-1] * (width - begin - length)
-        )
-    slots = torch.tensor(rows)
+    slots = torch.full((len(order), width), -1)
+    for row, i, begin, length in zip(slots, order, left, lengths, strict=True):
+        row[begin : begin + length] = problem.starts[i] + torch.arange(length)
     return Layout(slots, (slots >= 0).long(), torch.tensor(list(order)))
 
 
@@ -109,14 +90,10 @@ def arrays_in(case: Case, problem: Problem, layout: Layout) -> dict[str, Tensor]
         elif name == "segment_ids":
             arrays[name] = layout.segment_ids
         elif name == "ordered_cotangent":
-            present = problem.tokens["sequence"][
-                layout.slots[layout.slots >= 0]
-            ].unique_consecutive()
-            arrays[name] = problem.sequences["sequence_cotangent"][present]
+            present = problem.tokens["sequence"][layout.slots[layout.slots >= 0]]
+            arrays[name] = problem.sequences["sequence_cotangent"][present.unique_consecutive()]
         else:
-            assert layout.rows is not None, (
-                f"{name} is one number a sequence: it has no place in packed rows"
-            )
+            assert layout.rows is not None, f"{name}: packed rows have no number a sequence"
             arrays[name] = _gather(problem.sequences[name], layout.rows, name, generator)
     return arrays
 
@@ -125,13 +102,11 @@ def _gather(values: Tensor, slots: Tensor, name: str, generator: torch.Generator
     taken, there = values[slots.clamp(min=0)], slots >= 0
     if bool(there.all()):
         return taken
-    fill = taken.new_zeros(())
+    fill = torch.zeros((), dtype=torch.float64)
     if name not in ZERO_IN_PADDING:
-        fill = (3 * torch.randn(taken.shape, generator=generator, dtype=torch.float64)).to(
-            taken.dtype
-        )
+        fill = 3 * torch.randn(taken.shape, generator=generator, dtype=torch.float64)
     there = there.reshape(slots.shape + (1,) * (taken.dim() - slots.dim()))
-    return torch.where(there, taken, fill)
+    return torch.where(there, taken, fill.to(taken.dtype))
 
 
 @dataclass(frozen=True)
@@ -147,11 +122,8 @@ def evaluate(case: Case, problem: Problem, *layouts: Layout) -> Result:
     """The sum over the layouts (the shards of a batch), and its gradient for the problem's own
     arrays: one number a token, wherever it lay.
     """
-    leaves = {
-        name: value.clone().requires_grad_()
-        for name, value in _own_arrays(problem).items()
-        if name in case.differentiable
-    }
+    arrays = problem.tokens | problem.sequences | problem.shared
+    leaves = {name: arrays[name].clone().requires_grad_() for name in case.differentiable}
     leafy = problem.but(**leaves)
     output = reduce(add, [case(arrays_in(case, leafy, layout), problem.seed) for layout in layouts])
     return result_of(output, leaves)
@@ -165,20 +137,12 @@ def result_of(output: LossOutput, leaves: dict[str, Tensor]) -> Result:
     )
 
 
-def _own_arrays(problem: Problem) -> dict[str, Tensor]:
-    return problem.tokens | problem.sequences | problem.shared
-
-
 def assert_same(
     one: Result, other: Result, *, rtol: float = 1e-8, atol: float = 1e-10, metric_tol: float = 1e-5
 ) -> None:
     """Equal loss, gradients and metrics up to the order of summation."""
-    torch.testing.assert_close(other.loss, one.loss, rtol=rtol, atol=atol, check_dtype=False)
-    for name, gradient in one.gradients.items():
-        message = lambda text, n=name: f"gradient of {n}: {text}"  # noqa: E731
-        torch.testing.assert_close(
-            other.gradients[name], gradient, rtol=rtol, atol=atol, check_dtype=False, msg=message
-        )
+    for found, expected in ((other.loss, one.loss), (other.gradients, one.gradients)):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, check_dtype=False)
     assert_same_metrics(one.metrics, other.metrics, metric_tol)
 
 
@@ -194,7 +158,7 @@ def assert_same_metrics(
 
 @contextmanager
 def shapes_checked(on: bool) -> Iterator[None]:
-    """With `on=False` without the checks of all annotations, as users run it: they refuse some
+    """With `on=False` as users run it: without the checks of all annotations, which refuse some
     wrong values before the code itself does.
     """
     jaxtyping.config.update("jaxtyping_disable", not on)

@@ -92,13 +92,12 @@ def run_ranks(
     process_group: bool = True,
     fresh: bool = False,
 ) -> list[Any]:
-    """`function(*args)` on ranks 0 … size − 1, each a process with RANK, WORLD_SIZE, LOCAL_RANK,
-    MASTER_ADDR and MASTER_PORT and, with `process_group`, torch.distributed initialised with gloo;
-    the results in the order of ranks.
+    """`function(*args)` on ranks 0 … size − 1, each a process with torchrun's variables and, with
+    `process_group`, torch.distributed initialised with gloo; the results in the order of ranks.
 
     The processes are kept for the next call, unless they are to be `fresh`. `function` must be
-    importable (defined at the top of a module). Raises AssertionError with the tracebacks of the
-    ranks that fail, or that are not done within the time; all of them are ended then.
+    importable. Raises AssertionError with the traceback of a rank that fails, or that is not done
+    within the time; all are ended then.
     """
     fresh = fresh or not process_group
     ranks = (None if fresh else _KEPT.pop(size, None)) or Ranks(size, process_group)

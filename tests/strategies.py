@@ -1,8 +1,7 @@
 """What the law tests draw: a few ragged sequences and every per-token array that a loss may read.
 
-Hypothesis draws the structure (how many sequences, how long, which kind of mask, which groups); one
-drawn seed and a torch generator make the numbers. So a failing example shrinks to few and short
-sequences, and drawing stays cheap.
+Hypothesis draws the structure (how many sequences, how long, which kind of mask, which groups), a
+torch generator makes the numbers: so examples shrink, and drawing is cheap.
 """
 
 import itertools
@@ -26,8 +25,8 @@ REWARDS = ("binary", "equal", "real")
 
 @dataclass(frozen=True)
 class Problem:
-    """Sequences without any layout: token arrays are `[tokens, ...]` (sequences end to end),
-    sequence arrays `[sequences, ...]`, in float64.
+    """Sequences without any layout: token arrays are `[tokens, ...]`, sequence arrays
+    `[sequences, ...]`, in float64.
     """
 
     lengths: tuple[int, ...]
@@ -66,10 +65,8 @@ class Problem:
 
     def __repr__(self) -> str:
         flags = "".join("x" if trained else "." for trained in self.tokens["mask"])
-        rows = " ".join(
-            flags[start : start + length]
-            for start, length in zip(self.starts, self.lengths, strict=True)
-        )
+        ends = zip(self.starts, self.lengths, strict=True)
+        rows = " ".join(flags[start : start + length] for start, length in ends)
         return (
             f"Problem(seed={self.seed}, mask={rows!r},"
             f" group_id={self.sequences['group_id'].tolist()},"
@@ -78,9 +75,7 @@ class Problem:
 
 
 def _trained(kind: str, lengths: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Which tokens are trained on; never the first of a sequence, and at least one where
-    any can be.
-    """
+    """Which tokens are trained on; never the first of a sequence, and one where any can be."""
     rows = []
     for length in lengths:
         cut = int(torch.randint(1, max(length, 2), (), generator=generator))
@@ -193,43 +188,36 @@ _SEED = st.integers(0, 2**20)
 
 @st.composite
 def problems(draw: st.DrawFn) -> Problem:
-    """Two to five ragged sequences (now and then one), of one to seven tokens, in up to three
-    groups.
-    """
+    """One to five ragged sequences, of one to seven tokens, in up to three groups."""
     count = draw(_COUNT)
     lengths, groups = draw(_LENGTHS[count]), draw(_GROUPS[count])
     mask, noise, advantages, rewards = draw(_KINDS)
-    return _problem(draw(_SEED), lengths, torch.tensor(groups), mask, noise, advantages, rewards)
+    return problem(
+        draw(_SEED),
+        lengths,
+        groups=groups,
+        mask=mask,
+        noise=noise,
+        advantages=advantages,
+        rewards=rewards,
+    )
 
 
 def problem(
-    seed: int, lengths: tuple[int, ...] = (3, 5, 1, 4), *, mask: str = "holes", noise: float = 0.3
+    seed: int,
+    lengths: tuple[int, ...] = (3, 5, 1, 4),
+    *,
+    groups: tuple[int, ...] = (7, 3, 7, 7, 3),
+    mask: str = "holes",
+    noise: float = 0.3,
+    advantages: str = "sequence",
+    rewards: str = "real",
 ) -> Problem:
     """One fixed example, where no search is wanted (compilation, negative controls)."""
-    return _problem(
-        seed,
-        lengths,
-        torch.tensor([7, 3, 7, 7, 3])[: len(lengths)],
-        mask,
-        noise,
-        "sequence",
-        "real",
-    )
-
-
-def _problem(
-    seed: int,
-    lengths: tuple[int, ...],
-    group_id: Tensor,
-    mask: str,
-    noise: float,
-    advantages: str,
-    rewards: str,
-) -> Problem:
+    group_id = torch.tensor(groups[: len(lengths)])
     generator = torch.Generator().manual_seed(seed)
-    tokens = _token_arrays(
-        _trained(mask, lengths, generator), lengths, noise, advantages, generator
-    )
+    trained = _trained(mask, lengths, generator)
+    tokens = _token_arrays(trained, lengths, noise, advantages, generator)
     sequences = _sequence_arrays(lengths, group_id, rewards, noise, generator)
     tokens["sequence"] = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     tokens["token_group_id"] = group_id[tokens["sequence"]]

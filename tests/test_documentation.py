@@ -8,6 +8,7 @@ import json
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,29 +36,21 @@ def public_functions(*packages: str) -> Iterator[tuple[str, object]]:
         for info in pkgutil.walk_packages(importlib.import_module(package).__path__, package + "."):
             module = importlib.import_module(info.name)
             for name, value in vars(module).items():
-                if (
-                    not name.startswith("_")
-                    and inspect.isfunction(value)
-                    and value.__module__ == info.name
-                ):
+                own = inspect.isfunction(value) and value.__module__ == info.name
+                if own and not name.startswith("_"):
                     yield f"{info.name}.{name}", value
 
 
-def test_every_public_function_of_the_core_has_an_example():
-    functions = dict(public_functions("nemorl.losses", "nemorl.data"))
-    assert len(functions) > 80
-    assert not [
-        name for name, function in functions.items() if ">>>" not in (function.__doc__ or "")
-    ]
+def test_every_public_function_has_a_docstring_those_of_the_core_an_example():
+    core = dict(public_functions("nemorl.losses", "nemorl.data"))
+    assert len(core) > 80
+    assert not [name for name, one in core.items() if ">>>" not in (one.__doc__ or "")]
+    others = public_functions("nemorl.rollout", "nemorl.parallel", "nemorl.runtime")
+    assert not [name for name, one in others if not one.__doc__]
 
 
-def test_every_public_function_says_what_it_does():
-    functions = dict(
-        public_functions(
-            "nemorl.losses", "nemorl.data", "nemorl.rollout", "nemorl.parallel", "nemorl.runtime"
-        )
-    )
-    assert not [name for name, function in functions.items() if not function.__doc__]
+SHORT = ("--sft-steps", "8", "--grpo-steps", "2", "--num-held-out", "20", "--seed", "3")
+QUICKSTART = pytest.mark.xdist_group("quickstart")
 
 
 def quickstart(python: Path | str, folder: Path, *options: str) -> tuple[str, re.Match[str]]:
@@ -69,10 +62,15 @@ def quickstart(python: Path | str, folder: Path, *options: str) -> tuple[str, re
     return done.stdout, last
 
 
+@pytest.fixture(scope="module")
+def short_quickstart(tmp_path_factory) -> tuple[Path, str, re.Match[str]]:
+    """The folder, output and last line of a quickstart in an interpreter of its own."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return folder, *quickstart(sys.executable, folder, *SHORT)
+
+
 def run_document(forked: Path, document: Path, folder: Path) -> str:
-    """Run a document's blocks in a folder that has a small model and data under the names that the
-    guides use.
-    """
+    """Run a document's blocks in a folder that has what it needs."""
     path = os.pathsep.join([str(forked), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "COLUMNS": "150"}
     command = [forked / "python", "-m", "tests.documents", str(document)]
@@ -83,17 +81,11 @@ def run_document(forked: Path, document: Path, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_readme_runs(forked: Path, tmp_path: Path):
-    quickstart(
-        forked / "python",
-        tmp_path / "runs" / "quickstart-0",
-        "--sft-steps",
-        "5",
-        "--grpo-steps",
-        "2",
-        "--num-held-out",
-        "20",
-    )
+@QUICKSTART
+def test_the_readme_runs(forked: Path, short_quickstart, tmp_path: Path):
+    folder = shutil.copytree(short_quickstart[0], tmp_path / "runs" / "quickstart-0")
+    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(rows[:300]))
     output = run_document(forked, ROOT / "README.md", tmp_path)
     assert "runs/grpo" in output
 
@@ -125,28 +117,24 @@ def write_example_files(folder: Path) -> None:
     tiny_model(scale=2.0, max_position_embeddings=4096).save_pretrained(folder / "model")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{%"
-        " endif %}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     )
     tokenizer.save_pretrained(folder / "model")
     sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(40)]
     rows = {
-        "demonstrations": [{"prompt": prompt, "response": answer} for prompt, answer in sums],
-        "questions": [{"prompt": prompt, "answer": answer} for prompt, answer in sums],
-        "pairs": [
-            {"prompt": prompt, "chosen": answer, "rejected": str(int(answer) + 1)}
-            for prompt, answer in sums
-        ],
+        "demonstrations": [{"prompt": p, "response": a} for p, a in sums],
+        "questions": [{"prompt": p, "answer": a} for p, a in sums],
+        "pairs": [{"prompt": p, "chosen": a, "rejected": str(int(a) + 1)} for p, a in sums],
     }
     for name, content in rows.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
 
 
-def test_a_short_quickstart(forked: Path, tmp_path: Path):
-    short = ("--sft-steps", "20", "--grpo-steps", "2", "--num-held-out", "50", "--seed", "3")
-    output, last = quickstart(sys.executable, tmp_path, *short)
+@QUICKSTART
+def test_a_short_quickstart(forked: Path, short_quickstart, tmp_path: Path):
+    folder, output, last = short_quickstart
     assert last[3] == "3"
-    assert (tmp_path / "grpo" / "plots" / "overview.png").exists()
+    assert (folder / "grpo" / "plots" / "overview.png").exists()
     for expected in (
         "Answers after supervised fine-tuning (the last digit comes first)",
         "Answers after reinforcement learning",
@@ -155,32 +143,21 @@ def test_a_short_quickstart(forked: Path, tmp_path: Path):
     ):
         assert expected in output
     assert output.count("right") + output.count("wrong, it is") == 12
-    again = quickstart(forked / "python", tmp_path, *short)[1]
-    assert again[1] == last[1]
-    assert again[2] == last[2]
+    again = quickstart(forked / "python", tmp_path, *SHORT)[1]
+    assert again.groups()[:2] == last.groups()[:2]
 
 
 def test_where_the_quickstart_uses_vllm(tmp_path: Path, monkeypatch):
     """With a run and answers that cost nothing; the real one is among the slow tests below."""
     seen: list[Any] = []
-    monkeypatch.setattr(
-        nemorl,
-        "run",
-        lambda config: seen.append(config) or SimpleNamespace(metrics={"val_accuracy": 0.5}),
-    )
+    result = SimpleNamespace(metrics={"val_accuracy": 0.5})
+    monkeypatch.setattr(nemorl, "run", lambda config: seen.append(config) or result)
     monkeypatch.setattr(nemorl, "evaluate", lambda config: seen.append(config) or {"answers": []})
     example = load_example("quickstart")
     example.main(example.Quickstart(dir=tmp_path, engine="vllm"))
-    used = [
-        (type(config).__name__, config.generation.backend, config.generation.num_replicas)
-        for config in seen
-    ]
-    assert used == [
-        ("SFTConfig", "torch", 1),
-        ("EvalConfig", "vllm", 1),
-        ("GRPOConfig", "vllm", 1),
-        ("EvalConfig", "vllm", 1),
-    ]
+    used = [f"{type(one).__name__} {one.generation.backend}" for one in seen]
+    assert used == ["SFTConfig torch", "EvalConfig vllm", "GRPOConfig vllm", "EvalConfig vllm"]
+    assert all(one.generation.num_replicas == 1 for one in seen)
 
 
 @pytest.mark.slow
@@ -204,8 +181,3 @@ def test_documents_are_finished(document: str):
     assert "@@" not in text
     for link in re.findall(r"\]\(([^)#]+)\)", text):
         assert link.startswith("http") or (ROOT / document).parent.joinpath(link).exists(), link
-
-
-def test_the_public_names_are_there():
-    for name in nemorl.__all__:
-        assert getattr(nemorl, name) is not None

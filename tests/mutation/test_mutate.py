@@ -1,24 +1,22 @@
 """The mutants of small sources, and that a mutant is really in the way when the tests run."""
 
+import inspect
 import sys
-from types import FunctionType
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.mutation import session
+from tests.mutation import run, session
 from tests.mutation.mutate import mutants_of
 
 
-def changes(line: str, *, before: str = "") -> list[str]:
-    """Every mutated form of the body of `def f(x, y)`; `before` are further lines of it."""
-    lines = [f"    {text}\n" for text in (*before.splitlines(), line)]
-    source = ("def f(x, y):\n" + "".join(lines)).encode()
-    return [
-        mutant.apply(source).decode().splitlines()[-1].strip()
-        for mutant in mutants_of("a.py", source)
-        if mutant.line == 1 + len(lines)
-    ]
+def changes(line: str) -> list[str]:
+    """Every mutated form of `line`, in the body of `def f(x, y)`."""
+    source = f"def f(x, y):\n    {line}\n".encode()
+    mutants = [mutant for mutant in mutants_of("a.py", source) if mutant.line == 2]
+    return [mutant.apply(source).decode().splitlines()[-1].strip() for mutant in mutants]
 
 
 @pytest.mark.parametrize(
@@ -61,18 +59,14 @@ def changes(line: str, *, before: str = "") -> list[str]:
     ],
 )
 def test_operators(line: str, expected: list[str]):
-    found = changes(line)
-    assert [text for text in found if text != "pass" or line[0] != "g"] == expected
+    assert [text for text in changes(line) if text != "pass" or line[0] != "g"] == expected
 
 
 def test_a_condition_is_negated_at_its_border_or_as_a_whole():
     source = b"def f(x):\n    if x:\n        g()\n    while x < 1:\n        g()\n"
-    assert [
-        (mutant.line, mutant.text) for mutant in mutants_of("a.py", source) if mutant.line in (2, 4)
-    ] == [
-        (2, "(not x)"),
-        *((4, text) for text in ("(x <= 1)", "(x >= 1)", "2", "0")),
-    ]
+    found = [(mutant.line, mutant.text) for mutant in mutants_of("a.py", source)]
+    assert [text for line, text in found if line == 2] == ["(not x)"]
+    assert [text for line, text in found if line == 4] == ["(x <= 1)", "(x >= 1)", "2", "0"]
 
 
 def test_what_is_not_executed_as_it_stands_is_left_alone():
@@ -84,28 +78,21 @@ def test_what_is_not_executed_as_it_stands_is_left_alone():
 
 
 def test_where_a_mutant_is():
-    lines = (
-        "class A:",
-        "    b = 1",
-        "",
-        "    def f(self, x=7):",
-        "        # π",
-        "        def g():",
-        "            return x * 'é' * 4",
-        "        return g",
-    )
-    source = "\n".join(lines).encode()
+    source = """class A:
+    b = 1
+
+    def f(self, x=7):
+        # π
+        def g():
+            return x * 'é' * 4
+        return g""".encode()
     mutants = {mutant.text: mutant for mutant in mutants_of("a.py", source)}
-    assert (mutants["5"].where, mutants["5"].in_body, mutants["5"].lines) == ("A.f", True, (7, 7))
-    assert (mutants["8"].where, mutants["8"].in_body, mutants["8"].lines) == (
-        "A.f",
-        False,
-        (6, 8),
-    ), "a default matters wherever the body runs"
-    assert (mutants["0"].where, mutants["0"].in_body) == ("", False)
-    assert b"'XX\xc3\xa9'" in mutants["'XXé'"].apply(source) and b"* 4" in mutants["'XXé'"].apply(
-        source
-    )
+    places = {text: (each.where, each.in_body, each.lines) for text, each in mutants.items()}
+    assert places["5"] == ("A.f", True, (7, 7))
+    assert places["8"] == ("A.f", False, (6, 8)), "a default matters wherever the body runs"
+    assert places["0"] == ("", False, (2, 2))
+    mutated = mutants["'XXé'"].apply(source)
+    assert b"'XX\xc3\xa9'" in mutated and b"* 4" in mutated
 
 
 def test_names_are_unique_and_stay_when_other_lines_change():
@@ -121,20 +108,13 @@ def test_the_live_function_gets_the_mutants_code(monkeypatch: pytest.MonkeyPatch
 
     path = session.ROOT / "nemorl/data/padding.py"
     source = path.read_bytes()
-    mutant = next(
-        mutant
-        for mutant in mutants_of("nemorl/data/padding.py", source)
-        if mutant.where == "round_up" and mutant.operator == "unary"
-    )
-    function: Any = as_imported
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
+    mutants = mutants_of("nemorl/data/padding.py", source)
+    mutant = next(m for m in mutants if m.where == "round_up" and m.operator == "unary")
+    function = inspect.unwrap(as_imported)
     monkeypatch.setattr(function, "__code__", function.__code__)  # put back after the test
     assert as_imported(5, 4) == 8
-    functions: dict[tuple[str, str, int], list[FunctionType]] = {
-        (str(path), "round_up", function.__code__.co_firstlineno): [function]
-    }
-    assert session.swap(mutant, source, functions)
+    place = (str(path), "round_up", function.__code__.co_firstlineno)
+    assert session.swap(mutant, source, {place: [function]})
     assert as_imported(5, 4) == -8 and batch.round_up is as_imported
 
 
@@ -143,22 +123,31 @@ def test_results_of_a_fork(monkeypatch: pytest.MonkeyPatch):
     assert session.in_fork(lambda: "") == ("survived", "")
     assert session.in_fork(lambda: sys.exit(3))[0] == "crash"
     monkeypatch.setattr(session, "MEMORY", 1 << 28)
-    assert session.in_fork(lambda: str(len(bytearray(1 << 30)))) == (
-        "crash",
-        "1",
-    ), "memory has a bound"
+    result = session.in_fork(lambda: str(len(bytearray(1 << 30))))
+    assert result == ("crash", "1"), "memory has a bound"
 
 
 def test_an_endless_test_is_ended():
-    class Item:
-        nodeid = "endless"
-
     def endless(*_: Any, **__: Any) -> Any:
         while True:
             pass
 
-    def run() -> str:
+    def work() -> str:
         session.runtestprotocol = endless
-        return session.first_failure([Item()], {"endless": -0.25})  # type: ignore[list-item]
+        return session.first_failure([SimpleNamespace(nodeid="endless")], {"endless": -0.25})
 
-    assert session.in_fork(run) == ("timeout", "")
+    assert session.in_fork(work) == ("timeout", "")
+
+
+def test_what_survives_no_more_is_taken_off_the_table(tmp_path: Path, monkeypatch):
+    group = '[[group]]\nreason = """\n{}"""\nmutants = [\n{}]\n'
+    names = ["a.py f:  ['x' -> 1]", "a.py f:  [1 -> 2]", "a.py g:  [1 -> 2] (#2)", "b.py h:  [1]"]
+    entries = [f"    '''{name}''',\n" for name in names]
+    text = "# Why\n\n" + group.format("one", "".join(entries[:3])) + "\n"
+    table = tmp_path / "survivors.toml"
+    table.write_text(text + group.format("other", entries[3]))
+    monkeypatch.setattr(run, "REASONS", table)
+    mutants: dict[str, Any] = dict.fromkeys(names[:3])
+    results = {names[0]: {"result": "survived"}, names[1]: {"result": "killed"}}
+    run.prune(run.stale(mutants, results))
+    assert table.read_text() == "# Why\n\n" + group.format("one", entries[0] + entries[2])

@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import sys
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,8 @@ def of_phase(result: nemorl.TrainResult, phase: str) -> list[dict[str, Any]]:
 
 
 def addition_rows(count: int = 40) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": f"{i % 7}+{i % 5}=",
-            "answer": str(i % 7 + i % 5),
-            "response": str(i % 7 + i % 5),
-        }
-        for i in range(count)
-    ]
+    sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(count)]
+    return [{"prompt": prompt, "answer": answer, "response": answer} for prompt, answer in sums]
 
 
 def preference_rows(count: int = 60, *, seed: int = 0, wrong: float = 0.0) -> list[dict[str, Any]]:
@@ -65,77 +59,43 @@ def preference_rows(count: int = 60, *, seed: int = 0, wrong: float = 0.0) -> li
     A share `wrong` of the pairs says the opposite.
     """
     draw, rows = random.Random(seed), []
+
+    def text(letters: str, shortest: int, longest: int) -> str:
+        return "".join(draw.choice(letters) for _ in range(draw.randint(shortest, longest)))
+
     for _ in range(count):
-        word = "".join(draw.choice("cdefghkl") for _ in range(draw.randint(1, 4))) + draw.choice(
-            "ab"
-        )
-        answers = [
-            "".join(draw.choice(digits) for _ in range(draw.randint(2, 5)))
-            for digits in ("02468", "13579")
-        ]
-        chosen, rejected = (
-            answers if (word[-1] == "a") != (draw.random() < wrong) else answers[::-1]
-        )
+        word = text("cdefghkl", 1, 4) + draw.choice("ab")
+        answers = [text("02468", 2, 5), text("13579", 2, 5)]
+        even = (word[-1] == "a") != (draw.random() < wrong)
+        chosen, rejected = answers if even else answers[::-1]
         rows.append({"prompt": f"{word}=", "chosen": chosen, "rejected": rejected})
     return rows
 
 
 def run_config(folder: Path, **options: Any) -> nemorl.RunConfig:
-    return nemorl.RunConfig(
-        **{
-            "dir": str(folder),
-            "display": "none",
-            "plots": False,
-            "loggers": (),
-            "export": False,
-            **options,
-        }
-    )
+    quiet = {"display": "none", "plots": False, "loggers": (), "export": False}
+    return nemorl.RunConfig(**{"dir": str(folder), **quiet, **options})
 
 
-def grpo_config(
-    folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any
-) -> nemorl.GRPOConfig:
-    base = nemorl.GRPOConfig(
-        data=nemorl.DataConfig(max_total_sequence_length=32),
-        trainer=TRAINER,
-        optimizer=nemorl.OptimizerConfig(lr=1e-2),
-        generation=nemorl.GenerationConfig(max_new_tokens=4),
-        run=run_config(folder, **(run or {})),
-        num_prompts_per_step=6,
-        num_generations_per_prompt=4,
-        max_num_steps=steps,
-    )
-    return replace(base, **options)
+def small_config(
+    algorithm: Any, own: dict[str, Any], folder: Path, *, steps: int = 4, run: Any = None, **options
+) -> Any:
+    sections = {
+        "data": nemorl.DataConfig(max_total_sequence_length=32),
+        "trainer": TRAINER,
+        "optimizer": nemorl.OptimizerConfig(lr=1e-2),
+        "run": run_config(folder, **(run or {})),
+        "max_num_steps": steps,
+    }
+    return algorithm(**{**sections, **own, **options})
 
 
-def sft_config(
-    folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any
-) -> nemorl.SFTConfig:
-    base = nemorl.SFTConfig(
-        data=nemorl.DataConfig(max_total_sequence_length=32),
-        trainer=TRAINER,
-        optimizer=nemorl.OptimizerConfig(lr=1e-2),
-        generation=nemorl.GenerationConfig(max_new_tokens=4),
-        run=run_config(folder, **(run or {})),
-        train_global_batch_size=16,
-        max_num_steps=steps,
-    )
-    return replace(base, **options)
-
-
-def dpo_config(
-    folder: Path, *, steps: int = 4, run: dict[str, Any] | None = None, **options: Any
-) -> nemorl.DPOConfig:
-    base = nemorl.DPOConfig(
-        data=nemorl.DataConfig(max_total_sequence_length=32),
-        trainer=TRAINER,
-        optimizer=nemorl.OptimizerConfig(lr=1e-2),
-        run=run_config(folder, **(run or {})),
-        train_global_batch_size=16,
-        max_num_steps=steps,
-    )
-    return replace(base, **options)
+BATCH = {"train_global_batch_size": 16}
+SAMPLED = {"generation": nemorl.GenerationConfig(max_new_tokens=4)}
+GROUPS = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
+grpo_config = partial(small_config, nemorl.GRPOConfig, SAMPLED | GROUPS)
+sft_config = partial(small_config, nemorl.SFTConfig, SAMPLED | BATCH)
+dpo_config = partial(small_config, nemorl.DPOConfig, BATCH)
 
 
 def digits(prompt: str, response: str) -> float:
@@ -153,15 +113,14 @@ def start(
     **model: Any,
 ) -> nemorl.TrainResult:
     """A run of a tiny model on additions, or on preferences among digits."""
-    reward = digits if reward is None and isinstance(config, nemorl.GRPOConfig) else reward
+    of_pairs = isinstance(config, nemorl.DPOConfig)
     return nemorl.run(
         config,
         model=tiny_model(**{"scale": 2.0, **model}),
         tokenizer=tiny_tokenizer(),
-        train=rows
-        or (preference_rows() if isinstance(config, nemorl.DPOConfig) else addition_rows()),
+        train=rows or (preference_rows() if of_pairs else addition_rows()),
         validation=validation,
-        reward=reward,
+        reward=reward or (digits if isinstance(config, nemorl.GRPOConfig) else None),
         callbacks=callbacks,
     )
 

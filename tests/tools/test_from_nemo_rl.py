@@ -22,7 +22,7 @@ def flat_settings(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     return dict(flatten(settings)), notes
 
 
-def test_grpo() -> None:
+def test_grpo():
     settings, notes = flat_settings(FILES / "grpo.yaml")
     assert settings.pop("model.chat_template").startswith("{% for")
     assert settings.pop("optimizer.min_lr_ratio") == pytest.approx(0.1)
@@ -98,7 +98,7 @@ def test_grpo() -> None:
     assert notes["made_up.key"] == "3: no counterpart here"
 
 
-def test_sft() -> None:
+def test_sft():
     settings, notes = flat_settings(FILES / "sft.yaml")
     assert (
         settings.items()
@@ -124,7 +124,7 @@ def test_sft() -> None:
     }
 
 
-def test_dpo() -> None:
+def test_dpo():
     settings, notes = flat_settings(FILES / "dpo.yaml")
     assert notes == {}
     assert (
@@ -142,7 +142,7 @@ def test_dpo() -> None:
     )
 
 
-def test_a_recipe_builds_on_its_defaults() -> None:
+def test_a_recipe_builds_on_its_defaults():
     settings, _ = flat_settings(FILES / "recipe.yaml")
     assert (
         settings.items()
@@ -189,7 +189,7 @@ EIGHT = "gpus_per_node: 8"
 )
 def test_devices(
     dtensor: str, cluster: str, more: str, expected: dict, note: str | None, tmp_path: Path
-) -> None:
+):
     file = tmp_path / "theirs.yaml"
     policy = f"{{dtensor_cfg: {{enabled: true, {dtensor}}}{more}}}"
     file.write_text(f"sft: {{}}\npolicy: {policy}\ncluster: {{{cluster}}}\n")
@@ -199,7 +199,7 @@ def test_devices(
     assert not any(key.startswith("policy.dtensor_cfg") for key in notes)
 
 
-def test_values_that_only_null_can_have(tmp_path: Path) -> None:
+def test_values_that_only_null_can_have(tmp_path: Path):
     file = tmp_path / "theirs.yaml"
     key = "grpo.seq_logprob_error_threshold"
     file.write_text("grpo: {seq_logprob_error_threshold: 2.0}\n")
@@ -208,7 +208,7 @@ def test_values_that_only_null_can_have(tmp_path: Path) -> None:
     assert key not in translate(file)[2]
 
 
-def test_every_key_leads_to_one_of_ours() -> None:
+def test_every_key_leads_to_one_of_ours():
     configs = [algorithm.config for algorithm in ALGORITHMS.values()]
     ours = {key for config in configs for key, own in dotted_keys(config).items() if own}
     assert set(RENAMED.values()) <= ours
@@ -224,13 +224,13 @@ def test_every_key_leads_to_one_of_ours() -> None:
         ("grpo: [\n", "not valid YAML"),
     ],
 )
-def test_files_that_can_not_be_translated(text: str, message: str, tmp_path: Path) -> None:
+def test_files_that_can_not_be_translated(text: str, message: str, tmp_path: Path):
     (tmp_path / "this.yaml").write_text(text)
     with pytest.raises(ValueError, match=message):
         translate(tmp_path / "this.yaml")
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path):
     def call(file: Path) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, from_nemo_rl.__file__, str(file)]
         return subprocess.run(command, capture_output=True, text=True, check=False)

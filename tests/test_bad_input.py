@@ -299,7 +299,7 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
         r" 3.*off_policy\.max is 2": {"min": 3.0, "max": 2.0},
     },
     nemorl.OverlongConfig: {
-        r"overlong\.buffer must lie in 0 … 1, but it is 512: it is a share of": {"buffer": 512},
+        r"overlong\.buffer must lie in 0 … 1, but it is 512: DAPO's is 0\.2": {"buffer": 512},
     },
     nemorl.ParallelPlan: {
         r"parallel\.tp must be at least 1, but it is 0: use 1": {"tp": 0},
@@ -328,15 +328,13 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
     },
 }
 OF_GRPO: dict[str, dict[str, Any]] = {
-    r"num_generations_per_prompt must be at least 2 .*but it is 1: a group of one teaches"
-    r" nothing; use 2": {"num_generations_per_prompt": 1},
-    r"train_global_batch_size must divide the 24 responses of a rollout batch \(.*\), but it is"
-    r" 7: all optimizer steps": {"train_global_batch_size": 7},
-    r"generation\.temperature must be above 0 for training, but it is 0\.0: greedy": {
-        "generation": {"temperature": 0.0}
-    },
-    r"generation\.max_new_tokens must be below data\.max_total_sequence_length, but it is 32:"
-    r" .*leave room": {"generation": {"max_new_tokens": 32}},
+    r"num_generations_per_prompt must be at least 2"
+    r" .*but it is 1: use 2 or more": {"num_generations_per_prompt": 1},
+    r"train_global_batch_size must divide the 24"
+    r" responses of a rollout batch \(.*\), but it is 7:"
+    r" all optimizer steps are of one size": {"train_global_batch_size": 7},
+    r"generation\.temperature must be above 0 for training, but it is 0\.0: 1\.0 is"
+    r" usual": {"generation": {"temperature": 0.0}},
     r"trainer\.micro_batch_tokens must hold the longest sequence, but it is 16:"
     r" data\.max_total_sequence_length is 32": {"trainer": {"micro_batch_tokens": 16}},
     r"max_num_steps must be at least 1, but it is 0: use 1": {"max_num_steps": 0},
@@ -354,13 +352,13 @@ DEVICES = [
         lora={"rank": 4},
     ),
     sft(
-        r"trainer\.device must be cpu or cuda where the ranks have one each, but it is 'cuda:1'",
+        r"trainer\.device must be cpu .*where the ranks have one each, but it is 'cuda:1'",
         parallel={"dp_shard": 2},
         trainer={"device": "cuda:1"},
     ),
     sft(
-        r"model must be a folder or a hub name, from which each of .* loads its own part, but it is"
-        r" 'Qwen2ForCausalLM': save_pretrained\(\) it",
+        r"model must be a folder or a hub name, .*, but it is 'Qwen2ForCausalLM':"
+        r" save_pretrained",
         {"model": tiny_model(), "tokenizer": tiny_tokenizer()},
         parallel={"dp_shard": 2},
     ),
@@ -369,8 +367,7 @@ DEVICES = [
         parallel={"sequence_parallel": False},
     ),
     sft(
-        r"runtime\.max_restarts is for ranks in processes of their own, but it is 2: add a degree"
-        r" of parallel",
+        r"runtime\.max_restarts is for several ranks, but it is 2: add a degree of parallel",
         runtime={"max_restarts": 2},
     ),
     sft(
@@ -447,12 +444,13 @@ FLAGS = {
     r"unknown command 'gpro'; did you mean grpo\? Commands: ": "gpro",
     r"num-prompts-per-step": "grpo --num-prompts-per-stp 3",
     r"optimizer\.lr": "grpo --optimizer.lr fast",
-    r"--loss\.clip-low is no setting of loss reinforce .*belongs to"
-    r" clipped.*add --loss clipped": "grpo --loss reinforce --loss.clip-low 0.1",
+    r"--loss\.clip-low is no setting of loss"
+    r" reinforce: .*belongs to clipped.*add"
+    r" --loss clipped": "grpo --loss reinforce --loss.clip-low 0.1",
     r"model\.path must be given, but it is '': add --model\.path"
     r" with a folder": "grpo --data.train {place.rows}",
-    r"data\.train must be given, but it is None: add --data\.train"
-    r" with a file": "grpo --model.path {place.model}",
+    r"data\.train must name rows to train on: add"
+    r" --data\.train FILE": "grpo --model.path {place.model}",
     r"preset.*dapo": "grpo --preset dappo",
     r"can't read the config file no\.yaml: No such file": "sft --config no.yaml",
     r"run\.dir must be given to resume a run": "sft --model.path m --data.train d --run.resume",
@@ -549,7 +547,7 @@ DATA = [
     ),
     file(r"rows\.parquet: not a Parquet file that can be read", "rows.parquet", "PAR1"),
     rows(r"data\.train must name rows to train on|holds no rows", []),
-    rows(r"data\.train must name rows to train on, but it is empty: give --data\.train FILE", None),
+    rows(r"data\.train must name rows to train on: add --data\.train FILE", None),
     rows(r"row 1: a row must be a dict with at least one column, got 3", [3, "text"]),
     rows(
         r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean 'prompt'\?",
@@ -611,27 +609,28 @@ DATA = [
         {"validation": [ROW]},
         data={"held_out": 4},
     ),
-    setting(
-        r"data\.weights must be as many as there are training sets \(2\), but it is \(1\.0,\): give"
-        r" one weight for each",
-        nemorl.DataConfig,
-        train=("a", "b"),
-        weights=(1.0,),
+    sft(
+        r"data\.weights must be as many as there are training sets \(1\), but it is \(1\.0,"
+        r" 2\.0\)",
+        data={"weights": (1.0, 2.0)},
     ),
-    setting(
-        r"data\.weights must be positive, but it is .*remove the set instead",
-        nemorl.DataConfig,
-        train=("a", "b"),
-        weights=(1.0, -1.0),
+    sft(
+        r"data\.weights\) must be positive, got \(-1\.0,\): leave set 1 out of data\.train",
+        data={"weights": (-1.0,)},
     ),
     rows(
         r"row 1: tools must be a list of tools, or one as JSON text, got '\{'",
         [{"messages": messages("1", "2"), "tools": "{"}],
     ),
     sft(r"no file 'no\.jsonl': check the path", data={"validation": "no.jsonl"}),
+    grpo(
+        r"generation\.max_new_tokens must be below data\.max_total_sequence_length, but it is 32:"
+        r" .*leave room",
+        generation={"max_new_tokens": 32},
+    ),
     sft(
-        r"data\.validation must have rows with a response .*but row 1 has the columns prompt: name"
-        r" them",
+        r"data\.validation must have rows with a response.*but row 1 has the columns prompt:"
+        r" name them",
         {"validation": [{"prompt": "1+1="}]},
     ),
     sft(
@@ -735,8 +734,7 @@ MODELS = [
         generation={"backend": "vllm", "max_model_len": 16},
     ),
     sft(
-        r"trainer\.device must be one that torch can use here, where it finds \d+ GPUs, but it is"
-        r" 'cuda:99': remove it",
+        r"trainer\.device must be one that torch can use here, but it is 'cuda:99' .*: omit it",
         trainer={"device": "cuda:99"},
     ),
     sft(
@@ -910,8 +908,8 @@ RUNS = [
         saved=1,
     ),
     sft(
-        r"run\.stop_when must be a metric of the training where there is no validation, but it is"
-        r" 'val_loss': give data\.validation",
+        r"run\.stop_when must be a metric of the training where there is no validation, but it"
+        r" is 'val_loss < 1': give data\.validation",
         run={"stop_when": "val_loss < 1"},
     ),
     export(

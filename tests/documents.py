@@ -1,9 +1,8 @@
-"""Runs the code blocks of a Markdown document, in order, in the present folder: `python -m
-tests.documents FILE.md`.
+"""Runs the code blocks of a Markdown document in the present folder: `python -m tests.documents
+FILE.md`.
 
-Blocks of python share one namespace; blocks of bash must succeed. A block with a file name behind
-its language is written to that file. `text` is output, not code. Any other language is an error, so
-that no block goes unnoticed.
+Blocks of python share one namespace; blocks of bash must succeed; one with a file name behind its
+language is written to that file; `text` is output. Any other language is an error.
 """
 
 import re
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 BLOCK = re.compile(r"^```(\w+)(?: +(\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SETUP = re.compile(r"^(make|pip|uv|source|git clone|cd) .*$", re.MULTILINE)
-"""What sets the project up: that is what running the tests at all has done already."""
+"""What sets the project up, as whoever runs the tests has done already."""
 
 
 class Block(NamedTuple):

@@ -65,9 +65,7 @@ REMOVABLE = (
 DTYPES = {"float32": "float64", "float64": "float32", "int64": "int32"}
 MODULES = ("torch", "math", "np", "dist", "re", "pytree")
 UNTOUCHED_KEYWORDS = ("strict", "device", "serialized_type_name", "stacklevel")
-"""`strict=True` and `serialized_type_name` guard against what does not happen, and every device is
-the CPU here.
-"""
+"""They guard against what does not happen, and every device is the CPU here."""
 MESSAGES = ("warn", "print", "cast", "isinstance", "TypeVar")
 """Calls of which nothing is mutated: texts for people, and types."""
 
@@ -78,16 +76,12 @@ class Mutant:
 
     path: str
     where: str
-    """The outermost function or method that holds it (`Logprobs.__sub__`), or empty at module and
-    class level.
-    """
+    """The outermost function or method that holds it (`Logprobs.__sub__`), or empty."""
     in_body: bool
     """Inside the body of `where`, not in its defaults or decorators."""
     line: int
     lines: tuple[int, int]
-    """First and last line of what has to be executed for the change to matter: the statement, or a
-    compound statement's head.
-    """
+    """What has to be executed for the change to matter: the statement, or a compound one's head."""
     operator: str
     span: tuple[int, int]
     """In bytes of the source."""
@@ -126,9 +120,7 @@ class _Finder(ast.NodeVisitor):
         self.bound: list[set[str]] = []
 
     def add(self, node: Any, operator: str, replacement: str | ast.AST) -> None:
-        """A mutant that has `replacement` in the place of `node`, unless it is no Python or was
-        there before.
-        """
+        """`replacement` in the place of `node`, unless it is no Python or was there before."""
         start = self.starts[node.lineno - 1] + node.col_offset
         end = self.starts[node.end_lineno - 1] + node.end_col_offset
         text = replacement if isinstance(replacement, str) else _in_brackets(replacement)

@@ -1,13 +1,8 @@
 """Mutation testing of `nemorl/losses` and `nemorl/data`: `make mutants`, or `python -m
 tests.mutation.run --help`.
 
-One process loads torch and forks. A first child runs every test once and notes which lines each
-executes (`.mutants/coverage.json`). A second imports nemorl, collects the tests, and forks per
-mutant: there the mutated function's code takes the place of the original's, and the tests that
-execute its lines run, quickest first, until one fails. What runs at import (constants, defaults,
-decorators) is mutated in forks that have not imported nemorl yet. Results are appended to
-`.mutants/results.jsonl`; the next run takes up what is there, as far as the files are still the
-same.
+docs/mutants.md says how it runs. What each test executes is kept in `.mutants/coverage.json`, each
+result in `.mutants/results.jsonl`; a later run takes up what still holds.
 """
 
 import argparse
@@ -63,8 +58,8 @@ def digest_of_tests() -> str:
 
 
 def coverage() -> dict[str, Any]:
-    """What each test executes, from an earlier run if nothing has changed since, else from a child:
-    this process must not import nemorl.
+    """What each test executes, from an earlier run if nothing has changed since, else from a child,
+    as this process must not import nemorl.
     """
     file = STATE / "coverage.json"
     stamp = f"{digest(*MUTATED)} {digest_of_tests()}"

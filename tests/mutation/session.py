@@ -31,9 +31,7 @@ OPTIONS = ("-q", "-s", "-p", "no:cacheprovider", "-p", "no:randomly", "-W", "ign
 LATE = (signal.SIGPROF, signal.SIGALRM)
 """What ends a process whose test takes far longer than it should."""
 MEMORY = 4 << 30
-"""Bytes that a mutant may take beyond what its process has: a loop without an end must not take the
-machine down.
-"""
+"""Bytes that a mutant, such as an endless loop, may take beyond what its process has."""
 Functions = dict[tuple[str, str, int], list[FunctionType]]
 
 

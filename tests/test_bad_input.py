@@ -269,7 +269,7 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
             "backend": "vllm",
             "tensor_parallel_size": 0,
         },
-        r"generation\.timeout_s must be positive, but it is 0": {
+        r"generation\.timeout_s must be at least 1, but it is 0": {
             "backend": "vllm",
             "timeout_s": 0.0,
         },
@@ -318,13 +318,12 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
     nemorl.RuntimeConfig: {
         r"runtime\.max_restarts must be at least 0, but it is -1: use 0": {"max_restarts": -1},
         r"runtime\.cpus_per_rank must be at least 1, but it is 0: use 1": {"cpus_per_rank": 0},
-        r"runtime\.timeout_s must be positive, but it is 0\.0: 600 is ten minutes": {
-            "timeout_s": 0.0
-        },
+        r"runtime\.timeout_s must be at least 1, but it is 0\.0: use 1 or more": {"timeout_s": 0.0},
         r"runtime\.timeout_s must be at most 604800, a week, but it is inf: 86400 is a day": {
             "timeout_s": float("inf")
         },
-        r"runtime\.start_timeout_s must be positive, but it is -1\.0": {"start_timeout_s": -1.0},
+        r"runtime\.start_timeout_s must be at least 1, but it is"
+        r" -1\.0": {"start_timeout_s": -1.0},
     },
 }
 OF_GRPO: dict[str, dict[str, Any]] = {

@@ -549,7 +549,7 @@ DATA = [
     rows(r"data\.train must name rows to train on: add --data\.train FILE", None),
     rows(r"row 1: a row must be a dict with at least one column, got 3", [3, "text"]),
     rows(
-        r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean 'prompt'\?",
+        r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean prompt\?",
         [ROW],
         prompt_column="promt",
     ),
@@ -755,8 +755,8 @@ async def asynchronous(prompt: str, response: str) -> float:
 TWO = ["exact_match", "contains_answer"]
 REWARDS = [
     reward(
-        r"reward must be one of .*, or module:function, but it is 'exact_mach': did you mean"
-        r" 'exact_match'\?",
+        r"reward must be one of .*, or module:function, but it is 'exact_mach'; did you mean"
+        r" exact_match\?",
         "exact_mach",
     ),
     reward(

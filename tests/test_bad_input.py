@@ -519,19 +519,19 @@ DATA = [
         dpo,
     ),
     dpo(
-        r"row 1: label must be true or false, got 'maybe': true for answers that are wanted",
+        r"row 1: label must be true or false, got 'maybe' \(data\.label_column",
         {"train": [{"prompt": "1", "response": "2", "label": "maybe"}]},
         loss=nemorl.KTOLoss(),
     ),
     sft(r"no file 'no/rows\.jsonl': check the path", data={"train": "no/rows.jsonl"}),
     file(r"rows\.jsonl, line 2: not JSON .*column", "rows.jsonl", LINE + '{"prompt": "1+1=",\n'),
     file(
-        r"rows\.jsonl, line 2: a row must be a JSON object .*got \[1\]",
+        r"rows\.jsonl, line 2: a row must be a dict .*got \[1\]",
         "rows.jsonl",
         LINE + "[1]\n",
     ),
     file(
-        r"rows\.jsonl, line 2: a row must be a JSON object with at least one key, got \{\}",
+        r"rows\.jsonl, line 2: a row must be a dict with at least one column, got \{\}",
         "rows.jsonl",
         LINE + "{}\n",
     ),
@@ -769,7 +769,7 @@ REWARDS = [
         lambda place: read_signature(3),
     ),
     reward(
-        r"reward must be a function or an environment, but it is the class Path: give an object",
+        r"reward must be a function or an environment, but it is the class Path: give Path",
         Path,
     ),
     reward(
@@ -807,7 +807,7 @@ REWARDS = [
         r"must return a list with one number per response, but it returned 1\.0",
         lambda prompts, responses: 1.0,
     ),
-    reward(r"must be a plain function, but it is async: write one", asynchronous),
+    reward(r"must be a plain function, but it is async: write fn", asynchronous),
     reward(
         r"reward_weights must be one number per reward, but there are 3 for .*: give 2",
         TWO,

@@ -56,15 +56,10 @@ def config_of(megabytes: int) -> Any:
 class Readable:
     """The least that a receiver can do: it has the weights as tensors."""
 
-    def start_weight_update(self) -> None: ...
+    def call(self, method: str, info: Any = None) -> None:
+        from nemorl.runtime.engines.weights import unpacked
 
-    def update_weights(self, info: dict[str, Any], data: Any = None) -> None:
-        from nemorl.runtime.engines.weights import mapped
-
-        memory = mapped(info["path"], info["inode"], info["size"])
-        assert all(entry.of(memory) is not None for entry in info["entries"])
-
-    def finish_weight_update(self) -> None: ...
+        assert info is None or all(tensor is not None for _, tensor in unpacked(info["bucket"]))
 
 
 class Trainer:
@@ -103,7 +98,7 @@ def measure(megabytes: int, options: Options) -> None:
     sender = WeightSender(
         actors={0: ray.remote(Readable).options(num_cpus=0).remote()},
         places={0: own_place()},
-        expected=expected_weights(model.config),
+        expected=expected_weights(model.config.to_json_string()),
         dtype=torch.float32,
     )
     trainer: Any = Trainer(model)

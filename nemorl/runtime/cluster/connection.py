@@ -19,7 +19,6 @@ import ray._private.worker  # see `_quiet`
 from ray.exceptions import AuthenticationError
 
 STARTED = {
-    "RAY_process_group_cleanup_enabled": "1",  # a worker takes its children along
     "RAY_prestart_worker_first_driver": "0",  # or an idle interpreter for each CPU
     "RAY_enable_worker_prestart": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,17 +32,17 @@ PROBES, PROBE_S = 3, 2.0
 GUARD = """
 import contextlib, os, select, signal, sys
 group, watched, *others = map(int, sys.argv[1:])
-handles = []
+gone, handles = contextlib.suppress(ProcessLookupError), []
 for pid in others:
-    with contextlib.suppress(ProcessLookupError):
+    with gone:
         handles.append(os.pidfd_open(pid))
-with contextlib.suppress(ProcessLookupError):
+with gone:
     select.select([os.pidfd_open(watched)], [], [])
 for handle in handles:
-    with contextlib.suppress(ProcessLookupError):
+    with gone:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
-with contextlib.suppress(ProcessLookupError):
-    if group:
+if group:
+    with gone:
         os.killpg(group, signal.SIGKILL)
 """
 
@@ -66,8 +65,8 @@ def connect(
 ) -> None:
     """Be connected to Ray until `release` is called.
 
-    To the cluster that this process is in already, the one at `address` or RAY_ADDRESS, or a local
-    one with so many CPUs and GPUs (unless given: the machine's), which ends with its last user.
+    To the cluster that this process is in, the one at `address` or RAY_ADDRESS, or a local one with
+    so many CPUs and GPUs (None: the machine's), which ends with its last user.
     Raises RayClusterError.
     """
     with _LOCK:
@@ -95,16 +94,11 @@ def start_guard(*others: int, group: int = 0) -> None:
     """Start a process that waits for the end of this one, however it comes, and then ends the
     others, and those of a process group.
     """
-    command = [sys.executable, "-I", "-S", "-c", GUARD, str(group), str(os.getpid())]
-    nothing = subprocess.DEVNULL
+    command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))]
+    none = subprocess.DEVNULL
     _GUARDS.append(
         subprocess.Popen(
-            [*command, *map(str, others)],
-            start_new_session=True,
-            cwd="/",
-            stdin=nothing,
-            stdout=nothing,
-            stderr=nothing,
+            command, start_new_session=True, cwd="/", stdin=none, stdout=none, stderr=none
         )
     )
 
@@ -140,20 +134,20 @@ def _initialize(address: str | None, num_cpus: int | None, num_gpus: int | None)
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if address is None:
             message = (
-                f"a local Ray cluster cannot be started ({reason}): is there room in /tmp and"
-                " /dev/shm?"
-            )
-        elif isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error.__cause__):
-            message = (
-                f"the Ray cluster at {address} cannot be reached ({reason}): it asks for a token:"
-                " set RAY_AUTH_MODE=token, and have the token of its head in RAY_AUTH_TOKEN or"
-                " ~/.ray/auth_token"
+                f"a local Ray cluster cannot be started ({reason}): make room in /tmp, /dev/shm"
             )
         else:
-            message = (
-                f"the Ray cluster at {address} cannot be reached ({reason}): is it running (`ray"
-                " status`), is RAY_ADDRESS right, and does a firewall let this machine through?"
-            )
+            message = f"the Ray cluster at {address} cannot be reached ({reason}): "
+            if isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error.__cause__):
+                message += (
+                    "it asks for a token: set RAY_AUTH_MODE=token, and have the token of its head"
+                    " in RAY_AUTH_TOKEN or ~/.ray/auth_token"
+                )
+            else:
+                message += (
+                    "is it running (`ray status`), is RAY_ADDRESS right, and does a firewall let"
+                    " this machine through?"
+                )
         raise RayClusterError(message) from error
 
 
@@ -172,9 +166,9 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 @contextmanager
 def _handlers() -> Iterator[None]:
     """Keep the handlers of signals, of which Ray replaces some."""
-    numbers = [signal.SIGTERM, signal.SIGINT]
     main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in numbers if main}
+    numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
+    before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield
     finally:

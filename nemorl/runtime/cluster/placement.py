@@ -1,10 +1,10 @@
 """Named bundles of CPUs and GPUs on a Ray cluster, from one process to many nodes."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 import ray
@@ -28,7 +28,7 @@ class ResourcesError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What one worker needs, on one node; with `node`, the id of a Ray node or DRIVER, on that one.
+    """What one worker needs, on any node or on `node`, the id of a Ray node or DRIVER.
 
     >>> Bundle(cpus=2, gpus=1).amounts
     {'CPU': 2, 'GPU': 1}
@@ -66,11 +66,11 @@ class RayVirtualCluster:
     """Named groups of bundles, reserved together or not at all.
 
     On the cluster that this process is connected to, the one at `address` (or RAY_ADDRESS; "auto":
-    the one that runs on this machine), or else a local one of `num_cpus` and `num_gpus` (unless
-    given: the machine's), which ends with its last user.
+    the one that runs on this machine), or else a local one of `num_cpus` and `num_gpus` (None: the
+    machine's), which ends with its last user.
 
-    Raises ResourcesError, with what was asked and what there is, where the bundles do not fit
-    within `timeout_s`, and RayClusterError where Ray cannot be reached or started.
+    Raises ResourcesError where the bundles do not fit within `timeout_s`, and RayClusterError where
+    Ray cannot be reached or started.
     """
 
     def __init__(
@@ -144,26 +144,15 @@ class RayVirtualCluster:
     def __enter__(self) -> "RayVirtualCluster":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.shutdown()
 
     def _table(self, reason: str) -> str:
         """Return what was asked, by name, and what there is."""
         rows = [("asked", name, _in_words(of_name)) for name, of_name in self._bundles.items()]
-        rows += [
-            (
-                "node",
-                f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})",
-                _has(node["Resources"]),
-            )
-            for node in ray.nodes()
-            if node["Alive"]
-        ]
+        for node in _nodes():
+            name = f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+            rows.append(("node", name, _has(node["Resources"])))
         rows.append(("free", "in all", _has(ray.available_resources())))
         width = max(len(name) for _, name, _ in rows)
         first = f"bundles must fit in the Ray cluster, but {reason}: ask for less, or add nodes"
@@ -193,23 +182,15 @@ def _in_words(bundles: Sequence[Bundle]) -> str:
 
 
 def _has(resources: Mapping[str, float]) -> str:
-    hidden = (
-        "node:",
-        "memory",
-        "object_store_memory",
-        "accelerator_type:",
-        "bundle_group",
-        "CPU_",
-        "GPU_",
-    )
-    shown = sorted(name for name in resources if not name.startswith(hidden))
+    hidden = re.compile(r"node:|(object_store_)?memory|accelerator_type:|bundle_group|[CG]PU_")
+    shown = sorted(name for name in resources if not hidden.match(name))
     return ", ".join(f"{resources[name]:g} {name}" for name in shown) or "nothing"
 
 
 def _could_fit(bundles: Sequence[Bundle]) -> bool:
-    """Return whether an empty cluster of the present nodes could hold each of the bundles."""
-    nodes: list[Any] = [node for node in ray.nodes() if node["Alive"]]
-    return all(
+    """Return whether each bundle fits on one of the present nodes, and all in their sum."""
+    nodes = _nodes()
+    alone = all(
         any(
             all(node["Resources"].get(name, 0) >= amount for name, amount in bundle.amounts.items())
             for node in nodes
@@ -217,3 +198,12 @@ def _could_fit(bundles: Sequence[Bundle]) -> bool:
         )
         for bundle in bundles
     )
+    return alone and all(
+        sum(bundle.amounts.get(name, 0) for bundle in bundles)
+        <= sum(node["Resources"].get(name, 0) for node in nodes)
+        for name in {name for bundle in bundles for name in bundle.amounts}
+    )
+
+
+def _nodes() -> list[Any]:
+    return [node for node in ray.nodes() if node["Alive"]]

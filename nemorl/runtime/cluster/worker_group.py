@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemorl.checks import require
 from nemorl.runtime.cluster.connection import check, start_guard
 from nemorl.runtime.cluster.placement import Placement
-from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout, last_lines, reason_of
+from nemorl.runtime.run.errors import WorkerTimeout, death
 
 TICK_S = 1.0
 
@@ -45,16 +45,10 @@ class WorkerInfo:
 
 
 class Host:
-    """One object, whose methods are called one after another, or in the background."""
+    """Hosts one object."""
 
     def place(self, name: str, rank: int, log: Path | None) -> WorkerInfo:
-        if log is not None:
-            _redirect_output(log)
-        host, pid = socket.gethostname(), os.getpid()
-        if os.getpgrp() != pid:  # Ray does it where it started here
-            os.setpgid(0, 0)
-        start_guard(group=pid)  # children end with this process
-        print(f"--- {name} {rank}, process {pid} on {host}", flush=True)
+        begin_worker(f"{name} {rank}", log)
         with socket.socket() as probe:
             probe.bind(("", 0))
             return WorkerInfo(
@@ -62,8 +56,8 @@ class Host:
                 rank=rank,
                 node=ray.get_runtime_context().get_node_id(),
                 address=ray.util.get_node_ip_address(),
-                host=host,
-                pid=pid,
+                host=socket.gethostname(),
+                pid=os.getpid(),
                 port=probe.getsockname()[1],
                 log=log,
             )
@@ -86,11 +80,10 @@ class Host:
 
 
 class RayWorkerGroup:
-    """One worker per bundle of a placement: a process with an object of the class `target`
-    ("module:Class"), imported there.
+    """One worker per bundle: a process with an object of the class `target` ("module:Class").
 
     A worker has RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and `env`
-    in its environment, and writes to `log_dir`/`name`-`rank`.log (unless given: among Ray's logs).
+    in its environment, and writes to `log_dir`/`name`-`rank`.log (None: among Ray's logs).
     """
 
     def __init__(
@@ -151,8 +144,8 @@ class RayWorkerGroup:
     def call(
         self, rank: int, method: str, /, *args: Any, background: bool = False, **kwargs: Any
     ) -> "ray.ObjectRef":
-        """Start a method of one worker; calls of one worker are done in order, those in the
-        background beside the others.
+        """Start a method of one worker; its calls are done in order, those in the background beside
+        the others.
         """
         start = self._actors[rank].call
         if background:
@@ -187,7 +180,9 @@ class RayWorkerGroup:
                 try:
                     found[rank] = ray.get(call)
                 except RayActorError as error:
-                    raise self._died(rank, doing, reason_of(str(error))) from None
+                    info = self._infos[rank] if self._infos else None
+                    log = info.log if info else None
+                    raise death(str(info or f"worker {rank}"), str(error), log, doing) from None
         return found
 
     def shutdown(self, timeout_s: float = 0, method: str = "", /, *args: Any) -> None:
@@ -232,27 +227,17 @@ class RayWorkerGroup:
             "MASTER_PORT": str(first.port),
         }
 
-    def _died(self, rank: int, doing: str, reason: str) -> WorkerDied:
-        if not self._infos:
-            return WorkerDied(
-                f"worker {rank} died{doing}: {reason}", rank=rank, host="?", pid=0, reason=reason
-            )
-        info = self._infos[rank]
-        message = f"{info.name} {rank} (process {info.pid} on {info.host}) died{doing}: {reason}"
-        if info.log is not None:
-            lines = last_lines(info.log)
-            message += f"; its log is {info.log}" + "\n  | ".join(
-                [" and ends:", *lines] if lines else [""]
-            )
-        return WorkerDied(message, rank=rank, host=info.host, pid=info.pid, reason=reason)
 
-
-def _redirect_output(log: Path) -> None:
-    """Write all that this process and its children say into the log, also what C++ says."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for number in (1, 2):
-        os.dup2(descriptor, number)
-    os.close(descriptor)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+def begin_worker(title: str, log: Path | None) -> None:
+    """Have children of this process end with it, and write all output into the log, C++'s too."""
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for number in (1, 2):
+            os.dup2(descriptor, number)
+        os.close(descriptor)
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.setpgid(0, 0)
+    start_guard(group=os.getpid())
+    print(f"--- {title}, process {os.getpid()} on {socket.gethostname()}", flush=True)

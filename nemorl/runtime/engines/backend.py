@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 class VLLMGenerationBackend:
-    """Engines with a copy of the weights, which follows the trainer's by `update_weights`.
-
-    Before the first update they take those of `model`.
-    """
+    """Engines with a copy of the weights: those of `model` until the first `update_weights`."""
 
     shares_model = False
 
@@ -37,10 +34,7 @@ class VLLMGenerationBackend:
         self._engines: Replicas | None = None
 
     def setup(self, config: GenerationConfig) -> None:
-        """Start the engines.
-
-        Raises ValueError where they can't start, or can't do what `config` asks for.
-        """
+        """Start the engines. Raises ValueError where they can't, or can't do what is asked for."""
         if self._engines is not None:
             raise RuntimeError("the generation backend has its engines already: call setup() once")
         check_sampling(config.sampling_params())
@@ -96,9 +90,8 @@ class VLLMGenerationBackend:
         ]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Raises ValueError for weights that are not the model's.
-
-        After an update that failed nothing is generated until one succeeds.
+        """Raises ValueError for weights that are not the model's; then nothing is generated until
+        an update succeeds.
         """
         self.policy_version, self.updated = None, True
         self._running.update_weights(weights, version)
@@ -136,7 +129,7 @@ class VLLMGenerationBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
-        """What the engines are asked: seeds, end tokens and lengths that fit."""
+        """Complete the requests: seeds, end tokens, lengths that fit."""
         params = checked_requests(
             prompts,
             sampling_params,

@@ -1,12 +1,11 @@
-"""One vLLM engine in this process: requests in, samples out, token by token. It knows nothing of
-Ray.
-"""
+"""One vLLM engine in this process: requests in, samples out. It knows nothing of Ray."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+import os
 import re
 import tempfile
 from dataclasses import dataclass, field
@@ -21,20 +20,15 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
 
 REPORT_TOKENS = 16
-"""A sample's tokens are looked at after the first one and every so many: soon enough to see what
-is not finite, seldom enough to cost no time.
-"""
+"""A sample's tokens are looked at after the first one and every so many."""
 CPU_DEFAULTS = {
     "enforce_eager": True,
     "kv_cache_memory_bytes": 1 << 30,
     "block_size": 32,
     "enable_chunked_prefill": False,
 }
-"""Without a GPU: nothing is compiled, the cache has 1 GiB, and its blocks are small, so that the
-samples of short prompts share them, too.
-
-A prompt is computed at once: from one in parts, vLLM could not reset the seeded generator, which
-draws after every part.
+"""Without a GPU. Samples of short prompts share small blocks, too; a prompt is computed at once,
+because vLLM's seeded generator draws after every part.
 """
 QUIET = {
     "vllm.triton_utils.importing": logging.ERROR,
@@ -42,22 +36,27 @@ QUIET = {
     "vllm.v1.core.block_pool": logging.WARNING,
 }
 """Loggers with harmless messages at every start or update."""
-VARIABLES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""The environment of an engine's process."""
-CPU_VARIABLES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""Without a GPU: an update allocates and frees memory layer by layer, which in pages of 4 KiB takes
-the kernel longer than all the rest.
-"""
-EAGER_VARIABLES = {"TORCH_COMPILE_DISABLE": "1"}
-"""Without a GPU and unless asked for: else a function is compiled in the first step."""
+
+
+def environment(cpus: int, *, eager: bool, cuda: bool) -> dict[str, str]:
+    """Return the environment variables of an engine's process."""
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
+        "OMP_NUM_THREADS": str(cpus),
+    }
+    if not cuda:
+        # An update frees memory layer by layer, which in pages of 4 KiB takes longer than the rest.
+        variables["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
+        if eager:  # else a function is compiled in the first step
+            variables["TORCH_COMPILE_DISABLE"] = "1"
+    return variables
 
 
 class EngineStartError(ValueError):
-    """An engine can't start; the message begins with its own reason."""
+    """An engine can't start; the message begins with its reason."""
 
 
 @dataclass
@@ -70,10 +69,7 @@ class _Tokens:
 
 
 class Engine:
-    """A vLLM engine, made from an `EngineSpec`; usable once it has weights (`finish_weights`).
-
-    Not for more than one thread. Raises EngineStartError.
-    """
+    """A vLLM engine for one thread, usable once it has weights. Raises EngineStartError."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.usable, self.partial = False, 0
@@ -86,8 +82,9 @@ class Engine:
         except EngineStartError:
             raise
         except Exception as error:
-            reason = f"{_reason(error)} (so the vLLM engine could not start)"
-            raise EngineStartError(reason) from error
+            raise EngineStartError(
+                f"{_reason(error)} (so the vLLM engine could not start)"
+            ) from error
 
     def _start(self, spec: EngineSpec, folder: str) -> None:
         for name, level in QUIET.items():
@@ -135,16 +132,14 @@ class Engine:
             raise
 
     def _try(self) -> None:
-        """Generate a token: some models start and can't be computed (on CPUs, those with attention
-        heads of an odd size).
-        """
+        """Generate a token: some models start that can't be computed."""
         self.add(-1, (0,), SamplingParams(temperature=0.0, max_new_tokens=1, seed=0))
         while self._requests:
             self.step()
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to compute, with weights to do it."""
+        """Whether there is something to compute, and weights for it."""
         return self.usable and bool(self._requests)
 
     def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
@@ -154,8 +149,7 @@ class Engine:
 
         assert params.seed is not None
         self._requests[id] = [_Tokens() for _ in range(params.n)]
-        # One engine request per sample: vLLM's own n samples would have the seeds of their
-        # neighbors, and may not be greedy.
+        # One engine request per sample: vLLM's own n samples have their neighbors' seeds.
         for j in range(params.n):
             own = EngineParams(
                 temperature=params.temperature,
@@ -178,9 +172,9 @@ class Engine:
             self._llm.add_request(f"{id}/{j}", tokens, own)
 
     def step(self) -> dict[int, tuple[Sample, ...]]:
-        """Compute the next tokens; return the prompts that are finished now, by id.
+        """Compute the next tokens; return the samples of prompts that are finished now, by id.
 
-        Raises FloatingPointError where the logits are not finite, and drops all requests.
+        Raises FloatingPointError where the logits are not finite; then all requests are dropped.
         """
         finished = {}
         for output in self._llm.step():
@@ -211,24 +205,21 @@ class Engine:
         self._llm.abort_request([f"{id}/{j}" for j in range(len(samples))])
 
     def abort_all(self) -> None:
-        """Drop all requests and the cache, which counts as computed what a broken step was to
-        compute.
-        """
+        """Drop all requests, and the cache, which a broken step has not filled."""
         for id in list(self._requests):
             self.abort(id)
         self._llm.reset_prefix_cache()
 
     def connect(self, info: dict[str, Any]) -> None:
-        """Connect one of vLLM's own weight-transfer engines with the trainer's."""
+        """Connect one of vLLM's weight-transfer engines with the trainer's."""
         self._llm.collective_rpc("init_weight_transfer_engine", args=(info,))
 
     def begin_weights(self) -> None:
-        """Expect new weights. Until `finish_weights` nothing is computed."""
+        """Expect new weights; until `finish_weights` nothing is computed."""
         self.usable = False
         self._llm.collective_rpc("nemorl_start_weight_update")
 
     def load_weights(self, info: dict[str, Any]) -> None:
-        """Load a part of the weights."""
         self._llm.collective_rpc("update_weights", args=(info,))
 
     def finish_weights(self) -> None:
@@ -236,13 +227,13 @@ class Engine:
         self._llm.collective_rpc("finish_weight_update")
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
-                "the engine's cache must be empty before new weights are used, but vLLM holds on to"
-                " a part of it: start it anew"
+                "the engine's cache must be empty before new weights are used, but vLLM keeps a"
+                " part of it: start it anew"
             )
         self.usable = True
 
     def sleep(self) -> None:
-        """Give memory back; at level 2 the weights, too, so that new ones must follow."""
+        """Give memory back; at level 2 that of the weights, too."""
         if self._sleep_level:
             self._llm.sleep(self._sleep_level)
             self.usable = self.usable and self._sleep_level < 2
@@ -258,7 +249,7 @@ class Engine:
 
 def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
     """The engine arguments that are ours."""
-    # Inside an actor, vLLM would ask Ray for places that are its own already.
+    # Inside an actor, vLLM would ask Ray for processes.
     split = {"distributed_executor_backend": "mp"} if spec.tensor_parallel_size > 1 else {}
     return {
         **split,
@@ -294,14 +285,14 @@ def _sample(tokens: _Tokens) -> Sample:
 
 
 def _clear_cache(worker: Any) -> None:
-    """Zero the cache: a value that is not finite spoils all others in its block."""
+    """Zero the cache: what is not finite spoils all others in its block."""
     for cache in worker.model_runner.kv_caches:
         for tensor in [cache] if isinstance(cache, torch.Tensor) else cache:
             tensor.zero_()
 
 
 def _reason(error: BaseException) -> str:
-    """What vLLM says is wrong, without the text that its argument checker adds."""
+    """What vLLM says is wrong."""
     text, errors = str(error).strip() or repr(error), getattr(error, "errors", None)
     if callable(errors):  # pydantic's
         text = "; ".join(
@@ -319,7 +310,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _last_error(output: Path) -> str:
-    """The last error in a log, where a process of the engine's own wrote why it ended."""
+    """The last error in a log, written by a process of the engine's own."""
     if not output.is_file():
         return ""
     said = re.findall(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -21,7 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from nemorl.runtime.engines.weights import Entry, mapped
+from nemorl.runtime.engines.weights import Bucket, unpacked
 
 
 @dataclass
@@ -31,22 +30,12 @@ class InitInfo(WeightTransferInitInfo):
     info: dict[str, Any]
 
 
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    path: str
-    inode: int
-    size: int
-    entries: list[Entry]
-
-
-class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """vLLM's layerwise reload, where a layer is processed (repacked, quantized, split) as soon as
-    it is complete; from shared memory, or through one of vLLM's own engines.
-
-    An update may be given up at any point and begun anew.
+class Receiver(WeightTransferEngine[InitInfo, Any]):
+    """vLLM's layerwise reload, from buckets in Ray's object store or through one of vLLM's own
+    engines. An update may be given up at any point and begun anew.
     """
 
-    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    init_info_cls = InitInfo
     inner: Any = None
     tied: list[Any] | None = None
 
@@ -69,37 +58,29 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             initialize_layerwise_reload(part)
         for layer in self.model.modules():
             if isinstance(layer, VocabParallelEmbedding) and layer.weight.is_meta:
-                # Without the rows of padding, which are never sent: else vLLM would wait for them
-                # until the end, and keep all that came until then.
+                # vLLM would wait for the rows of padding, which are never sent.
                 rows = layer.num_org_embeddings_per_partition
                 layer.weight.weight_loader_numel = rows * layer.weight.shape[1]
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        if "entries" in update_info:
-            self.receive_weights(self.parse_update_info(update_info))
+        if "bucket" in update_info:
+            self.receive_weights(update_info["bucket"])
         else:
             self.inner.update_weights(update_info)
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load a bucket; its memory may be overwritten once this has returned."""
-        memory = mapped(update_info.path, update_info.inode, update_info.size)
-        self.model.load_weights((entry.name, entry.of(memory)) for entry in update_info.entries)
-        self._keep_pending(memory)
+    def receive_weights(self, update_info: Bucket) -> None:
+        self.model.load_weights(unpacked(update_info))
 
     def finish_weight_update(self) -> None:
         """Raise RuntimeError that lists the layers without all of their weights."""
         names = {layer: name for name, layer in self.model.named_modules()}
-        infos = {
-            names[layer]: get_layerwise_info(layer)
+        incomplete = [
+            f"{names[layer]} ({info.load_numel} of {info.load_numel_total} numbers)"
             for part in self._parts()
             for layer in part.modules()
             if next(layer.parameters(recurse=False), None) is not None
             and not is_deferred_attention_layer(layer)
-        }
-        incomplete = [
-            f"{name} ({info.load_numel} of {info.load_numel_total} numbers)"
-            for name, info in infos.items()
-            if info.can_load()
+            and (info := get_layerwise_info(layer)).can_load()
         ]
         if incomplete:
             raise RuntimeError(
@@ -109,8 +90,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         for part in self._parts():
             finalize_layerwise_reload(part, self.model_config)
         for layer in self.tied or ():
-            # The parameter is the embedding's, and new; but on CPUs the layer computes with a
-            # repacked copy, which is still that of the old one.
+            # On CPUs the layer computes with a repacked copy of the embedding's old parameter.
             layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
@@ -120,19 +100,6 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _parts(self) -> list[nn.Module]:
         """All but tied layers, for which nothing is sent."""
         return [part for part in self.model.children() if part not in (self.tied or ())]
-
-    def _keep_pending(self, memory: Tensor) -> None:
-        """Copy what vLLM keeps of this memory until the rest of a layer comes."""
-        borrowed = memory.untyped_storage().data_ptr()
-        for layer in self.model.modules():
-            for _, call in get_layerwise_info(layer).loaded_weights:
-                for name, value in call.arguments.items():
-                    if (
-                        isinstance(value, Tensor)
-                        and value.device.type != "meta"
-                        and value.untyped_storage().data_ptr() == borrowed
-                    ):
-                        call.arguments[name] = value.clone()
 
 
 class WorkerExtension:

@@ -32,7 +32,7 @@ OURS = {
     "generation_config": "set generation.temperature and the fields beside it",
     "logprobs_mode": "nemorl needs the logprobs of the distribution that is sampled from",
 }
-"""Engine arguments that are not the user's, each with what to do."""
+"""Engine arguments that are not the user's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class EngineSpec:
     dtype: str
     max_num_seqs: int
     max_model_len: int | None
-    """Longest prompt and response together; None: as the engine finds."""
+    """Of prompt and response together; None: as the engine finds."""
     tensor_parallel_size: int = 1
     sleep_level: int = 0
     engine: Mapping[str, Any]
@@ -92,11 +92,7 @@ def vocabulary_hash(tokenizer: Any) -> str:
 def engine_spec(
     model: Any, tokenizer: Any, config: GenerationConfig, *, precision: str
 ) -> EngineSpec:
-    """Return the engine for `model`, a Hugging Face model with or without adapters.
-
-    Raises ValueError where `generation.engine` names an argument that nemorl sets itself. Warns of
-    sequences longer than the model allows.
-    """
+    """Return the engine for `model`, a Hugging Face model with or without adapters."""
     import torch
 
     default_level = 2 if torch.cuda.is_available() and config.colocated else 0

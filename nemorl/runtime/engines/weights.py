@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import mmap
 import os
 import socket
 import threading
@@ -12,8 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,128 +20,46 @@ from nemorl.models.adapters import merged_tensors
 from nemorl.runtime.engines.spec import Place
 
 BUCKET_BYTES = 2**26
-"""64 MB, of which a sender has two: small enough that one is packed while the other is read, large
-enough that the cost of a call does not matter.
-"""
-ALIGNMENT = 64
+"""While engines load a bucket of about so much, the next one is gathered."""
+DEVICE = "cuda"
 
-
-class WeightMismatch(ValueError):
-    """The weights are not those of the engine's model."""
+Bucket = list[tuple[str, torch.dtype, tuple[int, ...], Any]]
+"""Name, type, shape and bytes (a numpy array) of each tensor."""
 
 
 class EnginesFailed(Exception):
-    """Engines that died, hung or raised; `reasons` by their rank."""
-
-    def __init__(self, reasons: dict[int, str]) -> None:
-        super().__init__(reasons)
-        self.reasons = reasons
+    """Engines that died, hung or raised. Its argument says why, by their rank."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Where in a bucket a tensor lies."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def of(self, memory: Tensor) -> Tensor:
-        """Return this tensor as a view of a bucket's bytes."""
-        return memory[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
-
-
-class SharedMemory:
-    """Memory that other processes of this machine map.
-
-    It has no name in any folder, so nothing is left of it when its processes end, however.
-    """
-
-    capacity, _file = 0, -1
-    bytes: Tensor
-
-    def reserve(self, capacity: int) -> None:
-        """Have room for so many bytes."""
-        if capacity <= self.capacity:
-            return
-        if self.capacity:
-            os.close(self._file)
-        self._file = os.memfd_create("nemorl-weights", os.MFD_CLOEXEC)
-        os.ftruncate(self._file, capacity)
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        self.bytes = torch.frombuffer(
-            mmap.mmap(self._file, capacity, flags=flags), dtype=torch.uint8
-        )
-        self.capacity = capacity
-
-    def write(self, data: Any) -> None:
-        self.bytes[: len(data)].numpy()[:] = data
-
-    def address(self) -> dict[str, Any]:
-        """What another process needs to map it."""
-        path = f"/proc/{os.getpid()}/fd/{self._file}"
-        return {"path": path, "inode": os.fstat(self._file).st_ino, "size": self.capacity}
-
-
-@lru_cache(maxsize=2)  # of the sender's two memories
-def mapped(path: str, inode: int, size: int) -> Tensor:
-    """Return the memory of another process, by its `address`."""
-    try:
-        with Path(path).open("r+b") as file:
-            if os.fstat(file.fileno()).st_ino != inode:
-                raise OSError("it is another process's")
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(file.fileno(), size, flags=flags)
-    except OSError as error:
-        raise RuntimeError(
-            f"this engine can't read the trainer's memory ({error}): set"
-            " generation.weight_transport object_store"
-        ) from error
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-_MEMORIES = [SharedMemory(), SharedMemory()]
-"""A sender's two, kept for the next update: their pages are there already."""
-
-
-def expected_weights(config: Any) -> dict[str, tuple[int, ...]]:
-    """Return names and shapes of the weights that a model of this Hugging Face configuration (an
-    object, or the text of config.json) has; tied ones once.
-    """
+def expected_weights(config: str | bytes) -> dict[str, tuple[int, ...]]:
+    """Return names and shapes of the weights of a model with this config.json; tied ones once."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if isinstance(config, str | bytes):
-        config = AutoConfig.for_model(**json.loads(config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
     return {name: tuple(tensor.shape) for name, tensor in merged_tensors(model)}
 
 
 def checked_weights(
     weights: Iterable[tuple[str, Tensor]], expected: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the same weights, as long as they are the expected ones.
+    """Yield the weights up to the first unexpected one.
 
-    Raises WeightMismatch, which lists all that does not fit, in place of the first that does not.
+    Raises ValueError, after the last one, that lists all that do not fit.
     """
     missing, wrong = dict(expected), []
     for name, tensor in weights:
-        shape = missing.pop(name, None)
+        shape, reason = missing.pop(name, None), ""
         if shape is None:
             reason = "it came twice" if name in expected else "no such parameter"
-            wrong.append(f"{name!r} does not fit ({reason})")
         elif shape != tuple(tensor.shape):
             reason = f"shape {tuple(tensor.shape)}, where {shape} is expected"
+        if reason:
             wrong.append(f"{name!r} does not fit ({reason})")
-        if not wrong:
+        elif not wrong:
             yield name, tensor
     if wrong := wrong + [f"{name!r} is missing" for name in missing]:
-        raise WeightMismatch(
+        raise ValueError(
             f"weights must be those of the generator's model, but {', '.join(wrong)}: use the same"
             " model on both sides"
         )
@@ -154,9 +68,9 @@ def checked_weights(
 def choose_transport(
     setting: str, sender: Place, engines: Sequence[Place], *, alone: bool = True
 ) -> str:
-    """Return how weights get from a process to engines, by generation.weight_transport and places.
+    """Return how weights get from a process to engines, by generation.weight_transport.
 
-    `alone`: the trainer has one rank, so that vLLM's ipc engine does not wait for others.
+    `alone`: the trainer has one rank; vLLM's ipc engine would wait for others.
 
     >>> here = Place("node", "host", 1, ("0",))
     >>> beside = Place("node", "host", 2, ("1",))
@@ -197,21 +111,49 @@ def own_place() -> Place:
     return Place(ray.get_runtime_context().get_node_id(), socket.gethostname(), os.getpid(), gpus)
 
 
-class Engines:
-    """The engines that take an update, called together. To vLLM's transfer engines it is a client.
+@dataclass(frozen=True, kw_only=True)
+class WeightSender:
+    """Gives engines the weights of an iterator; may be pickled and called in another process.
 
-    Raises EnginesFailed.
+    For vLLM's trainer engines it is the client.
     """
 
-    def __init__(self, actors: Mapping[int, Any], processes: int, timeout_s: float) -> None:
-        self.actors, self.processes, self.timeout_s = actors, processes, timeout_s
+    actors: Mapping[int, Any]
+    """By the engines' ranks."""
+    places: Mapping[int, Place]
+    expected: Mapping[str, tuple[int, ...]]
+    """Names and shapes that the engines' model has."""
+    dtype: torch.dtype
+    """The engines'. Floating point numbers are cast to it."""
+    transport: str = "auto"
+    processes: int = 1
+    """Of each engine."""
+    timeout_s: float = 300.0
+
+    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
+        """Return what went wrong, by the engines' ranks: then all must be sent all weights again.
+
+        Raises ValueError for weights of another model.
+        """
+        alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+        places = list(self.places.values())
+        transport = choose_transport(self.transport, own_place(), places, alone=alone)
+        checked = checked_weights(weights, self.expected)
+        try:
+            if transport in ("cuda_ipc", "nccl"):
+                _in_time(lambda: self._send_by_gpu(transport, checked), self.timeout_s)
+            else:
+                self._send_buckets(checked)
+        except EnginesFailed as error:
+            return error.args[0]
+        return {}
 
     def start(self, method: str, *args: Any) -> dict[int, Any]:
-        """Call a method of each; return the calls by rank."""
-        return {rank: getattr(one, method).remote(*args) for rank, one in self.actors.items()}
+        """Call a method of each engine; return the calls by rank."""
+        return {rank: one.call.remote(method, *args) for rank, one in self.actors.items()}
 
     def wait(self, calls: Mapping[int, Any]) -> None:
-        """Wait for all of these calls."""
+        """Raises EnginesFailed."""
         import ray
 
         deadline, reasons = time.monotonic() + self.timeout_s, {}
@@ -229,117 +171,57 @@ class Engines:
             raise EnginesFailed(reasons)
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
-        backend, calls = "nccl" if "rank_offset" in info else "ipc", {}
+        calls = {}
         for index, (rank, actor) in enumerate(self.actors.items()):
-            own = dict(info)
-            if backend == "nccl":
-                own["rank_offset"] += index * self.processes
-            message = {"backend": backend, "info": own}
-            calls[rank] = actor.init_weight_transfer_engine.remote(message)
+            message = {"backend": "ipc", "info": info}
+            if "rank_offset" in info:
+                offset = info["rank_offset"] + index * self.processes
+                message = {"backend": "nccl", "info": {**info, "rank_offset": offset}}
+            calls[rank] = actor.call.remote("connect", message)
         self.wait(calls)
 
     def start_weight_update(self) -> None:
-        self.wait(self.start("start_weight_update"))
+        self.wait(self.start("begin_weights"))
 
     def update_weights(self, info: Any) -> None:
-        self.wait(self.start("update_weights", info))
+        self.wait(self.start("load_weights", info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.wait(self.start("finish_weight_update"))
+        self.wait(self.start("finish_weights"))
 
+    def _send_buckets(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Send through Ray's object store, which engines on this machine map."""
+        import ray
 
-@dataclass(frozen=True, kw_only=True)
-class WeightSender:
-    """Gives engines the weights of an iterator; may be pickled and called in another process."""
-
-    actors: Mapping[int, Any]
-    """The engines' actors, by their rank."""
-    places: Mapping[int, Place]
-    expected: Mapping[str, tuple[int, ...]]
-    """Names and shapes that the engines' model has."""
-    dtype: torch.dtype
-    """The engines'. Floating point numbers are cast to it."""
-    transport: str = "auto"
-    processes: int = 1
-    """Of each engine."""
-    timeout_s: float = 300.0
-
-    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
-        """Return what went wrong, by the engines' ranks: then the others, too, must be sent all
-        weights again. Nothing may be generated before an update has succeeded.
-
-        Raises WeightMismatch, before any engine has begun if the first bucket is wrong.
-        """
-        engines = Engines(self.actors, self.processes, self.timeout_s)
-        here = own_place()
-        alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-        places = list(self.places.values())
-        transport = choose_transport(self.transport, here, places, alone=alone)
-        checked = checked_weights(weights, self.expected)
-        try:
-            if transport in ("cuda_ipc", "nccl"):
-                _in_time(lambda: self._send_by_gpu(transport, checked, engines), self.timeout_s)
-            else:
-                far = {
-                    rank
-                    for rank, place in self.places.items()
-                    if transport == "object_store" or place.node != here.node
-                }
-                self._send_buckets(checked, engines, far)
-        except EnginesFailed as error:
-            return error.reasons
-        return {}
-
-    def _send_buckets(
-        self, weights: Iterator[tuple[str, Tensor]], engines: Engines, far: set[int]
-    ) -> None:
-        """While one bucket is loaded, the next one is packed into the other memory."""
         calls: dict[int, Any] = {}
         begun = False
         try:
-            for memory, entries in self._buckets(weights):
+            for bucket in self._buckets(weights):
                 if not begun:
-                    engines.start_weight_update()
+                    self.start_weight_update()
                     begun = True
+                stored = ray.put({"bucket": bucket})
                 waiting, calls = calls, {}
-                engines.wait(waiting)
-                info, data = {**memory.address(), "entries": entries}, None
-                if far:
-                    import ray
+                self.wait(waiting)
+                calls = self.start("load_weights", stored)
+        finally:  # none may come after the begin of another update
+            self.wait(calls)
+        self.finish_weight_update()
 
-                    data = ray.put(memory.bytes[: _end(entries)].numpy())
-                calls = {
-                    rank: actor.update_weights.remote(info, data if rank in far else None)
-                    for rank, actor in engines.actors.items()
-                }
-        finally:  # nothing may be read that the next update overwrites
-            engines.wait(calls)
-        engines.finish_weight_update()
-
-    def _buckets(
-        self, weights: Iterator[tuple[str, Tensor]]
-    ) -> Iterator[tuple[SharedMemory, list[Entry]]]:
-        """Pack weights into two memories in turns. A tensor larger than a bucket has its own."""
-        sizes = [math.prod(shape) * self.dtype.itemsize for shape in self.expected.values()]
-        usual = min(BUCKET_BYTES, sum(sizes) + ALIGNMENT * len(sizes))
-        entries: list[Entry] = []
+    def _buckets(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
+        bucket: Bucket = []
+        size = 0
         for name, tensor in weights:
             dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
-            entry = Entry(name, dtype, tuple(tensor.shape), _end(entries))
-            if entries and entry.offset + entry.num_bytes > BUCKET_BYTES:
-                yield _MEMORIES[0], entries
-                _MEMORIES.reverse()
-                entries, entry = [], Entry(name, dtype, entry.shape, 0)
-            if not entries:
-                _MEMORIES[0].reserve(max(entry.num_bytes, usual))
-            entry.of(_MEMORIES[0].bytes).copy_(tensor.detach())
-            entries.append(entry)
-        yield _MEMORIES[0], entries
-        _MEMORIES.reverse()
+            flat = tensor.detach().to("cpu", dtype).contiguous().view(-1)
+            bucket.append((name, dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy()))
+            size += flat.nbytes
+            if size >= BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+        yield bucket
 
-    def _send_by_gpu(
-        self, transport: str, weights: Iterator[tuple[str, Tensor]], engines: Engines
-    ) -> None:
+    def _send_by_gpu(self, transport: str, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Use vLLM's own transfer engine, which stays connected until the engines change."""
         key = (transport, *map(str, self.actors.values()))
         transfer = _CONNECTED.pop(key, None)
@@ -347,12 +229,12 @@ class WeightSender:
             while _CONNECTED:
                 _, old = _CONNECTED.popitem()  # its end may wait for engines that are gone
                 threading.Thread(target=old.shutdown, daemon=True).start()
-            transfer = self._connect(transport, engines)
-        transfer.client, transfer.source = engines, _Source(self, weights)
+            transfer = self._connect(transport)
+        transfer.client, transfer.source = self, _Source(self, weights)
         transfer.send_weights()
         _CONNECTED[key] = transfer
 
-    def _connect(self, transport: str, engines: Engines) -> Any:
+    def _connect(self, transport: str) -> Any:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
@@ -366,17 +248,18 @@ class WeightSender:
             world = 1 + self.processes * len(self.actors)
             info = NCCLTrainerInitInfo(get_ip(), get_open_port(), world, rank=0, **size)
         source = _Source(self, iter(()))
-        return WeightTransferTrainerFactory.trainer_init(info, client=engines, source=source)
+        return WeightTransferTrainerFactory.trainer_init(info, client=self, source=source)
 
 
 _CONNECTED: dict[Any, Any] = {}
 
 
+@dataclass
 class _Source:
     """What vLLM's transfer engines call a WeightSource."""
 
-    def __init__(self, sender: WeightSender, weights: Iterator[tuple[str, Tensor]]) -> None:
-        self.sender, self.weights = sender, weights
+    sender: WeightSender
+    weights: Iterator[tuple[str, Tensor]]
 
     def metadata(self) -> list[Any]:
         from vllm.distributed.weight_transfer.base import ParamMeta
@@ -394,20 +277,14 @@ class _Source:
             yield name, tensor.detach().to(DEVICE, self.sender.dtype)
 
 
-DEVICE = "cuda"
-
-
-def _end(entries: Sequence[Entry]) -> int:
-    """Where the next tensor may begin."""
-    last = entries[-1] if entries else None
-    return 0 if last is None else -(-(last.offset + last.num_bytes) // ALIGNMENT) * ALIGNMENT
+def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a bucket, which must not be written to."""
+    for name, dtype, shape, data in bucket:
+        yield name, torch.from_numpy(data).view(dtype).view(shape)
 
 
 def _in_time(function: Callable[[], None], timeout_s: float) -> None:
-    """Call it in a thread that the process's end doesn't wait for, on this thread's device.
-
-    Raises TimeoutError, or what it raises.
-    """
+    """Call it in a daemon thread, on this thread's device."""
     done: Future[None] = Future()
     module = torch.get_device_module(DEVICE)
     current = module.current_device()
@@ -420,7 +297,7 @@ def _in_time(function: Callable[[], None], timeout_s: float) -> None:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=run, name="nemorl-transfer", daemon=True).start()
+    threading.Thread(target=run, daemon=True).start()
     try:
         done.result(timeout_s)
     except TimeoutError:

@@ -16,10 +16,6 @@ class WorkerError(RuntimeError):
 class WorkerDied(ChildProcessError):
     """A worker's process is gone."""
 
-    def __init__(self, message: str, *, rank: int, host: str, pid: int, reason: str) -> None:
-        super().__init__(message)
-        self.rank, self.host, self.pid, self.reason = rank, host, pid, reason
-
 
 class WorkerTimeout(TimeoutError):
     """A worker has not answered in time."""
@@ -45,6 +41,13 @@ def raised(error: Mapping[str, str], rank: int) -> Exception:
         found = kind(error["message"])
     found.add_note(f"in worker {rank}:\n{error['traceback']}")
     return found
+
+
+def death(who: str, said: str, log: Path | None, doing: str = "") -> WorkerDied:
+    """Return the error for a worker that died, from Ray's account of it, with its log's end."""
+    lines = last_lines(log) if log else []
+    text = f"{who} died{doing}: {reason_of(said)}"
+    return WorkerDied("\n  | ".join([f"{text}; its log ends:", *lines] if lines else [text]))
 
 
 def reason_of(told: str) -> str:

@@ -8,7 +8,6 @@ import sys
 import time
 from typing import Any
 
-import numpy as np
 import psutil
 import ray
 
@@ -21,18 +20,6 @@ from tests.runtime.cluster.conftest import TARGET
 
 def show(**facts: Any) -> None:
     print(json.dumps(facts), flush=True)
-
-
-def busy() -> None:
-    """Two workers, one with a child, one at work; then this process waits to be killed."""
-    cluster = RayVirtualCluster({"a": [Bundle()] * 2}, num_cpus=2)
-    group = RayWorkerGroup(cluster.placement("a"), TARGET)
-    children = group.run_all("spawn")
-    array = ray.get(group.call(1, "add", np.ones(5_000_000)))
-    group.call(0, "sleep", 600)
-    family = [process.pid for process in psutil.Process().children(recursive=True)]
-    show(pids=[*family, *children], size=array.size)
-    time.sleep(600)
 
 
 def lost() -> None:

@@ -52,7 +52,6 @@ def test_errors_deaths_and_time_limits(group, tmp_path: Path):
     text = str(caught.value)
     assert text.startswith(f"worker 1 (process {group.info(1).pid} on ")
     assert "died in a test: it was killed" in text and text.endswith("| from a child")
-    assert (caught.value.rank, caught.value.pid) == (1, group.info(1).pid)
     assert soon_gone(child)
     pid = group.info(0).pid
     group.shutdown()

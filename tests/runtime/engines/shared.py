@@ -18,7 +18,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.engines.engine import Engine
+from nemorl.runtime.engines.engine import Engine, environment
 from nemorl.runtime.engines.replicas import Replica, Replicas
 from nemorl.runtime.engines.spec import EngineSpec, Place, Sample, engine_spec
 from nemorl.runtime.engines.weights import WeightSender, expected_weights
@@ -47,6 +47,9 @@ class Engines:
         self.engine.abort_all()
         self.engine.usable = False
 
+    def apply(self, function: Callable[["Engines"], Any]) -> Any:
+        return function(self)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
@@ -63,7 +66,7 @@ class SharedActor(EngineActor):
             if self.place is None:
                 self.place = await super().start(spec)
             else:
-                await self.do(lambda engines: engines.use(spec))
+                await self.call("use", spec)
         return self.place
 
 
@@ -78,11 +81,11 @@ def log_folder() -> str:
 def shared_actor(rank: int = 0, replicas: Replicas | None = None) -> Any:
     if rank not in _ACTORS:
         ray_cpus()
-        variables = Replicas.variables(GenerationConfig(backend="vllm"), CACHE, cuda=False)
+        variables = environment(1, eager=True, cuda=False)
         actor = ray.remote(SharedActor).options(
             num_cpus=0, max_concurrency=10_000, runtime_env={"env_vars": variables}
         )
-        _ACTORS[rank] = actor.remote(f"{log_folder()}/replica-{rank}.log", "shared")
+        _ACTORS[rank] = actor.remote("shared", f"{log_folder()}/replica-{rank}.log")
     return _ACTORS[rank]
 
 
@@ -105,7 +108,7 @@ class SharedReplicas(Replicas):
         SharedReplicas._last = self
         return Session(), None
 
-    def _launch(self, replica: Replica, title: str) -> Any:
+    def _launch(self, replica: Replica) -> Any:
         return shared_actor(replica.rank)
 
     def _kill(self, replica: Replica) -> None:
@@ -177,7 +180,7 @@ class SharedEngine:
 
     def do(self, function: Callable[[Engine], Any]) -> Any:
         """Call the function with the engine where that is."""
-        return ray.get(self.actor.do.remote(function))
+        return ray.get(self.actor.call.remote("apply", function))
 
     def begin(self, prompt: Any = (5, 6, 7), **params: Any) -> Any:
         own = SamplingParams(**{"seed": 0, "max_new_tokens": 8, **params})

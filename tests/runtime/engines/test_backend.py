@@ -75,22 +75,15 @@ def test_stops_end_and_cut_a_response_as_with_the_embedded_engine():
 
 def test_adapters_are_in_the_weights():
     model = small_model(scale=3.0)
-    before = vllm_backend(model).generate(
-        random_prompts(4), SamplingParams(temperature=0.0, max_new_tokens=12)
-    )
+    requests = random_prompts(4), SamplingParams(temperature=0.0, max_new_tokens=12)
+    before = vllm_backend(model).generate(*requests)
     model.add_adapter(
         LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     )
-    backend = vllm_backend(model)
-    after = backend.generate(random_prompts(4), SamplingParams(temperature=0.0, max_new_tokens=12))
-    expected = embedded(model).generate(
-        random_prompts(4), SamplingParams(temperature=0.0, max_new_tokens=12)
-    )
-    assert (
-        [c.token_ids for c in after]
-        == [c.token_ids for c in expected]
-        != [c.token_ids for c in before]
-    )
+    after = vllm_backend(model).generate(*requests)
+    expected = embedded(model).generate(*requests)
+    found = [[c.token_ids for c in completions] for completions in (before, after, expected)]
+    assert found[0] != found[1] == found[2]
 
 
 def test_in_bfloat16_the_engine_is_the_trainers_to_its_rounding():
@@ -195,5 +188,5 @@ def test_weights_that_can_be_read_once_are_kept_for_replicas_that_start_later():
     backend.update_weights(((name, p.detach()) for name, p in model.named_parameters()), version=1)
     expected = backend.generate([[5]], params)
     for one in backend._engines._replicas:
-        one.version = None  # as one that has started anew
+        one.life.version = None  # as one that has started anew
     assert backend.generate([[5]], params) == expected

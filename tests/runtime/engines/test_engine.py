@@ -259,7 +259,7 @@ def test_a_cache_that_cannot_be_emptied_ends_an_update():
         finally:
             del llm.reset_prefix_cache, llm.collective_rpc
 
-    error = raised(engine.actor.do.remote(break_cache))
+    error = raised(engine.actor.call.remote("apply", break_cache))
     assert "the engine's cache must be empty" in str(error)
     assert not engine.do(lambda engines: engines.engine.usable)
 

@@ -17,7 +17,7 @@ import pytest
 import ray
 
 from tests.ray_session import ray_cpus
-from tests.runtime.engines.toys import Toys, after, eventually, requests, toys
+from tests.runtime.engines.toys import Toys, after, eventually, process, requests, toys
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -50,21 +50,33 @@ def restarts(made: Toys) -> list[int]:
 def test_a_replica_gets_what_it_can_decode_at_a_time(whole):
     """And one prompt begins as long as there is room for one of its samples."""
     whole.replicas.generate(requests(40, n=3))
-    peaks = ray.get([one.life.actor.peak.remote() for one in whole.replicas._replicas])
+    peaks = ray.get([one.life.actor.call.remote("most") for one in whole.replicas._replicas])
     assert all(8 <= peak <= 8 + 2 for peak in peaks)
 
 
-def test_a_killed_replicas_prompts_are_done_by_the_other(whole):
-    expected = whole.replicas.generate(requests(40))
-    with (
-        after(0.1, whole.kill, 0),
-        pytest.warns(
-            UserWarning,
-            match=r"replica 0 is started again: .* died",
+@pytest.mark.parametrize(
+    ("harm", "message"),
+    [
+        (("kill", 0), r"replica-0 \(process \d+ on .*\) died"),
+        (
+            ("kill", 0, signal.SIGSTOP),
+            r"\(process \d+ on .*replica-0.log\) made no progress for 3 s",
         ),
+        (("fault", "step", 0, "hang"), r"replica-0 .* made no progress for 3 s"),
+        (("fault", "step", 0, "CUDA error"), r"CUDA error"),
+    ],
+)
+def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message):
+    expected = whole.replicas.generate(requests(40))
+    lost = process(whole.replicas, 0)
+    how, *arguments = harm
+    with (
+        after(0.05, getattr(whole, how), *arguments),
+        pytest.warns(UserWarning, match=f"replica 0 is started again: .*{message}"),
     ):
         assert whole.replicas.generate(requests(40)) == expected
     assert restarts(whole) == [1, 0]
+    assert eventually(lambda: not psutil.pid_exists(lost))
 
 
 def test_it_comes_back_with_the_present_weights(whole):
@@ -101,36 +113,6 @@ def test_one_that_dies_while_it_takes_weights(whole):
         assert whole.replicas.generate(requests(10)) == expected
 
 
-def test_one_that_stops_is_named_and_replaced(whole):
-    expected = whole.replicas.generate(requests(20))
-    with (
-        after(0.05, whole.kill, 0, signal.SIGSTOP),
-        pytest.warns(
-            UserWarning, match=r"\(process \d+ on .*\) made no progress for 3 s.*replica-0.log"
-        ),
-    ):
-        assert whole.replicas.generate(requests(20)) == expected
-    assert restarts(whole) == [1, 0]
-
-
-def test_one_whose_engine_hangs_while_it_still_answers(whole):
-    expected = whole.replicas.generate(requests(20))
-    with (
-        after(0.05, whole.fault, "step", 1, "hang"),
-        pytest.warns(UserWarning, match="replica-1 .* made no progress for 3 s"),
-    ):
-        assert whole.replicas.generate(requests(20)) == expected
-
-
-def test_an_engine_that_breaks_is_replaced(whole):
-    expected = whole.replicas.generate(requests(20))
-    with (
-        after(0.05, whole.fault, "step", 1, "CUDA error"),
-        pytest.warns(UserWarning, match="replica 1 is started again.*CUDA error"),
-    ):
-        assert whole.replicas.generate(requests(20)) == expected
-
-
 def test_one_that_dies_while_it_starts_again_is_started_once_more(whole):
     expected = whole.replicas.generate(requests(30))
     whole.fault("start", 0)
@@ -151,7 +133,7 @@ def test_interrupted_it_drops_everything_and_can_go_on(whole):
         whole.replicas.generate(requests(10, max_new_tokens=5000, seed=7))
     assert time.monotonic() - start < 3
     actors = [one.life.actor for one in whole.replicas._replicas]
-    assert eventually(lambda: ray.get([one.unfinished.remote() for one in actors]) == [0, 0])
+    assert eventually(lambda: ray.get([one.call.remote("unfinished") for one in actors]) == [0, 0])
     assert whole.replicas.generate(requests(10)) == expected
 
 
@@ -225,52 +207,48 @@ def driver(folder):
     that are its replicas.
     """
     command = [sys.executable, "-m", "tests.runtime.engines.toys", str(folder)]
-    process = subprocess.Popen(
+    driving = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
     try:
-        line = process.stdout.readline()
-        assert line, process.stderr.read()
+        line = driving.stdout.readline()
+        assert line, driving.stderr.read()
         replicas = [psutil.Process(pid) for pid in json.loads(line)]
         family = [
-            *psutil.Process(process.pid).children(recursive=True),
+            *psutil.Process(driving.pid).children(recursive=True),
             *(child for one in replicas for child in one.children(recursive=True)),
         ]
         assert set(replicas) <= set(family)
         time.sleep(0.5)  # until it generates
-        yield process, family
+        yield driving, family
     finally:
-        process.kill()
-        process.communicate()
+        driving.kill()
+        driving.communicate()
+
+
+def gone(family) -> bool:
+    return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
 
 
 def test_nothing_is_left_when_the_driver_is_killed(tmp_path):
-    with driver(tmp_path) as (process, family):
-        process.kill()
-        process.wait()
-        assert eventually(
-            lambda: (
-                not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
-            )
-        )
+    with driver(tmp_path) as (driving, family):
+        driving.kill()
+        driving.wait()
+        assert eventually(lambda: gone(family))
 
 
 def test_the_loss_of_the_cluster_is_an_error_in_bounded_time(tmp_path):
-    with driver(tmp_path) as (process, family):
+    with driver(tmp_path) as (driving, family):
         next(one for one in family if "gcs_server" in one.name()).kill()
         start = time.monotonic()
-        _, errors = process.communicate(timeout=40)
+        _, errors = driving.communicate(timeout=40)
         assert time.monotonic() - start < 30
-        assert process.returncode == 1
+        assert driving.returncode == 1
         assert (
             "ClusterLost: the Ray cluster is lost: the cluster's head"
             in errors.strip().splitlines()[-1]
         )
-        assert eventually(
-            lambda: (
-                not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
-            )
-        )
+        assert eventually(lambda: gone(family))
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ import pytest
 
 from nemorl import GenerationConfig, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from tests.ray_session import NUM_CPUS, ray_cpus
 from tests.runtime.engines.shared import vllm_backend
@@ -89,11 +88,8 @@ def test_an_engine_in_another_environment(other_python):
             c.token_ids for c in expected
         ]
         versions = dict(line.split() for line in started.read_text().splitlines())
-        assert (
-            versions[str(backend._engines._replicas[0].life.place.pid)]
-            == "0.8.99"
-            != importlib.metadata.version("einops")
-        )
+        found = versions[str(backend._engines._replicas[0].life.place.pid)]
+        assert found == "0.8.99" != importlib.metadata.version("einops")
     finally:
         backend.shutdown()
 
@@ -150,27 +146,24 @@ def test_a_process_of_the_engines_that_cannot_start_says_why():
         )
 
 
-def test_more_replicas_than_the_cluster_holds():
-    asked, there = rf"generation +{NUM_CPUS + 1} x \(1 CPU\)", rf"{NUM_CPUS} CPU"
-    with pytest.raises(
-        ResourcesError,
-        match=(
-            rf"(?s)generation\.num_replicas is {NUM_CPUS + 1}, .*must fit.*asked +{asked}.*node .*"
-            rf" {there}"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"num_replicas": NUM_CPUS + 1},
+            rf"(?s)generation\.num_replicas is {NUM_CPUS + 1}, .*must fit.*asked +generation"
+            rf" +{NUM_CPUS + 1} x \(1 CPU\).*node .* {NUM_CPUS} CPU",
         ),
-    ):
-        backend_of(num_replicas=NUM_CPUS + 1)
-
-
-def test_an_interpreter_that_is_not_there():
-    message = r"generation\.python must be an interpreter, but it is '/no/such/python'"
+        (
+            {"python": "/no/such/python"},
+            r"generation\.python must be an interpreter, but it is '/no/such/python'",
+        ),
+        (
+            {"weight_transport": "nccl"},
+            r"generation\.weight_transport needs GPUs, but it is 'nccl': remove it",
+        ),
+    ],
+)
+def test_what_cannot_work_here_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        backend_of(python="/no/such/python")
-
-
-def test_a_transport_that_cannot_work_here():
-    with pytest.raises(
-        ValueError,
-        match=r"generation\.weight_transport needs GPUs, but it is 'nccl': remove it",
-    ):
-        backend_of(weight_transport="nccl")
+        backend_of(**options)

@@ -18,7 +18,7 @@ from nemorl.runtime.engines.spec import Place
 from nemorl.runtime.run.callbacks import Callback
 from tests.ray_session import ray_cpus
 from tests.runtime.engines.shared import CACHE, shared_replicas, vllm_backend
-from tests.runtime.engines.toys import after, kill, wait_until_all_are_up
+from tests.runtime.engines.toys import kill
 from tests.runtime.runs import TIMES, grpo_config, start
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -32,17 +32,9 @@ PROMPTS = random_prompts(48, seed=2)
 PARAMS = [SamplingParams(n=4, seed=i, max_new_tokens=40) for i in range(48)]
 
 
-LONG = [SamplingParams(n=8, seed=i, max_new_tokens=200) for i in range(48)]
-"""Enough for a second or more, so that there is time to be killed."""
-
-
-def pair(model, **options):
-    """A backend of two replicas."""
-    return vllm_backend(model, num_replicas=2, **options)
-
-
 def test_both_work_and_say_how_much():
-    backend = pair(tiny_model(scale=3.0, **SIZES), max_batch_size=16)
+    model = tiny_model(scale=3.0, **SIZES)
+    backend = vllm_backend(model, num_replicas=2, max_batch_size=16)
     backend.metrics()
     completions = backend.generate(PROMPTS, PARAMS)
     measured = backend.metrics()
@@ -60,30 +52,6 @@ def test_both_work_and_say_how_much():
         "tokens_per_second",
     }
     assert backend.metrics()["replica_0/tokens"] == 0
-
-
-def test_killed_while_it_generates_and_back_with_the_present_weights():
-    model, other = tiny_model(scale=3.0, **SIZES), tiny_model(scale=3.0, seed=1, **SIZES)
-    backend = pair(model)
-    backend.update_weights(list(other.named_parameters()), version=5)
-    expected = backend.generate(PROMPTS, LONG)
-    with (
-        after(0.2, kill, backend._engines, 0),
-        pytest.warns(UserWarning, match="replica 0 is started again: "),
-    ):
-        assert tokens(backend.generate(PROMPTS, LONG)) == tokens(expected)
-    wait_until_all_are_up(backend._engines)
-    with (
-        after(0.2, kill, backend._engines, 1),
-        pytest.warns(UserWarning, match="replica 1 is started again"),
-    ):
-        again = backend.generate(PROMPTS, LONG)
-    assert tokens(again) == tokens(expected)
-    assert {c.policy_version for c in again} == {5}
-
-
-def tokens(completions):
-    return [(c.token_ids, c.finish_reason) for c in completions]
 
 
 class Kills(Callback):
@@ -147,12 +115,6 @@ def test_an_engine_that_cannot_start_says_why_before_anything_else(tmp_path):
     )
     with pytest.raises(ValueError, match=r"^No available memory for the cache blocks"):
         backend.setup(config)
-
-
-def test_more_replicas_than_resources():
-    backend = VLLMGenerationBackend(model=tiny_model(**SIZES), tokenizer=tiny_tokenizer())
-    with pytest.raises(ValueError, match=r"(?s)asked +generation +99 x \(1000 CPU\).*node"):
-        backend.setup(replace(VLLM, num_replicas=99, cpus_per_replica=1000))
 
 
 @pytest.mark.parametrize(

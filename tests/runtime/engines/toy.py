@@ -14,7 +14,7 @@ from typing import Any
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.spec import EngineSpec, Sample
-from nemorl.runtime.engines.weights import mapped
+from nemorl.runtime.engines.weights import unpacked
 
 RANK = 0
 
@@ -89,33 +89,27 @@ class ToyEngine:
         self.fault("begin")
 
     def load_weights(self, info: dict[str, Any]) -> None:
-        memory = mapped(info["path"], info["inode"], info["size"])
-        self.weights = float(info["entries"][0].of(memory).flatten()[0])
+        _, tensor = next(unpacked(info["bucket"]))
+        self.weights = float(tensor.flatten()[0])
 
     def finish_weights(self) -> None:
         self.usable = True
 
-    def sleep(self) -> None:
-        self.fault("sleep")
-
-    def wake(self) -> None:
-        self.fault("wake")
-
     def shutdown(self) -> None:
         self.fault("shutdown")
+
+    def unfinished(self) -> int:
+        return len(self.requests)
+
+    def most(self) -> int:
+        """Most samples at a time."""
+        return self.peak
 
 
 class ToyActor(EngineActor):
     make = ToyEngine
 
-    def __init__(self, log: str, title: str) -> None:
-        super().__init__(log, title)
+    def __init__(self, name: str, log: str) -> None:
+        super().__init__(name, log)
         global RANK
-        RANK = int(title.partition(",")[0].partition("-")[2])
-
-    async def unfinished(self) -> int:
-        return await self.do(lambda engine: len(engine.requests))
-
-    async def peak(self) -> int:
-        """Most samples at a time."""
-        return await self.do(lambda engine: engine.peak)
+        RANK = int(name.partition("-")[2])

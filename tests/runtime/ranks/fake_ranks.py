@@ -18,13 +18,7 @@ Death = Callable[[], Exception]
 
 
 def killed() -> Exception:
-    return WorkerDied(
-        "rank 1 (process 7 on here) died in step 3: it was killed",
-        rank=1,
-        host="here",
-        pid=7,
-        reason="it was killed",
-    )
+    return WorkerDied("rank 1 (process 7 on here) died in step 3: it was killed")
 
 
 class FakeRanks:

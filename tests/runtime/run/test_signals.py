@@ -106,7 +106,7 @@ def test_an_error_in_an_update_comes_before_the_signal_that_waited():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-DEATH = WorkerDied("rank 1 died", rank=1, host="here", pid=7, reason="it was killed")
+DEATH = WorkerDied("rank 1 died")
 
 
 @BOTH

@@ -18,16 +18,14 @@ from nemorl.checks import require
 from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
-from nemorl.runtime.config.runtime import RuntimeConfig
+from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Rank
 from nemorl.runtime.ranks.wire import dumps, loads
 from nemorl.runtime.run.errors import WorkerTimeout, raised
 
 TICK_S = 0.5
 ALONE_S = 10.0
-"""How long the other ranks are waited for once one has failed: an error of all leaves them usable,
-one rank's alone ends them.
-"""
+"""How long the others are waited for once one has failed: they stay usable where all fail."""
 GRACE_S = 1.0
 """A rank that takes too long writes its stack into its log first."""
 
@@ -43,7 +41,8 @@ class RankActor:
 
     def perform(self, method: str, payload: list[Any], limit_s: float) -> list[Any]:
         """Return the answer to a call; the stack goes into the log after `limit_s`."""
-        if method not in BACKGROUND:
+        watched = method not in BACKGROUND
+        if watched:
             faulthandler.dump_traceback_later(limit_s)
         try:
             args, kwargs = loads(payload)
@@ -51,33 +50,27 @@ class RankActor:
         except Exception as error:  # something that cannot be sent
             return dumps(self._rank.refuse(error))
         finally:
-            if method not in BACKGROUND:
+            if watched:
                 faulthandler.cancel_dump_traceback_later()
 
 
 class RayRanks:
     """One worker per rank, with `runtime.cpus_per_rank` CPUs and, where there are any, a GPU.
 
-    `shared_gpus` are those that engines on this machine use as well: Ray must not count them as
-    taken, so the ranks get them one by one. Ranks write to `log_dir`/rank-N.log on their nodes.
-
-    Raises ResourcesError where the cluster has too little.
+    Ranks write to `log_dir`/rank-N.log on their nodes. Raises ResourcesError where the cluster has
+    too little.
     """
 
     def __init__(
-        self,
-        make: Callable[[], Any],
-        size: int,
-        *,
-        device: str | None,
-        shared_gpus: list[str],
-        log_dir: Path,
-        runtime: RuntimeConfig,
+        self, make: Callable[[], Any], size: int, config: BaseConfig, log_dir: Path
     ) -> None:
-        self.size, self._lock = size, threading.Lock()
-        cpus = runtime.cpus_per_rank
-        num_cpus = (os.cpu_count() or 1) + size * cpus  # of a local cluster: engines have the rest
-        connect(num_cpus=num_cpus)
+        self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
+        cpus, device, shared_gpus = (
+            config.runtime.cpus_per_rank,
+            config.trainer.device,
+            _shared_gpus(config),
+        )
+        connect(num_cpus=(os.cpu_count() or 1) + size * cpus)  # of a local one, for engines as well
         try:
             found = ray.cluster_resources().get("GPU")
             require(device != "cuda" or bool(found), "trainer.device",
@@ -100,20 +93,20 @@ class RayRanks:
                 env={"OMP_NUM_THREADS": str(cpus)},
                 log_dir=log_dir,
                 name="rank",
-                start_timeout_s=runtime.start_timeout_s,
+                start_timeout_s=config.runtime.start_timeout_s,
             )
         except BaseException:
             self._cluster.shutdown()
             raise
 
-    def call(
-        self, method: str, payload: list[Any], *, phase: str, limit_s: float, limit: str
-    ) -> Answer:
+    def call(self, method: str, payload: list[Any], phase: str) -> Answer:
         """Have all ranks do a call, and return rank 0's answer, or the error that all raised.
 
-        `phase` and `limit` (the setting that `limit_s` comes from) are for messages. Raises
-        WorkerDied, WorkerTimeout, and what one rank raised alone: no rank is of use afterwards.
+        Raises WorkerDied, WorkerTimeout, and what one rank raised alone, with `phase` in the
+        message: then no rank is of use any more.
         """
+        limit = "start_timeout_s" if method == "setup" else "timeout_s"
+        limit_s = getattr(self._runtime, limit)
         payload = ray.put(payload)  # each node fetches it once
         with self._lock:  # all ranks get the calls in the same order
             calls = {
@@ -135,8 +128,8 @@ class RayRanks:
             if left <= 0 and calls:
                 who = " and ".join(str(self.workers.info(rank)) for rank in sorted(calls))
                 raise WorkerTimeout(
-                    f"no answer to {phase} within {limit_s:g} s ({limit}) from {who}: the logs say"
-                    " where in the code they were"
+                    f"no answer to {phase} within {limit_s:g} s (runtime.{limit}) from {who}: the"
+                    " logs say where in the code they were"
                 )
         return self._together(answers, phase, background=method in BACKGROUND)
 
@@ -150,7 +143,7 @@ class RayRanks:
         if not failed and alike:
             return answers[0]
         causes = [rank for rank, answer in failed.items() if not is_consequence(answer.error or {})]
-        cause = (causes or list(failed) or [0])[0]
+        cause = next(iter([*causes, *failed, 0]))
         if alike:
             return answers[cause]
         error = raised(answers[cause].error or {}, cause)
@@ -162,6 +155,19 @@ class RayRanks:
         """Let the ranks end in order within this time (0: at once), and then end the processes."""
         self.workers.shutdown(timeout_s, "perform", "shutdown", dumps(((), {})), timeout_s)
         self._cluster.shutdown()
+
+
+def _shared_gpus(config: BaseConfig) -> list[str]:
+    """Return the GPUs of this machine that ranks have in turns with engines.
+
+    Ray must not count them as taken, so the ranks get them one by one.
+    """
+    generation = config.generation
+    shared = generation.num_replicas > 0 and generation.colocated and config.trainer.device != "cpu"
+    if not shared or os.environ.get("RAY_ADDRESS"):
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",") if visible else list(map(str, range(torch.cuda.device_count())))
 
 
 def is_consequence(error: Mapping[str, str]) -> bool:

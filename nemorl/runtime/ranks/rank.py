@@ -31,7 +31,7 @@ class Answer:
 
 
 class Rank:
-    """Hosts the backend that `make` makes. All ranks get the same calls in the same order."""
+    """Hosts the backend that `make` makes. All ranks get the same calls in order."""
 
     def __init__(self, make: Callable[[], Any], rank: int) -> None:
         self.rank, self._make = rank, make
@@ -43,7 +43,7 @@ class Rank:
         return int(getattr(self._backend, "step", 0))
 
     def perform(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Answer:
-        """Do one call; errors are part of the answer, and their traceback goes into the log."""
+        """Do one call; errors are part of the answer, with their traceback in the log."""
         try:
             return Answer(self.do(method, args, kwargs), None, self.step)
         except BaseException as error:
@@ -56,7 +56,7 @@ class Rank:
         return Answer(None, words, self.step)
 
     def do(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """Do one call, and return its result on rank 0."""
+        """Do one call; return its result on rank 0."""
         call = getattr(self, f"_{method}", None) or getattr(self._ready(), method)
         value = call(*args, **kwargs)
         return value if self.rank == 0 else None
@@ -77,11 +77,10 @@ class Rank:
         self._backend.setup(config)
 
     def _export_open(self, **options: Any) -> None:
-        """Begin to export; one that its reader left stopped at the same place on all ranks."""
         self._weights = self._ready().export_weights(**options)
 
     def _export_next(self) -> list[tuple[str, Tensor]]:
-        """Gather the next weights, some 64 MB of them; none at the end."""
+        """Gather some 64 MB more; none at the end."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
         for name, tensor in self._weights:
@@ -93,10 +92,7 @@ class Rank:
         return bucket
 
     def _send_weights(self, send: Callable[[Any], Any], **options: Any) -> Any:
-        """Return `send`'s result and its error.
-
-        All ranks go through all weights in any case, so that they stay usable.
-        """
+        """Return `send`'s result and its error; all ranks go through all weights in any case."""
         weights = self._ready().export_weights(**options)
         found: tuple[Any, Any] = (None, None)
         if self.rank == 0:

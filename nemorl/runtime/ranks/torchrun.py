@@ -37,7 +37,7 @@ class TorchrunRanks:
                 size, "change a degree, or --nproc-per-node")  # fmt: skip
         self._rank, self._lock, self._usable = Rank(make, 0), threading.Lock(), True
 
-    def call(self, method: str, payload: list[Any], **_: Any) -> Answer:
+    def call(self, method: str, payload: list[Any], phase: str) -> Answer:
         """Have all ranks do a call, and return rank 0's answer. An error ends their use."""
         args, kwargs = loads(payload)
         if method in BACKGROUND:
@@ -55,7 +55,7 @@ class TorchrunRanks:
         return Answer(value, None, self._rank.step)
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:
-        """End the others in order, with the run's result, unless an error has parted the ranks."""
+        """End the others in order, with the run's result, unless there was an error."""
         if self._usable:
             _broadcast(self._calls, ("shutdown", dumps(((), {"result": result}))))
         self._usable = False
@@ -63,10 +63,10 @@ class TorchrunRanks:
 
 
 def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
-    """Do what rank 0's trainer does on this rank's part of the model, until it shuts down.
+    """Do what rank 0's trainer does until it shuts down, and return the result of rank 0's run.
 
-    Returns the result of rank 0's run. Where that failed the process ends quietly: rank 0 says why.
-    SIGINT and SIGTERM are left to rank 0, which finishes its step and saves.
+    Where that failed the process ends quietly: rank 0 says why. SIGINT and SIGTERM are left to rank
+    0, which finishes its step and saves.
     """
     calls, done = _groups(config)
     rank = Rank(make, dist.get_rank())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -21,7 +20,6 @@ from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks.environment import torchrun_size
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer
 from nemorl.runtime.ranks.wire import dumps
@@ -33,15 +31,11 @@ SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
 
 @runtime_checkable
 class Ranks(Protocol):
-    """Ranks that do calls together: `RayRanks` or `TorchrunRanks`."""
+    """`RayRanks` or `TorchrunRanks`."""
 
-    def call(
-        self, method: str, payload: list[Any], *, phase: str, limit_s: float, limit: str
-    ) -> Answer:
-        """Have all ranks do a call, and return rank 0's answer, or the error that all raised."""
+    def call(self, method: str, payload: list[Any], phase: str) -> Answer: ...
 
-    def shutdown(self, timeout_s: float, result: Any = None) -> None:
-        """End the ranks: in order if that takes no longer than `timeout_s`."""
+    def shutdown(self, timeout_s: float, result: Any = None) -> None: ...
 
 
 def make_trainer(
@@ -50,16 +44,15 @@ def make_trainer(
     """Return the backend that `make` makes on as many ranks as `plan` has, as one backend.
 
     Nothing is started before its `setup`. Ranks are Ray actors, which write to
-    `log_dir`/rank-N.log, or the processes of torchrun, where it has started this one: as rank 0.
-    The others call `follow`.
+    `log_dir`/rank-N.log; where torchrun has started this process, as rank 0, they are its
+    processes, of which the others call `follow`.
     """
-    size, runtime = plan.num_ranks, config.runtime
 
     def start() -> Ranks:
         if torchrun_size() is not None:
             from nemorl.runtime.ranks.torchrun import TorchrunRanks
 
-            return TorchrunRanks(make, size, config)
+            return TorchrunRanks(make, plan.num_ranks, config)
         try:
             from nemorl.runtime.ranks.actors import RayRanks
         except ModuleNotFoundError as error:
@@ -67,29 +60,21 @@ def make_trainer(
                 "parallel with ranks needs Ray, but it is not installed: pip install"
                 " 'nemorl[titan]', or start the run with torchrun"
             ) from error
-        return RayRanks(
-            make,
-            size,
-            device=config.trainer.device,
-            shared_gpus=_shared_gpus(config),
-            log_dir=log_dir,
-            runtime=runtime,
-        )
+        return RayRanks(make, plan.num_ranks, config, log_dir)
 
-    return RankedTrainer(start, runtime)
+    return RankedTrainer(start)
 
 
 class RankedTrainer:
-    """Ranks, which `start` starts, behind the `TrainingBackend` Protocol: each call goes to all of
-    them, and rank 0's answer comes back.
+    """A `TrainingBackend` whose calls go to all ranks that `start` starts; rank 0 answers.
 
-    What all ranks raise is raised here, as the type that it is, and they stay usable. Where one of
-    them dies (WorkerDied), none answers within runtime.timeout_s (WorkerTimeout; start_timeout_s
-    for setup) or one fails alone, all are ended. Methods may be called from several threads.
+    What all ranks raise is raised here, and they stay usable. Where one dies (WorkerDied), does not
+    answer within runtime.timeout_s (WorkerTimeout; start_timeout_s for setup) or fails alone, all
+    are ended. Methods may be called from several threads.
     """
 
-    def __init__(self, start: Callable[[], Ranks], runtime: RuntimeConfig) -> None:
-        self._start, self._runtime = start, runtime
+    def __init__(self, start: Callable[[], Ranks]) -> None:
+        self._start = start
         self._group: Ranks | None = None
         self._model: nn.Module | None = None
         self._lost: BaseException | None = None
@@ -152,11 +137,9 @@ class RankedTrainer:
         *,
         dtype: torch.dtype | None = None,
     ) -> Any:
-        """Call `send` with the weights on rank 0, and return its result; the other ranks gather
-        along.
+        """Call `send`, which must be picklable, with the weights on rank 0; return its result.
 
-        `send` must be picklable, and gets what `export_weights(dtype=dtype)` of rank 0's backend
-        yields. What it raises is raised here; the ranks stay usable.
+        What it raises is raised here; the ranks stay usable.
         """
         options = {} if dtype is None else {"dtype": dtype}
         result, error = self._call("send_weights", send, **options)
@@ -165,14 +148,11 @@ class RankedTrainer:
         return result
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Save; in the background it is written after this has returned."""
         options = {"background": True} if background else {}
         self._call("save_checkpoint", path.absolute(), **options)
 
     def wait_for_checkpoint(self) -> None:
-        """Return when all ranks have written what was saved in the background; raise what went
-        wrong. Other calls may go on meanwhile.
-        """
+        """Return when all ranks have written what was saved; other calls may go on meanwhile."""
         self._call("wait_for_checkpoint")
 
     def load_checkpoint(self, path: Path) -> None:
@@ -194,15 +174,11 @@ class RankedTrainer:
             raise self._gone() from self._lost
         payload = dumps((args, kwargs))
         self.step += method == "train_step"
-        phase = f"{method} after {self.step} optimizer steps"
-        if method == "train_step":
-            phase = f"{method} of optimizer step {self.step}"
-        limit = "start_timeout_s" if method == "setup" else "timeout_s"
-        limit_s = getattr(self._runtime, limit)
+        at = f"of optimizer step {self.step}"
+        if method != "train_step":
+            at = f"after {self.step} optimizer steps"
         try:
-            answer = group.call(
-                method, payload, phase=phase, limit_s=limit_s, limit=f"runtime.{limit}"
-            )
+            answer = group.call(method, payload, f"{method} {at}")
         except Exception as error:
             if not self._lose(error):  # another thread has noticed first
                 raise self._gone() from self._lost
@@ -219,10 +195,8 @@ class RankedTrainer:
             first = self._lost is None
             if first:
                 self._lost = error
-        try:
+        with suppress(Exception):
             self._end()
-        except Exception as failure:
-            error.add_note(f"to end the ranks failed as well: {failure!r}")
         return first
 
     def _end(self, timeout_s: float = 0.0) -> None:
@@ -232,7 +206,7 @@ class RankedTrainer:
 
 
 def structure(path: str) -> nn.Module:
-    """Return the model of a folder or hub name on the meta device, configured as when loaded."""
+    """Return the model of a folder or hub name on the meta device."""
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     path = base_of(Path(path)) or path if (Path(path) / CONFIG).is_file() else path
@@ -242,16 +216,6 @@ def structure(path: str) -> nn.Module:
     with suppress(OSError, ValueError):  # there need not be one
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
-
-
-def _shared_gpus(config: BaseConfig) -> list[str]:
-    """Return the GPUs of this machine that ranks have in turns with engines; none elsewhere."""
-    generation, gpus = config.generation, torch.cuda.device_count()
-    shared = generation.num_replicas > 0 and generation.colocated and config.trainer.device != "cpu"
-    if not shared or os.environ.get("RAY_ADDRESS"):
-        return []
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return visible.split(",") if visible else [str(index) for index in range(gpus)]
 
 
 def _findable(config: BackendConfig) -> BackendConfig:

@@ -1,6 +1,4 @@
-"""The program of a driver that tests kill: python -m tests.runtime.ranks.driver idle|busy MODEL
-LOGS.
-"""
+"""The program of a driver that tests kill: python -m tests.runtime.ranks.driver MODEL LOGS."""
 
 import sys
 import time
@@ -18,7 +16,7 @@ from tests.parallel.batches import random_batch
 from tests.runtime.ranks import backends
 
 
-def main(what: str, folder: str, logs: str) -> None:
+def main(folder: str, logs: str) -> None:
     plan, device, batch = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu"), random_batch([3])
     config = BaseConfig(trainer=device, runtime=RuntimeConfig(timeout_s=60))
     trainer = make_trainer(config, backends.Summing, plan, Path(logs))
@@ -26,8 +24,7 @@ def main(what: str, folder: str, logs: str) -> None:
     child = trainer._call("spawn")
     print(*[one.pid for one in psutil.Process().children(recursive=True)], child, flush=True)
     try:
-        if what == "busy":
-            trainer.train_step(batch, lambda rank, batch: time.sleep(3) or 0)
+        trainer.train_step(batch, lambda rank, batch: time.sleep(3) or 0)
         time.sleep(600)
     except KeyboardInterrupt:
         print("interrupted", flush=True)

@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks.rank import Rank
 from nemorl.runtime.ranks.trainer import RankedTrainer
@@ -21,7 +22,9 @@ from nemorl.runtime.ranks.wire import dumps, loads
 from tests.ray_session import ray_cpus
 
 SIZE = 2
-OPTIONS: dict[str, Any] = {"phase": "", "limit_s": 60, "limit": ""}
+CONFIG = BaseConfig(
+    trainer=TrainerConfig(device="cpu"), runtime=RuntimeConfig(timeout_s=60, start_timeout_s=60)
+)
 
 
 class Several:
@@ -53,11 +56,11 @@ class View:
     def __init__(self) -> None:
         self.number = next(self.numbers)
 
-    def call(self, method: str, payload: list[Any], **options: Any) -> Any:
-        return group().call("on", dumps(((self.number, method, payload), {})), **options)
+    def call(self, method: str, payload: list[Any], phase: str) -> Any:
+        return group().call("on", dumps(((self.number, method, payload), {})), phase)
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:
-        self.call("shutdown", dumps(((), {})), **OPTIONS)
+        self.call("shutdown", dumps(((), {})), "shutdown")
 
 
 @functools.cache
@@ -66,21 +69,14 @@ def group() -> Any:
     from nemorl.runtime.ranks.actors import RayRanks
 
     ray_cpus()
-    made = RayRanks(
-        Several,
-        SIZE,
-        device="cpu",
-        shared_gpus=[],
-        log_dir=Path(tempfile.mkdtemp(prefix="nemorl-ranks-")),
-        runtime=RuntimeConfig(),
-    )
-    made.call("setup", dumps(((BackendConfig(),), {})), **OPTIONS)
+    made = RayRanks(Several, SIZE, CONFIG, Path(tempfile.mkdtemp(prefix="nemorl-ranks-")))
+    made.call("setup", dumps(((BackendConfig(),), {})), "setup")
     return made
 
 
 def ranked(model: nn.Module, config: BackendConfig) -> RankedTrainer:
     """The model, by way of a folder, on two ranks."""
-    trainer = RankedTrainer(View, RuntimeConfig(timeout_s=60, start_timeout_s=60))
+    trainer = RankedTrainer(View)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)  # type: ignore[operator]
         trainer.setup(

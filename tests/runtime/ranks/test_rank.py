@@ -55,23 +55,6 @@ def test_buckets_hold_everything_in_order_and_are_cut_alike_everywhere(make):
     assert seen == [[2, 2], [3, 3], [6, 6]], "no rank gathers ahead"
 
 
-def test_rank_zero_sends_and_the_others_gather_along(make):
-    ranks = [make(), make(1)]
-    assert ranks[0].do("send_weights", (lambda pairs: [name for name, _ in pairs],), {})[0] == list(
-        SIZES
-    )
-    assert ranks[0].do("send_weights", (next,), {})[0][0] == "a"
-    error = ranks[0].do("send_weights", (lambda pairs: 1 / 0,), {})[1]
-    assert error["kind"] == "ZeroDivisionError"
-    assert ranks[1].do("send_weights", (len,), {}) is None
-    assert ranks[0]._backend.seen == 3 * list(SIZES) and ranks[1]._backend.seen == list(SIZES)
-
-
-def test_only_rank_zero_returns_its_results(make):
-    assert make().perform("get_logprobs", (7,), {}).value == 7
-    assert make(1).perform("get_logprobs", (7,), {}).value is None
-
-
 def test_errors_are_kept_apart_from_results(make, capfd: pytest.CaptureFixture[str]):
     host = make()
     answer = host.perform("fail", (), {})

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,33 +134,11 @@ def assert_as_in_one_process(algorithm: str, place: Path, folder: Path) -> None:
     )  # Adam makes steps of a full size of gradients that are but rounding
 
 
-def in_a_process(
-    python: Path | str, *command: str, **environment: str
-) -> subprocess.CompletedProcess:
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    variables |= {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        **environment,
-    }
+def in_a_process(*command: Path | str) -> subprocess.CompletedProcess:
+    environment = {name: value for name, value in os.environ.items() if name[:4] != "RAY_"}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run(
-        [python, *command], env=variables, capture_output=True, text=True, timeout=300, check=False
-    )
-
-
-def torchrun(
-    *command: str, ranks: int = 2, options: Sequence[str] = ()
-) -> subprocess.CompletedProcess:
-    return in_a_process(
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        *options,
-        *command,
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
@@ -185,15 +162,6 @@ def test_one_command_on_four_devices(forked: Path, place: Path, tmp_path: Path):
     ]
 
 
-def test_torchrun(place: Path, tmp_path: Path):
-    """Its first process alone writes and speaks."""
-    done = torchrun("-m", "nemorl", *arguments("sft", place, tmp_path, "--run.display", "plain"))
-    assert done.returncode == 0, done.stderr
-    assert_as_in_one_process("sft", place, tmp_path)
-    assert done.stdout.count("done in") == 1, done.stdout
-    assert len(json.loads((tmp_path / "run.json").read_text())["sessions"]) == 1
-
-
 SCRIPT = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
@@ -215,11 +183,12 @@ Path(folder / f"rank-{rank}.json").write_text(json.dumps(said))
 """
 
 
-def script_config(place: Path, tmp_path: Path, **options: Any) -> str:
+def script_config(place: Path, tmp_path: Path) -> str:
     """The sft run's settings in a file, which a script is started with."""
     (tmp_path / "script.py").write_text(SCRIPT)
     config = nemorl.load_config(nemorl.SFTConfig, place / "sft" / "config.yaml")
-    config = replace(config, run=replace(config.run, dir=str(tmp_path / "run")), **options)
+    run = replace(config.run, dir=str(tmp_path / "run"), display="plain")
+    config = replace(config, run=run)
     from nemorl.runtime.config.tree import dump_yaml
 
     (tmp_path / "config.yaml").write_text(dump_yaml(config))
@@ -229,16 +198,15 @@ def script_config(place: Path, tmp_path: Path, **options: Any) -> str:
 def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothing(
     place: Path, tmp_path: Path
 ):
-    """torchrun starts all of them again, and the run goes on from its last checkpoint."""
+    """torchrun starts all of them again, and the run goes on from its last checkpoint. The first
+    process alone writes and speaks.
+    """
     script = script_config(place, tmp_path)
-    done = torchrun(
-        script,
-        str(tmp_path / "config.yaml"),
-        str(tmp_path / "run"),
-        "deadly",
-        options=["--max-restarts", "1"],
-    )
+    command = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 {script}"
+    files = [str(tmp_path / "config.yaml"), str(tmp_path / "run")]
+    done = in_a_process(sys.executable, *command.split(), *files, "deadly")
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done in") == 1, done.stdout
     assert_as_in_one_process("sft", place, tmp_path / "run")
     assert len(json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]) == 2, (
         "the death came too late"
@@ -247,7 +215,7 @@ def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothin
         json.loads((tmp_path / "run" / f"rank-{rank}.json").read_text()) for rank in range(2)
     ]
     assert results[0] == results[1]
-    assert results[0][1:] == [2 * STEPS // STEPS + STEPS - 1, str(tmp_path / "run"), True]
+    assert results[0][1:] == [STEPS + 1, str(tmp_path / "run"), True]
 
 
 class KillRank(Callback):

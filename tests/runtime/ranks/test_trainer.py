@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from nemorl.parallel.config import BackendConfig, ModelConfig, ProfileConfig
-from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks import trainer as module
 from nemorl.runtime.ranks.rank import Answer
 from nemorl.runtime.ranks.trainer import RankedTrainer
@@ -20,7 +19,7 @@ DIED = r"its ranks were ended: rank 1 died"
 
 
 def died() -> WorkerDied:
-    return WorkerDied("rank 1 died", rank=1, host="node", pid=7, reason="it was killed")
+    return WorkerDied("rank 1 died")
 
 
 def found_dead(trainer: RankedTrainer) -> None:
@@ -37,7 +36,7 @@ class Group:
     steps: int = 0
     ending: Exception | None = None
 
-    def call(self, method, payload, *, phase, limit_s, limit):
+    def call(self, method, payload, phase):
         if self.ended:
             raise RuntimeError("the ranks have been shut down")
         self.steps += method == "train_step"
@@ -58,7 +57,7 @@ def made(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "structure", lambda path: None)
 
     def make(group: Group, **options: Any) -> RankedTrainer:
-        trainer = RankedTrainer(lambda: group, RuntimeConfig())
+        trainer = RankedTrainer(lambda: group)
         trainer.setup(BackendConfig(model=ModelConfig(path="none"), **options))
         return trainer
 

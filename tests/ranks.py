@@ -4,7 +4,6 @@ server that has the imports behind it, and kept for the next functions.
 
 import atexit
 import gc
-import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -32,13 +31,17 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+USES = 4
+"""Functions that the same processes run: each leaves groups behind, whose threads poll."""
+
+
 class Ranks:
     """Processes that run one function after the other, in the same process group."""
 
     def __init__(self, size: int, process_group: bool) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        port = free_port()
+        port, self.uses = free_port(), 0
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -95,7 +98,7 @@ def run_ranks(
     """`function(*args)` on ranks 0 … size − 1, each a process with torchrun's variables and, with
     `process_group`, torch.distributed initialised with gloo; the results in the order of ranks.
 
-    The processes are kept for the next call, unless they are to be `fresh`. `function` must be
+    The processes are kept for the next calls, unless they are to be `fresh`. `function` must be
     importable. Raises AssertionError with the traceback of a rank that fails, or that is not done
     within the time; all are ended then.
     """
@@ -106,7 +109,8 @@ def run_ranks(
     except BaseException:
         ranks.kill()
         raise
-    if fresh:
+    ranks.uses += 1
+    if fresh or ranks.uses == USES:
         ranks.kill()
     else:
         _KEPT[size] = ranks
@@ -128,23 +132,18 @@ def _serve(rank: int, size: int, port: int, process_group: bool, pipe: Connectio
     )
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, size, rank == 0) if process_group else None
-        for turn in itertools.count():
+        while True:
             folder, function, args = pipe.recv()
             os.chdir(folder)
             try:
-                if store is not None:
-                    own = dist.PrefixStore(str(turn), store)
-                    dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
+                if process_group and not dist.is_initialized():
+                    dist.init_process_group("gloo")
                 torch.manual_seed(0)
                 # Not send(): it would only pass on where tensors lie.
-                answer = pickle.dumps(("value", function(*args)))
+                pipe.send_bytes(pickle.dumps(("value", function(*args))))
             except BaseException:
-                answer = pickle.dumps(("error", traceback.format_exc()))
-            if dist.is_initialized():  # a group's threads poll as long as it is there
-                dist.destroy_process_group()
+                pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
             gc.collect()
-            pipe.send_bytes(answer)
     except (EOFError, OSError):
         pass
     finally:

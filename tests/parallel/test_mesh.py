@@ -1,6 +1,5 @@
 """Ranks along the axes of the mesh, and how long their collectives may take."""
 
-import gc
 import time
 
 import psutil
@@ -32,19 +31,13 @@ def test_no_collective_takes_longer_than_it_may():
     assert "timeout" in found[1] or "1000ms" in found[1], "it may share the first one's group"
 
 
-def threads_of_worlds(count: int) -> list[int]:
-    """Threads of this process after each world that it joined and left again."""
-    found = []
-    for _ in range(count):
-        world = World.of(ParallelPlan(dp_shard=2), "cpu")
-        dist.all_reduce(torch.ones(1), group=world.control_group)
-        world.leave()
-        del world
-        gc.collect()
-        found.append(psutil.Process().num_threads())
-    return found
+def joined_twice() -> tuple[bool, int]:
+    """Whether the second world is the first, and how many threads were begun for it."""
+    plan = ParallelPlan(dp_shard=2)
+    first = World.of(plan, "cpu")
+    before = psutil.Process().num_threads()
+    return World.of(plan, "cpu") is first, psutil.Process().num_threads() - before
 
 
-def test_a_world_that_is_left_keeps_no_threads():
-    for found in run_ranks(2, threads_of_worlds, 4):
-        assert found[1] == found[3]
+def test_a_second_run_of_a_process_takes_the_groups_of_the_first():
+    assert run_ranks(2, joined_twice) == [(True, 0)] * 2

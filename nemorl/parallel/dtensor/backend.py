@@ -262,8 +262,6 @@ class DTensorBackend:
         close_profile()
         if self._writer is not None:
             self._writer.close()
-            self._writer = None
-            self.world.leave()
         if self._model is not None and not self.world.sharded:
             model = self.model
             attention, training, trainable = self._found

@@ -18,12 +18,10 @@ import json
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -43,8 +41,6 @@ from nemorl.parallel.dtensor.pieces import fill, own_part, replicas
 STATE = "backend.json"
 BEGUN = ".begun"
 """A file by which ranks see whether they share the folder."""
-SLOWEST = timedelta(days=1)
-"""A rank may wait this long for others that write; a dead one is noticed at once."""
 File = tuple[str, list[Piece], Iterable[Tensor]]
 """A file's name, its pieces, and their values in the same order."""
 
@@ -57,10 +53,6 @@ class CheckpointWriter:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # A group of its own, as `wait` may run beside a training step.
-        self._group = None
-        if world.control_group is not None:
-            self._group = dist.new_group(backend="gloo", timeout=SLOWEST)
         self._thread: threading.Thread | None = None
         self._path: Path | None = None
         self._written: dict[str, Checksum] = {}
@@ -132,14 +124,14 @@ class CheckpointWriter:
             return
         self.close()
         self._thread = self._path = None
-        with self.world.share_errors(self._group):
+        with self.world.share_errors(self.world.saving_group):
             error = self._error
             if error is not None and self.world.size > 1 and not isinstance(error, OSError):
                 error = OSError(repr(error))
             if error is not None:
                 raise error
-        parts = self.world.gather_objects(self._written, group=self._group)
-        with self.world.share_errors(self._group):
+        parts = self.world.gather_objects(self._written, group=self.world.saving_group)
+        with self.world.share_errors(self.world.saving_group):
             if self.world.rank == 0:
                 write_manifest(path, {name: file for part in parts for name, file in part.items()})
                 (path / BEGUN).unlink()

@@ -18,6 +18,8 @@ from nemorl.models.causal_lm import usable_device
 from nemorl.parallel.plan import ParallelPlan
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SLOWEST_SAVE = timedelta(days=1)
+"""A rank may wait this long for others that write; a dead one is noticed at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class World:
     """The ranks with other parts of each layer."""
     control_group: dist.ProcessGroup | None = None
     """All ranks, for Python objects and CPU tensors."""
+    saving_group: dist.ProcessGroup | None = None
+    """All ranks, for a checkpoint that is written beside training steps."""
 
     @property
     def sharded(self) -> bool:
@@ -62,13 +66,17 @@ class World:
     ) -> World:
         """Join the ranks that the environment names (RANK, WORLD_SIZE, …); a collective call.
 
-        timeout_s: how long a collective may take; torch's default for None.
+        A process that joins them again gets the first groups: each has threads, and torch's caches
+        hold on to a mesh. timeout_s: how long a collective may take; torch's default for None.
         """
         from nemorl.parallel.dtensor.titan import make_dims
 
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         device = start_process_group(device_name, timeout=timeout)
         plan = plan.on(dist.get_world_size())
+        key = plan, device, timeout, dist.group.WORLD
+        if key in _JOINED:
+            return _JOINED[key]
         dims = make_dims(plan, device.type)
         if timeout is not None:
             for mesh in dims.get_all_one_dimensional_meshes().values():
@@ -80,7 +88,8 @@ class World:
             place[f"{name}_group"] = None if mesh is None else mesh.get_group()
         if dist.get_backend() != "fake":  # which tries a plan in one process
             place["control_group"] = dist.new_group(backend="gloo", timeout=timeout)
-        return cls(
+            place["saving_group"] = dist.new_group(backend="gloo", timeout=SLOWEST_SAVE)
+        _JOINED[key] = cls(
             plan=plan,
             device=device,
             dims=dims,
@@ -88,15 +97,7 @@ class World:
             size=dist.get_world_size(),
             **place,
         )
-
-    def leave(self) -> None:
-        """Destroy the groups that `of` made, whose threads would go on in a lasting process."""
-        if self.dims is None:
-            return
-        meshes = self.dims.get_all_one_dimensional_meshes().values()
-        groups = {self.control_group, *(mesh.get_group() for mesh in meshes)}
-        for group in groups - {None, dist.group.WORLD}:
-            dist.destroy_process_group(group)
+        return _JOINED[key]
 
     def gather_objects(self, value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Return the values of all ranks, in order; a collective call (of `group` if given)."""
@@ -121,6 +122,9 @@ class World:
             if found is not None:
                 kind, message = found
                 raise kind(message)
+
+
+_JOINED: dict[Any, World] = {}
 
 
 def start_process_group(

@@ -58,6 +58,33 @@ with RayVirtualCluster({"first": [Bundle()], "second": [Bundle()]}, strategy="ST
 PYTHON"""
     ),
 }
+WITHOUT_RAY = {
+    "bin/ray": (
+        """
+touch "${BASH_SOURCE%/*}/node-$$"
+exec python -c 'import socket, sys
+port = next((a[7:] for a in sys.argv if a.startswith("--port=")), 0)
+with socket.create_server(("127.0.0.1", int(port)), reuse_port=True) as server:
+    while True:
+        server.accept()' "$@" """
+    ),
+    "bin/nemorl": (
+        """
+trap 'echo "saved $*"; kill $!; exit 143' TERM
+echo "attached to 2 nodes"
+sleep 60 & wait"""
+    ),
+    "ray.py": (
+        """
+from pathlib import Path
+class util:
+    get_node_ip_address = lambda: "127.0.0.1"
+def init(**options): ...
+def nodes():
+    return [{"Alive": True} for _ in Path(__file__).parent.glob("bin/node-*")]"""
+    ),
+}
+"""Stubs of Ray, too, which starts at once."""
 JOB = "4711"
 
 
@@ -90,7 +117,15 @@ def of_this_job() -> list[str]:
 
 
 @pytest.mark.xdist_group("ray")
-def test_the_slurm_script_starts_and_ends_a_cluster(slurm: dict[str, str]):
+@pytest.mark.parametrize("stubs", [WITHOUT_RAY, pytest.param({}, marks=pytest.mark.slow)])
+def test_the_slurm_script_starts_and_ends_a_cluster(
+    slurm: dict[str, str], tmp_path: Path, stubs: dict[str, str]
+):
+    for name, code in stubs.items():
+        (tmp_path / name).write_text("#!/usr/bin/env bash" * name.startswith("bin") + code)
+        (tmp_path / name).chmod(0o755)
+    if stubs:
+        slurm["PYTHONPATH"] = str(tmp_path)
     with subprocess.Popen(
         ["bash", SLURM, "grpo"],
         env=slurm,
@@ -119,6 +154,7 @@ def test_the_slurm_script_says_why_there_is_no_head(slurm: dict[str, str], tmp_p
     assert "no head today" in script.stderr
 
 
+@pytest.mark.slow
 def test_the_torchrun_script_trains_one_model_on_two_nodes(slurm: dict[str, str], tmp_path: Path):
     """Its name is given once, and the second time the run goes on."""
     (tmp_path / "bin" / "nemorl").unlink()

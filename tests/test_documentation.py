@@ -26,6 +26,8 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parent.parent
 GUIDES = sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+SLOW = {"cluster.md", "coming-from.md", "parallelism.md"}
+"""Guides that start ranks or replicas."""
 LAST_LINE = re.compile(
     r"held-out greedy accuracy: (\d\.\d\d) -> (\d\.\d\d) \(seed (\d+), (\d+) s of training\)"
 )
@@ -90,7 +92,9 @@ def test_the_readme_runs(forked: Path, short_quickstart, tmp_path: Path):
     assert "runs/grpo" in output
 
 
-@pytest.mark.parametrize("document", GUIDES)
+@pytest.mark.parametrize(
+    "document", [g if g not in SLOW else pytest.param(g, marks=pytest.mark.slow) for g in GUIDES]
+)
 def test_the_guides_run(forked: Path, document: str, tmp_path: Path):
     write_example_files(tmp_path)
     run_document(forked, ROOT / "docs" / document, tmp_path)

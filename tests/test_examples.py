@@ -40,7 +40,10 @@ def test_each_example_is_run():
     assert sorted(path.name for path in EXAMPLES.glob("*.py")) == sorted({**BRIEFLY, **ELSEWHERE})
 
 
-@pytest.mark.parametrize("script", BRIEFLY)
+@pytest.mark.parametrize(
+    "script",
+    [n if n != "several_devices.py" else pytest.param(n, marks=pytest.mark.slow) for n in BRIEFLY],
+)
 def test_it_runs(script: str, tmp_path: Path, monkeypatch, capsys):
     steps, expected = BRIEFLY[script]
     monkeypatch.chdir(tmp_path)

@@ -62,7 +62,11 @@ def test_a_replica_gets_what_it_can_decode_at_a_time(whole):
             ("kill", 0, signal.SIGSTOP),
             r"\(process \d+ on .*replica-0.log\) made no progress for 3 s",
         ),
-        (("fault", "step", 0, "hang"), r"replica-0 .* made no progress for 3 s"),
+        pytest.param(
+            ("fault", "step", 0, "hang"),
+            r"replica-0 .* made no progress for 3 s",
+            marks=pytest.mark.slow,
+        ),
         (("fault", "step", 0, "CUDA error"), r"CUDA error"),
     ],
 )
@@ -113,6 +117,7 @@ def test_one_that_dies_while_it_takes_weights(whole):
         assert whole.replicas.generate(requests(10)) == expected
 
 
+@pytest.mark.slow
 def test_one_that_dies_while_it_starts_again_is_started_once_more(whole):
     expected = whole.replicas.generate(requests(30))
     whole.fault("start", 0)
@@ -137,6 +142,7 @@ def test_interrupted_it_drops_everything_and_can_go_on(whole):
     assert whole.replicas.generate(requests(10)) == expected
 
 
+@pytest.mark.slow
 def test_an_error_of_one_while_it_takes_weights(whole):
     """Only wrong weights end an update: any other error of an engine starts it again."""
     whole.fault("begin", 0, "out of memory")
@@ -148,6 +154,7 @@ def test_an_error_of_one_while_it_takes_weights(whole):
     assert whole.replicas.generate(requests(10)) == expected
 
 
+@pytest.mark.slow
 def test_the_others_go_on_without_one_that_dies_again_and_again(tmp_path):
     ray_cpus()
     with toys(tmp_path, max_restarts=1) as pair:
@@ -183,6 +190,7 @@ def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
             one.replicas.generate(requests(4))
 
 
+@pytest.mark.slow
 def test_where_the_only_one_dies_it_is_waited_for(tmp_path):
     ray_cpus()
     with toys(tmp_path, step_s=(0.005,)) as one:
@@ -237,6 +245,7 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path):
         assert eventually(lambda: gone(family))
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_cluster_is_an_error_in_bounded_time(tmp_path):
     with driver(tmp_path) as (driving, family):
         next(one for one in family if "gcs_server" in one.name()).kill()

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 SIZES = {"hidden_size": 128, "head_dim": 32, "scale": 3.0}
 
 
+@pytest.mark.slow
 def test_trainer_and_engine_on_different_nodes(tmp_path: Path):
     """The weights go through Ray's object store; that they arrive is seen from the second step on,
     whose samples are from trained weights.
@@ -103,6 +104,7 @@ def backend_of(**options) -> None:
         backend.shutdown()
 
 
+@pytest.mark.slow
 def test_a_replica_that_splits_the_model(tmp_path: Path):
     """Over two processes of its own, which take new weights together and write to its log."""
     ray_cpus()

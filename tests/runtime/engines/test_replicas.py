@@ -107,6 +107,7 @@ def test_a_run_with_kills_at_random_times_ends_like_one_without(tmp_path, steps,
     assert len(kills.timers) == count
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_start_says_why_before_anything_else(tmp_path):
     ray_cpus()
     backend = VLLMGenerationBackend(model=tiny_model(**SIZES), tokenizer=tiny_tokenizer())

@@ -142,6 +142,7 @@ def in_a_process(*command: Path | str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_one_command_on_four_devices(forked: Path, place: Path, tmp_path: Path):
     """The processes are started by it, and are gone with it; the copy that answers has the weights
     of each step.
@@ -195,6 +196,7 @@ def script_config(place: Path, tmp_path: Path) -> str:
     return str(tmp_path / "script.py")
 
 
+@pytest.mark.slow
 def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothing(
     place: Path, tmp_path: Path
 ):
@@ -281,6 +283,7 @@ def test_a_killed_rank_costs_nothing_with_restarts(place: Path, tmp_path: Path):
     assert_close(result, straight)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_plan(place: Path, tmp_path: Path):
     """Two ranks, then two others, then one process; every row comes once, in its turn."""
     straight = in_tests(
@@ -306,6 +309,7 @@ def test_a_run_goes_on_with_another_plan(place: Path, tmp_path: Path):
     assert_close(result, straight)
 
 
+@pytest.mark.slow
 def test_preferences_on_ranks(place: Path, tmp_path: Path):
     """With a reference model, which is spread like the other."""
     config = ranked(

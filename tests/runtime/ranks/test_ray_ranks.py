@@ -185,7 +185,7 @@ def test_a_killed_rank_is_named_and_all_are_ended(trainers):
         trainer.get_logprobs(BATCH)
 
 
-@pytest.mark.parametrize("what", ["asleep", "stopped"])
+@pytest.mark.parametrize("what", ["asleep", pytest.param("stopped", marks=pytest.mark.slow)])
 def test_a_rank_that_hangs_is_named_and_its_stack_is_in_the_log(
     trainers, tmp_path: Path, what: str
 ):
@@ -285,6 +285,7 @@ def started(model_folder: Path, tmp_path: Path):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_driver_that_is_killed(shared, started):
     process, family = started
     commands = {pid: psutil.Process(pid).cmdline() for pid in family}

@@ -43,8 +43,8 @@ KILLED = r"Signal 9 \(SIGKILL\)|exitcode *: -9"
     [
         ("raising_alone", r"ZeroDivisionError: only here"),
         ("killed", KILLED),
-        ("asleep", r"(?i)time[d ]*out"),
-        ("between_calls", r"ArithmeticError: of the loop"),
+        pytest.param("asleep", r"(?i)time[d ]*out", marks=pytest.mark.slow),
+        pytest.param("between_calls", r"ArithmeticError: of the loop", marks=pytest.mark.slow),
         pytest.param("raising", r"FloatingPointError: .*nan on rank 0", marks=pytest.mark.slow),
         pytest.param("leader_killed", KILLED, marks=pytest.mark.slow),
     ],

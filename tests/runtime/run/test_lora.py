@@ -101,7 +101,7 @@ def test_grpo_learns_with_adapters(tmp_path: Path):
     )
 
 
-@pytest.mark.parametrize("reference", ["live", "precomputed"])
+@pytest.mark.parametrize("reference", ["live", pytest.param("precomputed", marks=pytest.mark.slow)])
 def test_dpo_learns_with_adapters(tmp_path: Path, reference):
     """The first loss is log 2, as the policy is its own reference.
 

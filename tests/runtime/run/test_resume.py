@@ -45,6 +45,11 @@ ALGORITHMS = {
 
 FRESH = {"grpo with minibatches, a reference and dynamic sampling"}
 """Whose last process has a seed of hashing of its own, on which nothing may depend."""
+QUICK = {
+    *FRESH,
+    "dpo with a reference computed before, at once again after the kill",
+    "sft with adapters and dropout in them",
+}
 
 
 def in_a_process(python: Path | str, *, killed: bool = False, **settings) -> None:
@@ -80,7 +85,9 @@ def assert_equal_outcomes(a: Path, b: Path) -> None:
         assert torch.equal(tensors[name], other_tensors[name]), name
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in ALGORITHMS]
+)
 def test_killed_between_two_steps_and_in_a_checkpoint(name: str, forked: Path, tmp_path: Path):
     """Checkpoints come every second step.
 

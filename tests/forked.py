@@ -136,6 +136,8 @@ def run(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     code: object = 0
+    if arguments[0] == "-u":  # as torchrun has it
+        del arguments[0]
     try:
         if arguments[0] == "-m":
             sys.argv, sys.path[0] = arguments[1:], folder

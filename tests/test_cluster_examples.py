@@ -154,10 +154,15 @@ def test_the_slurm_script_says_why_there_is_no_head(slurm: dict[str, str], tmp_p
     assert "no head today" in script.stderr
 
 
-@pytest.mark.slow
-def test_the_torchrun_script_trains_one_model_on_two_nodes(slurm: dict[str, str], tmp_path: Path):
+def test_the_torchrun_script_trains_one_model_on_two_nodes(
+    slurm: dict[str, str], forked: Path, tmp_path: Path
+):
     """Its name is given once, and the second time the run goes on."""
     (tmp_path / "bin" / "nemorl").unlink()
+    (tmp_path / "bin" / "torchrun").write_text(
+        f'#!/usr/bin/env bash\nexec "{forked}/python" -m torch.distributed.run "$@"'
+    )
+    (tmp_path / "bin" / "torchrun").chmod(0o755)
     write_example_files(tmp_path)
     settings = shlex.split(
         "sft --model.path model --data.train demonstrations.jsonl --run.dir run"
@@ -168,6 +173,7 @@ def test_the_torchrun_script_trains_one_model_on_two_nodes(slurm: dict[str, str]
         "SLURM_NNODES": "2",
         "SLURM_JOB_ID": str(os.getpid()),
         "OMP_NUM_THREADS": "1",
+        "PYTHON_EXEC": str(forked / "python"),
         "PYTHONPATH": str(CLUSTER.parent.parent),
     }
     command = ["bash", str(TORCHRUN), *settings]

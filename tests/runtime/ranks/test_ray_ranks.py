@@ -268,39 +268,26 @@ def shared() -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
-@pytest.fixture
-def started(model_folder: Path, tmp_path: Path):
-    """A driver with a Ray of its own, in a step; and the processes that it has started."""
+def test_ctrl_c_is_the_drivers_alone_and_a_kill_leaves_nothing(
+    shared, model_folder: Path, tmp_path: Path
+):
+    """Both while its ranks are in a step; the terminal sends Ctrl-C to the whole group."""
     command = [sys.executable, "-m", "tests.runtime.ranks.driver", str(model_folder), str(tmp_path)]
     environment = {name: value for name, value in os.environ.items() if name[:4] != "RAY_"}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    try:
-        family = [int(pid) for pid in process.stdout.readline().split()]
-        time.sleep(0.5)
-        yield process, family
-    finally:
-        process.kill()
-        process.communicate()
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_a_driver_that_is_killed(shared, started):
-    process, family = started
-    commands = {pid: psutil.Process(pid).cmdline() for pid in family}
-    process.kill()
-    process.wait()
+    ) as process:
+        try:
+            family = [int(pid) for pid in process.stdout.readline().split()]
+            commands = {pid: psutil.Process(pid).cmdline() for pid in family}
+            time.sleep(0.5)
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.stdout.readline() == "interrupted\n"
+            assert process.stdout.readline() == "loss 3.0\n"
+            time.sleep(0.5)
+        finally:
+            process.kill()
     assert len(family) > 3
     assert soon_gone(*family), [commands[pid] for pid in alive(*family)]
     left = set(Path("/dev/shm").iterdir()) - shared
     assert not [path for path in left if path.name.startswith(("plasma", "ray", "torch"))]
-
-
-def test_ctrl_c_is_the_drivers_alone(started):
-    """The terminal sends it to the whole group."""
-    process, family = started
-    os.killpg(process.pid, signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
-    assert out == "interrupted\nloss 3.0\n" and process.returncode == 0
-    assert soon_gone(*family)

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,23 @@ from nemorl.runtime.ranks.torchrun import signals_held
 from tests.runtime.cluster.processes import soon_gone
 
 
-def torchrun(*program: str) -> tuple[int, str]:
+def torchrun(forked: Path, *program: str) -> tuple[int, str]:
     """The exit code of a job of two processes, and what it printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    python = str(forked / "python")
+    command = [python, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHON_EXEC": python}
     done = subprocess.run(
         [*command, *program], capture_output=True, text=True, timeout=300, env=environment
     )
     return done.returncode, done.stdout + done.stderr
 
 
-def job(what: str, folder: Path) -> tuple[int, str]:
-    return torchrun("-m", "tests.runtime.ranks.job", what, str(folder))
+def job(forked: Path, what: str, folder: Path) -> tuple[int, str]:
+    return torchrun(forked, "-m", "tests.runtime.ranks.job", what, str(folder))
 
 
-def test_the_others_obey_rank_zero(model_folder: Path):
-    code, text = job("everything", model_folder)
+def test_the_others_obey_rank_zero(forked: Path, model_folder: Path):
+    code, text = job(forked, "everything", model_folder)
     assert code == 0, text
     assert text.count("did everything") == 2
     assert "result of run 0" in text and "result of run 1" in text
@@ -49,16 +49,20 @@ KILLED = r"Signal 9 \(SIGKILL\)|exitcode *: -9"
         pytest.param("leader_killed", KILLED, marks=pytest.mark.slow),
     ],
 )
-def test_any_error_ends_the_job_and_all_processes(model_folder: Path, what: str, reason: str):
-    code, text = job(what, model_folder)
+def test_any_error_ends_the_job_and_all_processes(
+    forked: Path, model_folder: Path, what: str, reason: str
+):
+    code, text = job(forked, what, model_folder)
     assert code == 1 and re.search(reason, text) and "ChildFailedError" in text, text
     pids = {int(pid) for pid in re.findall(r"(?m)^process (\d+)$", text)}
     assert len(pids) == 2 and soon_gone(*pids)
 
 
-def test_a_wrong_setting_is_an_error_of_the_job(tmp_path: Path):
+def test_a_wrong_setting_is_an_error_of_the_job(forked: Path, tmp_path: Path):
     command = ["-m", "nemorl", "sft", "--model.path", "model", "--data.train", "rows.jsonl"]
-    code, text = torchrun(*command, "--parallel.tp", "3", "--run.dir", str(tmp_path / "run"))
+    code, text = torchrun(
+        forked, *command, "--parallel.tp", "3", "--run.dir", str(tmp_path / "run")
+    )
     assert code == 1, text
     assert "nemorl sft: error: parallel must divide the 2 devices that there are" in text
     assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -34,8 +34,20 @@ def _as_loss(values: Tensor, cotangent: Tensor, metrics: Any = None) -> LossOutp
     return LossOutput((values * cotangent).sum(), metrics or {})
 
 
-def _mapped(function: Callable[..., Tensor]) -> Callable[..., LossOutput]:
-    return lambda *arrays, **options: _as_loss(function(*arrays[:-1], **options), arrays[-1])
+def _mapped(
+    function: Callable[..., Any], *keywords: str, **fixed: Any
+) -> Callable[..., LossOutput]:
+    """The function as a loss, with the last arrays before the cotangent given by `keywords`."""
+
+    def loss(*arrays: Tensor, **options: Any) -> LossOutput:
+        count = len(arrays) - 1 - len(keywords)
+        named = dict(zip(keywords, arrays[count:-1], strict=True))
+        values = function(*arrays[:count], **named, **fixed, **options)
+        if isinstance(values, tuple):
+            values = values[0] + 0.7 * values[1]
+        return _as_loss(values, arrays[-1])
+
+    return loss
 
 
 POLICY_INPUTS = ("token_logprobs", "prev_logprobs", "advantages", "loss_weights")
@@ -48,38 +60,24 @@ CLIPS: tuple[dict[str, Any], ...] = (
 
 
 def _policy_cases() -> list[Case]:
-    grad = ("token_logprobs",)
-    cases = [Case("clipped", policy.clipped, (*POLICY_INPUTS, "importance_weights"), grad, CLIPS)]
-    cases += [
-        Case("clipped without importance weights", policy.clipped, POLICY_INPUTS, grad, CLIPS)
-    ]
-    for name, function in (("gspo", policy.gspo), ("gspo_token", policy.gspo_token)):
-        options = (
-            {"clip_low": 0.2, "clip_high": 0.2},
-            {},
-            {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.5},
-        )
-        cases += [
-            Case(
-                name, function, (*POLICY_INPUTS, "segment_ids", "importance_weights"), grad, options
-            )
-        ]
-    cases += [
-        Case(
-            "cispo",
-            policy.cispo,
-            (*POLICY_INPUTS, "importance_weights"),
-            grad,
-            ({}, {"clip_low": 0.2, "clip_high": 0.2}),
-        )
-    ]
-    cases += [Case("reinforce", policy.reinforce, (*POLICY_INPUTS, "importance_weights"), grad)]
+    grad, weighted = ("token_logprobs",), (*POLICY_INPUTS, "importance_weights")
+    segmented = (*POLICY_INPUTS, "segment_ids", "importance_weights")
+    of_sequence: tuple[dict[str, Any], ...] = (
+        {"clip_low": 0.2, "clip_high": 0.2},
+        {},
+        {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 1.5},
+    )
 
     def on_policy(logprobs, *rest, **options):
         return policy.clipped(logprobs, policy.on_policy(logprobs), *rest, **options)
 
     return [
-        *cases,
+        Case("clipped", policy.clipped, weighted, grad, CLIPS),
+        Case("clipped without importance weights", policy.clipped, POLICY_INPUTS, grad, CLIPS),
+        Case("gspo", policy.gspo, segmented, grad, of_sequence),
+        Case("gspo_token", policy.gspo_token, segmented, grad, of_sequence),
+        Case("cispo", policy.cispo, weighted, grad, ({}, {"clip_low": 0.2, "clip_high": 0.2})),
+        Case("reinforce", policy.reinforce, weighted, grad),
         Case(
             "clipped on policy",
             on_policy,
@@ -102,27 +100,10 @@ def _kl_cases() -> list[Case]:
     def options(gradient: str, **more: Any) -> tuple[dict[str, Any], ...]:
         return tuple({"gradient": gradient, **estimator, **more} for estimator in estimators)
 
-    def by_importance(
-        token: Tensor,
-        reference: Tensor,
-        mask: Tensor,
-        generation: Tensor,
-        cotangent: Tensor,
-        **options: Any,
-    ) -> LossOutput:
-        return _as_loss(
-            kl.kl(token, reference, mask, generation_logprobs=generation, **options), cotangent
-        )
-
     maps = ("token_logprobs", "reference_logprobs", "mask")
     logits = ("logits", "teacher_logits", "segment_ids", "cotangent")
 
-    def full(a, b, segments, cotangent, **options):
-        return _as_loss(kl.full_kl(a, b, segment_ids=segments, **options), cotangent)
-
-    directions = tuple(
-        {"direction": direction} for direction in ("reverse", "forward", "jensen_shannon")
-    )
+    directions = tuple({"direction": direction, "mix": 0.3} for direction in kl.DIRECTIONS)
     return [
         Case("kl_loss pathwise", terms.kl_loss, inputs, grad, options("pathwise", coef=0.1)),
         Case("kl_loss score", terms.kl_loss, inputs, grad, options("score", coef=0.1)),
@@ -136,7 +117,7 @@ def _kl_cases() -> list[Case]:
         Case("kl", _mapped(kl.kl), (*maps, "cotangent"), grad, options("pathwise"), family="map"),
         Case(
             "kl importance",
-            by_importance,
+            _mapped(kl.kl, "generation_logprobs"),
             (*maps, "generation_logprobs", "cotangent"),
             grad,
             options("importance"),
@@ -144,7 +125,7 @@ def _kl_cases() -> list[Case]:
         ),
         Case(
             "full_kl",
-            full,
+            _mapped(kl.full_kl, "segment_ids"),
             logits,
             ("logits", "teacher_logits"),
             directions,
@@ -227,50 +208,6 @@ def _logprob_cases() -> list[Case]:
         for options in ({}, {"temperature": 0.7}, {"top_k": 3}, {"top_p": 0.8, "min_p": 0.05})
     )
 
-    def plain(
-        logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any
-    ) -> LossOutput:
-        return _as_loss(
-            logprobs.token_logprobs(logits, input_ids, segment_ids=segment_ids, **options),
-            cotangent,
-        )
-
-    def both(
-        logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any
-    ) -> LossOutput:
-        values, entropies = logprobs.token_logprobs_and_entropy(
-            logits, input_ids, segment_ids=segment_ids, **options
-        )
-        return _as_loss(values + 0.7 * entropies, cotangent)
-
-    def entropy(
-        logits: Tensor, segment_ids: Tensor, cotangent: Tensor, **options: Any
-    ) -> LossOutput:
-        return _as_loss(logprobs.entropy(logits, segment_ids=segment_ids, **options), cotangent)
-
-    def linear(
-        hidden: Tensor,
-        head: Tensor,
-        input_ids: Tensor,
-        segment_ids: Tensor,
-        cotangent: Tensor,
-        **options: Any,
-    ) -> LossOutput:
-        values, entropies = logprobs.linear_token_logprobs(
-            hidden, head, input_ids, segment_ids=segment_ids, with_entropy=True, **options
-        )
-        return _as_loss(values + 0.7 * entropies, cotangent)
-
-    def parallel(
-        logits: Tensor, input_ids: Tensor, segment_ids: Tensor, cotangent: Tensor
-    ) -> LossOutput:
-        return _as_loss(
-            vocab_parallel.vocab_parallel_token_logprobs(
-                logits, input_ids, segment_ids=segment_ids, temperature=0.7
-            ),
-            cotangent,
-        )
-
     inputs = ("logits", "input_ids", "segment_ids", "cotangent")
     chunked, linear_inputs = (
         tuple({**kind, "chunk": chunk} for kind in kinds[:3] for chunk in (2, 64)),
@@ -278,21 +215,46 @@ def _logprob_cases() -> list[Case]:
     )
     shape: dict[str, Any] = {"family": "logits", "masked_by": "segment"}
     return [
-        Case("token_logprobs", plain, inputs, ("logits",), kinds, **shape),
-        Case("token_logprobs_and_entropy", both, inputs, ("logits",), kinds, **shape),
         Case(
-            "entropy", entropy, ("logits", "segment_ids", "cotangent"), ("logits",), kinds, **shape
+            "token_logprobs",
+            _mapped(logprobs.token_logprobs, "segment_ids"),
+            inputs,
+            ("logits",),
+            kinds,
+            **shape,
+        ),
+        Case(
+            "token_logprobs_and_entropy",
+            _mapped(logprobs.token_logprobs_and_entropy, "segment_ids"),
+            inputs,
+            ("logits",),
+            kinds,
+            **shape,
+        ),
+        Case(
+            "entropy",
+            _mapped(logprobs.entropy, "segment_ids"),
+            ("logits", "segment_ids", "cotangent"),
+            ("logits",),
+            kinds,
+            **shape,
         ),
         Case(
             "linear_token_logprobs",
-            linear,
+            _mapped(logprobs.linear_token_logprobs, "segment_ids", with_entropy=True),
             linear_inputs,
             ("hidden", "head"),
             chunked,
             half_rounding=0.1,
             **shape,
         ),
-        Case("vocab_parallel_token_logprobs", parallel, inputs, ("logits",), **shape),
+        Case(
+            "vocab_parallel_token_logprobs",
+            _mapped(vocab_parallel.vocab_parallel_token_logprobs, "segment_ids", temperature=0.7),
+            inputs,
+            ("logits",),
+            **shape,
+        ),
     ]
 
 
@@ -389,9 +351,6 @@ def _preference_cases() -> list[Case]:
 
 
 def _weight_cases() -> list[Case]:
-    def constant(mask: Tensor, segment_ids: Tensor, cotangent: Tensor) -> LossOutput:
-        return _as_loss(masks.constant_weights(mask, segment_ids, length=7), cotangent)
-
     by_segment, by_token, by_row = (
         ("mask", "segment_ids", "cotangent"),
         ("mask", "token_group_id", "cotangent"),
@@ -412,7 +371,13 @@ def _weight_cases() -> list[Case]:
             (),
             family="weights",
         ),
-        Case("constant_weights", constant, by_segment, (), family="weights"),
+        Case(
+            "constant_weights",
+            _mapped(masks.constant_weights, length=7),
+            by_segment,
+            (),
+            family="weights",
+        ),
         Case(
             "group_mean_weights", _mapped(masks.group_mean_weights), by_token, (), family="weights"
         ),
@@ -439,24 +404,6 @@ def _advantage_cases() -> list[Case]:
         {"baseline": "group_mean", "scale": "batch_std"},
     )
 
-    def with_lengths(
-        rewards: Tensor, group_id: Tensor, lengths: Tensor, cotangent: Tensor
-    ) -> LossOutput:
-        return _as_loss(
-            adv.advantages(rewards, group_id, baseline="length_weighted", lengths=lengths),
-            cotangent,
-        )
-
-    def with_greedy(
-        rewards: Tensor, group_id: Tensor, greedy: Tensor, cotangent: Tensor
-    ) -> LossOutput:
-        return _as_loss(
-            adv.advantages(
-                rewards, group_id, baseline="greedy", scale="none", greedy_rewards=greedy
-            ),
-            cotangent,
-        )
-
     def informative(rewards, group_id):
         return rewards_module.informative_groups(rewards, group_id).float()
 
@@ -473,14 +420,14 @@ def _advantage_cases() -> list[Case]:
         ),
         Case(
             "advantages by length",
-            with_lengths,
+            _mapped(adv.advantages, "lengths", baseline="length_weighted"),
             ("rewards", "group_id", "lengths", "sequence_cotangent"),
             (),
             **of_group,
         ),
         Case(
             "advantages over greedy",
-            with_greedy,
+            _mapped(adv.advantages, "greedy_rewards", baseline="greedy", scale="none"),
             ("rewards", "group_id", "greedy_rewards", "sequence_cotangent"),
             (),
             family="advantages",
@@ -514,12 +461,6 @@ def _advantage_cases() -> list[Case]:
 
 
 def _token_advantage_cases() -> list[Case]:
-    def gae(
-        rewards: Tensor, values: Tensor, mask: Tensor, cotangent: Tensor, **options: Any
-    ) -> LossOutput:
-        advantages, returns = adv.gae(rewards, values, mask, **options)
-        return _as_loss(advantages + 0.7 * returns, cotangent)
-
     lambdas = ({}, {"gamma": 0.9, "lam": 0.8}, {"gamma": 0.9, "lam": 0.5, "value_lam": 1.0})
     opd_inputs, row_inputs = (
         ("teacher_logprobs", "prev_logprobs", "mask", "cotangent"),
@@ -527,19 +468,18 @@ def _token_advantage_cases() -> list[Case]:
     )
     plus_plus: tuple[dict[str, Any], ...] = ({"kl_coef": 0.1}, {"kl_coef": 0.1, "kl_to_go": False})
 
-    def with_baseline(
-        rewards: Tensor, kl: Tensor, mask: Tensor, group_id: Tensor, cotangent: Tensor
-    ) -> LossOutput:
-        return _as_loss(
-            adv.reinforce_plus_plus(rewards, kl, mask, kl_coef=0.1, group_id=group_id), cotangent
-        )
-
     rows: dict[str, Any] = {"differentiable": (), "family": "token advantages"}
     return [
         Case("opd", _mapped(adv.opd), opd_inputs, (), family="map"),
         Case("to_tokens", _mapped(adv.to_tokens), row_inputs, **rows),
         Case("at_last_token", _mapped(adv.at_last_token), row_inputs, **rows),
-        Case("gae", gae, ("token_rewards", "values", "mask", "cotangent"), options=lambdas, **rows),
+        Case(
+            "gae",
+            _mapped(adv.gae),
+            ("token_rewards", "values", "mask", "cotangent"),
+            options=lambdas,
+            **rows,
+        ),
         Case("whiten", _mapped(adv.whiten), ("values", "mask", "cotangent"), (), family="map"),
         Case(
             "reinforce_plus_plus",
@@ -550,7 +490,7 @@ def _token_advantage_cases() -> list[Case]:
         ),
         Case(
             "reinforce_plus_plus over groups",
-            with_baseline,
+            _mapped(adv.reinforce_plus_plus, "group_id", kl_coef=0.1),
             ("rewards", "kl", "mask", "group_id", "cotangent"),
             **rows,
         ),

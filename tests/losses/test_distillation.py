@@ -94,19 +94,6 @@ def test_top1_agreement():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_masked_positions_are_not_read(direction, bad):
-    weights = torch.tensor([[0.0, 1.0, 0.0]])
-    clean = [logits(Q, P, P).detach(), logits(P, Q, Q).detach()]
-    dirty = [torch.cat([x[:, :1], torch.full((1, 2, 4), bad)], 1).requires_grad_() for x in clean]
-    output = distillation(*dirty, weights, direction=direction)
-    assert torch.equal(output.loss, distillation(*clean, weights, direction=direction).loss)
-    gradient = torch.autograd.grad(output.loss, dirty[0])[0]
-    assert torch.equal(gradient[0, 1:], torch.zeros(2, 4))
-    assert gradient[0, 0].isfinite().all()
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
     ("p", "q"),
     [
@@ -190,7 +177,8 @@ def test_jensen_shannon_is_bounded_and_symmetric(seed, mix):
     one = distillation(student, teacher, weights, direction="jensen_shannon", mix=mix).loss
     other = distillation(teacher, student, weights, direction="jensen_shannon", mix=1 - mix).loss
     torch.testing.assert_close(one, other)
-    assert one <= weights.sum() * math.log(2) + 1e-9
+    entropy = -mix * math.log(mix) - (1 - mix) * math.log(1 - mix)
+    assert one <= weights.sum() * entropy + 1e-9
 
 
 def topk(teacher: Tensor, k: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -291,28 +279,6 @@ def test_a_student_with_excluded_tokens_stays_finite(direction, outside):
     assert torch.autograd.grad(output.loss, student)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("outside", OUTSIDE)
-def test_masked_places_of_the_topk_are_not_read(outside, bad):
-    weights = torch.tensor([[0.0, 1.0, 0.0]])
-    clean, dirty = (
-        logits(Q, Q, Q),
-        torch.cat([logits(Q, Q, Q)[:, :1], torch.full((1, 2, 4), bad)], 1)
-        .detach()
-        .requires_grad_(),
-    )
-    logprobs, ids = topk(logits(P, P, P).detach(), 2)
-    bad_logprobs = torch.cat([logprobs[:, :2], torch.full((1, 1, 2), bad)], 1)
-    bad_ids = torch.cat([ids[:, :2], torch.tensor([[[-7, 99]]])], 1)
-    output = distillation_topk(dirty, bad_logprobs, bad_ids, weights, outside=outside)
-    assert torch.equal(
-        output.loss, distillation_topk(clean, logprobs, ids, weights, outside=outside).loss
-    )
-    gradient = torch.autograd.grad(output.loss, dirty)[0]
-    assert torch.equal(gradient[0, 1:], torch.zeros(2, 4))
-    assert gradient[0, 0].isfinite().all()
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_teacher_that_is_rounded_has_no_rest(dtype):
     """Log-probabilities of a whole vocabulary need not sum to 1 exactly."""
@@ -323,26 +289,17 @@ def test_a_teacher_that_is_rounded_has_no_rest(dtype):
     assert output.loss.abs() < 20 * torch.finfo(dtype).eps
 
 
-def test_the_teacher_is_a_constant():
-    student, teacher = logits(Q, Q), logits(P, P)
-    assert torch.autograd.grad(
-        distillation(student, teacher, WEIGHTS).loss, teacher, allow_unused=True
-    ) == (None,)
-    logprobs = torch.tensor([[[0.0], [0.5]]]).log().requires_grad_()
-    output = distillation_topk(
-        student, logprobs, torch.zeros(1, 2, 1, dtype=torch.int64), WEIGHTS, outside="rest_mass"
-    )
-    assert torch.autograd.grad(output.loss, logprobs, allow_unused=True) == (None,)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"direction": "sideways"}, "^direction must be one of .* but it is 'sideways'"),
         ({"direction": "mixed", "mix": 1.5}, r"mix must be in \[0, 1\] for 'mixed', but it is 1.5"),
-        (
-            {"direction": "jensen_shannon", "mix": 1.0},
-            r"mix must be inside \(0, 1\) for 'jensen_shannon', but it is 1.0",
+        *(
+            (
+                {"direction": "jensen_shannon", "mix": mix},
+                rf"mix must be inside \(0, 1\) for 'jensen_shannon', but it is {mix}",
+            )
+            for mix in (0.0, 1.0)
         ),
         ({"temperature": 0.0}, "temperature must be above 0, but it is 0.0"),
     ],

@@ -107,21 +107,6 @@ def test_the_trainers_own_nan_is_not_hidden():
     assert weights[0, 1] == 1
 
 
-def test_weights_are_constants():
-    prev = torch.zeros(1, 2, requires_grad=True)
-    for arguments in ((prev, torch.zeros(1, 2)), (torch.zeros(1, 2), prev)):
-        for level in LEVELS:
-            weights, metrics = importance_weights(
-                *arguments, torch.tensor([[True, True]]), level=level
-            )
-            assert not weights.requires_grad
-            assert not any(
-                value.requires_grad
-                for metric in metrics.values()
-                for value in vars(metric).values()
-            )
-
-
 def test_the_geometric_mean_of_one_token_is_its_ratio():
     prev, generation = torch.tensor([[4.0, 9.0]]).log(), torch.zeros(1, 2)
     weights, _ = importance_weights(

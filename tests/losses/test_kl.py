@@ -150,30 +150,6 @@ def test_options_that_make_no_sense_are_refused(options, message):
         kl(torch.zeros(1, 1), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool), **options)
 
 
-def test_full_divergences_by_hand():
-    student, reference = (
-        torch.tensor([0.5, 0.5], dtype=torch.float64),
-        torch.tensor([0.25, 0.75], dtype=torch.float64),
-    )
-    reverse = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-    forward = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
-    mean = [0.375, 0.625]
-    js = 0.5 * sum(
-        r * math.log(r / m) for r, m in zip((0.25, 0.75), mean, strict=True)
-    ) + 0.5 * sum(0.5 * math.log(0.5 / m) for m in mean)
-    for direction, expected in (("reverse", reverse), ("forward", forward), ("jensen_shannon", js)):
-        assert divergence(
-            student.log(), reference.log(), direction=direction
-        ).item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_tokens_outside_the_support():
-    inside, half = torch.tensor([1.0, 0.0]).log(), torch.tensor([0.5, 0.5]).log()
-    assert divergence(inside, half, direction="reverse").item() == pytest.approx(math.log(2))
-    assert divergence(inside, half, direction="forward").item() == math.inf
-    assert divergence(inside, half, direction="jensen_shannon").isfinite()
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_what_both_exclude_changes_neither_value_nor_gradient(direction):
     values = [
@@ -191,13 +167,6 @@ def test_what_both_exclude_changes_neither_value_nor_gradient(direction):
         torch.autograd.grad(result, wider), torch.autograd.grad(expected, plain), strict=True
     ):
         assert torch.equal(gradient[..., :3], same) and (gradient[..., 3] == 0).all()
-
-
-def test_a_probability_that_underflows_adds_nothing_whatever_the_other_excludes():
-    p, q = torch.tensor([0.0, -800.0]).requires_grad_(), torch.tensor([0.0, -math.inf])
-    for direction in ("reverse", "mixed", "jensen_shannon"):
-        value = divergence(p, q, direction=direction)
-        assert value == 0 and torch.autograd.grad(value, p)[0].isfinite().all()
 
 
 def test_the_floor_keeps_reverse_finite_and_leaves_forward_alone():
@@ -226,33 +195,6 @@ def test_full_kl_is_shifted_like_the_tokens_and_zero_where_nothing_is_predicted(
     torch.testing.assert_close(result, torch.where(result != 0, (p.exp() * (p - q)).sum(0), 0.0))
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_law_8_gradcheck_of_the_full_divergence(direction):
-    generator = torch.Generator().manual_seed(1)
-    student, reference = (
-        torch.randn(1, 3, VOCAB, generator=generator, dtype=torch.float64, requires_grad=True)
-        for _ in range(2)
-    )
-    assert torch.autograd.gradcheck(
-        lambda a, b: full_kl(a, b, direction=direction, mix=0.3), (student, reference)
-    )
-
-
-@given(SEEDS, st.floats(0.05, 0.95))
-def test_divergences_are_positive_and_the_jensen_shannon_is_bounded(seed, mix):
-    p, q = two_policies(seed, spread=3.0)
-    for direction in DIRECTIONS:
-        assert divergence(p, q, direction=direction, mix=mix).item() > -1e-12
-        assert abs(divergence(p, p, direction=direction, mix=mix).item()) < 1e-12
-    assert (
-        divergence(p, q, direction="jensen_shannon", mix=mix).item()
-        <= -mix * math.log(mix) - (1 - mix) * math.log(1 - mix) + 1e-12
-    )
-    torch.testing.assert_close(
-        divergence(p, q, direction="forward"), divergence(q, p, direction="reverse")
-    )
-
-
 def test_mix_concerns_mixed_and_jensen_shannon_only():
     p, q = torch.tensor([0.5, 0.5]).log(), torch.tensor([0.25, 0.75]).log()
     reverse, forward = (divergence(p, q, direction=name).item() for name in ("reverse", "forward"))
@@ -262,12 +204,9 @@ def test_mix_concerns_mixed_and_jensen_shannon_only():
         assert divergence(p, q, direction="forward", mix=mix).item() == forward
 
 
-def test_the_sampler_and_its_clamp_are_constants_of_the_importance_form():
+def test_the_ratio_of_the_importance_form_is_clamped_as_well():
     mask, reference = torch.tensor([[True]]), torch.tensor([[-2.0]])
-    logprobs, generation = (
-        torch.tensor([[-1.0]]).requires_grad_(),
-        torch.tensor([[-31.0]]).requires_grad_(),
-    )
+    logprobs, generation = torch.tensor([[-1.0]]), torch.tensor([[-31.0]])
     options = {"estimator": "k1", "gradient": "importance", "generation_logprobs": generation}
     value = kl(logprobs, reference, mask, **options)
     assert value.item() == pytest.approx(math.exp(20), rel=1e-5), (
@@ -276,13 +215,6 @@ def test_the_sampler_and_its_clamp_are_constants_of_the_importance_form():
     assert kl(logprobs, reference, mask, **options, input_clamp=None).item() == pytest.approx(
         math.exp(30), rel=1e-5
     )
-    near = kl(logprobs, reference, mask, **options | {"generation_logprobs": generation + 30})
-    assert torch.autograd.grad(near.sum(), generation, allow_unused=True) == (None,)
-
-
-def test_an_unknown_direction_is_named():
-    with pytest.raises(ValueError, match=r"^direction must be one of 'forward'"):
-        divergence(torch.zeros(1), torch.zeros(1), direction="sideways")
 
 
 def test_the_ends_of_mixed_do_not_look_at_the_other_side():
@@ -294,16 +226,6 @@ def test_the_ends_of_mixed_do_not_look_at_the_other_side():
         math.log(2)
     )  # reverse is
     assert divergence(half, inside, direction="mixed", mix=0.5).item() == math.inf
-
-
-@pytest.mark.parametrize("mix", [0.0, 1.0])
-def test_the_jensen_shannon_needs_both_sides(mix):
-    with pytest.raises(
-        ValueError, match=rf"^mix must be inside \(0, 1\) for 'jensen_shannon', but it is {mix}"
-    ):
-        divergence(torch.zeros(1), torch.zeros(1), direction="jensen_shannon", mix=mix)
-    for direction in ("forward", "reverse", "mixed"):
-        assert divergence(torch.zeros(1), torch.zeros(1), direction=direction, mix=mix).item() == 0
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

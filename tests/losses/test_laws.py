@@ -11,13 +11,15 @@ import zlib
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, is_hypothesis_test, seed, settings
+from torch.utils import _pytree as pytree
 
 from nemorl import losses
-from tests.helpers import shapes_checked
+from tests.helpers import arrays_in, lay_out, shapes_checked
 from tests.losses import cases
 from tests.losses.cases import CASES, EXCEPTIONS
-from tests.losses.laws import LAWS
+from tests.losses.laws import LAWS, OURS
 from tests.strategies import Problem, problem, problems
 
 TRIED = [
@@ -57,6 +59,29 @@ def test_exception_is_needed(case: str, law: str):
         except Exception:
             return
     pytest.fail("the law holds: take the exception off the table")
+
+
+KEPT = {
+    **{name: "reference_logprobs" for name in CASES if name.startswith("kl")},
+    **dict.fromkeys(("to_tokens", "at_last_token"), "rewards"),
+}
+"""Inputs of which a gradient is not asked for but may be had."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_trained_is_a_constant_and_metrics_hold_no_graph(name: str):
+    case, drawn = CASES[name], problem(0)
+    arrays = arrays_in(case, drawn, lay_out(drawn))
+    floats = {key for key in case.inputs if arrays[key].is_floating_point()} - set(OURS)
+    leaves = {key: arrays[key].clone().requires_grad_() for key in floats}
+    for variant in range(len(case.options)):
+        output = case(arrays | leaves, variant)
+        for key in floats - {*case.differentiable, KEPT.get(name)}:
+            # A loss that reaches no leaf has no graph.
+            assert not output.loss.requires_grad or torch.autograd.grad(
+                output.loss, leaves[key], allow_unused=True, retain_graph=True
+            ) == (None,), key
+        assert not any(value.requires_grad for value in pytree.tree_leaves(output.metrics))
 
 
 def test_exceptions_name_real_cases_and_laws():

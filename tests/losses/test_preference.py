@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.losses import preference
-from nemorl.losses.supervised import nll
 from nemorl.losses.types import finalize
 
 NAN, INF = float("nan"), float("inf")
@@ -26,9 +25,6 @@ def log_sigmoid(x: float) -> float:
 def scores(count: int, seed: int, scale: float = 5.0) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(seed)
     return [scale * torch.randn(6, generator=random, dtype=torch.float64) for _ in range(count)]
-
-
-PAIR_METRICS = {"accuracy", "margin", "chosen_reward", "rejected_reward"}
 
 
 class TestSequenceLogprobs:
@@ -63,11 +59,6 @@ class TestSequenceLogprobs:
             average=True,
         )
         assert result.tolist() == [-1.0, -2.0, -4.0]
-
-    def test_gradient_reaches_the_masked_tokens_only(self):
-        logprobs = self.logprobs.clone().requires_grad_()
-        preference.sequence_logprobs(logprobs, self.mask).sum().backward()
-        assert torch.equal(logprobs.grad, self.mask.float())
 
     @pytest.mark.parametrize(
         "arguments", [{"segment_ids": torch.ones(2, 4, dtype=torch.int64)}, {"num_sequences": 2}]
@@ -174,16 +165,6 @@ def test_robust_dpo_is_unbiased_under_label_noise(seed, noise):
     )
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "hinge"])
-def test_the_reference_is_a_constant(loss):
-    arguments = [x.clone().requires_grad_() for x in PAIR]
-    gradients = torch.autograd.grad(
-        getattr(preference, loss)(*arguments, ONE).loss, arguments, allow_unused=True
-    )
-    assert gradients[0] is not None
-    assert gradients[2:] == (None, None)
-
-
 @pytest.mark.parametrize(("beta", "expected"), [(0.1, (6 - 5) ** 2), (0.5, (6 - 1) ** 2)])
 def test_ipo_by_hand(beta, expected):
     output = preference.ipo(*PAIR, ONE, beta=beta)
@@ -268,12 +249,6 @@ def test_kto_metrics_by_hand():
     )
 
 
-def test_ktos_baseline_is_a_constant():
-    policy, kl = one(1.0).requires_grad_(), torch.tensor(0.5, requires_grad=True)
-    output = preference.kto(policy, one(0.0), torch.tensor([True]), ONE, kl)
-    assert torch.autograd.grad(output.loss, [policy, kl], allow_unused=True)[1] is None
-
-
 def test_bradley_terry_by_hand():
     chosen, rejected = torch.tensor([3.0, 1.0, NAN]).requires_grad_(), torch.tensor([1.0, 2.0, NAN])
     output = preference.bradley_terry(
@@ -319,19 +294,6 @@ def test_far_apart_pairs_stay_finite():
     ):
         assert output.loss.item() == pytest.approx(1e4)
         assert torch.autograd.grad(output.loss, chosen)[0].tolist() == [-1.0, 0.0]
-
-
-def test_an_sft_term_is_added_by_the_caller():
-    output = preference.dpo(*PAIR, ONE) + nll(
-        torch.tensor([[-2.0, -3.0]]), torch.full((1, 2), 0.5 * 0.2)
-    )
-    assert output.loss.item() == pytest.approx(-log_sigmoid(0.6) + 0.2 * 2.5, rel=1e-5)
-    assert finalize(output.metrics).keys() == {
-        *PAIR_METRICS,
-        "nll",
-        "token_probability",
-        "num_tokens",
-    }
 
 
 @pytest.mark.parametrize(
@@ -382,8 +344,8 @@ def test_accuracy_counts_the_pairs_with_the_chosen_one_ahead_and_no_ties():
         ("bradley_terry", 1.0),
     ],
 )
-def test_rewards_are_reported_in_their_units_and_hold_no_graph(loss, scale):
-    chosen, rejected = one(-2.0).requires_grad_(), one(-5.0).requires_grad_()
+def test_rewards_are_reported_in_their_units(loss, scale):
+    chosen, rejected = one(-2.0), one(-5.0)
     reference = (one(0.0), one(0.0)) if loss in ("dpo", "ipo", "hinge") else ()
     output = getattr(preference, loss)(chosen, rejected, *reference, ONE)
     assert finalize(output.metrics) == pytest.approx(
@@ -395,15 +357,3 @@ def test_rewards_are_reported_in_their_units_and_hold_no_graph(loss, scale):
         },
         rel=1e-6,
     )
-    assert not any(
-        value.requires_grad for metric in output.metrics.values() for value in vars(metric).values()
-    )
-
-
-def test_what_kto_and_bradley_terry_compare_with_is_a_constant():
-    policy, other = one(1.0).requires_grad_(), one(0.5).requires_grad_()
-    for output in (
-        preference.kto(policy, other, torch.tensor([True]), ONE),
-        preference.bradley_terry(policy, one(0.0), ONE, other),
-    ):
-        assert torch.autograd.grad(output.loss, [policy, other], allow_unused=True)[1] is None

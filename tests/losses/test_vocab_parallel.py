@@ -1,15 +1,18 @@
-"""A head whose vocabulary is split between ranks gives what a whole one gives, values and
+"""A vocabulary that is split between ranks gives what a whole one gives, values and
 gradients, without a rank that sees all of it.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs
-from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
+from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs, token_logprobs
+from nemorl.losses.vocab_parallel import (
+    vocab_parallel_linear_logprobs,
+    vocab_parallel_token_logprobs,
+)
 from tests.ranks import run_ranks
 
+EXACT = {"atol": 1e-12, "rtol": 0}
 KINDS = {
     "plain": LogprobKind(),
     "temperature": LogprobKind(temperature=0.7),
@@ -18,12 +21,10 @@ KINDS = {
 }
 
 
-def problem(
-    dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def problem() -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     states, weight = (
-        torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+        torch.randn(*shape, generator=generator, dtype=torch.float64)
         for shape in ((11, 6), (12, 6))
     )
     ids = torch.randint(0, 12, (11,), generator=generator)
@@ -33,6 +34,12 @@ def problem(
         ids,
         *(torch.randn(11, generator=generator, dtype=torch.float64) for _ in range(2)),
     )
+
+
+def split_logits() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
+    return logits, torch.tensor([[0, 1, 2, 3], [4, 5, 0, 1]]), torch.arange(8.0).view(2, 4)
 
 
 def whole(kind: LogprobKind) -> list[torch.Tensor]:
@@ -66,21 +73,33 @@ def split() -> dict[str, list[torch.Tensor]]:
             )[0]
             (a @ alone).backward()  # without the entropy
             assert torch.allclose(alone.detach(), logprobs.detach(), atol=1e-12)
+    logits, ids, cotangent = split_logits()
+    shard = logits.chunk(2, -1)[rank].clone().requires_grad_()
+    values = vocab_parallel_token_logprobs(shard, ids, group, temperature=0.7)
+    (values * cotangent).sum().backward()
+    found["logits"] = [values.detach(), shard.grad]
+    # Each process in a group of its own: nothing of the other may come in.
+    alone, own = [dist.new_group([other]) for other in range(2)][rank], (rank + 1) * logits
+    plain = token_logprobs(own, ids)
+    torch.testing.assert_close(vocab_parallel_token_logprobs(own, ids, alone), plain, **EXACT)
     return found
 
 
-@pytest.fixture(scope="module")
-def parts() -> list[dict[str, list[torch.Tensor]]]:
-    return run_ranks(2, split)
-
-
-@pytest.mark.parametrize("chunk", [3, 100])
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_it_is_what_a_whole_head_gives(parts, kind, chunk):
-    expected = whole(KINDS[kind])
-    for found in parts:
-        for value, wanted in zip(found[f"{kind}, {chunk}"][:2], expected[:2], strict=True):
-            torch.testing.assert_close(value, wanted, atol=1e-12, rtol=0)
-    first, second = (found[f"{kind}, {chunk}"] for found in parts)
-    torch.testing.assert_close(first[2] + second[2], expected[2], atol=1e-12, rtol=0)
-    torch.testing.assert_close(torch.cat([first[3], second[3]]), expected[3], atol=1e-12, rtol=0)
+def test_a_split_head_is_what_a_whole_one_gives():
+    parts = run_ranks(2, split)
+    for name, kind in KINDS.items():
+        expected = whole(kind)
+        for chunk in (3, 100):
+            first, second = (found[f"{name}, {chunk}"] for found in parts)
+            for i, wanted in enumerate(expected[:2]):
+                torch.testing.assert_close(first[i], wanted, **EXACT)
+                torch.testing.assert_close(second[i], wanted, **EXACT)
+            torch.testing.assert_close(first[2] + second[2], expected[2], **EXACT)
+            torch.testing.assert_close(torch.cat([first[3], second[3]]), expected[3], **EXACT)
+    values, gradients = zip(*(found["logits"] for found in parts), strict=True)
+    logits, ids, cotangent = split_logits()
+    logprobs = token_logprobs(logits.requires_grad_(), ids, kind=LogprobKind(0.7))
+    torch.testing.assert_close(values[0], logprobs.detach(), **EXACT)
+    assert torch.equal(*values)
+    whole_gradient = torch.autograd.grad((logprobs * cotangent).sum(), logits)[0]
+    torch.testing.assert_close(torch.cat(gradients, -1), whole_gradient, **EXACT)

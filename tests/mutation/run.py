@@ -35,8 +35,7 @@ ARGUMENTS = (
 )
 VOCABULARY = ("nemorl/losses/logprobs.py", "nemorl/losses/vocab_parallel.py")
 IN_OTHER_PROCESSES = {
-    "tests/losses/test_logprobs.py::test_vocabulary_parallel_over_two_processes": VOCABULARY,
-    "tests/losses/test_vocab_parallel.py::test_it_is_what_a_whole_head_gives": VOCABULARY,
+    "tests/losses/test_vocab_parallel.py::test_a_split_head_is_what_a_whole_one_gives": VOCABULARY,
 }
 """Tests whose lines are executed where nobody counts them, and the files that they are about."""
 REASONS = Path(__file__).parent / "survivors.toml"

@@ -117,11 +117,6 @@ def test_errors_say_what_is_wrong():
             call()
 
 
-def test_tokens_are_counted_and_padding_is_not():
-    batch = collate([example(5, 6, 7), example(8)], length=9)
-    assert batch.num_tokens == 4 and batch.lengths.tolist() == [3, 1]
-
-
 def test_sequences_without_a_token_and_batches_without_a_row():
     empty = Example(input_ids=[], loss_mask=[], response_mask=[])
     batch = collate([empty, empty])

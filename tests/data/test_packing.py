@@ -37,13 +37,6 @@ def test_plan_holds_every_index_once_within_capacity(lengths, spare, multiple):
     )
 
 
-@given(WEIGHTS.filter(any), st.integers(0, 20))
-def test_plan_has_no_two_rows_that_fit_into_one(lengths, spare):
-    capacity = max(lengths) + spare
-    used = sorted(sum(lengths[index] for index in row) for row in pack_plan(lengths, capacity))
-    assert len(used) == 1 or used[0] + used[1] > capacity
-
-
 def naive_best_fit_decreasing(lengths, capacity):
     rooms = []
     for length in sorted(lengths, reverse=True):
@@ -157,60 +150,19 @@ def several_per_row(draw):
     )
 
 
-def rows_of(batch):
-    """Per row its sequences, each as its tokens with their positions, in order."""
-    rows = []
-    for ids, segments, positions in zip(
-        batch.input_ids.tolist(),
-        batch.segment_ids.tolist(),
-        batch.position_ids.tolist(),
-        strict=True,
-    ):
-        sequences = [[] for _ in range(max(segments, default=0))]
-        for token, segment, position in zip(ids, segments, positions, strict=True):
-            if segment:
-                sequences[segment - 1].append((token, position))
-        rows.append(sequences)
-    return rows
-
-
-@given(several_per_row(), st.integers(0, 20), st.integers(1, 4))
-def test_rows_of_several_segments_are_packed_whole(drawn, spare, multiple):
-    """Preference pairs are such rows: no packing parts them, and unpacking gives them back bit for
-    bit.
-    """
-    spec, rows = drawn
-    batch = pack(built(spec), rows)
-    lengths = batch.lengths
-    plan = pack_plan(lengths, max(1, int(lengths.max())) + spare, num_rows_multiple=multiple)
-    packed = pack(batch, plan)
-    before, after = rows_of(batch), rows_of(packed)
-    assert after == [[sequence for index in row for sequence in before[index]] for row in plan]
-    assert_unpacked(packed, plan, batch)
-
-
 @given(several_per_row(), st.data())
 def test_packing_twice_is_packing_once(drawn, data):
+    """Rows of several segments, such as preference pairs, stay whole and come back bit for bit."""
     spec, rows = drawn
     batch = built(spec)
     order = data.draw(st.permutations(range(len(rows))))
     cut = data.draw(st.integers(0, len(rows)))
     plan = (tuple(order[:cut]), tuple(order[cut:]))
     together = tuple(tuple(index for row in part for index in rows[row]) for part in plan)
-    assert_equal(pack(pack(batch, rows), plan), pack(batch, together))
-
-
-def test_worked_pack_of_pairs():
-    pairs = pack(batch_of([3, 2, 1, 2]), ((0, 1), (2, 3)))
-    packed = pack(pairs, ((1, 0),))
-    assert packed.input_ids.tolist() == [[6, 7, 8, 1, 2, 3, 4, 5]]
-    assert packed.segment_ids.tolist() == [[1, 2, 2, 3, 3, 3, 4, 4]]
-    assert packed.position_ids.tolist() == [[0, 0, 1, 0, 1, 2, 0, 1]]
-    assert_unpacked(packed, ((1, 0),), pairs)
-    assert unpack(packed.segment_ids, ((1, 0),), pairs.lengths).tolist() == [
-        [3, 3, 3, 4, 4],
-        [1, 2, 2, 0, 0],
-    ], "an array is moved as it is"
+    before = pack(batch, rows)
+    packed = pack(before, plan)
+    assert_equal(packed, pack(batch, together))
+    assert_unpacked(packed, plan, before)
 
 
 def test_empty_sequences_and_rows_take_no_segment():

@@ -175,25 +175,15 @@ def test_a_verdict_on_a_conversation():
     assert (row["prompt"], row["response"], row["label"]) == ([user("a")], "b", True)
 
 
-def test_errors_name_the_column():
-    answers = {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")]}
-    for column in ("chosen", "rejected"):
-        with pytest.raises(ValueError, match=f"^row 1: {column} must be a list of messages"):
-            pair_rows([answers | {column: 5}])
-    ranked = [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}]
-    for row, message in (
-        ({"context": 5, "completions": ranked}, "context must be a list of messages"),
-        (
-            {"context": "a", "completions": [*ranked, {"completion": "d"}]},
-            "completions must be a list of",
-        ),
-        (
-            {"context": "a", "completions": [*ranked, {"rank": "last", "completion": "d"}]},
-            r"rank must be a number, .* got ranks \[0, 1, 'last'\]",
-        ),
-    ):
-        with pytest.raises(ValueError, match=f"^row 1: {message}"):
-            pair_rows([row])
+def ranked(*completions: object, **columns: object) -> dict[str, object]:
+    """A row of answers with ranks 0, 1, …, where they don't give their own."""
+    return {
+        "completions": [
+            {"rank": rank, "completion": each} if isinstance(each, (str, int)) else each
+            for rank, each in enumerate(completions)
+        ],
+        **columns,
+    }
 
 
 def test_all_pairs_of_unlike_rank():
@@ -271,7 +261,13 @@ def test_arguments_reach_the_template():
             ),
         ),
         ({"chosen": "b", "rejected": "c"}, "a row needs a prompt"),
-        ({"chosen": "b", "rejected": 5, "prompt": "a"}, "rejected must be a list of messages"),
+        *(
+            (
+                {"prompt": "a", "chosen": [assistant("b")], "rejected": [assistant("c")], name: 5},
+                f"{name} must be a list of messages",
+            )
+            for name in ("chosen", "rejected")
+        ),
         ({"chosen": [user("a")], "rejected": [user("a")]}, "must begin with the same prompt"),
         (
             {"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("b")]},
@@ -289,45 +285,21 @@ def test_arguments_reach_the_template():
             },
             "prompt must be what chosen and rejected",
         ),
+        (ranked("b", context="a"), r"two of unlike rank, got ranks \[0\]"),
         (
-            {"context": "a", "completions": [{"rank": 0, "completion": "b"}]},
-            r"two of unlike rank, got ranks \[0\]",
-        ),
-        (
-            {"context": "a", "completions": [{"rank": 0, "completion": "b"}] * 2},
+            ranked(*[{"rank": 0, "completion": "b"}] * 2, context="a"),
             r"two of unlike rank, got ranks \[0, 0\]",
         ),
-        (
-            {"context": "a", "completions": [{"completion": "b"}] * 2},
-            "completions must be a list of",
-        ),
+        (ranked("b", "c", {"completion": "d"}, context="a"), "completions must be a list of"),
         ({"context": "a", "completions": "b"}, "completions must be a list of"),
         (
-            {"context": "a", "completions": [{"rank": "best", "completion": "b"}]},
-            "rank must be a number",
+            ranked("b", "c", {"rank": "last", "completion": "d"}, context="a"),
+            r"rank must be a number, .* got ranks \[0, 1, 'last'\]",
         ),
-        (
-            {"context": "a", "completions": [{"rank": True, "completion": "b"}]},
-            "rank must be a number",
-        ),
-        (
-            {
-                "context": "a",
-                "completions": [{"rank": 0, "completion": 1}, {"rank": 1, "completion": "b"}],
-            },
-            "chosen must be text or messages",
-        ),
-        (
-            {"completions": [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}]},
-            "a row needs a prompt",
-        ),
-        (
-            {
-                "context": 5,
-                "completions": [{"rank": 0, "completion": "b"}, {"rank": 1, "completion": "c"}],
-            },
-            "context must be a list of messages",
-        ),
+        (ranked({"rank": True, "completion": "b"}, context="a"), "rank must be a number"),
+        (ranked(1, "b", context="a"), "chosen must be text or messages"),
+        (ranked("b", "c"), "a row needs a prompt"),
+        (ranked("b", "c", context=5), "context must be a list of messages"),
         (
             {"prompt": [user("a")], "chosen": [assistant("")], "rejected": [assistant("b")]},
             "non-empty assistant message",

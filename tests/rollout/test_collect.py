@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.rollout.collect import Prompts, collect, join, kind_of, select, to_token_batch
+from nemorl.rollout.collect import Prompts, Rollouts, collect, join, kind_of, select, to_token_batch
 from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import SamplingParams
@@ -34,8 +34,12 @@ def first_digit(prompt: str, response: str, answer: str) -> float:
     return float(response[:1] == answer)
 
 
-def test_a_batch_holds_what_was_sampled(generator):
-    rolled = collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
+@pytest.fixture(scope="module")
+def rolled(generator) -> Rollouts:
+    return collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
+
+
+def test_a_batch_holds_what_was_sampled(rolled):
     batch = to_token_batch(rolled)
     assert rolled.group_id.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert batch.logprob_kind == LogprobKind(temperature=0.8, policy_version=0) == rolled.kind
@@ -53,10 +57,9 @@ def test_a_batch_holds_what_was_sampled(generator):
         assert rolled.rows[i] is ROWS[i // 3]
 
 
-def test_a_group_draws_from_its_own_seed(generator):
+def test_a_group_draws_from_its_own_seed(generator, rolled):
     """Evaluated in parts, with the number of each part's first group: the same responses."""
     environment = FunctionalRewardWrapper(first_digit)
-    whole = collect(generator, environment, PROMPTS, SAMPLING, seed=1)
     parts = [
         collect(
             generator, environment, PROMPTS.take(range(i, i + 1)), SAMPLING, seed=1, first_group=i
@@ -64,15 +67,14 @@ def test_a_group_draws_from_its_own_seed(generator):
         for i in range(3)
     ]
     joined = join(parts)
-    assert [c.token_ids for c in joined.completions] == [c.token_ids for c in whole.completions]
-    assert joined.group_id.tolist() == whole.group_id.tolist()
+    assert [c.token_ids for c in joined.completions] == [c.token_ids for c in rolled.completions]
+    assert joined.group_id.tolist() == rolled.group_id.tolist()
     assert [
         c.token_ids for c in collect(generator, environment, PROMPTS, SAMPLING, seed=2).completions
-    ] != [c.token_ids for c in whole.completions]
+    ] != [c.token_ids for c in rolled.completions]
 
 
-def test_select_and_join(generator):
-    rolled = collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
+def test_select_and_join(rolled):
     some = select(rolled, [3, 4, 5])
     assert some.group_id.tolist() == [1, 1, 1]
     assert some.completions == rolled.completions[3:6]
@@ -83,8 +85,7 @@ def test_select_and_join(generator):
         join([rolled, replace(rolled, kind=LogprobKind(temperature=0.5))])
 
 
-def test_join_takes_metrics_that_only_some_parts_have(generator):
-    rolled = collect(generator, FunctionalRewardWrapper(first_digit), PROMPTS, SAMPLING, seed=1)
+def test_join_takes_metrics_that_only_some_parts_have(rolled):
     counts = (1, 3, 2)
     found = ({"a": 1.0}, {"a": 2.0, "b": 5.0}, {"b": 10.0})
     parts = [

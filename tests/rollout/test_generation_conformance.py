@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def make(request: pytest.FixtureRequest) -> Callable[..., GenerationBackend]:
 
 
 def reference_logprobs(
-    model: nn.Module, prompt: list[int], response: tuple[int, ...], temperature: float = 1.0
+    model: nn.Module, prompt: list[int], response: tuple[int, ...], temperature: float
 ) -> torch.Tensor:
     with torch.no_grad():
         logits = (
@@ -64,6 +65,18 @@ def reference_logprobs(
     return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0]
 
 
+def of_transformers(model: nn.Module, prompt: list[int], length: int) -> list[int]:
+    """Its greedy response."""
+    ids = torch.tensor([prompt])
+    options = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0}
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return found[0, len(prompt) :].tolist()
+
+
+def greedy(length: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_new_tokens=length, **options)
+
+
 def test_it_keeps_the_protocol(make):
     assert isinstance(make(), GenerationBackend)
 
@@ -72,43 +85,25 @@ def test_it_keeps_the_protocol(make):
 def test_greedy_tokens_equal_transformers_generate(make, kind):
     model = tiny_model(kind, scale=3.0)
     prompts = random_prompts(12, seed=1)
-    completions = make(model).generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=24))
+    completions = make(model).generate(prompts, greedy(24))
     for prompt, completion in zip(prompts, completions, strict=True):
-        expected = model.generate(
-            torch.tensor([prompt]),
-            attention_mask=torch.ones(1, len(prompt)),
-            do_sample=False,
-            max_new_tokens=24,
-            pad_token_id=0,
-        )
-        assert list(completion.token_ids) == expected[0, len(prompt) :].tolist()
+        assert list(completion.token_ids) == of_transformers(model, prompt, 24)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
 def test_logprobs_are_those_of_the_sampling_distribution(make, temperature):
+    """Greedy ones are the model's own."""
     model = tiny_model(scale=3.0)
     prompts = random_prompts(6, seed=2)
     completions = make(model).generate(
         prompts, SamplingParams(temperature=temperature, max_new_tokens=16, n=3, seed=4)
     )
     for i, completion in enumerate(completions):
-        expected = reference_logprobs(model, prompts[i // 3], completion.token_ids, temperature)
+        expected = reference_logprobs(
+            model, prompts[i // 3], completion.token_ids, temperature or 1.0
+        )
         assert len(completion.logprobs) == len(completion.token_ids)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
-
-
-def test_greedy_logprobs_are_the_models_own(make):
-    model = tiny_model(scale=3.0)
-    prompt = random_prompts(1)[0]
-    completion = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=8))[
-        0
-    ]
-    torch.testing.assert_close(
-        torch.tensor(completion.logprobs),
-        reference_logprobs(model, prompt, completion.token_ids),
-        atol=1e-5,
-        rtol=0,
-    )
 
 
 def test_a_seeded_request_does_not_depend_on_the_batch(make):
@@ -150,14 +145,12 @@ def test_samples_of_a_group_differ_and_seeds_repeat(make):
     prompt = random_prompts(1)[0]
     first = backend.generate([prompt], SamplingParams(n=8, seed=5, max_new_tokens=10))
     assert len({c.token_ids for c in first}) > 1
-    assert [
-        c.token_ids
-        for c in backend.generate([prompt], SamplingParams(n=8, seed=5, max_new_tokens=10))
-    ] == [c.token_ids for c in first]
-    assert [
-        c.token_ids
-        for c in backend.generate([prompt], SamplingParams(n=8, seed=6, max_new_tokens=10))
-    ] != [c.token_ids for c in first]
+    again, other = (
+        backend.generate([prompt], SamplingParams(n=8, seed=seed, max_new_tokens=10))
+        for seed in (5, 6)
+    )
+    assert [c.token_ids for c in again] == [c.token_ids for c in first]
+    assert [c.token_ids for c in other] != [c.token_ids for c in first]
 
 
 def test_completions_come_prompt_by_prompt(make):
@@ -224,12 +217,10 @@ def test_stop_tokens_end_a_response_and_belong_to_it(make):
     model = tiny_model(scale=3.0)
     prompt = random_prompts(1, seed=9)[0]
     backend = make(model)
-    free = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
+    free = backend.generate([prompt], greedy(12))[0]
     stop = free.token_ids[4]
     first = free.token_ids.index(stop)
-    stopped = backend.generate(
-        [prompt], SamplingParams(temperature=0.0, max_new_tokens=12, stop_token_ids=(stop,))
-    )[0]
+    stopped = backend.generate([prompt], greedy(12, stop_token_ids=(stop,)))[0]
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert stopped.finish_reason == "stop"
     assert (free.finish_reason, free.truncated) == ("length", True)
@@ -253,11 +244,9 @@ def test_stop_strings_end_a_response_and_leave_its_text(make):
     model = tiny_model(scale=3.0)
     prompt = random_prompts(1, seed=9)[0]
     backend = make(model)
-    free = backend.generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=20))[0]
+    free = backend.generate([prompt], greedy(20))[0]
     stop = free.text[5:8]
-    stopped = backend.generate(
-        [prompt], SamplingParams(temperature=0.0, max_new_tokens=20, stop_strings=("never", stop))
-    )[0]
+    stopped = backend.generate([prompt], greedy(20, stop_strings=("never", stop)))[0]
     at = free.text.index(stop)
     assert stopped.text == free.text[:at]
     assert stopped.token_ids == free.token_ids[: at + len(stop)]  # one token a character
@@ -267,7 +256,7 @@ def test_stop_strings_end_a_response_and_leave_its_text(make):
 def test_new_weights_change_the_answers_and_the_version(make):
     model, other = tiny_model(scale=3.0), tiny_model(seed=1, scale=3.0)
     backend = make(model)
-    prompts, params = random_prompts(3), SamplingParams(temperature=0.0, max_new_tokens=10)
+    prompts, params = random_prompts(3), greedy(10)
     before = backend.generate(prompts, params)
     backend.update_weights(
         ((name, p.detach().clone()) for name, p in other.named_parameters()), version=7
@@ -297,7 +286,7 @@ def test_nothing_is_generated_after_an_update_that_failed(make):
         make(model),
         {name: p.detach().clone() for name, p in model.named_parameters()},
     )
-    prompts, params = random_prompts(2), SamplingParams(temperature=0.0, max_new_tokens=4)
+    prompts, params = random_prompts(2), greedy(4)
     before = backend.generate(prompts, params)
     last = next(reversed(weights))
     with pytest.raises(ValueError, match="does not fit"):
@@ -321,17 +310,10 @@ def test_every_end_token_of_the_model_stops(make):
     """Also those that only its generation configuration names, as instruction models do."""
     model = tiny_model(scale=3.0)
     prompt = random_prompts(1, seed=9)[0]
-    free = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
+    free = make(model).generate([prompt], greedy(12))[0]
     model.generation_config.eos_token_id = [1, free.token_ids[4]]
-    ours = make(model).generate([prompt], SamplingParams(temperature=0.0, max_new_tokens=12))[0]
-    theirs = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt)),
-        do_sample=False,
-        max_new_tokens=12,
-        pad_token_id=0,
-    )
-    assert list(ours.token_ids) == theirs[0, len(prompt) :].tolist()
+    ours = make(model).generate([prompt], greedy(12))[0]
+    assert list(ours.token_ids) == of_transformers(model, prompt, 12)
     assert len(ours.token_ids) < 12
     assert ours.finish_reason == "stop"
 
@@ -341,7 +323,7 @@ def test_weights_that_are_not_finite_are_an_error_that_leaves_no_trace(make):
     backend, prompts, params = (
         make(model),
         random_prompts(3),
-        SamplingParams(temperature=0.0, max_new_tokens=6),
+        greedy(6),
     )
     before = backend.generate(prompts, params)
     sound = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -357,7 +339,7 @@ def test_weights_that_are_not_finite_are_an_error_that_leaves_no_trace(make):
 def test_long_and_short_prompts_together(make):
     model = tiny_model(scale=3.0)
     prompts = [[2] * 200, [3], *random_prompts(30), [4] * 150]
-    params = SamplingParams(temperature=0.0, max_new_tokens=5)
+    params = greedy(5)
     together = [c.token_ids for c in make(model, 8).generate(prompts, params)]
     assert together == [make(model).generate([prompt], params)[0].token_ids for prompt in prompts]
 

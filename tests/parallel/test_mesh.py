@@ -1,7 +1,5 @@
 """Ranks along the axes of the mesh, and how long their collectives may take."""
 
-import time
-
 import psutil
 import pytest
 import torch
@@ -15,13 +13,15 @@ from tests.ranks import run_ranks
 def late() -> list[str]:
     """What becomes of rank 0's collectives while rank 1 takes part in none."""
     world, found = World.of(ParallelPlan(dp_shard=2), "cpu", timeout_s=1), []
+    store = dist.distributed_c10d._get_default_store()
     if world.rank == 1:
-        time.sleep(6)
+        store.wait(["rank 0 is done"])
         return []
     for group in (world.data_group, world.fsdp_mesh.get_group(), world.control_group):
         with pytest.raises(RuntimeError) as caught:
             dist.all_reduce(torch.ones(1), group=group)
         found.append(str(caught.value))
+    store.set("rank 0 is done", "")
     return found
 
 

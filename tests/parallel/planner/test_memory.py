@@ -183,17 +183,17 @@ SHARDED, TP, CP = ParallelPlan(dp_shard=2), ParallelPlan(tp=2), ParallelPlan(cp=
 HSDP, OFFLOAD = ParallelPlan(dp_replicate=2), replace(SHARDED, cpu_offload=True)
 SELECTIVE = {"activation_checkpointing": "selective", "param_dtype": "bfloat16"}
 USUAL = {
-    "FSDP2": ("llama", SHARDED, WORK),
-    "FSDP2, full": ("llama", replace(FULL, dp_shard=2), WORK),
-    "FSDP2 of wide layers": ("mistral", SHARDED, SHORT),
-    "TP": ("llama", TP, WORK),
     "TP, full": ("llama", replace(FULL, tp=2), WORK),
     "CP": ("llama", CP, WORK),
     "offload": ("llama", OFFLOAD, WORK),
-    "LoRA": ("llama", SHARDED, LORA),
     "LoRA, selective, bfloat16": ("qwen2", replace(SHARDED, **SELECTIVE), LORA),
 }
 RARE = {
+    "FSDP2": ("llama", SHARDED, WORK),
+    "FSDP2, full": ("llama", replace(FULL, dp_shard=2), WORK),
+    "TP": ("llama", TP, WORK),
+    "LoRA": ("llama", SHARDED, LORA),
+    "FSDP2 of wide layers": ("mistral", SHARDED, SHORT),
     "FSDP2, selective, bfloat16": ("qwen2", replace(SHARDED, **SELECTIVE), WORK),
     "HSDP": ("llama", HSDP, WORK),
     "TP, selective, packed": ("qwen3", replace(TP, activation_checkpointing="selective"), PACKED),

@@ -172,6 +172,7 @@ QUICK = (
         problem=Problem(loss="pairs"),
         activation_checkpointing="full",
     ),
+    Case(plan="TP 2", layout="padded", problem=UNTIED, activation_checkpointing="full"),
     Case(plan="TP 2 + SP", layout="packed"),
     Case(plan="CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
     Case(plan="FSDP2 2 × TP 2 + SP", layout="microbatched", problem=Problem(logprobs="min-p")),
@@ -186,7 +187,6 @@ QUICK = (
 
 REST = (
     Case(plan="FSDP2 2", layout="packed", problem=Problem(loss="nll", dtype="bfloat16")),
-    Case(plan="TP 2", layout="padded", problem=UNTIED, activation_checkpointing="full"),
     Case(plan="CP 2 allgather", layout="packed", problem=Problem(model="llama", tied=False)),
     Case(plan="HSDP 2×2", layout="packed", problem=Problem(model="mistral")),
     Case(plan="FSDP2 2 × CP 2 ulysses", layout="padded", problem=Problem(lora=True)),

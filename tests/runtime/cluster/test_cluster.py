@@ -70,29 +70,29 @@ def test_bundles_that_others_hold_are_waited_for():
         RayVirtualCluster({"small": [Bundle(cpus=0, gpus=0.5)]}).shutdown()  # nothing else is held
 
 
-def test_a_gpu_can_be_set_aside_for_this_process():
-    with driver("set_aside") as process:
+def test_a_gpu_can_be_set_aside_for_this_process(forked: Path):
+    with driver(forked, "set_aside") as process:
         assert facts_of(process) == {"devices": ["1", "2"], "same_handlers": True}
 
 
-def test_a_connection_that_this_process_had_before_stays():
-    with driver("found") as process:
+def test_a_connection_that_this_process_had_before_stays(forked: Path):
+    with driver(forked, "found") as process:
         assert facts_of(process) == {"total": [3], "value": 7}
 
 
-def test_an_address_where_nothing_listens_is_an_error_at_once():
-    with driver("nowhere", RAY_ADDRESS="127.0.0.1:1") as process:
+def test_an_address_where_nothing_listens_is_an_error_at_once(forked: Path):
+    with driver(forked, "nowhere", RAY_ADDRESS="127.0.0.1:1") as process:
         facts = facts_of(process)
     start = "the Ray cluster at 127.0.0.1:1 cannot be reached ([Errno 111] Connection refused)"
     assert facts["error"].startswith(start) and facts["took"] < 6
     assert "is it running" in facts["error"] and "RAY_ADDRESS" in facts["error"]
 
 
-def test_a_token_that_is_missing_is_named(tmp_path: Path):
+def test_a_token_that_is_missing_is_named(forked: Path, tmp_path: Path):
     with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         variables = {"RAY_ADDRESS": address, "RAY_AUTH_MODE": "token", "HOME": str(tmp_path)}
-        with driver("nowhere", **variables) as process:
+        with driver(forked, "nowhere", **variables) as process:
             error = facts_of(process)["error"]
     assert "have the token of its head in RAY_AUTH_TOKEN or ~/.ray/auth_token" in error
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,9 +16,9 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 @contextmanager
-def driver(*arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
+def driver(forked: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen]:
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    command = [sys.executable, "-m", "tests.runtime.cluster.drivers", *arguments]
+    command = [forked / "python", "-m", "tests.runtime.cluster.drivers", *arguments]
     with subprocess.Popen(
         command, cwd=ROOT, env={**environment, **variables}, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -36,8 +35,8 @@ def facts_of(process: subprocess.Popen) -> dict[str, Any]:
     return json.loads(line)
 
 
-def test_a_lost_cluster_is_an_error():
-    with driver("lost") as process:
+def test_a_lost_cluster_is_an_error(forked: Path):
+    with driver(forked, "lost") as process:
         facts = facts_of(process)
     assert (
         facts["error"].startswith("the Ray cluster is lost: the cluster's head (")
@@ -45,8 +44,8 @@ def test_a_lost_cluster_is_an_error():
     )
 
 
-def test_two_nodes():
-    with driver("two_nodes", RAY_AUTH_MODE="disabled") as process:
+def test_two_nodes(forked: Path):
+    with driver(forked, "two_nodes", RAY_AUTH_MODE="disabled") as process:
         facts = facts_of(process)
         here, there = facts["here"], facts["there"]
         assert here != there

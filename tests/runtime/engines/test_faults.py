@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 
@@ -210,20 +209,18 @@ def test_an_engine_that_does_not_start_says_why_first(tmp_path):
 
 
 @contextlib.contextmanager
-def driver(folder):
+def driver(forked, folder):
     """A process that generates, all the processes that it has brought about, and the two of them
     that are its replicas.
     """
-    command = [sys.executable, "-m", "tests.runtime.engines.toys", str(folder)]
-    driving = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    command = [forked / "python", "-m", "tests.runtime.engines.toys", str(folder)]
+    driving = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = driving.stdout.readline()
         assert line, driving.stderr.read()
-        replicas = [psutil.Process(pid) for pid in json.loads(line)]
+        program, *replicas = [psutil.Process(pid) for pid in json.loads(line)]
         family = [
-            *psutil.Process(driving.pid).children(recursive=True),
+            *program.children(recursive=True),
             *(child for one in replicas for child in one.children(recursive=True)),
         ]
         assert set(replicas) <= set(family)
@@ -238,16 +235,16 @@ def gone(family) -> bool:
     return not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family)
 
 
-def test_nothing_is_left_when_the_driver_is_killed(tmp_path):
-    with driver(tmp_path) as (driving, family):
+def test_nothing_is_left_when_the_driver_is_killed(forked, tmp_path):
+    with driver(forked, tmp_path) as (driving, family):
         driving.kill()
         driving.wait()
         assert eventually(lambda: gone(family))
 
 
 @pytest.mark.slow
-def test_the_loss_of_the_cluster_is_an_error_in_bounded_time(tmp_path):
-    with driver(tmp_path) as (driving, family):
+def test_the_loss_of_the_cluster_is_an_error_in_bounded_time(forked, tmp_path):
+    with driver(forked, tmp_path) as (driving, family):
         next(one for one in family if "gcs_server" in one.name()).kill()
         start = time.monotonic()
         _, errors = driving.communicate(timeout=40)

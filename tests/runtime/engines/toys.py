@@ -144,11 +144,12 @@ def eventually(condition: Any, timeout_s: float = 20) -> bool:
 
 
 def main(folder: str) -> None:
-    """A driver that never ends by itself, on a cluster of its own: it prints its replicas' process
-    ids, and generates.
+    """A driver that never ends by itself, on a cluster of its own: it prints its own and its
+    replicas' process ids, and generates.
     """
     with toys(Path(folder)) as pair:
-        print(json.dumps([process(pair.replicas, rank) for rank in (0, 1)]), flush=True)
+        pids = [os.getpid(), *(process(pair.replicas, rank) for rank in (0, 1))]
+        print(json.dumps(pids), flush=True)
         pair.replicas.generate(requests(100, max_new_tokens=10**6))
 
 

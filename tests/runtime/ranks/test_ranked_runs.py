@@ -19,7 +19,7 @@ import nemorl
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run.callbacks import Callback
 from tests.ray_session import ray_cpus
-from tests.runtime.engines.shared import CACHE
+from tests.runtime.engines.shared import CACHE, shared_replicas
 from tests.runtime.runs import (
     TIMES,
     addition_rows,
@@ -30,6 +30,8 @@ from tests.runtime.runs import (
     sft_config,
 )
 from tests.tiny_models import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("ray")
 
 ROOT = Path(__file__).parents[3]
 STEPS = 4
@@ -329,13 +331,15 @@ def test_preferences_on_ranks(place: Path, tmp_path: Path):
     assert_close(*results)
 
 
-@pytest.mark.xdist_group("vllm")
 def test_vllm_beside_ranks(place: Path, tmp_path: Path):
     """Its weights are the ranks', after every step: sampler and trainer agree on every token."""
-    generation = nemorl.GenerationConfig(backend="vllm", max_new_tokens=4, engine=CACHE)
+    generation = nemorl.GenerationConfig(
+        backend="vllm", max_new_tokens=4, max_batch_size=64, engine=CACHE
+    )
     plan = nemorl.ParallelPlan(dp_shard=2)
     config = ranked(grpo_config, place, tmp_path / "run", generation=generation, parallel=plan)
-    result = in_tests(config)
+    with shared_replicas():
+        result = in_tests(config)
     lines = [line for line in result.history if line["phase"] == "train"]
     assert len(lines) == STEPS
     assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)

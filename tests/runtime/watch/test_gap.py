@@ -5,6 +5,7 @@ stop, and token by token in the sample log.
 import json
 import math
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from nemorl.runtime.start.registry import GENERATION_BACKENDS
 from nemorl.runtime.watch.alerts import GapWatch
 from nemorl.runtime.watch.report.gather import gather
 from nemorl.runtime.watch.report.samples import sample_data
+from tests.runtime.engines.shared import CACHE, shared_replicas
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import tiny_run
 from tests.tiny_models import tiny_tokenizer
@@ -82,19 +84,20 @@ FILTERED = {"temperature": 0.7, "top_p": 0.9}
 SAMPLING = {
     "plain": {},
     "filtered": {**FILTERED, "top_k": 20},
-    "vllm": {**FILTERED, "backend": "vllm", "engine": {"kv_cache_memory_bytes": 2**24}},
+    "vllm": {**FILTERED, "backend": "vllm", "engine": CACHE, "max_batch_size": 64},
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["plain", "filtered", pytest.param("vllm", marks=pytest.mark.xdist_group("vllm"))]
+    "name", ["plain", "filtered", pytest.param("vllm", marks=pytest.mark.xdist_group("ray"))]
 )
 def test_in_float32_on_a_cpu_they_agree_to_4_digits(name: str, tmp_path: Path) -> None:
     """Also packed and in microbatches; and the sample log has what both say of each token."""
     sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 32} if name == "vllm" else {}
     trainer = nemorl.TrainerConfig(device="cpu", sequence_packing=True, micro_batch_tokens=40)
     generation = nemorl.GenerationConfig(max_new_tokens=6, **SAMPLING[name])
-    with warnings.catch_warnings():
+    shared = shared_replicas() if name == "vllm" else nullcontext()
+    with warnings.catch_warnings(), shared:
         warnings.filterwarnings("error", message=".*sampler and trainer disagree")
         config = grpo_config(tmp_path, steps=3, trainer=trainer, generation=generation)
         result = start(config, **sizes)

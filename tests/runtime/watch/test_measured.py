@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import nemorl
+from tests.ray_session import ray_cpus
 from tests.runtime.runs import TIMES, addition_rows, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -86,7 +87,9 @@ def test_deterministic_kernels_change_no_number_here_and_last_as_long_as_the_run
         assert fixed.metrics[name] == free.metrics[name]
 
 
+@pytest.mark.xdist_group("ray")
 def test_ranks_have_traces_of_their_own(tmp_path: Path):
+    ray_cpus()
     tiny_model(scale=2.0).save_pretrained(tmp_path / "model")
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     config = sft_config(

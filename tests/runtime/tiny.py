@@ -21,8 +21,7 @@ from safetensors.torch import load_file, save_file
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.state import LoopState, Run
-from nemorl.runtime.watch.loggers.base import LoggedRun, Recorder
-from nemorl.runtime.watch.loggers.jsonl import JsonlLogger
+from nemorl.runtime.watch.loggers.base import JsonlLogger, LoggedRun, Recorder
 
 
 class TinyTrainer:
@@ -78,7 +77,7 @@ class TinyTrainer:
 
 
 def save(directory: Path, run: Run, *, keep: int = 2, background: bool = False) -> Path:
-    return checkpoint.begin(directory, run, background=background).publish(keep=keep)
+    return checkpoint.begin(directory, run, keep=keep, background=background)()
 
 
 def tiny_run(*, step: int = 0, value: float = 0.0) -> Run:
@@ -140,18 +139,17 @@ def in_a_process(work) -> bool:
 
 
 def die_while_saving(root: Path, scenario: str) -> None:
-    """root/1, root/2, …: in each a process died a bit later while it wrote a checkpoint with value
-    2 after one with value 1.
+    """root/1, root/2, …: in each a process died a bit later while it wrote a checkpoint of step 2
+    with value 2 after one of step 1 with value 1, and in the scenario replace one of step 2.
     """
     for place in itertools.count(1):
         folder = root / str(place)
-        old_step, keep = (2, 1) if scenario == "replace" else (1, 2)
-        save(folder, tiny_run(step=old_step, value=1.0), keep=keep)
+        for step in (1, 2) if scenario == "replace" else (1,):
+            save(folder, tiny_run(step=step, value=1.0))
 
-        def die(place=place, folder=folder, keep=keep):
+        def die(place=place, folder=folder):
             die_at(place, folder / "died.txt")
-            background = scenario == "background"
-            save(folder, tiny_run(step=2, value=2.0), keep=keep, background=background)
+            save(folder, tiny_run(step=2, value=2.0), background=scenario == "background")
 
         if not in_a_process(die):
             print(json.dumps(place))

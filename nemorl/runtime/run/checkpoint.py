@@ -18,8 +18,8 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -42,7 +42,6 @@ from nemorl.runtime.run.rng import RandomState, random_state, restore_generators
 from nemorl.runtime.run.state import LoopState, Run
 
 T = TypeVar("T")
-REPLACED = ".replaced-"
 SMALL = 1 << 20
 """Size of files that are checked before anything is loaded."""
 
@@ -55,74 +54,62 @@ def begin(
     directory: Path,
     run: Run,
     *,
+    keep: int,
+    ranking: Ranking | None = None,
+    metrics: Mapping[str, float] | None = None,
     generators: RandomState | None = None,
     background: bool = False,
-) -> "Unpublished":
+) -> Callable[[], Path]:
     """Write the checkpoint of `run.state.step` aside, or with `background` copy it so that training
-    may go on; `generators` is the random state to save, unless it is the present one.
+    may go on, and return a function that puts it in place, in any thread, and calls `rank`.
 
-    Raises CheckpointError, and leaves the previous checkpoint as it was.
+    generators: the random state to save, unless it is the present one.
+    Raises, as that function does, CheckpointError, and leaves the previous checkpoint as it was.
     """
-    target = Path(directory) / "checkpoints" / f"step_{run.state.step}"
-    begun = Unpublished(target, run.trainer if background else None)
-    folder, trainer = begun.temporary, begun.temporary / "trainer"
-    with begun.complete_or_removed():
-        shutil.rmtree(folder, ignore_errors=True)
+    step = run.state.step
+    target = Path(directory) / "checkpoints" / f"step_{step}"
+    temporary = target.with_name(TEMPORARY + target.name)
+
+    def publish() -> Path:
+        with _complete_or_removed(temporary, target):
+            if background:
+                run.trainer.wait_for_checkpoint()
+            _seal(temporary)
+            if target.exists():  # of a run that went back: an earlier one is in force
+                _discard(target)
+            temporary.rename(target)
+            flush(target.parent)
+            write_atomically(target.with_name("latest"), target.name + "\n")
+            flush(target.parent)
+            rank(directory, step, metrics or {}, keep=keep, ranking=ranking)
+        return target
+
+    with _complete_or_removed(temporary, target):
+        shutil.rmtree(temporary, ignore_errors=True)
+        trainer = temporary / "trainer"
         trainer.mkdir(parents=True)
         run.trainer.save_checkpoint(trainer, **({"background": True} if background else {}))
         values, tensors = generators or random_state()
-        save_file(tensors, folder / "rng.safetensors")
-        (folder / "rng.json").write_text(json.dumps(values))
+        save_file(tensors, temporary / "rng.safetensors")
+        (temporary / "rng.json").write_text(json.dumps(values))
         state = {"algorithm": _algorithm(run), **asdict(run.state)}
-        (folder / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-    return begun
+        (temporary / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+    return publish
 
 
-@dataclass(frozen=True)
-class Unpublished:
-    """A checkpoint that is being written under another name."""
-
-    target: Path
-    writing: Any
-    """The trainer that writes in the background, if it does."""
-
-    @property
-    def temporary(self) -> Path:
-        return self.target.with_name(TEMPORARY + self.target.name)
-
-    def publish(
-        self,
-        *,
-        keep: int,
-        ranking: Ranking | None = None,
-        metrics: Mapping[str, float] | None = None,
-    ) -> Path:
-        """Put it in place, in any thread, and call `rank`. Raises as `begin`."""
-        with self.complete_or_removed():
-            if self.writing is not None:
-                self.writing.wait_for_checkpoint()
-            _seal(self.temporary)
-            _put_in_place(self.temporary, self.target)
-            checkpoints = self.target.parent
-            write_atomically(checkpoints / "latest", self.target.name + "\n")
-            flush(checkpoints)
-            step = step_of(self.target)
-            rank(checkpoints.parent, step, metrics or {}, keep=keep, ranking=ranking)
-        return self.target
-
-    @contextmanager
-    def complete_or_removed(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            shutil.rmtree(self.temporary, ignore_errors=True)
-            folder, free = self.target.parent, ""
-            if folder.exists():
-                free = f"; {shutil.disk_usage(folder).free / 1e9:.3g} GB are free there"
-            raise CheckpointError(
-                f"the checkpoint {self.target} could not be written ({error}){free}. The previous"
-                " one, if any, is intact."
-            ) from error
+@contextmanager
+def _complete_or_removed(temporary: Path, target: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        folder, free = target.parent, ""
+        if folder.exists():
+            free = f"; {shutil.disk_usage(folder).free / 1e9:.3g} GB are free there"
+        raise CheckpointError(
+            f"the checkpoint {target} could not be written ({error}){free}. The previous one, if"
+            " any, is intact."
+        ) from error
 
 
 def rank(
@@ -194,11 +181,10 @@ def present(directory: Path) -> dict[int, Path]:
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the measurements at each checkpoint's step, the oldest first."""
-    try:
+    found: dict[str, dict[str, Any]] = {}
+    with suppress(OSError, ValueError):
         found = json.loads((Path(directory) / "checkpoints" / "metrics.json").read_bytes())
-        return {step: dict(found.get(str(step), {})) for step in present(directory)}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {step: {} for step in present(directory)}
+    return {step: found.get(str(step), {}) for step in present(directory)}
 
 
 def load(path: Path, run: Run) -> LoopState:
@@ -247,17 +233,8 @@ def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed processes left unfinished, and put back a checkpoint that was being
-    replaced. No other process may write there.
-    """
-    checkpoints = Path(directory) / "checkpoints"
-    for path in checkpoints.glob(f"{REPLACED}*"):
-        original = checkpoints / path.name.removeprefix(REPLACED)
-        if original.exists():
-            _discard(path)
-        else:
-            path.rename(original)
-    for folder in (checkpoints, checkpoints.parent):
+    """Remove what killed processes left unfinished. No other process may write there."""
+    for folder in (Path(directory), Path(directory) / "checkpoints"):
         for path in folder.glob(f"{TEMPORARY}*"):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -290,17 +267,6 @@ def _seal(folder: Path) -> None:
         flush(path)
 
 
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename, after moving aside a checkpoint of the same step, which may be damaged."""
-    aside = target.with_name(REPLACED + target.name)
-    if target.exists():
-        target.rename(aside)
-    temporary.rename(target)
-    flush(target.parent)
-    if aside.exists():
-        _discard(aside)
-
-
 def _pointed_at(pointer: Path) -> Path | None:
     try:
         return pointer.parent / pointer.read_text(encoding="utf-8").strip()
@@ -309,6 +275,6 @@ def _pointed_at(pointer: Path) -> Path | None:
 
 
 def _discard(path: Path) -> None:
-    doomed = path.with_name(f"{TEMPORARY}{path.name.lstrip('.')}-{os.getpid()}")
+    doomed = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     path.rename(doomed)
     shutil.rmtree(doomed)

@@ -24,7 +24,6 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -36,55 +35,22 @@ Phase = Literal["train", "validation"]
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
 
 
-@dataclass(frozen=True)
 class RunDirectory:
     """The paths of a run, made by `create` or `open`."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def record(self) -> Path:
-        return self.path / "run.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.jsonl"
-
-    @property
-    def data(self) -> Path:
-        return self.path / "data.json"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
-
-    @property
-    def hf(self) -> Path:
-        return self.path / "hf"
+    def __init__(self, path: Path | str) -> None:
+        self.path = path = Path(path)
+        self.name = path.resolve().name
+        self.config = path / "config.yaml"
+        self.metrics = path / "metrics.jsonl"
+        self.record = path / "run.json"
+        self.log = path / "log.jsonl"
+        self.data = path / "data.json"
+        self.samples = path / "samples"
+        self.checkpoints = path / "checkpoints"
+        self.tensorboard = path / "tensorboard"
+        self.plots = path / "plots"
+        self.hf = path / "hf"
 
     @classmethod
     def create(cls, path: Path | str, config_yaml: str, *, resume: bool = False) -> "RunDirectory":
@@ -92,7 +58,7 @@ class RunDirectory:
 
         Raises ValueError if there are results and `resume` is False.
         """
-        directory = cls(Path(path))
+        directory = cls(path)
         if directory.holds_results():
             if not resume:
                 raise ValueError(
@@ -116,7 +82,7 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
         """Return the folder of a run. Raises ValueError where there is none."""
-        directory = cls(Path(path))
+        directory = cls(path)
         if not (directory.config.exists() or directory.holds_results()):
             raise ValueError(
                 f"run.dir must be the folder of a run, but {directory.path} holds no config.yaml,"

@@ -20,12 +20,7 @@ from nemorl.runtime.run.directory import RunDirectory, version_of
 from nemorl.runtime.run.state import Run
 
 EXPORT = "nemorl_export.json"
-"""Marks a folder as an export of ours."""
-WRITTEN = (
-    EXPORT, "config.json", "generation_config.json", "model", "adapter_", "tokenizer",
-    "special_tokens", "added_tokens", "chat_template", "vocab", "merges", "spiece", "README.md",
-)  # fmt: skip
-"""How names in an export begin."""
+"""Lists the files of an export, which the next one may replace."""
 
 
 def write_pretrained(
@@ -116,30 +111,29 @@ def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
 def replacing(directory: Path) -> Iterator[Path]:
     """Yield an empty folder that takes the place of `directory` at the end of the block."""
     directory = directory.resolve()
-    _require_replaceable(directory)
+    if directory.exists():
+        folder, marker = directory.is_dir(), directory / EXPORT
+        foreign = {path.name for path in directory.iterdir()} if folder else {directory.name}
+        if marker.exists():
+            foreign -= {EXPORT, *json.loads(marker.read_bytes()).get("files", ())}
+        if foreign:
+            found = ", ".join(sorted(foreign)[:3])
+            raise ValueError(
+                f"output must be a new folder or an earlier export, but {directory} holds other"
+                f" things ({found}): name another"
+            )
     aside, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("new", "old"))
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
-    (aside / EXPORT).write_text(json.dumps({"written_by": f"nemorl {version_of('nemorl')}"}) + "\n")
     yield aside
+    files = sorted(path.name for path in aside.iterdir())
+    record = {"written_by": f"nemorl {version_of('nemorl')}", "files": files}
+    (aside / EXPORT).write_text(json.dumps(record) + "\n")
     if directory.exists():
         directory.rename(old)
     aside.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _require_replaceable(directory: Path) -> None:
-    if not directory.exists():
-        return
-    names = {path.name for path in directory.iterdir()} if directory.is_dir() else {directory.name}
-    foreign = {name for name in names if not name.startswith(WRITTEN)} if EXPORT in names else names
-    if foreign:
-        found = ", ".join(sorted(foreign)[:3])
-        raise ValueError(
-            f"output must be a new folder or an earlier export, but {directory} holds other things"
-            f" ({found}): name another"
-        )
 
 
 class ExportCallback(Callback):

@@ -23,14 +23,6 @@ class TrainResult:
     """The trained model, live; None where it was spread over ranks: load it from paths.hf."""
     tokenizer: Any = field(repr=False)
 
-    @classmethod
-    def of(
-        cls, directory: RunDirectory, *, model: nn.Module | None, tokenizer: Any
-    ) -> "TrainResult":
-        """Return the result of the run in a directory."""
-        history = directory.read_metrics()
-        return cls(final_metrics(history), history, directory, model, tokenizer)
-
 
 def final_metrics(history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the last step's metrics, and the last validation's with `val_` before their names.

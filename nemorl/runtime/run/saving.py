@@ -1,9 +1,7 @@
 """The callbacks that end a run in time and save it: last, to cover all that others have written."""
 
 import logging
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ LOGGER = logging.getLogger(__name__)
 
 class EarlyStop(Callback):
     """End the run after the step in which a metric meets the condition, also when it is resumed
-    there. Unless `quiet` the reason is printed at the end.
+    there. Unless `quiet` the reason is printed.
     """
 
     def __init__(
@@ -31,7 +29,6 @@ class EarlyStop(Callback):
     ) -> None:
         self.condition, self.directory, self.quiet = condition, directory, quiet
         self.watch = MetricWatch("run.stop_when", condition.metric)
-        self.reason = ""
 
     def on_train_begin(self, trainer: Run) -> None:
         step, name = trainer.state.step, self.condition.metric.removeprefix(VALIDATION)
@@ -45,19 +42,17 @@ class EarlyStop(Callback):
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self._check(step, metrics, validation=False)
 
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        if self.reason and not self.quiet:
-            print(self.reason)
-
     def _check(self, step: int, metrics: dict[str, Any], *, validation: bool) -> None:
         value = self.watch.look(metrics, validation=validation)
         if value is not None and self.condition.holds(value):
-            self.reason = (
+            reason = (
                 f"the run ends after step {step}: {self.condition.metric} is {value:g}, and"
                 f" run.stop_when is {str(self.condition)!r}"
             )
-            LOGGER.info(self.reason)
-            raise StopTraining(self.reason)
+            LOGGER.info(reason)
+            if not self.quiet:
+                print(reason)
+            raise StopTraining(reason)
 
 
 @dataclass(frozen=True)
@@ -131,7 +126,8 @@ class CheckpointCallback(Callback):
         self.metrics = {**self.metrics, **found}
         if self.whole and self.whole.step == step:  # of a run that ended early, after the step
             self.whole = replace(self.whole, metrics=self.metrics)
-        ranked = self.watch is not None and self.watch.look(metrics, validation=True) is not None
+        if self.watch:
+            self.watch.look(metrics, validation=True)
         # One that is being written is this step's, or competes with it.
         self.settle(trainer, wait=self.ranking is not None or step == self.saved_step)
         if step == self.saved_step:
@@ -139,7 +135,7 @@ class CheckpointCallback(Callback):
                 checkpoint.rank(
                     self.directory.path, step, found, keep=self.keep, ranking=self.ranking
                 )
-        elif self.ranking and ranked:
+        elif self.ranking:
             saved = checkpoint.metrics_by_step(self.directory.path)
             rivals = {other: saved[other] for other in saved if other < step}
             best = self.ranking.best({**rivals, step: self.metrics}, self.keep)
@@ -165,18 +161,20 @@ class CheckpointCallback(Callback):
         if self.saved_step is None or self.whole is None:
             return  # it never began
         step, notes = trainer.state.step, list[str]()
-        with self._noting(notes, self.saved_step):
-            self.settle(trainer, wait=True)
         # Otherwise the step is whole, but another callback failed before this one was called.
         current = self.whole.step == step
-        if current and self.whole.updates != trainer.trainer.step:
+        updated = current and self.whole.updates != trainer.trainer.step
+        if updated:
             notes.append(
                 f"the update of step {step + 1} had begun, so the weights of step {step} are gone"
             )
-        elif self.saved_step != step and not isinstance(error, CheckpointError):
-            with self._noting(notes, step):
+        try:
+            self.settle(trainer, wait=True)
+            if not (updated or self.saved_step == step or isinstance(error, CheckpointError)):
                 self._save(trainer, self.whole if current else None)
                 self.settle(trainer, wait=True)
+        except Exception as failure:
+            notes.append(f"while saving: {failure}")
         if (self.directory.checkpoints / f"step_{self.saved_step}").exists():
             notes.append(
                 f"{self.directory.path} has a checkpoint of step {self.saved_step}: go on from"
@@ -186,17 +184,6 @@ class CheckpointCallback(Callback):
             notes.append("there is no checkpoint to go on from.")
         if notes:
             error.add_note("; ".join(notes))
-
-    @contextmanager
-    def _noting(self, notes: list[str], step: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as failure:
-            notes.append(
-                f"step {step} was saved, but a callback's on_checkpoint failed ({failure})"
-                if self.saved_step == step
-                else f"step {step} could not be saved ({failure})"
-            )
 
     def close(self) -> None:
         self.thread.shutdown()
@@ -224,18 +211,16 @@ class CheckpointCallback(Callback):
         for file in (directory.metrics, directory.samples / f"step_{step}.jsonl"):
             if file.exists():
                 flush(file)
-        begun = checkpoint.begin(
+        publish = checkpoint.begin(
             directory.path,
             trainer,
-            generators=whole.generators if whole else None,
-            background=self.background,
-        )
-        publication = self.thread.submit(
-            begun.publish,
             keep=self.keep,
             ranking=self.ranking,
             metrics=whole.metrics if whole else self.metrics,
+            generators=whole.generators if whole else None,
+            background=self.background,
         )
-        self.pending, self.saved_step = Publication(step, self.saved_step, publication), step
+        self.pending = Publication(step, self.saved_step, self.thread.submit(publish))
+        self.saved_step = step
         if not self.background:
             self.settle(trainer, wait=True)

@@ -24,7 +24,7 @@ from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.export import ExportCallback
 from nemorl.runtime.run.job import Job
-from nemorl.runtime.run.result import TrainResult
+from nemorl.runtime.run.result import TrainResult, final_metrics
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
@@ -88,7 +88,8 @@ def train(launch: Launch) -> TrainResult:
         with closing([*before, *after]):  # the caller's own may be needed again
             job.run(run, callbacks=[*before, *launch.callbacks, *after])
         model = None if launch.devices.ranked else trainer.model
-        result = TrainResult.of(directory, model=model, tokenizer=launch.tokenizer)
+        history = directory.read_metrics()
+        result = TrainResult(final_metrics(history), history, directory, model, launch.tokenizer)
         if launch.devices.torchrun:
             trainer.result = result
         return result

@@ -133,7 +133,7 @@ def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":
     """Return the loggers that `run.loggers` names (None: TensorBoard where it is installed), after
     the one of the run's own files.
     """
-    from nemorl.runtime.watch.loggers.jsonl import JsonlLogger
+    from nemorl.runtime.watch.loggers.base import JsonlLogger
 
     if names is None:
         names = ("tensorboard",) if installed("tensorboard") else ()

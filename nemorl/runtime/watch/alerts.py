@@ -27,15 +27,6 @@ class SignalWatch(Callback):
             )
 
 
-CAUSES = (
-    "Likely causes: weights that the engine did not receive (then the gap grows from step to step);"
-    " an engine that computes differently (quantized, another dtype or kernel) or reports logprobs"
-    " of another distribution than it samples from; bfloat16 (1.01 to 1.03 is usual); dropout,"
-    " which is on in training. Look at worst_tokens in {samples}, which nemorl report shows in"
-    " color."
-)
-
-
 class GapWatch(Callback):
     """Warn where sampler and trainer disagree, and end the run with a FloatingPointError where they
     disagree too much (see `GapConfig`). It comes after the checkpoints, so that it can name the
@@ -59,7 +50,12 @@ class GapWatch(Callback):
             value = math.nan
             found = "the sampler has no finite logprob for any token to compare with the trainer"
         found = f"step {step}: {found} (token_mult_prob_error;"
-        causes = CAUSES.format(samples=self.directory.samples / f"step_{step}.jsonl")
+        causes = (
+            "Usual causes: weights that the engine did not receive (then the gap grows); an engine"
+            " that computes differently (quantized, other kernels; bfloat16 gives 1.01 to 1.03);"
+            f" dropout. Look at worst_tokens in {self.directory.samples / f'step_{step}.jsonl'} or"
+            " in nemorl report."
+        )
         if self.config.stop is not None and not value <= self.config.stop:
             self.error = FloatingPointError(f"{found} gap.stop is {self.config.stop:g}). {causes}")
             raise self.error

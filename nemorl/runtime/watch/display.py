@@ -3,7 +3,6 @@
 import math
 import time
 from collections import deque
-from itertools import pairwise
 from typing import Any, Literal
 
 from rich.console import Console, Group
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.state import Run
-from nemorl.runtime.watch.metrics import LABELS, duration, number
+from nemorl.runtime.watch.metrics import LABELS, duration, number, thin
 
 SPEED = ("tokens_per_second", "trainer/mfu")
 """The end of a plain line."""
@@ -47,9 +46,7 @@ def sparkline(values: list[float], width: int) -> str:
     values = [value for value in values if math.isfinite(value)]
     if not values or width < 1:
         return ""
-    count = min(width, len(values))
-    edges = [index * len(values) // count for index in range(count + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    _, means = thin(([*range(len(values))], values), width)
     low, high = min(means), max(means)
     return "".join(
         "▁▂▃▄▅▆▇█"[round((mean - low) / (high - low) * 7)] if high > low else "▄" for mean in means

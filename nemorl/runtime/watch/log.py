@@ -65,10 +65,8 @@ class RunLog(Callback):
     def __init__(self, directory: RunDirectory, record: RunRecord, fields: dict[str, Any]) -> None:
         self.directory, self.record, self.fields = directory, record, fields
         self.total_steps: int | None = None
-        self.began = False  # whether the loop was reached
 
     def on_train_begin(self, trainer: Run) -> None:
-        self.began = True
         step = self.fields["step"] = trainer.state.step
         self.record = replace(self.record, total_steps=self.total_steps)
         write_record(self.directory, self.record)
@@ -139,9 +137,8 @@ def recorded(directory: RunDirectory, *, algorithm: str) -> Iterator[RunLog]:
             event("run_finished", "the run is finished")
         finally:
             ended = replace(log.record, status=status, error=error, ended=round(time.time(), 3))
-            refused = status == "failed" and not log.began  # a resume that could not begin
             try:
-                write_record(directory, before if before and refused else ended)
+                write_record(directory, ended)
             except OSError as problem:  # a full disk must not hide what ended the run
                 LOGGER.warning("run.json could not be written: %r", problem)
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,22 +18,19 @@ class Metric(NamedTuple):
     meaning: str = ""
     """What it is measured in."""
     label: str = ""
-    """Its name in the live table, if it is there."""
-    plot: str = ""
-    """Its file in plots/."""
+    """Its name in the live table; such metrics have a picture in plots/, too."""
 
 
 SECTIONS = {
     "Learning": {
-        "reward": Metric("Reward", "mean reward of the responses", "reward", "reward"),
+        "reward": Metric("Reward", "mean reward of the responses", "reward"),
         "accuracy": Metric(
             "Accuracy",
             "share with reward ≥ 1 (pairs: chosen above rejected)",
             "accuracy",
-            "accuracy",
         ),
-        "loss": Metric("Loss", "the loss that is minimized", "loss", "loss"),
-        "margin": Metric("Margin", "reward of chosen minus rejected", "margin", "margin"),
+        "loss": Metric("Loss", "the loss that is minimized", "loss"),
+        "margin": Metric("Margin", "reward of chosen minus rejected", "margin"),
         "chosen_reward": Metric("Reward of chosen", "implicit reward of the chosen responses"),
         "rejected_reward": Metric("Reward of rejected", "implicit reward of the rejected ones"),
         "nll": Metric("Negative log-likelihood", "nats per token of the demonstrations"),
@@ -40,9 +38,9 @@ SECTIONS = {
         "reward/": Metric("", "one part of the reward"),
     },
     "Policy": {
-        "kl": Metric("KL to the reference", "nats per token", "KL", "kl"),
-        "entropy": Metric("Entropy", "nats per token", "entropy", "entropy"),
-        "response_length": Metric("Response length", "tokens", "length", "length"),
+        "kl": Metric("KL to the reference", "nats per token", "KL"),
+        "entropy": Metric("Entropy", "nats per token", "entropy"),
+        "response_length": Metric("Response length", "tokens", "length"),
         "truncated_fraction": Metric("Truncated", "share of responses that hit the token limit"),
         "informative_groups": Metric(
             "Informative groups", "share of prompts whose responses differ in reward"
@@ -54,7 +52,6 @@ SECTIONS = {
         "token_mult_prob_error": Metric(
             "Sampler against trainer",
             "mean factor between their token probabilities; 1 is agreement",
-            "gap",
             "gap",
         ),
         "token_mult_prob_error_max": Metric(
@@ -68,7 +65,7 @@ SECTIONS = {
         ),
     },
     "Updates": {
-        "lr": Metric("Learning rate", "of the optimizer step", "lr", "lr"),
+        "lr": Metric("Learning rate", "of the optimizer step", "lr"),
         "grad_norm": Metric("Gradient norm", "before clipping"),
         "approx_kl_k1": Metric("KL of the update, k1", "policy before against after, nats"),
         "approx_kl_k3": Metric("KL of the update, k3", "policy before against after, nats"),
@@ -80,15 +77,14 @@ SECTIONS = {
     },
     "Engines": {"generation/": Metric("")},
     "Speed and resources": {
-        "tokens_per_second": Metric("Throughput", "tokens per second", "tok/s", "throughput"),
+        "tokens_per_second": Metric("Throughput", "tokens per second", "tok/s"),
         "trainer/mfu": Metric(
-            "Model FLOPs utilization", "share of a device's peak in bfloat16", "MFU", "mfu"
+            "Model FLOPs utilization", "share of a device's peak in bfloat16", "MFU"
         ),
         "trainer/memory_gb": Metric(
             "Memory of the trainer",
             "GB, the peak of the device that has most; on CPUs since the process began",
             "mem GB",
-            "memory",
         ),
         "seconds": Metric("Step time", "seconds"),
         "seconds_generate": Metric("Time to generate", "seconds a step"),
@@ -166,16 +162,10 @@ def is_number(value: Any) -> bool:
 def series_of(records: Iterable[Mapping[str, Any]], metric: str, phase: str) -> Series:
     """Return a metric's finite values in the lines of metrics.jsonl.
 
-    >>> series_of([{"step": 1, "phase": "train", "loss": 2.0}, {"step": 2}], "loss", "train")
+    >>> series_of([{"step": 1, "phase": "train", "loss": 2.0}], "loss", "train")
     ([1], [2.0])
     """
-    found = [
-        record
-        for record in records
-        if record.get("phase") == phase
-        and isinstance(record.get("step"), int)
-        and is_number(record.get(metric))
-    ]
+    found = [line for line in records if line["phase"] == phase and is_number(line.get(metric))]
     return [record["step"] for record in found], [record[metric] for record in found]
 
 
@@ -195,12 +185,13 @@ def smooth(values: list[float], *, width: float) -> list[float]:
 
 
 def thin(series: Series, most: int) -> Series:
-    """Return at most `most` points, each the mean of equally many neighbors.
+    """Return at most `most` points, each the mean of about equally many neighbors.
 
     >>> thin(([1, 2, 3, 4, 5], [0.0, 1.0, 2.0, 3.0, 4.0]), 3)
-    ([1, 3, 5], [0.5, 2.5, 4.0])
+    ([1, 2, 4], [0.0, 1.5, 3.5])
     """
     steps, values = series
-    size = max(1, -(-len(steps) // most))
-    parts = [values[start : start + size] for start in range(0, len(steps), size)]
-    return steps[::size], [sum(part) / len(part) for part in parts]
+    count = min(most, len(steps))
+    edges = [index * len(steps) // count for index in range(count)] + [len(steps)]
+    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    return [steps[start] for start in edges[:-1]], means

@@ -15,7 +15,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.state import Run
-from nemorl.runtime.watch.metrics import METRICS, Series, placed, series_of, smooth
+from nemorl.runtime.watch.metrics import LABELS, METRICS, Series, placed, series_of, smooth
 
 TRAIN, VALIDATION, GRID, TEXT, PAPER = "#2563eb", "#ea580c", "#e5e7eb", "#374151", "#fffffe"
 COLORS = {TRAIN: "train", VALIDATION: "val", GRID: "line", TEXT: "dim", PAPER: "card"}
@@ -51,20 +51,24 @@ class PlotCallback(Callback):
 
 
 def draw(directory: RunDirectory) -> list[Path]:
-    """Draw plots/NAME.png for each metric that has a picture, and plots/overview.png with all."""
+    """Draw plots/NAME.png for each metric of the live table, and plots/overview.png with all."""
     records, present = directory.read_metrics(), {}
-    for name, metric in METRICS.items():
+    for name in LABELS:
         pair = series_of(records, name, "train"), series_of(records, name, "validation")
-        if metric.plot and (pair[0][0] or pair[1][0]):
+        if pair[0][0] or pair[1][0]:
             present[name] = pair
     if not present:
         return []
     directory.plots.mkdir(exist_ok=True)
-    alone = [_save({name: pair}, directory, METRICS[name].plot) for name, pair in present.items()]
-    return [*alone, _save(present, directory, "overview")]
+    pictures = {name.replace("/", "_"): {name: pair} for name, pair in present.items()}
+    pictures["overview"] = present
+    return [
+        _save(panels, directory.name, directory.plots / f"{file}.png")
+        for file, panels in pictures.items()
+    ]
 
 
-def _save(panels: dict[str, tuple[Series, Series]], directory: RunDirectory, file: str) -> Path:
+def _save(panels: dict[str, tuple[Series, Series]], run: str, file: Path) -> Path:
     both = [name for name, (train, validation) in panels.items() if train[0] and validation[0]]
     explained = [*both, *panels][0]  # one legend is enough
     columns = 2 if len(panels) == 4 else min(len(panels), 3)
@@ -74,18 +78,18 @@ def _save(panels: dict[str, tuple[Series, Series]], directory: RunDirectory, fil
         # No pyplot: no window is opened, and the caller's own settings stay as they are.
         figure = Figure(figsize=size, dpi=150, layout="constrained")
         if not alone:
-            figure.suptitle(directory.name, fontsize=13, fontweight="bold")
+            figure.suptitle(run, fontsize=13, fontweight="bold")
         for index, (name, (train, validation)) in enumerate(panels.items(), start=1):
             axes = figure.add_subplot(rows, columns, index)
             panel(axes, name, train, validation)
             if name == explained:
                 axes.legend(frameon=False, fontsize=8, loc="best")
-            title = METRICS[name].title + (f" · {directory.name}" if alone else "")
+            title = METRICS[name].title + (f" · {run}" if alone else "")
             axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
             axes.set_xlabel("step")
             axes.set_ylabel(METRICS[name].meaning.partition(";")[0].partition(",")[0])
-        figure.savefig(directory.plots / f"{file}.png")
-    return directory.plots / f"{file}.png"
+        figure.savefig(file)
+    return file
 
 
 def svg(name: str, train: Series, validation: Series) -> tuple[str, tuple[float, float]]:

@@ -83,8 +83,8 @@ def test_random_generators_of_gpus_come_back(tmp_path):
 
 @pytest.mark.parametrize("scenario", ["next", "background", "replace"])
 def test_killed_at_any_point_of_writing(forked, tmp_path, scenario):
-    """next: step 2 follows step 1, background: in threads. replace: step 2 is written over an
-    earlier one, the only checkpoint that there is.
+    """next: step 2 follows step 1, background: in threads. replace: step 2 is written again by a
+    run that went back to step 1.
     """
     command = [forked / "python", "-m", "tests.runtime.tiny", scenario, str(tmp_path)]
     places = int(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
@@ -97,7 +97,7 @@ def test_killed_at_any_point_of_writing(forked, tmp_path, scenario):
         step, value = loaded(checkpoint.latest(folder))
         seen.add(value)
         assert (step, value) in (
-            [(2, 1.0), (2, 2.0)] if scenario == "replace" else [(1, 1.0), (2, 2.0)]
+            [(1, 1.0), (2, 2.0), *([(2, 1.0)] if scenario == "replace" else ())]
         ), died
         if scenario != "replace":
             assert (folder / "checkpoints" / "latest").read_text() == f"step_{step}\n", (

@@ -22,7 +22,7 @@ from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.start.registry import GENERATION_BACKENDS
 from nemorl.runtime.watch.alerts import GapWatch
-from nemorl.runtime.watch.report.gather import gather
+from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.samples import sample_data
 from tests.runtime.engines.shared import CACHE, shared_replicas
 from tests.runtime.runs import grpo_config, start
@@ -128,7 +128,7 @@ def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
     assert [token["position"] for token in found[:2]] == [2, 1] and len(found) == 3
     assert found[0]["trainer_logprob"] - found[0]["logprob"] == pytest.approx(1.5, abs=1e-4)
     assert found[0]["token"] == samples[1]["response"][2]
-    shown = sample_data(gather(tmp_path))["steps"][1]
+    shown = sample_data(Gathered(tmp_path))["steps"][1]
     assert shown[1]["gaps"][1:3] == pytest.approx([-0.7, 1.5], abs=1e-3)
     assert shown[1]["chips"]["widest gap"].startswith("×4.48 in ")
     assert "widest gap" not in shown[0]["chips"]  # they agree

@@ -11,13 +11,13 @@ from matplotlib.image import imread
 
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.watch import plots
-from nemorl.runtime.watch.metrics import METRICS, smooth
+from nemorl.runtime.watch.metrics import LABELS, smooth
 from nemorl.runtime.watch.plots import draw, svg
 
 
 def learning_run(directory: RunDirectory, *, steps: int) -> None:
     generator = random.Random(0)
-    names = [name for name, metric in METRICS.items() if metric.plot and name != "margin"]
+    names = [name for name in LABELS if name != "margin"]
     for step in range(1, steps + 1):
         values = {name: 1 - math.exp(-step / 40) + generator.gauss(0, 0.04) for name in names}
         directory.append_metrics(step, values)
@@ -29,8 +29,8 @@ def test_every_metric_has_its_picture(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
     learning_run(directory, steps=60)
     files = draw(directory)
-    names = "reward accuracy loss kl entropy length gap lr throughput mfu memory overview"
-    assert [path.stem for path in files] == names.split()
+    names = (name.replace("/", "_") for name in LABELS if name != "margin")
+    assert [path.stem for path in files] == [*names, "overview"]
     for path in files:
         image = imread(path)
         assert image.shape[0] >= 500 and image.shape[1] >= 900
@@ -43,7 +43,7 @@ def test_every_metric_has_its_picture(tmp_path):
         ([{"loss": 2.0, "grad_norm": 0.1}], ["loss", "overview"]),
         ([{"loss": 2.0}, {"loss": math.nan}, {"loss": math.inf}], ["loss", "overview"]),
         ([{"reward": 0.0}, {"reward": 0.0}, {"kl": math.nan}], ["reward", "overview"]),
-        ([{"tokens_per_second": 0.0}], ["throughput", "overview"]),
+        ([{"tokens_per_second": 0.0}], ["tokens_per_second", "overview"]),
         ([{"margin": 0.5}], ["margin", "overview"]),
         ([{"grad_norm": 0.1}], []),
         ([], []),

@@ -39,8 +39,7 @@ class MlflowLogger:
                 ).info.run_id
                 settings = flat(run.config).items()
                 parameters = [Param(key, str(value)[:500]) for key, value in settings]
-                for first in range(0, len(parameters), 100):  # the most that a server takes at once
-                    self.client.log_batch(self.id, params=parameters[first : first + 100])
+                self.client.log_batch(self.id, params=parameters)
             if run.directory.config.exists():
                 self.client.log_artifact(self.id, str(run.directory.config))
         except MlflowException as error:

@@ -4,7 +4,6 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,83 +13,51 @@ from nemorl.runtime.run.record import RunRecord, read_record, status_of
 
 SAMPLE_BYTES = 6_000_000
 """Size of the sample files that a page holds."""
-SAMPLE_STEPS = 150
 SHOWN_TOKENS = 4000
 """Longer responses are cut on the page, which says so."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Gathered:
-    """A run as its report shows it."""
+    """A run as its report shows it. Raises ValueError where there is none."""
 
-    name: str
-    record: RunRecord | None
-    status: str
-    """running, finished, interrupted or failed; unknown for a run without run.json."""
-    metrics: list[dict[str, Any]]
-    seconds: float
-    """During which a process worked on the run."""
-    samples: dict[int, list[dict[str, Any]]]
-    """Step → responses, with `pieces`: the text of each token, if the tokenizer is known."""
-    sample_steps: int
-    """How many steps have samples, shown or not."""
-    config: dict[str, Any]
-    changed: dict[str, Any]
-    """Settings that are not at their default, with that default."""
-    environment: dict[str, Any]
-    data: dict[str, dict[str, Any]]
-    log: list[dict[str, Any]]
-    now: float
+    def __init__(self, path: Path | str, *, now: float | None = None) -> None:
+        directory = RunDirectory.open(path)
+        self.name, self.record = directory.name, read_record(directory)
+        self.status = status_of(self.record) if self.record else "unknown"
+        self.now = time.time() if now is None else now
+        self.metrics = directory.read_metrics()
+        self.seconds = working_seconds(self.record, self.metrics, now=self.now)
+        self.config: dict[str, Any] = {}
+        with suppress(ConfigError):
+            self.config = read(directory.config)[0]
+        self.environment = self.config.pop("environment", {})
+        self.data: dict[str, dict[str, Any]] = {}
+        with suppress(OSError, ValueError):
+            self.data = json.loads(directory.data.read_text(encoding="utf-8"))
+        files = [file for file in directory.samples.glob("step_*.jsonl") if step_of(file) >= 0]
+        shown = spread(sorted(files, key=step_of))
+        # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
+        self.samples = {step_of(file): lines for file in shown if (lines := read_lines(file))}
+        self.sample_steps = len(files)
+        add_pieces(self.samples, directory.path / "tokenizer")
+        self.log = read_lines(directory.log)
+        if self.record is not None:
+            self.log = [line for line in self.log if line.get("run_id") == self.record.run_id]
+        # Settings that are not at their default, with that default.
+        self.changed: dict[str, Any] = {}
+        for line in self.log:
+            if line.get("event") == "train_begin":
+                self.changed = line["defaults"]
 
     @property
     def step(self) -> int:
-        steps = (line.get("step") for line in self.metrics)
-        return max((step for step in steps if isinstance(step, int)), default=0)
-
-
-def gather(path: Path | str, *, now: float | None = None) -> Gathered:
-    """Read a run. Raises ValueError where there is none."""
-    directory = RunDirectory.open(path)
-    now = time.time() if now is None else now
-    record, metrics = read_record(directory), directory.read_metrics()
-    try:
-        config = read(directory.config)[0]
-    except ConfigError:
-        config = {}
-    environment = config.pop("environment", {})
-    files = [file for file in directory.samples.glob("step_*.jsonl") if step_of(file) >= 0]
-    files.sort(key=step_of)
-    samples = {step_of(file): lines for file in spread(files) if (lines := read_lines(file))}
-    log = read_lines(directory.log)
-    if record is not None:
-        log = [line for line in log if line.get("run_id") == record.run_id]
-    try:
-        data = json.loads(directory.data.read_text(encoding="utf-8")).items()
-    except (OSError, ValueError, AttributeError):
-        data = ()
-    add_pieces(samples, directory.path / "tokenizer")
-    changed = [line.get("defaults") for line in log if line.get("event") == "train_begin"]
-    return Gathered(
-        name=directory.name,
-        record=record,
-        status=status_of(record) if record else "unknown",
-        metrics=metrics,
-        seconds=working_seconds(record, metrics, now=now),
-        samples=samples,
-        sample_steps=len(files),
-        config=config,
-        changed=changed[-1] if changed and isinstance(changed[-1], dict) else {},
-        environment=environment if isinstance(environment, dict) else {},
-        data={name: value for name, value in data if isinstance(value, dict)},
-        log=log,
-        now=now,
-    )
+        return max((line["step"] for line in self.metrics), default=0)
 
 
 def spread(files: Sequence[Path]) -> list[Path]:
     """Return evenly spaced files that fit on a page."""
     size = sum(file.stat().st_size for file in files)
-    count = min(len(files), SAMPLE_STEPS, max(2, len(files) * SAMPLE_BYTES // max(1, size)))
+    count = min(len(files), max(2, len(files) * SAMPLE_BYTES // max(1, size)))
     return [files[round(place * (len(files) - 1) / max(1, count - 1))] for place in range(count)]
 
 
@@ -98,7 +65,7 @@ def working_seconds(
     record: RunRecord | None, metrics: Sequence[Mapping[str, Any]], *, now: float
 ) -> float:
     """Return how long processes worked on a run, each from its begin to its last sign of life."""
-    times = [line["time"] for line in metrics if isinstance(line.get("time"), int | float)]
+    times = [line["time"] for line in metrics]
     if record is None or not record.sessions:
         return max(times) - min(times) if times else 0.0
     end = now if status_of(record) == "running" else record.ended

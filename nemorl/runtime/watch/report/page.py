@@ -25,7 +25,7 @@ from nemorl.runtime.watch.metrics import (
     thin,
 )
 from nemorl.runtime.watch.plots import svg
-from nemorl.runtime.watch.report.gather import Gathered, gather
+from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.samples import modes, sample_data
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ def write_report(run: Path | str, output: Path | str | None = None) -> Path:
     """
     directory = RunDirectory.open(run)
     target = Path(output) if output is not None else directory.path / "report.html"
-    page = render(gather(run))
+    page = render(Gathered(run))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # A sample may hold half a surrogate pair.
@@ -178,14 +178,10 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
         rows = {
             label: form.format(numbers[key])
             for key, (label, form) in STATISTICS.items()
-            if is_number(numbers.get(key))
+            if key in numbers
         }
-        bars = [
-            bar
-            for bar in numbers.get("histogram") or ()
-            if isinstance(bar, list) and len(bar) == 2 and all(map(is_number, bar))
-        ]
-        most = max((count for _, count in bars), default=0) or 1
+        bars = numbers.get("histogram") or ()
+        most = max((count for _, count in bars), default=1)
         found[name] = {"rows": rows, "bars": bars, "most": most}
     return found
 

@@ -38,31 +38,25 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
         name: text(sample[name]) for name in TEXTS if sample.get(name) is not None
     }
     chips: dict[str, Any] = {}
-    ids = _as_list(sample.get("token_ids"))
-    if isinstance(sample.get("pieces"), list):
+    ids = sample.get("token_ids") or ()
+    if "pieces" in sample:
         found["tokens"] = sample["pieces"]
     if len(ids) > SHOWN_TOKENS:
         found["cut"] = len(ids) - SHOWN_TOKENS
-    measured = {
-        "logprobs": _as_list(sample.get("logprobs")),
-        "gaps": gaps(sample),
-        "advantages": _as_list(sample.get("advantages")),
-    }
-    for name, values in measured.items():
-        if values:
+    for name, values in {**sample, "gaps": gaps(sample)}.items():
+        if name in ("logprobs", "gaps", "advantages") and values:
             found[name] = [
                 float(f"{value:.4g}") if is_number(value) else None
                 for value in values[:SHOWN_TOKENS]
             ]
     if is_number(sample.get("reward")):
         found["reward"] = sample["reward"]
-    if isinstance(sample.get("rewards"), Mapping):
-        chips |= {name: value for name, value in sample["rewards"].items() if is_number(value)}
+    chips |= sample.get("rewards", {})
     same = set(found.get("advantages", ()))
     if len(same) == 1:
         chips["advantage"] = same.pop()
-    if isinstance(columns := sample.get("columns"), Mapping):
-        chips |= {name: columns[name] for name in columns if name not in (*TEXTS, "messages")}
+    columns = sample.get("columns", {})
+    chips |= {name: columns[name] for name in columns if name not in (*TEXTS, "messages")}
     chips |= {name: value for name, value in sample.items() if name not in OWN}
     chips |= {"widest gap": widest_gap(sample), "tokens": len(ids) or None}
     if sample.get("finish_reason") not in (None, "stop"):
@@ -78,8 +72,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
 
 def gaps(sample: Mapping[str, Any]) -> list[float | None]:
     """Return by how much the trainer's logprob of each token exceeds the sampler's."""
-    theirs, ours = (_as_list(sample.get(name)) for name in ("logprobs", "trainer_logprobs"))
-    pairs = zip(ours, theirs, strict=False)
+    pairs = zip(sample.get("trainer_logprobs", ()), sample.get("logprobs", ()), strict=False)
     return [pair[0] - pair[1] if all(map(is_number, pair)) else None for pair in pairs]
 
 
@@ -90,11 +83,11 @@ def widest_gap(sample: Mapping[str, Any]) -> str:
     >>> widest_gap({"worst_tokens": [token]})
     "×2.72 in 'ab' (token 5)"
     """
-    for worst in _as_list(sample.get("worst_tokens"))[:1]:
-        values = worst.get("logprob"), worst.get("trainer_logprob"), worst.get("position")
+    for worst in sample.get("worst_tokens", ())[:1]:
+        values = worst["logprob"], worst["trainer_logprob"]
         if all(map(is_number, values)) and abs(gap := values[0] - values[1]) >= 0.01:
             factor = number(math.exp(min(abs(gap), 700)))
-            return f"×{factor} in {worst.get('token')!r} (token {worst['position'] + 1})"
+            return f"×{factor} in {worst['token']!r} (token {worst['position'] + 1})"
     return ""
 
 
@@ -108,7 +101,3 @@ def text(value: Any) -> str:
     if turns and all(isinstance(turn, Mapping) and "role" in turn for turn in turns):
         return "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in turns)
     return "" if value is None else str(value)
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

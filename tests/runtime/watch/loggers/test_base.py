@@ -10,7 +10,7 @@ from nemorl.runtime.run.directory import RunDirectory, read_lines
 from nemorl.runtime.run.signals import signals_raise
 from nemorl.runtime.start import registry
 from nemorl.runtime.start.registry import chosen_loggers
-from nemorl.runtime.watch.loggers.jsonl import JsonlLogger
+from nemorl.runtime.watch.loggers.base import JsonlLogger
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import recorder, tiny_run
 

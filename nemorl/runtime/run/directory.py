@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
@@ -35,11 +36,14 @@ Phase = Literal["train", "validation"]
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
 
 
+@dataclass
 class RunDirectory:
     """The paths of a run, made by `create` or `open`."""
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = path = Path(path)
+    path: Path
+
+    def __post_init__(self) -> None:
+        path = self.path
         self.name = path.resolve().name
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
@@ -58,7 +62,7 @@ class RunDirectory:
 
         Raises ValueError if there are results and `resume` is False.
         """
-        directory = cls(path)
+        directory = cls(Path(path))
         if directory.holds_results():
             if not resume:
                 raise ValueError(
@@ -82,7 +86,7 @@ class RunDirectory:
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
         """Return the folder of a run. Raises ValueError where there is none."""
-        directory = cls(path)
+        directory = cls(Path(path))
         if not (directory.config.exists() or directory.holds_results()):
             raise ValueError(
                 f"run.dir must be the folder of a run, but {directory.path} holds no config.yaml,"

@@ -2,7 +2,7 @@
 
 import warnings
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -15,14 +15,13 @@ from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.comparisons import Together, collate_together, mismatched
 from nemorl.data.order import RowOrder
 from nemorl.data.preferences import labelled_rows, pair_rows, to_labelled, to_pairs
-from nemorl.data.sharding import merge, split, split_microbatches
 from nemorl.data.statistics import Lengths
-from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.runtime.algorithms.common import (
     Samples,
     Stopwatch,
+    in_chunks,
     loop,
     num_steps,
     row_order,
@@ -197,14 +196,6 @@ def with_reference_logprobs(run: Run, data: Comparisons) -> Comparisons:
 
     with waiting("computing the reference's logprobs", quiet=run.config.run.display == "none"):
         return replace(data, rows=computed(data.rows), mismatched=computed(data.mismatched))
-
-
-def in_chunks(
-    compute: Callable[[TokenBatch], Logprobs], batch: TokenBatch, *, rows: int
-) -> Float[Tensor, "batch seq"]:
-    """Return a model's logprobs of a batch of any size, computed `rows` rows at a time."""
-    plan = split_microbatches(batch, rows=rows)
-    return merge([compute(part).values for part in split(batch, plan)], plan)
 
 
 def comparisons(

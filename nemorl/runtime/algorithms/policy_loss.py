@@ -22,15 +22,7 @@ from nemorl.losses.terms import entropy_bonus, kl_loss
 from nemorl.losses.types import LossOutput, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Rollouts
-from nemorl.runtime.config.grpo import (
-    CISPOLoss,
-    ClippedLoss,
-    GroupAdvantage,
-    GRPOConfig,
-    GSPOLoss,
-    PolicyLossConfig,
-    ReinforcePlusPlusAdvantage,
-)
+from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, GSPOLoss, PolicyLossConfig
 
 LossWeights = Callable[[Bool[Tensor, "batch seq"], Int[Tensor, "batch"]], Tensor]
 """Weights per token from the loss mask and the responses' groups."""
@@ -57,37 +49,30 @@ def make_advantages(config: GRPOConfig) -> Advantages:
     choice, overlong, limit = config.advantage, config.overlong, config.generation.longest_response
     buffer = max(1, round(overlong.buffer * limit))
 
-    def shaped(rollouts: Rollouts) -> Float[Tensor, "batch"]:
-        if not overlong.buffer:
-            return rollouts.rewards
-        return rollouts.rewards + overlong_penalty(
-            rollouts.lengths, max_length=limit, buffer=buffer, penalty=overlong.penalty
-        )
-
-    def compared(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
-        assert isinstance(choice, GroupAdvantage)
-        per_response = adv.advantages(
-            shaped(rollouts),
-            rollouts.group_id,
-            baseline=choice.baseline,
-            scale=choice.scale,
-            ddof=choice.ddof,
-            lengths=rollouts.lengths if choice.baseline == "length_weighted" else None,
-        )
-        return adv.to_tokens(per_response, batch.loss_mask)
-
-    def whitened(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
-        assert isinstance(choice, ReinforcePlusPlusAdvantage)
-        kl, mask = torch.zeros_like(batch.loss_mask, dtype=torch.float32), batch.loss_mask
+    def advantages(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
+        rewards, group_id, mask = rollouts.rewards, rollouts.group_id, batch.loss_mask
+        if overlong.buffer:
+            rewards = rewards + overlong_penalty(
+                rollouts.lengths, max_length=limit, buffer=buffer, penalty=overlong.penalty
+            )
+        if isinstance(choice, GroupAdvantage):
+            per_response = adv.advantages(
+                rewards,
+                group_id,
+                baseline=choice.baseline,
+                scale=choice.scale,
+                ddof=choice.ddof,
+                lengths=rollouts.lengths if choice.baseline == "length_weighted" else None,
+            )
+            return adv.to_tokens(per_response, mask)
+        kl = torch.zeros_like(mask, dtype=torch.float32)
         if choice.kl_coef:
             assert batch.prev_logprobs is not None and batch.reference_logprobs is not None
             kl = torch.where(mask, batch.prev_logprobs - batch.reference_logprobs, 0.0)
-        group_id = rollouts.group_id if choice.group_baseline else None
-        return adv.reinforce_plus_plus(
-            shaped(rollouts), kl, mask, kl_coef=choice.kl_coef, group_id=group_id
-        )
+        groups = group_id if choice.group_baseline else None
+        return adv.reinforce_plus_plus(rewards, kl, mask, kl_coef=choice.kl_coef, group_id=groups)
 
-    return compared if isinstance(choice, GroupAdvantage) else whitened
+    return advantages
 
 
 def make_loss(config: GRPOConfig) -> LossFn:
@@ -104,17 +89,12 @@ def make_loss(config: GRPOConfig) -> LossFn:
 
 
 def policy_term(loss: PolicyLossConfig) -> Callable[..., LossOutput]:
-    """Return the configured function of losses/policy.py, with its constants."""
-    match loss:
-        case ClippedLoss(clip_low=low, clip_high=high, dual_clip=dual):
-            return partial(policy.clipped, clip_low=low, clip_high=high, dual_clip=dual)
-        case GSPOLoss(clip_low=low, clip_high=high, token_gradient=token_gradient):
-            gspo = policy.gspo_token if token_gradient else policy.gspo
-            return partial(gspo, clip_low=low, clip_high=high)
-        case CISPOLoss(clip_low=low, clip_high=high):
-            return partial(policy.cispo, clip_low=low, clip_high=high)
-        case _:
-            return policy.reinforce
+    """Return the function of losses/policy.py that has the loss's name, with its constants."""
+    constants = asdict(loss)
+    name = constants.pop("name")
+    if constants.pop("token_gradient", False):
+        name = "gspo_token"
+    return partial(getattr(policy, name), **constants)
 
 
 def policy_loss(

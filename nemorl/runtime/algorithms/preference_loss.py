@@ -1,7 +1,7 @@
 """The loss of a preference step. Its constants are the whole step's, so that parts add up."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 import torch
@@ -19,9 +19,6 @@ from nemorl.losses.types import LossOutput, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.runtime.config.dpo import (
     DPOConfig,
-    DPOLoss,
-    HingeLoss,
-    IPOLoss,
     KTOLoss,
     ORPOLoss,
     PreferenceLossConfig,
@@ -87,22 +84,12 @@ def preference_loss(
 
 
 def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:
-    """Return the configured function of losses/preference.py, with its constants."""
-    match loss:
-        case DPOLoss(beta=beta, label_smoothing=smoothing, robust=robust):
-            return partial(preference.dpo, beta=beta, label_smoothing=smoothing, robust=robust)
-        case IPOLoss(beta=beta):
-            return partial(preference.ipo, beta=beta)
-        case HingeLoss(beta=beta):
-            return partial(preference.hinge, beta=beta)
-        case SimPOLoss(beta=beta, margin=margin, label_smoothing=smoothing):
-            return partial(preference.simpo, beta=beta, margin=margin, label_smoothing=smoothing)
-        case ORPOLoss(coef=coef):
-            return partial(preference.orpo, coef=coef)
-        case KTOLoss(beta=beta, desirable_coef=desirable, undesirable_coef=undesirable):
-            return partial(
-                preference.kto, beta=beta, desirable_coef=desirable, undesirable_coef=undesirable
-            )
+    """Return the function of losses/preference.py that has the loss's name, with its constants."""
+    constants = asdict(loss)
+    function = getattr(preference, constants.pop("name"))
+    for not_of_the_term in ("average_logprobs", "baseline"):
+        constants.pop(not_of_the_term, None)
+    return partial(function, **constants)
 
 
 def with_loss_weights(batch: TokenBatch, config: DPOConfig) -> TokenBatch:

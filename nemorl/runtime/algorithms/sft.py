@@ -19,6 +19,7 @@ from nemorl.runtime.algorithms.common import (
     Samples,
     Stopwatch,
     answering,
+    in_chunks,
     loop,
     num_steps,
     row_order,
@@ -59,7 +60,7 @@ def prepare(config: SFTConfig, inputs: Inputs) -> Job:
         )
 
     def validate(run: Run) -> tuple[dict[str, float], Samples]:
-        metrics = {"loss": validation_loss(run, held_out, batch_size=256)} if held_out else {}
+        metrics = {"loss": validation_loss(run, held_out)} if held_out else {}
         answered, samples = answer(run) if answer else ({}, [])
         return metrics | answered, samples
 
@@ -106,12 +107,8 @@ def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:
     return replace(batch, loss_weights=build(batch.loss_mask))
 
 
-def validation_loss(run: Run, examples: Sequence[Example], *, batch_size: int) -> float:
+def validation_loss(run: Run, examples: Sequence[Example]) -> float:
     """Return the mean negative log-likelihood per trained token, in nats."""
-    total = count = 0.0
-    for first in range(0, len(examples), batch_size):
-        batch = collate(examples[first : first + batch_size])
-        logprobs = run.trainer.get_logprobs(batch).values
-        total -= float(logprobs[batch.loss_mask].double().sum())
-        count += int(batch.loss_mask.sum())
-    return total / max(1.0, count)
+    batch, rows = collate(examples), run.config.train_global_batch_size
+    logprobs = in_chunks(run.trainer.get_logprobs, batch, rows=rows)
+    return -float(logprobs[batch.loss_mask].double().mean())

@@ -80,7 +80,7 @@ def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path):
             )
         kept = torch.tensor(example.loss_mask[1:])
         total, count = total - float(logprobs[kept].sum()), count + int(kept.sum())
-    assert validation_loss(run, examples, batch_size=4) == pytest.approx(total / count, abs=1e-5)
+    assert validation_loss(run, examples) == pytest.approx(total / count, abs=1e-5)
 
 
 def test_epochs_or_steps():

@@ -71,19 +71,11 @@ def find_plans(config: PlanConfig) -> Planned:
         given = f"the degrees given do not multiply to a divisor of {config.gpus}"
         reason = "; ".join(refused) or given
         raise ValueError(f"gpus must allow a plan that suits the model, but none does: {reason}")
-    found = [(lacking(config, each), each) for each in map(estimate, steps)]
-    fitting = sorted((each for lacks, each in found if not lacks), key=_order)
-    found.sort(key=lambda pair: (pair[0], pair[1].fullest.total, pair[1].seconds))
-    large = tuple(each for lacks, each in found if lacks)
-    return Planned(steps[0], tuple(fitting), large, tuple(refused))
-
-
-def lacking(config: PlanConfig, candidate: Candidate) -> str:
-    """Return the setting that gives a plan too little memory, or nothing."""
-    room = GB * (1 - config.reserve)
-    if config.host_memory is not None and candidate.host > config.host_memory * room:
-        return "host_memory"
-    return "gpu_memory" if candidate.fullest.total > config.gpu_memory * room else ""
+    found, room = list(map(estimate, steps)), GB * config.gpu_memory * (1 - config.reserve)
+    fitting = sorted((each for each in found if each.fullest.total <= room), key=_order)
+    large = [each for each in found if each.fullest.total > room]
+    large.sort(key=lambda each: (each.fullest.total, each.seconds))
+    return Planned(steps[0], tuple(fitting), tuple(large), tuple(refused))
 
 
 def read_shape(name: str) -> ModelShape:
@@ -212,12 +204,10 @@ def other_flags(config: PlanConfig) -> Iterator[str]:
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     """Return what the smallest plan lacks, and which settings take less memory."""
-    name = lacking(config, smallest)
-    needed = smallest.host if name == "host_memory" else smallest.fullest.total
-    given: float = getattr(config, name)
+    given, needed = config.gpu_memory, smallest.fullest.total
     generation = "fewer --generation-sequences, " if config.colocated_generation else ""
     return (
-        f"{name} must hold a plan, but it is {given:g}, of which"
+        f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs {needed / GB:.1f}"
         f" GB ({smallest.flags or 'one device'}); try --cpu-offload, --lora-rank 16, {generation}"
         "more --gpus, or a shorter --seq-len"

@@ -21,10 +21,6 @@ class PlanConfig:
     """Devices to spread it over."""
     gpu_memory: float = 80.0
     """Memory of each, in GB (10^9 bytes)."""
-    host_memory: float | None = None
-    """Main memory of a machine, in GB, in which plans with cpu_offload have to fit; unless given,
-    what they take is only shown.
-    """
     seq_len: int = 4096
     """Width of a row in tokens: that of the longest sequence, or trainer.packed_row_tokens."""
     micro_batch_rows: int = 1
@@ -79,10 +75,8 @@ class PlanConfig:
         names = (*counts.split(), *degrees, "generation_sequences", "show")
         at_least(1, **{name: getattr(self, name) for name in names})
         at_least(0, lora_rank=self.lora_rank)
-        for name, example in (("gpu_memory", 80), ("host_memory", 512)):
-            memory = getattr(self, name)
-            valid = memory is None or memory > 0
-            require(valid, name, "must be positive", memory, f"give it in GB, such as {example}")
+        memory, remedy = self.gpu_memory, "give it in GB, such as 80"
+        require(memory > 0, "gpu_memory", "must be positive", memory, remedy)
         valid, requirement = 0 <= self.reserve < 1, "must lie in 0 … 1 (1 excluded)"
         require(valid, "reserve", requirement, self.reserve, "0.1 leaves a tenth free")
         for name in degrees:
@@ -91,7 +85,6 @@ class PlanConfig:
             requirement = f"must divide the {self.gpus} GPUs"
             require(divides, name, requirement, degree, "change it or gpus")
         needs = {
-            "host_memory": ("cpu_offload", self.host_memory is None),
             "lora_target_modules": ("lora_rank", not self.lora_target_modules),
             "generation_tp": ("colocated_generation", self.generation_tp == 1),
         }

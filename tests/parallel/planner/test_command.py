@@ -204,8 +204,6 @@ BAD = {
     "--lora-rank 8 --tp 2": "lora_rank must be 0 with tp above 1, but it is 8",
     "--lora-target-modules q_proj": "lora_target_modules needs lora_rank",
     "--lora-rank 8 --lora-target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
-    "--host-memory 512": "host_memory needs cpu_offload",
-    "--host-memory 0 --cpu-offload": "host_memory must be positive",
     "--reserve 1": "reserve must lie in",
 }
 
@@ -258,17 +256,6 @@ def test_main_memory_is_that_of_a_machine(models: Path):
     assert replicated.host == pytest.approx(2 * few.host, rel=0.01), "each copy of the model"
     assert "host" in shown(models, "70b", gpus=8, cpu_offload=True)
     assert "host" not in shown(models, "70b", gpus=64)
-
-
-def test_main_memory_is_judged_where_it_is_known(models: Path):
-    options: dict[str, Any] = {"gpus": 8, "cpu_offload": True}
-    roomy = find(models, **options, host_memory=2000)
-    assert roomy.fitting and all(candidate.host <= 1800e9 for candidate in roomy.fitting)
-    fits_gpus = [each for each in roomy.too_large if each.fullest.total <= 72e9]
-    assert fits_gpus, "two copies don't fit into the main memory"
-    message = r"host_memory must hold a plan, but it is 1000, .* the smallest needs 1\d\d\d.\d GB"
-    with pytest.raises(ValueError, match=message):
-        shown(models, "70b", **options, host_memory=1000)
 
 
 def test_adapters_leave_room(models: Path):

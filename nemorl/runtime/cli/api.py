@@ -96,8 +96,6 @@ def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> tup
     """Return the top-level key of an override, and its value there."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
-    elif isinstance(value, tuple | Path):
-        value = list(value) if isinstance(value, tuple) else str(value)
     keys = dotted_keys(cls)
     # A whole section, a top-level setting, or another library's spelling of one.
     if name in {key.partition(".")[0] for key in keys}:

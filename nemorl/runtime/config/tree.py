@@ -59,7 +59,7 @@ def from_dict(cls: type[Config], mapping: Mapping[str, Any]) -> Config:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Return a config as nested plain values, ready for YAML or JSON."""
-    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    return dataclasses.asdict(config)
 
 
 def load_config(cls: type[Config], path: str | Path) -> Config:
@@ -112,17 +112,10 @@ def layer(cls: type, tree: Mapping[str, Any], mapping: Mapping[str, Any]) -> dic
 
     Only keys and types are checked: a later layer may change the rest.
     """
-    spelled: dict[str, str] = {}
-    try:
-        merged = merge(tree or defaults(cls), _without_aliases(cls, mapping, spelled))
-        if mapping:
-            _validated(cls, merged, ignored=("value_error", "missing"))
-        return merged
-    except ConfigError as error:
-        if error.key not in spelled:
-            raise
-        written = spelled[error.key]
-        raise ConfigError(f"{error} ({error.key} is written as {written})", written) from None
+    merged = merge(tree or defaults(cls), _without_aliases(cls, mapping))
+    if mapping:
+        _validated(cls, merged, ignored=("value_error", "missing"))
+    return merged
 
 
 def yaml_layer(cls: type, tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
@@ -132,7 +125,8 @@ def yaml_layer(cls: type, tree: Mapping[str, Any], path: str | Path) -> dict[str
     try:
         return layer(cls, tree, mapping)
     except ConfigError as error:
-        line = f", line {lines[error.key]}" if error.key in lines else ""
+        spelled = [alias for alias in lines if ALIASES.get(alias) == error.key]
+        line = "".join(f", line {lines[key]}" for key in [error.key, *spelled] if key in lines)
         raise ConfigError(f"{path}{line}: {error}", error.key) from None
 
 
@@ -184,27 +178,20 @@ def _keys(cls: type, prefix: str = "") -> Iterator[str]:
             yield from _keys(variant, f"{prefix}{field.name}.")
 
 
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_dict(value)
-    return list(value) if isinstance(value, tuple) else value
-
-
 def defaults(cls: type) -> dict[str, Any]:
     """Return the settings that have a default, as nested plain values."""
     found = {}
     for field in dataclasses.fields(cls):
         if field.default is not dataclasses.MISSING:
-            found[field.name] = _plain(field.default)
+            found[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = _plain(field.default_factory())
+            value = field.default_factory()
+            found[field.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
     return found
 
 
-def _without_aliases(
-    cls: type, mapping: Mapping[str, Any], spelled: dict[str, str]
-) -> dict[str, Any]:
-    """Return `mapping` in our own spelling. `spelled` gets the alias of each key that had one."""
+def _without_aliases(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `mapping` in our own spelling."""
     result = {
         key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()
     }
@@ -223,7 +210,6 @@ def _without_aliases(
         if ours in target_section:
             raise ConfigError(f"{alias} and {target} are the same setting: keep one", alias)
         target_section[ours] = source.pop(name)
-        spelled[target] = alias
     return result
 
 
@@ -239,7 +225,7 @@ def _validated(cls: type, tree: Mapping[str, Any], ignored: tuple[str, ...] = ()
     from pydantic import ValidationError
 
     try:  # as JSON, in which lists are tuples and mappings are dataclasses even if strict
-        return _adapter(cls).validate_json(json.dumps(tree, default=repr))
+        return _adapter(cls).validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         for problem in error.errors():
             if problem["type"] not in ignored:

@@ -64,7 +64,7 @@ _PLAIN = re.compile(r"(?!(y|n|yes|no|on|off|true|false|null|none)$)[a-z_/][\w/.-
 
 
 def _inline(value: Any) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return f"[{', '.join(map(_inline, value))}]"
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return value

@@ -98,10 +98,8 @@ def print_inspection(
     from rich.text import Text
 
     console = console or Console(highlight=False)
-    unicode = console.encoding.lower().startswith("utf")
-    marks = ("⟦", "⟧") if unicode else ("[[", "]]")
-    legend = Text("trained on: {}like this{}".format(*marks))
     styled = console.is_terminal and console.color_system is not None
+    legend = Text("trained on: ⟦like this⟧")
     if styled:
         legend = Text("trained on: ") + Text("like this", style="bold green")
     if found.kind == "prompt":
@@ -114,11 +112,11 @@ def print_inspection(
                 count += f", {sum(example.loss_mask)} trained on"
             heading = Text(f"\n{row.origin}{name}: {count}", style="bold cyan")
             console.print(heading, soft_wrap=True)
-            text = shown(example, found.tokenizer, None if styled else marks, console.encoding)
+            text = shown(example, found.tokenizer, styled=styled)
             console.print(text, soft_wrap=True)
     console.print()
     print_lengths(console, {TITLES[found.kind]: found.statistics})
-    _print_histogram(console, found.statistics, "█" if unicode else "#")
+    _print_histogram(console, found.statistics)
     if found.kind != "prompt" and found.statistics.count > 1:
         padded, packed = found.statistics.padded_fill, found.statistics.packed_fill
         console.print(
@@ -127,21 +125,17 @@ def print_inspection(
         )
 
 
-def shown(
-    example: Example, tokenizer: Any, marks: tuple[str, str] | None, encoding: str = "utf-8"
-) -> "Text":
-    """Return an example as text: what is trained on is between the marks, or green without any."""
+def shown(example: Example, tokenizer: Any, *, styled: bool) -> "Text":
+    """Return an example as text: what is trained on is green if `styled`, else in brackets."""
     from rich.text import Text
 
     text, begin = Text(), 0
-    line_break = "↵\n" if encoding.lower().startswith("utf") else "\\n\n"
     for trained, places in groupby(range(example.num_tokens), key=lambda i: example.loss_mask[i]):
         end = begin + len(list(places))
         part = _decoded(tokenizer, example.input_ids, begin, end)
-        part = part.replace("\x1b", "␛").replace("\n", line_break)
-        part = part.encode(encoding, "backslashreplace").decode(encoding)
-        if trained and marks is not None:
-            part = marks[0] + part + marks[1]
+        part = part.replace("\x1b", "␛").replace("\n", "↵\n")
+        if trained and not styled:
+            part = f"⟦{part}⟧"
         style = "bold green" if trained else "" if example.response_mask[begin] else "dim"
         text.append(part, style=style)
         begin = end
@@ -174,10 +168,10 @@ def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> str:
     return through[len(before) :] if through.startswith(before) else decode(begin, end)
 
 
-def _print_histogram(console: "Console", statistics: LengthStatistics, mark: str) -> None:
+def _print_histogram(console: "Console", statistics: LengthStatistics) -> None:
     most = max((count for _, count in statistics.histogram), default=0)
     below = 0
     for edge, count in statistics.histogram:
-        bar = mark * max(round(40 * count / most), int(count > 0))
+        bar = "█" * max(round(40 * count / most), int(count > 0))
         console.print(f"{below + 1:>7} - {edge:<7} {count:>8} {bar}")
         below = edge

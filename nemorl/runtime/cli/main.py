@@ -179,12 +179,12 @@ def parse(command: str, args: Sequence[str]) -> Any:
         known = cast(Any, Literal)[tuple(PRESETS)] | None
         text = "\n".join(["A named set of settings, below --config and flags.", *listed])
         extra.append(("preset", known, None, text))
-        if (name := peek(args, "--preset")) not in (None, "None"):
+        if (name := peek(args, "--preset")) is not None:
             tree = preset_overrides(name)
     extra.append(("print_config", bool, False, "Print the resolved settings as YAML and stop."))
     tree = layer(cls, {}, tree)
     path = peek(args, "--config") or _config_of_resumed_run(command, args)
-    if path not in (None, "None"):
+    if path is not None:
         tree = yaml_layer(cls, tree, path)
     for section, members in unions(cls).items():
         if (chosen := peek(args, f"--{section}")) is not None:

@@ -54,17 +54,13 @@ class LengthStatistics:
         return asdict(self)
 
 
-def length_statistics(
-    lengths: Lengths | Sequence[int], limit: int | None = None
-) -> LengthStatistics:
-    """Return the statistics of a data set's lengths; plain counts need a `limit` besides.
+def length_statistics(lengths: Lengths) -> LengthStatistics:
+    """Return the statistics of a data set's lengths.
 
-    >>> found = length_statistics([2, 4, 4, 10], limit=16)
+    >>> found = length_statistics(Lengths(tokens=[2, 4, 4, 10], limit=16))
     >>> found.mean, found.max, found.padded_fill, found.packed_fill
     (5.0, 10, 0.5, 1.0)
     """
-    if not isinstance(lengths, Lengths):
-        lengths = Lengths(tokens=lengths, limit=max(lengths, default=1) if limit is None else limit)
     tokens = np.asarray(lengths.tokens, dtype=np.int64)
     total, longest = int(tokens.sum()), int(tokens.max(initial=0))
     return LengthStatistics(

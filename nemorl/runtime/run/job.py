@@ -51,8 +51,8 @@ class Job:
     """Whether a generator is needed."""
     with_initial_model: "Callable[[Run], Job] | None" = None
     """Called with the initial model, before a resume; returns the job to go on with."""
-    lengths: Mapping[str, Lengths | Sequence[int]] = field(default_factory=dict)
-    """Tokens of every sequence by data set, for data.json."""
+    lengths: Mapping[str, Lengths] = field(default_factory=dict)
+    """By data set, for data.json."""
 
 
 def read_data(

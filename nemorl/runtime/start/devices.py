@@ -1,10 +1,8 @@
 """On which devices a run trains, checked against model and machine before anything starts."""
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from nemorl.checks import refuse_unused, require
@@ -91,24 +89,6 @@ class Devices:
         if config is not None and all(hasattr(config, name) for name in needed):
             self.plan.check(config)
 
-    def check_weights(self, path: str) -> None:
-        """Raise ValueError for a local model folder with missing or broken weights."""
-        folder = Path(path)
-        if not self.ranked or not folder.is_dir():
-            return
-        from safetensors import SafetensorError
-
-        from nemorl.models.pretrained import weight_files
-        from nemorl.models.tensor_files import TensorFiles
-
-        try:
-            TensorFiles(weight_files(folder))  # whose headers say how long they have to be
-        except (OSError, SafetensorError) as error:
-            raise ValueError(
-                f"model.path must hold all weights of its model, but {str(folder)!r} does not"
-                f" ({error}): fetch the model anew"
-            ) from error
-
     def check_given(self, model: Any) -> None:
         """Raise ValueError for a model in memory where ranks have to load their parts of it."""
         require(
@@ -164,7 +144,7 @@ def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
 
 def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
     """Raise ValueError for more ranks than this machine has GPUs (0: they compute on its cores), or
-    more cores for each than it has. Ranks that share cores are a warning.
+    more cores for each than it has.
     """
     cores = os.cpu_count() or 1
     require(
@@ -181,12 +161,6 @@ def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
             f"must ask for at most the {gpus} GPUs that this machine has",
             num_ranks,
             "lower a degree, use more machines (torchrun, or RAY_ADDRESS), or --trainer.device cpu",
-        )
-    elif num_ranks > cores:
-        warnings.warn(
-            f"parallel asks for {num_ranks} ranks, which share the {cores} CPU cores of this"
-            " machine: a lower degree is faster",
-            stacklevel=4,
         )
 
 

@@ -103,9 +103,7 @@ def run(
             path = model_folder(config.model.path)
             of_model = model_config_of(path if model is None else model)
             devices.check_model(of_model)
-            if not config.model.from_scratch:
-                devices.check_weights(path)
-            config, shortened = with_response_length(within_positions(config, of_model))
+            config = with_response_length(within_positions(config, of_model))
             tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or path)
             tokenizer = with_chat_template(
                 tokenizer, config.model.chat_template, config.model.chat_template_kwargs
@@ -117,8 +115,6 @@ def run(
                 environment=environment,
             )
             job: Job = load(get_algorithm(name).prepare)(config, inputs)
-            if job.generates and shortened:
-                warnings.warn(shortened, stacklevel=2)
             engines = generation_config(config, directory, devices) if job.generates else None
             launch = Launch(
                 config=config,
@@ -129,7 +125,7 @@ def run(
                 model=model,
                 engines=engines,
                 tokenizer=tokenizer,
-                lengths=show_lengths(job.lengths, config),
+                lengths=show_lengths(job.lengths, quiet=config.run.display == "none"),
                 log=log,
                 loggers=loggers,
                 callbacks=callbacks,

@@ -1,26 +1,19 @@
 """How long the sequences of a run's data are, as shown and kept in data.json."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
-from nemorl.runtime.config.base import BaseConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-def show_lengths(
-    lengths: Mapping[str, Lengths | Sequence[int]], config: BaseConfig
-) -> dict[str, Any]:
+def show_lengths(lengths: Mapping[str, Lengths], *, quiet: bool) -> dict[str, Any]:
     """Print the lengths of a run's data sets, and return the contents of data.json."""
-    limit = config.data.max_total_sequence_length
-    statistics = {
-        name: length_statistics(given, None if isinstance(given, Lengths) else limit)
-        for name, given in lengths.items()
-    }
+    statistics = {name: length_statistics(given) for name, given in lengths.items()}
     statistics = {name: s for name, s in statistics.items() if s.count or s.num_dropped}
-    if statistics and config.run.display != "none":
+    if statistics and not quiet:
         from rich.console import Console
 
         print_lengths(Console(highlight=False), statistics)

@@ -176,16 +176,10 @@ def resumed(run: Run, launch: Launch) -> Run:
     config, directory = run.config, launch.directory
     found = checkpoint.load_latest(directory.path, run) if config.run.resume else None
     if found is not None:
-        path, state = found
+        state = found[1]
         run = replace(run, state=state)
         for change in changes(directory.config, config):
             _warn(f"the run goes on with other settings than before: {change}")
-        now = launch.devices.plan.num_ranks
-        before = len(list((path / "trainer").glob("optimizer*.safetensors")))
-        if before not in (0, now):  # 0: of another backend
-            _warn(
-                f"the run goes on with another number of devices than before: {now}, was {before}"
-            )
         if state.step >= launch.job.num_steps:
             _warn(
                 f"the run has {state.step} steps already, so there is nothing to do up to step"

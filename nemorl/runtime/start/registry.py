@@ -172,10 +172,6 @@ def _register(
     name: str, known: dict[str, Any], kind: str, *, protocol: str | None = None
 ) -> Callable[[Any], Any]:
     def decorate(value: Any) -> Any:
-        present = known.get(name)
-        # A module that is loaded twice may register twice.
-        if present is not None and _home(present) != _home(value):
-            raise ValueError(f"the {kind} {name!r} is registered already: choose another name")
         required = vars(load(protocol)) if protocol else {}
         methods = [key for key, of in required.items() if callable(of) and key[0] != "_"]
         missing = [method for method in methods if not callable(getattr(value, method, None))]
@@ -188,10 +184,3 @@ def _register(
         return value
 
     return decorate
-
-
-def _home(value: Any) -> Any:
-    value = value.prepare if isinstance(value, Algorithm) else value
-    if isinstance(value, str):
-        return value
-    return getattr(value, "__module__", None), getattr(value, "__qualname__", None)

@@ -75,20 +75,15 @@ def within_positions(config: Any, of_model: Any) -> Any:
     return replace(config, data=replace(config.data, max_total_sequence_length=positions))
 
 
-def with_response_length(config: Any) -> tuple[Any, str | None]:
+def with_response_length(config: Any) -> Any:
     """Return the config with generation.max_new_tokens set, unless it was given, to leave room for
-    a prompt, and a message where that is less than the usual one.
+    a prompt.
     """
     if config.generation.max_new_tokens is not None or not hasattr(config, "reward"):
-        return config, None
+        return config
     usual, longest = config.generation.longest_response, config.data.max_total_sequence_length
     fits = min(usual, max(1, longest // 2))
-    message = (
-        f"generation.max_new_tokens is {fits} instead of {usual}: half of"
-        f" data.max_total_sequence_length ({longest}), as it was not given"
-    )
-    config = replace(config, generation=replace(config.generation, max_new_tokens=fits))
-    return config, message if fits < usual else None
+    return replace(config, generation=replace(config.generation, max_new_tokens=fits))
 
 
 def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInterface | None:

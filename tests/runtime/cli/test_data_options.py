@@ -13,9 +13,7 @@ import nemorl
 from nemorl.data.order import RowOrder, split_rows
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
-from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.job import read_data
-from nemorl.runtime.start.lengths import show_lengths
 from tests.runtime.runs import addition_rows, digits, dpo_config, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -180,12 +178,6 @@ def test_lengths_are_shown_and_kept(tmp_path: Path, capsys):
     }
     start(sft_config(tmp_path / "silent", steps=1), rows=addition_rows(20))
     assert "lengths in tokens" not in capsys.readouterr().out, "display none"
-
-
-def test_lengths_of_a_custom_algorithm_may_be_plain_counts(tmp_path: Path):
-    config = sft_config(tmp_path)
-    RunDirectory(tmp_path).write_data(show_lengths({"train": [1, 2, 40]}, config))
-    assert json.loads((tmp_path / "data.json").read_text())["train"]["num_over_limit"] == 1
 
 
 def test_prompts_leave_room_for_the_response(tmp_path: Path):

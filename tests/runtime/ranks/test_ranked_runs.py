@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -299,15 +298,7 @@ def test_a_run_goes_on_with_another_plan(place: Path, tmp_path: Path):
             max_num_steps=steps,
             parallel=nemorl.ParallelPlan(**plan),
         )
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            result = in_tests(resumed)
-        changed = [str(one.message) for one in caught if "number of devices" in str(one.message)]
-        assert changed == (
-            ["the run goes on with another number of devices than before: 1, was 2"]
-            if steps == STEPS
-            else []
-        )
+        result = in_tests(resumed)
     assert_close(result, straight)
 
 

@@ -1,9 +1,6 @@
 """On which devices a run trains, and what is refused before anything starts."""
 
-import warnings
-from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,47 +158,6 @@ def test_devices_that_are_there_or_may_be_elsewhere():
     Devices.of(config(**options), {}, num_gpus=2)
     options["runtime"] = {"cpus_per_rank": 999}
     Devices.of(config(**options), {"RAY_ADDRESS": "auto"}, num_gpus=0)
-
-
-def test_ranks_that_share_cores_are_told(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    with pytest.warns(
-        UserWarning,
-        match=(
-            "parallel asks for 4 ranks, which share the 2 CPU cores of this machine: a lower degree"
-            " is faster"
-        ),
-    ):
-        Devices.of(config(plan={"tp": 4}), {}, num_gpus=0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        Devices.of(config(plan={"tp": 2}), {}, num_gpus=0)
-        Devices.of(config(plan={"tp": 4}), {}, num_gpus=4)
-
-
-@pytest.mark.parametrize("harm", ["missing", "cut", "none"])
-def test_weights_are_looked_at_before_ranks_start(harm: str, tmp_path: Path):
-    tiny_model().save_pretrained(tmp_path, max_shard_size="20KB")
-    file = sorted(tmp_path.glob("*.safetensors"))[1]
-    if harm == "missing":
-        file.unlink()
-    elif harm == "cut":
-        file.write_bytes(file.read_bytes()[:-8])
-    ranked, alone = (
-        Devices.of(config(plan={"tp": 2}), {}, num_gpus=0),
-        Devices.of(config(), {}, num_gpus=0),
-    )
-    alone.check_weights(str(tmp_path))
-    ranked.check_weights("Qwen/on-the-hub")
-    with (
-        nullcontext()
-        if harm == "none"
-        else pytest.raises(
-            ValueError,
-            match=r"model.path must hold all weights of its model, but .* fetch the model",
-        )
-    ):
-        ranked.check_weights(str(tmp_path))
 
 
 def test_more_ranks_than_gpus_where_no_gpu_is_wanted_or_others_have_them():

@@ -139,7 +139,7 @@ def test_each_of_several_validation_sets_has_its_own_split(tmp_path: Path):
     [
         (
             lambda: read_data(nemorl.DataConfig(held_out=2.5), train=addition_rows(4)),
-            r"data\.held_out\) must leave .*: give a number of rows, or a share below 1",
+            r"data\.held_out\) must leave at least one of the 4 rows on each side, got 2\.5",
         ),
         (
             lambda: read_data(nemorl.DataConfig(weights=(1.0, 2.0)), train=addition_rows(4)),

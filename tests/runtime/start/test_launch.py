@@ -332,9 +332,9 @@ def test_rows_longer_than_the_model_has_positions(saved, tmp_path: Path):
     rows = [*addition_rows(5), {"prompt": "1+" * 150 + "1=", "answer": "1", "response": "1"}]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = nemorl.ModelConfig(path=saved["model"])
-    for make in (grpo_config, sft_config):
+    for name, make in (("grpo", grpo_config), ("sft", sft_config)):
         config = make(
-            tmp_path / make.__name__,
+            tmp_path / name,
             steps=1,
             model=model,
             data=nemorl.DataConfig(train=str(tmp_path / "long.jsonl")),

@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,9 +134,10 @@ def assert_as_in_one_process(algorithm: str, place: Path, folder: Path) -> None:
     )  # Adam makes steps of a full size of gradients that are but rounding
 
 
-def in_a_process(*command: Path | str) -> subprocess.CompletedProcess:
+def in_a_process(*command: Path | str, **variables: str) -> subprocess.CompletedProcess:
     environment = {name: value for name, value in os.environ.items() if name[:4] != "RAY_"}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= variables
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -197,9 +197,8 @@ def script_config(place: Path, tmp_path: Path) -> str:
     return str(tmp_path / "script.py")
 
 
-@pytest.mark.slow
 def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothing(
-    place: Path, tmp_path: Path
+    forked: Path, place: Path, tmp_path: Path
 ):
     """torchrun starts all of them again, and the run goes on from its last checkpoint. The first
     process alone writes and speaks.
@@ -207,7 +206,8 @@ def test_every_process_of_a_script_gets_the_result_and_a_killed_one_costs_nothin
     script = script_config(place, tmp_path)
     command = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 1 {script}"
     files = [str(tmp_path / "config.yaml"), str(tmp_path / "run")]
-    done = in_a_process(sys.executable, *command.split(), *files, "deadly")
+    python = str(forked / "python")
+    done = in_a_process(python, *command.split(), *files, "deadly", PYTHON_EXEC=python)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("done in") == 1, done.stdout
     assert_as_in_one_process("sft", place, tmp_path / "run")

@@ -44,9 +44,9 @@ KILLED = r"Signal 9 \(SIGKILL\)|exitcode *: -9"
         ("raising_alone", r"ZeroDivisionError: only here"),
         ("killed", KILLED),
         pytest.param("asleep", r"(?i)time[d ]*out", marks=pytest.mark.slow),
-        pytest.param("between_calls", r"ArithmeticError: of the loop", marks=pytest.mark.slow),
-        pytest.param("raising", r"FloatingPointError: .*nan on rank 0", marks=pytest.mark.slow),
-        pytest.param("leader_killed", KILLED, marks=pytest.mark.slow),
+        ("between_calls", r"ArithmeticError: of the loop"),
+        ("raising", r"FloatingPointError: .*nan on rank 0"),
+        ("leader_killed", KILLED),
     ],
 )
 def test_any_error_ends_the_job_and_all_processes(

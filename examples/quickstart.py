@@ -40,7 +40,7 @@ class Quickstart:
     """Of the model, the data and the sampling."""
     sft_steps: int = 500
     """Steps of supervised fine-tuning."""
-    grpo_steps: int = 240
+    grpo_steps: int = 120
     """Steps of reinforcement learning."""
     wrong_share: float = 0.6
     """Share of the demonstrations whose answer is wrong."""

@@ -51,7 +51,7 @@ class GenerationConfig:
     """vllm: GPU memory freed while the trainer works: none (0), cache and weights, to main memory
     (1) or for good (2). None: 2 if colocated on GPUs.
     """
-    weight_transport: Literal["auto", "shared_memory", "object_store", "cuda_ipc", "nccl"] = "auto"
+    weight_transport: Literal["auto", "object_store", "cuda_ipc", "nccl"] = "auto"
     """vllm: transport of new weights. auto: the fastest that works."""
     timeout_s: float = 300.0
     """vllm: seconds without progress after which a replica is replaced."""

@@ -120,6 +120,8 @@ class Engine:
         args = EngineArgs(**{**defaults, **_arguments(spec, folder), **spec.engine})
         self._llm = LLMEngine.from_engine_args(args)
         try:
+            if cpu and spec.tensor_parallel_size > 1:
+                self._llm.collective_rpc(_unlink_memory)
             found = None if self._llm.tokenizer is None else vocabulary_hash(self._llm.tokenizer)
             if found != spec.vocabulary:
                 raise EngineStartError(
@@ -282,6 +284,12 @@ def _sample(tokens: _Tokens) -> Sample:
         logprobs=tuple(tokens.logprobs),
         finish_reason=reason,  # type: ignore[arg-type]
     )
+
+
+def _unlink_memory(worker: Any) -> None:
+    """Remove the names of memory that vLLM's processes share and have opened: it never does."""
+    for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
+        file.unlink(missing_ok=True)
 
 
 def _clear_cache(worker: Any) -> None:

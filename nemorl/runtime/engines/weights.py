@@ -89,7 +89,6 @@ def choose_transport(
             "every engine on the trainer's one GPU",
         ),
         "nccl": (bool(sender.gpus) and apart, "engines on GPUs of their own"),
-        "shared_memory": (near, "every engine on the trainer's machine"),
         "object_store": (True, ""),
     }
     if setting == "auto":

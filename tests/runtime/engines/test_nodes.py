@@ -19,6 +19,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from tests.ray_session import NUM_CPUS, ray_cpus
 from tests.runtime.engines.shared import vllm_backend
+from tests.runtime.engines.toys import eventually
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -106,8 +107,12 @@ def backend_of(**options) -> None:
 
 @pytest.mark.slow
 def test_a_replica_that_splits_the_model(tmp_path: Path):
-    """Over two processes of its own, which take new weights together and write to its log."""
+    """Over two processes of its own, which take new weights together and write to its log.
+
+    No memory that they shared is left.
+    """
     ray_cpus()
+    before = set(Path("/dev/shm").iterdir())
     prompts, params = random_prompts(4), SamplingParams(max_new_tokens=8, temperature=0.0)
     models = [tiny_model(seed=seed, **SIZES) for seed in (0, 1)]
     backend = VLLMGenerationBackend(model=models[0], tokenizer=tiny_tokenizer())
@@ -130,6 +135,7 @@ def test_a_replica_that_splits_the_model(tmp_path: Path):
             assert [c.token_ids for c in backend.generate(prompts, params)] == expected
     finally:
         backend.shutdown()
+    assert eventually(lambda: set(Path("/dev/shm").iterdir()) <= before)
     log = (tmp_path / "replica-0.log").read_text()
     assert "Worker_TP1" in log
     assert len(log.splitlines()) < 300

@@ -110,14 +110,13 @@ HERE, BESIDE, BOTH, FAR, CPU, FAR_CPU = (
 @pytest.mark.parametrize(
     ("setting", "sender", "engines", "chosen"),
     [
-        ("auto", CPU, [CPU, CPU], "shared_memory"),
+        ("auto", CPU, [CPU, CPU], "object_store"),
         ("auto", CPU, [CPU, FAR_CPU], "object_store"),
         ("auto", HERE, [HERE], "cuda_ipc"),
         ("auto", HERE, [BESIDE, FAR], "nccl"),
-        ("auto", HERE, [HERE, BESIDE], "shared_memory"),
-        ("auto", HERE, [BOTH], "shared_memory"),
+        ("auto", HERE, [HERE, BESIDE], "object_store"),
+        ("auto", HERE, [BOTH], "object_store"),
         ("object_store", HERE, [HERE], "object_store"),
-        ("shared_memory", CPU, [FAR_CPU], "every engine on the trainer's machine"),
         ("cuda_ipc", CPU, [CPU], "every engine on the trainer's one GPU"),
         ("nccl", HERE, [HERE], "engines on GPUs of their own"),
     ],
@@ -133,7 +132,7 @@ def test_the_transport_follows_from_the_places(setting, sender, engines, chosen)
 
 def test_with_several_ranks_nothing_goes_by_ipc():
     """Rank 0 sends alone, and vLLM's engine would wait for the others."""
-    assert choose_transport("auto", HERE, [HERE], alone=False) == "shared_memory"
+    assert choose_transport("auto", HERE, [HERE], alone=False) == "object_store"
 
 
 @pytest.mark.parametrize(
@@ -429,7 +428,7 @@ def test_weights_in_another_order_are_an_error_before_anything_hangs(fakes, monk
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl", "shared_memory"])
+@pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_replicas_on_gpus(transport):
     if transport == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")

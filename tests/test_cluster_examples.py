@@ -154,6 +154,7 @@ def test_the_slurm_script_says_why_there_is_no_head(slurm: dict[str, str], tmp_p
     assert "no head today" in script.stderr
 
 
+@pytest.mark.slow
 def test_the_torchrun_script_trains_one_model_on_two_nodes(
     slurm: dict[str, str], forked: Path, tmp_path: Path
 ):

@@ -138,6 +138,8 @@ def _load_dataset(source: str | Path, split: str, data_files: Any) -> Any:
         (path / name).exists() for name in ("state.json", "dataset_dict.json")
     ):
         return datasets.load_from_disk(str(path))
+    if path.is_file():
+        raise ValueError(f"{str(path)!r} must be a {', '.join(READERS)} file: convert it")
     name, _, configuration = (str(source), "", "") if path.exists() else str(source).partition(":")
     try:
         return datasets.load_dataset(

@@ -21,8 +21,8 @@ class ModelConfig:
     the tokenizer's own.
     """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values for the chat template by name, such as enable_thinking: false; kept in the tokenizer
-    that a run exports.
+    """Values for the chat template by name, such as '{"enable_thinking": false}'; kept in the
+    tokenizer that a run exports.
     """
     from_scratch: bool = False
     """Initialize the weights at random from the model's configuration instead of loading them."""
@@ -98,7 +98,7 @@ class OptimizerConfig:
     beta2: float = 0.95
     """Decay of the running mean of the squared gradient."""
     eps: float = 1e-8
-    """Term added to the root of the latter before dividing."""
+    """Constant added to the denominator of AdamW's update."""
     max_grad_norm: float | None = 1.0
     """Largest global gradient norm; above it gradients are scaled down. None: no clipping."""
     implementation: Literal["fused", "foreach"] = "fused"

@@ -265,3 +265,9 @@ def test_a_saved_dict_of_splits_is_one_source_and_so_is_a_list_that_is_not_all_s
     assert len(sources_of([both, tmp_path / "saved"])) == 2
     mixed = ["a.jsonl", ROWS[0]]
     assert sources_of(mixed) == [mixed]
+
+
+def test_a_file_of_another_kind_is_refused_without_asking_the_hub(tmp_path):
+    (tmp_path / "rows.txt").write_text("1+1=2")
+    with pytest.raises(ValueError, match=r"rows.txt' must be a \.jsonl, .* file: convert it"):
+        load_rows(tmp_path / "rows.txt")

@@ -1,5 +1,6 @@
 """Policy losses and their optional terms: worked examples, and the laws that are theirs alone."""
 
+import inspect
 import math
 
 import pytest
@@ -436,3 +437,17 @@ def test_kl_loss_passes_its_clamps_on():
     assert (
         terms.kl_loss(row(0.0), row(-50.0), row(1.0), coef=1.0, estimator="k1").loss.item() == 10.0
     )
+
+
+@pytest.mark.parametrize(
+    ("loss", "defaults"),
+    [
+        (policy.clipped, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}),
+        (policy.gspo, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}),
+        (policy.gspo_token, {"clip_low": 3e-4, "clip_high": 4e-4, "dual_clip": None}),
+        (terms.positive_nll, {"coef": 0.1}),
+    ],
+)
+def test_defaults_are_those_of_the_papers(loss, defaults):
+    parameters = inspect.signature(loss).parameters
+    assert {name: parameters[name].default for name in defaults} == defaults

@@ -94,6 +94,8 @@ class DTensorBackend:
         remedy = "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself"
         require(not plan.needs_ranks, "parallel", requirement, plan, remedy)
         self.device = usable_device(config.trainer.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # by which engines know what GPU trains
         self.world = World(plan=plan, device=self.device)
         model: Any = self._given
         if model is None:

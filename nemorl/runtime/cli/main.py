@@ -39,10 +39,10 @@ train a model; each run writes a folder with its metrics, checkpoints and the mo
   nemorl dpo  --model.path runs/sft --data.train pairs.jsonl --run.dir runs/dpo
   nemorl grpo --config my.yaml --parallel.dp-shard 4       one model on four devices
 
-go on with an interrupted run, by its own settings
+resume an interrupted run with its saved settings
   nemorl grpo --run.dir runs/rl --run.resume
 
-keep settings in a file: flags win over the file, the file over the preset
+keep settings in a file (flags override the file; the file overrides the preset)
   nemorl grpo --preset dapo --print-config > my.yaml
   nemorl grpo --config my.yaml --optimizer.lr 1e-6
 
@@ -51,7 +51,7 @@ use what was trained
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
   nemorl report runs/rl                                    curves and samples as a web page
 
-find out which ways to spread a model fit, and how fast they would be
+find out how a model fits on GPUs, and how fast each way is
   nemorl plan --model Qwen/Qwen3-32B --gpus 16 --gpu-memory 80
 
 data: one JSON object a line; nemorl data inspect shows what becomes of it

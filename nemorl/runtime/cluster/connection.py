@@ -36,8 +36,14 @@ gone, handles = contextlib.suppress(ProcessLookupError), []
 for pid in others:
     with gone:
         handles.append(os.pidfd_open(pid))
+left = {*handles}
 with gone:
-    select.select([os.pidfd_open(watched)], [], [])
+    watched = os.pidfd_open(watched)
+    while left or group:
+        ended, _, _ = select.select([watched, *left], [], [])
+        if watched in ended:
+            break
+        left -= {*ended}
 for handle in handles:
     with gone:
         signal.pidfd_send_signal(handle, signal.SIGKILL)
@@ -94,6 +100,7 @@ def start_guard(*others: int, group: int = 0) -> None:
     """Start a process that waits for the end of this one, however it comes, and then ends the
     others, and those of a process group.
     """
+    _GUARDS[:] = [one for one in _GUARDS if one.poll() is None]
     command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))]
     none = subprocess.DEVNULL
     _GUARDS.append(

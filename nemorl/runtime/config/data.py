@@ -19,7 +19,7 @@ class DataConfig:
     validation: str | tuple[str, ...] | None = None
     """Rows to validate on."""
     held_out: float = 0.0
-    """Training rows kept for validation without a validation set: a share (below 1) or a number."""
+    """Training rows kept for validation without a validation set: a share (below 1) or a count."""
     split: str = "train"
     """Split of a hub data set to train on."""
     validation_split: str | None = None

@@ -40,7 +40,9 @@ class GenerationConfig:
     data.max_total_sequence_length.
     """
     engine: dict[str, Any] = field(default_factory=dict)
-    """vllm: further arguments by vLLM's own names, such as gpu_memory_utilization: 0.5."""
+    """vllm: further arguments by vLLM's own names, such as
+    '{"gpu_memory_utilization": 0.5}'.
+    """
     python: str | None = None
     """vllm: Python interpreter of the replicas, with the same versions of nemorl and Ray. Default:
     the trainer's.

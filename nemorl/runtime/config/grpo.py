@@ -24,7 +24,7 @@ class ClippedLoss:
     clip_high: float = 0.2
     """The ratio is clipped above 1 + clip_high (0.28 in DAPO's clip-higher)."""
     dual_clip: float | None = None
-    """Bound of the loss where the advantage is negative, as a multiple of it."""
+    """For negative advantages, the loss is at most dual_clip · |advantage| (3 is usual)."""
 
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
@@ -130,7 +130,9 @@ class KLConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffPolicyConfig:
-    """Correction for the gap between sampler and trainer by w = π_prev/π_gen."""
+    """Correction for the gap between sampler and trainer by w = π_prev/π_gen, the trainer's
+    probability over the sampler's.
+    """
 
     mode: Literal["none", "truncate", "mask", "sequence_mask"] = "none"
     """truncate: clamp w (TIS); mask: drop tokens with w outside the bounds (IcePop);
@@ -182,9 +184,9 @@ class GapConfig:
     """
 
     warn: float | None = 1.05
-    """Gap from which to warn, and again whenever its excess over 1 has doubled. null: never."""
+    """Gap from which to warn, and again whenever its excess over 1 has doubled. None: never."""
     stop: float | None = None
-    """Gap that ends the run with an error. null: never."""
+    """Gap that ends the run with an error. None: never."""
 
     def __post_init__(self) -> None:
         for name, bound in (("warn", self.warn), ("stop", self.stop)):
@@ -208,8 +210,8 @@ class GRPOConfig(BaseConfig):
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     gap: GapConfig = field(default_factory=GapConfig)
     reward: str | tuple[str, ...] = "exact_match"
-    """Rewards by name, or module:function of your own: fn(prompt, response), with any data columns
-    as further parameters.
+    """Rewards: exact_match, contains_answer, last_number, math, think_format, or module:function of
+    your own: fn(prompt, response), with any data columns as further parameters.
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""

@@ -93,6 +93,8 @@ class VLLMGenerationBackend:
         """Raises ValueError for weights that are not the model's; then nothing is generated until
         an update succeeds.
         """
+        if self.asleep:
+            raise RuntimeError("the generation backend sleeps: call wake() before update_weights()")
         self.policy_version, self.updated = None, True
         self._running.update_weights(weights, version)
         self.policy_version = version

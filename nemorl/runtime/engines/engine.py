@@ -9,6 +9,8 @@ import os
 import re
 import tempfile
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +82,10 @@ class Engine:
                     (Path(folder) / name).write_bytes(content)
                 self._start(spec, folder)
         except EngineStartError:
+            _unlink_memory()
             raise
         except Exception as error:
+            _unlink_memory()
             raise EngineStartError(
                 f"{_reason(error)} (so the vLLM engine could not start)"
             ) from error
@@ -120,8 +124,9 @@ class Engine:
         args = EngineArgs(**{**defaults, **_arguments(spec, folder), **spec.engine})
         self._llm = LLMEngine.from_engine_args(args)
         try:
-            if cpu and spec.tensor_parallel_size > 1:
+            if spec.tensor_parallel_size > 1:
                 self._llm.collective_rpc(_unlink_memory)
+                _unlink_memory()
             found = None if self._llm.tokenizer is None else vocabulary_hash(self._llm.tokenizer)
             if found != spec.vocabulary:
                 raise EngineStartError(
@@ -186,7 +191,6 @@ class Engine:
             sample = request[int(j)]
             sample.token_ids += part.token_ids
             sample.logprobs += part.logprobs.logprobs
-            sample.finish_reason = part.finish_reason
             if not math.isfinite(part.cumulative_logprob):
                 self.abort_all()
                 self._llm.collective_rpc(_clear_cache)
@@ -194,6 +198,7 @@ class Engine:
                     "the model's logits are not finite, so that no token can be sampled: its"
                     " weights hold NaN or infinity"
                 )
+            sample.finish_reason = part.finish_reason
             self.partial += part.finish_reason is not None
             if all(one.finish_reason for one in request):
                 finished[int(name)] = tuple(map(_sample, self._requests.pop(int(name))))
@@ -286,10 +291,22 @@ def _sample(tokens: _Tokens) -> Sample:
     )
 
 
-def _unlink_memory(worker: Any) -> None:
-    """Remove the names of memory that vLLM's processes share and have opened: it never does."""
-    for file in Path("/dev/shm").glob(f"{os.environ['VLLM_DIST_IDENT']}-*-cpushm_*"):
-        file.unlink(missing_ok=True)
+def _unlink_memory(worker: Any = None) -> None:
+    """Remove the names of memory that vLLM's processes share, once all have opened it, or failed.
+
+    So nothing is left of it, however they end.
+    """
+    maps = Path("/proc/self/maps")
+    mapped = maps.read_text(encoding="utf-8") if maps.exists() else ""
+    for name in re.findall(r"/dev/shm/(?:psm_|\S+-cpushm_)\S+", mapped):
+        Path(name).unlink(missing_ok=True)
+    SharedMemory.unlink = _unlink  # type: ignore[assignment, method-assign]
+
+
+def _unlink(memory: SharedMemory) -> None:
+    """SharedMemory.unlink, which raises FileNotFoundError for a name that is gone."""
+    (Path("/dev/shm") / memory.name).unlink(missing_ok=True)
+    resource_tracker.unregister(f"/{memory.name}", "shared_memory")
 
 
 def _clear_cache(worker: Any) -> None:

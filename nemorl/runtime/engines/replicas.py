@@ -128,6 +128,8 @@ class Replicas:
         self._thread.start()
         try:
             self._do(self._start_all())
+            # On the trainer's thread: each thread has a current device of its own.
+            check_apart(config, [life.place for life in self._lives()])
         except BaseException:
             self.shutdown()
             raise
@@ -217,7 +219,6 @@ class Replicas:
     async def _start_all(self) -> None:
         """Start all, or raise what was wrong with the first that failed."""
         await asyncio.gather(*(self._start(replica) for replica in self._replicas))
-        check_apart(self.config, [life.place for life in self._lives()])
         self._keepers = [asyncio.ensure_future(self._keep(replica)) for replica in self._replicas]
 
     async def _start(self, replica: Replica) -> None:
@@ -266,9 +267,7 @@ class Replicas:
                     begin = time.monotonic()
                     await self._start(replica)
                     seconds = time.monotonic() - begin
-                    warnings.warn(
-                        f"replica {replica.rank} is back after {seconds:.1f} s", stacklevel=1
-                    )
+                    _tell(f"replica {replica.rank} is back after {seconds:.1f} s")
                 await self._watch(replica)
             except Exception as error:
                 self._ended(replica, error)
@@ -299,22 +298,23 @@ class Replicas:
     def _ended(self, replica: Replica, error: Exception) -> None:
         """End what is left of the process; its prompts are sent to others."""
         self._kill(replica)
+        reason = str(error) or repr(error)
         replica.deaths += 1
         replica.usage["restarts"] += 1
         replica.given_up = replica.deaths > self.config.max_restarts
         if not replica.given_up:
-            warnings.warn(f"replica {replica.rank} is started again: {error}", stacklevel=1)
+            _tell(f"replica {replica.rank} is started again: {reason}")
             return
         told = (
             f"replica {replica.rank} has ended {replica.deaths} times in a row without finishing a"
             f" prompt (generation.max_restarts is {self.config.max_restarts}), the last time"
-            f" because {error}"
+            f" because {reason}"
         )
         if all(one.given_up for one in self._replicas):
             self._over = ChildProcessError(told)
             self._freed.set()
         else:
-            warnings.warn(f"the run goes on without it: {told}", stacklevel=1)
+            _tell(f"the run goes on without it: {told}")
 
     def _kill(self, replica: Replica) -> None:
         replica.life = None
@@ -387,6 +387,9 @@ class Replicas:
             try:
                 async with asyncio.timeout(self.config.timeout_s):
                     await life.actor.call.remote(method)
+            except TimeoutError:
+                late = f"{method} took more than {self.config.timeout_s:g} s (generation.timeout_s)"
+                life.breaks(WorkerTimeout(f"{life.replica.name}: {late}"))
             except Exception as error:
                 life.breaks(error)
 
@@ -466,3 +469,9 @@ def check_apart(
         False,
         "let trainer.device be the first GPU that Ray has here",
     )
+
+
+def _tell(message: str) -> None:
+    """Warn, also where warnings are errors: these would end the keeper of a replica."""
+    with suppress(Warning):
+        warnings.warn(message, stacklevel=2)

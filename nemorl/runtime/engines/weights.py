@@ -8,8 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,6 +129,8 @@ class WeightSender:
     processes: int = 1
     """Of each engine."""
     timeout_s: float = 300.0
+    failed: dict[int, str] = field(default_factory=dict)
+    """Why engines failed, also where the trainer's own end of a transfer hangs."""
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
         """Return what went wrong, by the engines' ranks: then all must be sent all weights again.
@@ -140,7 +143,8 @@ class WeightSender:
         checked = checked_weights(weights, self.expected)
         try:
             if transport in ("cuda_ipc", "nccl"):
-                _in_time(lambda: self._send_by_gpu(transport, checked), self.timeout_s)
+                send = partial(self._send_by_gpu, transport, checked)
+                _in_time(send, self.timeout_s, self.failed)
             else:
                 self._send_buckets(checked)
         except EnginesFailed as error:
@@ -163,10 +167,11 @@ class WeightSender:
                 late = f"it took no new weights for {self.timeout_s:g} s (generation.timeout_s)"
                 reasons[rank] = late
             except ray.exceptions.RayTaskError as error:
-                reasons[rank] = str(error.cause)
+                reasons[rank] = f"{type(error.cause).__name__}: {error.cause}"
             except ray.exceptions.RayError as error:
                 reasons[rank] = str(error)
         if reasons:
+            self.failed.update(reasons)
             raise EnginesFailed(reasons)
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
@@ -193,12 +198,9 @@ class WeightSender:
         import ray
 
         calls: dict[int, Any] = {}
-        begun = False
         try:
             for bucket in self._buckets(weights):
-                if not begun:
-                    self.start_weight_update()
-                    begun = True
+                calls = calls or self.start("begin_weights")
                 stored = ray.put({"bucket": bucket})
                 waiting, calls = calls, {}
                 self.wait(waiting)
@@ -282,8 +284,11 @@ def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.from_numpy(data).view(dtype).view(shape)
 
 
-def _in_time(function: Callable[[], None], timeout_s: float) -> None:
-    """Call it in a daemon thread, on this thread's device."""
+def _in_time(function: Callable[[], None], timeout_s: float, failed: Mapping[int, str]) -> None:
+    """Call it in a daemon thread, on this thread's device.
+
+    Raises TimeoutError that says which engines failed meanwhile.
+    """
     done: Future[None] = Future()
     module = torch.get_device_module(DEVICE)
     current = module.current_device()
@@ -297,10 +302,10 @@ def _in_time(function: Callable[[], None], timeout_s: float) -> None:
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        done.result(timeout_s)
-    except TimeoutError:
+    if not wait([done], timeout_s).done:
+        why = "".join(f"; replica {rank} failed: {reason}" for rank, reason in failed.items())
         raise TimeoutError(
             f"the weights were not through within {timeout_s:g} s (generation.timeout_s): where a"
-            " network hangs, set generation.weight_transport object_store"
-        ) from None
+            f" network hangs, set generation.weight_transport object_store{why}"
+        )
+    done.result()

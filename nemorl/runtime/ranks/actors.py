@@ -100,10 +100,10 @@ class RayRanks:
             raise
 
     def call(self, method: str, payload: list[Any], phase: str) -> Answer:
-        """Have all ranks do a call, and return rank 0's answer, or the error that all raised.
+        """Have all ranks do a call, and return rank 0's answer, or an error if all have answered.
 
-        Raises WorkerDied, WorkerTimeout, and what one rank raised alone, with `phase` in the
-        message: then no rank is of use any more.
+        Raises WorkerDied, WorkerTimeout, and what a rank raised while others hang, with `phase` in
+        the message: then no rank is of use any more.
         """
         limit = "start_timeout_s" if method == "setup" else "timeout_s"
         limit_s = getattr(self._runtime, limit)
@@ -142,8 +142,10 @@ class RayRanks:
         alike = len(answers) == self.size and (background or len(steps) == 1)
         if not failed and alike:
             return answers[0]
+        if not failed:
+            raise RuntimeError(f"ranks disagree on the optimizer step after {phase}: {steps}")
         causes = [rank for rank, answer in failed.items() if not is_consequence(answer.error or {})]
-        cause = next(iter([*causes, *failed, 0]))
+        cause = next(iter([*causes, *failed]))
         if alike:
             return answers[cause]
         error = raised(answers[cause].error or {}, cause)
@@ -163,7 +165,8 @@ def _shared_gpus(config: BaseConfig) -> list[str]:
     Ray must not count them as taken, so the ranks get them one by one.
     """
     generation = config.generation
-    shared = generation.num_replicas > 0 and generation.colocated and config.trainer.device != "cpu"
+    colocated = generation.backend == "vllm" and generation.colocated
+    shared = colocated and config.trainer.device != "cpu"
     if not shared or os.environ.get("RAY_ADDRESS"):
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

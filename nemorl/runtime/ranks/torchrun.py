@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -31,7 +32,7 @@ class TorchrunRanks:
     """The ranks of a torchrun as rank 0 sees them, itself among them."""
 
     def __init__(self, make: Callable[[], Any], size: int, config: BaseConfig) -> None:
-        self._calls, self._done = _groups(config)
+        self._calls, self._done, self._background = _groups(config)
         require(size == dist.get_world_size(), "parallel",
                 f"must ask for the {dist.get_world_size()} processes that torchrun has started",
                 size, "change a degree, or --nproc-per-node")  # fmt: skip
@@ -43,7 +44,7 @@ class TorchrunRanks:
         if method in BACKGROUND:
             with self._lock:
                 _broadcast(self._calls, (method, payload))
-            return Answer(self._rank.do(method, args, kwargs), None, self._rank.step)
+            return _together(self._background, self._rank, method, args, kwargs)
         with signals_held(), self._lock:
             try:
                 _broadcast(self._calls, (method, payload))
@@ -56,10 +57,11 @@ class TorchrunRanks:
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:
         """End the others in order, with the run's result, unless there was an error."""
-        if self._usable:
-            _broadcast(self._calls, ("shutdown", dumps(((), {"result": result}))))
-        self._usable = False
-        self._rank.do("shutdown", (), {})
+        with self._lock:  # the call of another thread ends first
+            if self._usable:
+                _broadcast(self._calls, ("shutdown", dumps(((), {"result": result}))))
+            self._usable = False
+            self._rank.do("shutdown", (), {})
 
 
 def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
@@ -68,7 +70,7 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
     Where that failed the process ends quietly: rank 0 says why. SIGINT and SIGTERM are left to rank
     0, which finishes its step and saves.
     """
-    calls, done = _groups(config)
+    calls, done, background = _groups(config)
     rank = Rank(make, dist.get_rank())
     before = {number: signal.signal(number, signal.SIG_IGN) for number in SIGNALS}
     try:
@@ -81,7 +83,8 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
                     raise SystemExit(0)
                 return kwargs["result"]
             if method in BACKGROUND:
-                threading.Thread(target=rank.perform, args=(method, args, kwargs)).start()
+                work = (background, rank, method, args, kwargs)
+                threading.Thread(target=_together, args=work, daemon=True).start()
                 continue
             rank.do(method, args, kwargs)
             dist.barrier(done)
@@ -90,13 +93,23 @@ def follow(make: Callable[[], Any], config: BaseConfig) -> Any:
             signal.signal(number, handler)
 
 
-def _groups(config: BaseConfig) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Return the group of calls, in which followers wait, and the one of ranks that are done."""
+def _together(group: dist.ProcessGroup, rank: Rank, method: str, args: Any, kwargs: Any) -> Answer:
+    """Do a call in the background; return this rank's answer, with an error if any rank has one."""
+    own = rank.perform(method, args, kwargs)
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own.error, group=group)
+    return replace(own, error=next(filter(None, errors), None))
+
+
+def _groups(config: BaseConfig) -> tuple[dist.ProcessGroup, ...]:
+    """Return three groups: of calls, for which followers wait, of ranks that are done, and of what
+    runs in the background.
+    """
     seconds = max(config.runtime.timeout_s, config.runtime.start_timeout_s)
     limit = timedelta(seconds=seconds)  # a rank that hangs ends the others' collectives
     start_process_group(config.trainer.device, timeout=limit)
-    calls, done = (dist.new_group(backend="gloo", timeout=time) for time in (PATIENCE, limit))
-    return calls, done
+    times = (PATIENCE, limit, PATIENCE)
+    return tuple(dist.new_group(backend="gloo", timeout=time) for time in times)
 
 
 def _broadcast(group: dist.ProcessGroup, message: Any = None) -> Any:

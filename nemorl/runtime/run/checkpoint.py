@@ -81,7 +81,10 @@ def begin(
             flush(target.parent)
             write_atomically(target.with_name("latest"), target.name + "\n")
             flush(target.parent)
+        try:
             rank(directory, step, metrics or {}, keep=keep, ranking=ranking)
+        except OSError as error:
+            warnings.warn(f"older checkpoints were not ranked or removed: {error}", stacklevel=2)
         return target
 
     with _complete_or_removed(temporary, target):

@@ -199,10 +199,13 @@ def git_commit() -> str | None:
 
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append JSON lines in one write: a killed process tears at most the last."""
+    """Append JSON lines in one write, on a line of their own after one that a kill has torn."""
     text = "".join(json.dumps(to_json(record), ensure_ascii=False) + "\n" for record in records)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
+    with path.open("ab+") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            text = text if file.read(1) == b"\n" else f"\n{text}"
+        file.write(text.encode())
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -35,10 +35,10 @@ def in_words(error: BaseException) -> dict[str, str]:
 def raised(error: Mapping[str, str], rank: int) -> Exception:
     """Return a worker's exception as the built-in type that it is, its traceback as a note."""
     kind = getattr(builtins, error["builtin"], Exception)
-    if kind in (Exception, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit):
-        found: Exception = WorkerError(f"{error['kind']}: {error['message']}")
-    else:
-        found = kind(error["message"])
+    found: Exception = WorkerError(f"{error['kind']}: {error['message']}")
+    if kind not in (Exception, BaseException, SystemExit, KeyboardInterrupt, GeneratorExit):
+        with contextlib.suppress(TypeError):  # some can't be made of a message
+            found = kind(error["message"])
     found.add_note(f"in worker {rank}:\n{error['traceback']}")
     return found
 

@@ -126,7 +126,11 @@ def replacing(directory: Path) -> Iterator[Path]:
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
     aside.mkdir(parents=True)
-    yield aside
+    try:
+        yield aside
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
     files = sorted(path.name for path in aside.iterdir())
     record = {"written_by": f"nemorl {version_of('nemorl')}", "files": files}
     (aside / EXPORT).write_text(json.dumps(record) + "\n")

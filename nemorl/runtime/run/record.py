@@ -44,7 +44,6 @@ def begin_record(
     record = previous or RunRecord(run_id=secrets.token_hex(4), algorithm=algorithm)
     record = replace(
         record,
-        algorithm=algorithm,
         status="running",
         error=None,
         ended=None,

@@ -53,9 +53,10 @@ def signals_raise() -> Iterator[None]:
 @contextmanager
 def update_in_progress(begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """Have a signal that comes after `begun()` wait for the end of the block, and raise there; a
-    second one raises at once.
+    second one raises at once. Of nested blocks the outer one counts.
     """
-    if not _in_main_thread():  # signals do not arrive here
+    nested = _STATE.waits is not bool
+    if nested or not _in_main_thread():  # signals do not arrive in other threads
         yield
         return
     _STATE.waits = begun

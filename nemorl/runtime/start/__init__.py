@@ -1,4 +1,4 @@
-"""From settings to a run whose parts are live.
+"""Builds and starts a run from its settings.
 
 `launch.run` starts a run. `registry` knows algorithms, backends and loggers by name.
 """

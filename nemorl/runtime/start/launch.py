@@ -20,7 +20,7 @@ from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.directory import RunDirectory, free_directory
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
-from nemorl.runtime.run.job import Inputs, Job, Reward, Rows, read_data
+from nemorl.runtime.run.job import Inputs, Job, Reward, Row, Rows, read_data
 from nemorl.runtime.run.lock import locked
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.rng import random_state, restore_generators
@@ -62,7 +62,8 @@ def run(
 
     A loaded `model` and `tokenizer`, rows and a reward function may be given here instead of by
     name. With `config.run.resume` the run goes on from its last checkpoint, and ends with the
-    numbers that it would have had without the interruption.
+    numbers that it would have had without the interruption; a validation that failed is not made up
+    for.
 
     The loop, the callbacks and the reward are in this process. Under torchrun it is that of rank 0;
     the others serve it until the run is over, and return the same result without the model.
@@ -87,13 +88,7 @@ def run(
         return follow(get_training_backend(config.trainer.backend), config)
     config = as_given(config, train=train, validation=validation, reward=reward)
     environment, loggers = environment_of(config, reward), chosen_loggers(config.run.loggers)
-    rows, held_out = read_data(
-        config.data, train=train, validation=validation, seed=config.run.seed
-    )
-    if not rows:
-        raise ValueError("data.train must name rows to train on: add --data.train FILE")
-    if not held_out:
-        config.run.require_training_metrics()
+    rows, held_out = _rows(config, train, validation)
     resume, folder = config.run.resume or devices.restarted, config.run.dir or free_directory(name)
     config = replace(config, run=replace(config.run, resume=resume, dir=folder))
     with locked(Path(folder)), signals_raise():
@@ -104,9 +99,10 @@ def run(
             of_model = model_config_of(path if model is None else model)
             devices.check_model(of_model)
             config = with_response_length(within_positions(config, of_model))
-            tokenizer = tokenizer or load_tokenizer(config.model.tokenizer or path)
             tokenizer = with_chat_template(
-                tokenizer, config.model.chat_template, config.model.chat_template_kwargs
+                tokenizer or load_tokenizer(config.model.tokenizer or path),
+                config.model.chat_template,
+                config.model.chat_template_kwargs,
             )
             inputs = Inputs(
                 train=rows,
@@ -131,6 +127,17 @@ def run(
                 callbacks=callbacks,
             )
             return with_restarts(launch)
+
+
+def _rows(config: BaseConfig, train: Rows, validation: Rows) -> tuple[list[Row], list[Row]]:
+    """Return the rows to train on and those held out for validation."""
+    data, seed = config.data, config.run.seed
+    rows, held_out = read_data(data, train=train, validation=validation, seed=seed)
+    if not rows:
+        raise ValueError("data.train must name rows to train on: add --data.train FILE")
+    if not held_out:
+        config.run.require_training_metrics()
+    return rows, held_out
 
 
 def with_restarts(launch: Launch) -> TrainResult:

@@ -81,7 +81,8 @@ def train(launch: Launch) -> TrainResult:
             generator.update_weights(TrainerWeights(trainer), version=run.state.policy_version)
             length = min(8, config.data.max_total_sequence_length // 2)
             prompt = [token % trainer.model.config.vocab_size for token in range(length)]
-            check_agreement(trainer, generator, prompt, precision=config.parallel.param_dtype)
+            precision = config.parallel.param_dtype
+            check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
             generator.sleep()  # until it is needed
         launch.log.total_steps = job.num_steps
         before, after = own_callbacks(launch, trainer.model)

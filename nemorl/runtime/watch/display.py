@@ -107,6 +107,7 @@ class PlainDisplay(Display):
     """Print one line a step, at most one a second and fewer in a run of thousands of steps."""
 
     printed = -math.inf
+    validated = False
 
     def on_train_begin(self, trainer: Run) -> None:
         super().on_train_begin(trainer)
@@ -123,7 +124,12 @@ class PlainDisplay(Display):
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self.task.completed = step
         self._print(self._line(metrics, "validation"))
-        for sample in self.samples[:3]:
+        self.validated = True
+
+    def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+        super().on_samples(trainer, step, samples)
+        shown, self.validated = self.samples[:3] if self.validated else [], False
+        for sample in shown:
             answer, name, value = answer_of(sample)
             prompt = on_one_line(sample.get("prompt", ""), 50)
             verdict = f"  ({name} {number(value)})" if value is not None else ""

@@ -2,12 +2,14 @@
 
 import re
 import socket
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import ray
 
+from nemorl.runtime.cluster import connection
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 from tests.ray_session import NUM_CPUS, NUM_GPUS, ray_cpus
 from tests.runtime.cluster.test_lost import driver, facts_of
@@ -109,3 +111,10 @@ def test_bundles_that_cannot_be(bundle, message: str):
         Bundle(**bundle)
     with pytest.raises(ValueError, match="bundles must name one bundle at least"):
         RayVirtualCluster({})
+
+
+def test_a_guard_ends_with_the_last_that_it_guards():
+    with subprocess.Popen(["sleep", "600"]) as child:
+        connection.start_guard(child.pid)
+        child.kill()
+    assert connection._GUARDS[-1].wait(20) == 0

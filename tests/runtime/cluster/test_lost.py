@@ -44,6 +44,7 @@ def test_a_lost_cluster_is_an_error(forked: Path):
     )
 
 
+@pytest.mark.slow
 def test_two_nodes(forked: Path):
     with driver(forked, "two_nodes", RAY_AUTH_MODE="disabled") as process:
         facts = facts_of(process)

@@ -291,6 +291,7 @@ def test_one_prompt_that_is_not_finite_does_not_change_the_answers_to_others():
     engine = SharedEngine(model)
     expected = engine.sample(LONG)
     assert isinstance(raised(engine.begin([2, 41])), FloatingPointError)
+    assert engine.do(lambda engines: engines.engine.partial) == 0
     assert engine.sample(LONG) == expected
 
 

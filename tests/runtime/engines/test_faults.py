@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+import warnings
 
 import psutil
 import pytest
@@ -80,6 +81,15 @@ def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message
         assert whole.replicas.generate(requests(40)) == expected
     assert restarts(whole) == [1, 0]
     assert eventually(lambda: not psutil.pid_exists(lost))
+
+
+def test_warnings_that_are_errors_do_not_stop_a_replica_from_coming_back(whole):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = whole.replicas.generate(requests(20))
+        for rank in (0, 1):  # what comes next is by the one that was away
+            with after(0.05, whole.kill, rank):
+                assert whole.replicas.generate(requests(20)) == expected
 
 
 def test_it_comes_back_with_the_present_weights(whole):

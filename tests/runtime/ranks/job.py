@@ -31,9 +31,16 @@ def everything(trainer, folder: str) -> None:
     saved = Path(folder) / "saved"
     trainer.save_checkpoint(saved)
     trainer.save_checkpoint(saved, background=True)
+    trainer.save_checkpoint(saved)
     trainer.load_checkpoint(saved)
     trainer.wait_for_checkpoint()
     print("did everything", flush=True)
+
+
+def unwritten(trainer, folder: str) -> None:
+    """A checkpoint that only rank 0 could write."""
+    trainer.save_checkpoint(Path(folder) / "unwritable", background=True)
+    trainer.wait_for_checkpoint()
 
 
 def main(what: str, folder: str, again: int = 2) -> None:
@@ -50,8 +57,8 @@ def main(what: str, folder: str, again: int = 2) -> None:
             trainer.setup(
                 BackendConfig(model=ModelConfig(path=folder), trainer=device, parallel=plan)
             )
-            if what == "everything":
-                everything(trainer, folder)
+            if what in ("everything", "unwritten"):
+                globals()[what](trainer, folder)
             elif what == "between_calls":
                 raise ArithmeticError("of the loop")
             else:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -149,15 +150,17 @@ def test_checkpoints_are_found_from_anywhere(
 
 
 def test_training_goes_on_while_another_thread_waits_for_a_checkpoint(trainer, tmp_path: Path):
-    trainer.save_checkpoint(tmp_path)
-    trainer.save_checkpoint(tmp_path / "background", background=True)
-    waiting = threading.Thread(target=trainer.wait_for_checkpoint)
-    waiting.start()
-    assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
-    assert waiting.is_alive()
-    trainer.load_checkpoint(tmp_path)  # which lets it be written
-    waiting.join(20)
-    assert not waiting.is_alive()
+    """One rank has written it before the step, the other after."""
+    begun = tmp_path / "begun"
+    trainer.save_checkpoint(begun, background=True)
+    with ThreadPoolExecutor() as thread:
+        waiting = thread.submit(trainer.wait_for_checkpoint)
+        while not begun.exists() and not waiting.done():
+            time.sleep(0.01)
+        assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
+        assert not waiting.done()
+        trainer.save_checkpoint(tmp_path / "next")
+        waiting.result(20)
 
 
 def test_a_failed_setup_leaves_no_process(trainers, tmp_path: Path):

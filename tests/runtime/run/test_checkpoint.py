@@ -332,3 +332,16 @@ def test_a_file_that_is_not_as_the_trainer_wrote_it_is_not_published(tmp_path):
     with pytest.raises(CheckpointError, match=r"could not be written \(.*bytes instead of"):
         save(tmp_path, replace(tiny_run(step=2), trainer=Truncating()))
     assert names(tmp_path) == ["latest", "step_1"]
+
+
+def test_a_checkpoint_is_in_place_though_an_older_one_cannot_be_removed(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+
+    def busy(path, **options):
+        if "step_1" in str(path):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", busy)
+    with pytest.warns(UserWarning, match="were not ranked or removed: .*not empty"):
+        saved(tmp_path, 2, keep=1)
+    assert loaded(checkpoint.latest(tmp_path)) == (2, 2.0)

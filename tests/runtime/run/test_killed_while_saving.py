@@ -92,10 +92,8 @@ def kill_at_some_moment(run: subprocess.Popen, folder: Path, who: str, delay: fl
     assert not any(rank.is_running() for rank in ranks)
 
 
-SLOW = [pytest.param(who, marks=pytest.mark.slow) for who in ("driver", "rank")]
-
-
-@pytest.mark.parametrize("who", ["everyone", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["everyone", "driver", "rank"])
 def test_killed_at_any_moment(forked: Path, place: Path, tmp_path: Path, who: str):
     for attempt in range(TIMES_KILLED):
         folder = tmp_path / str(attempt)

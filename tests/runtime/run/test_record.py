@@ -72,3 +72,8 @@ def test_fields_of_another_version_are_left_out(directory):
     known = json.loads(directory.record.read_text())
     directory.record.write_text(json.dumps({**known, "mood": "good"}))
     assert read_record(directory) == RunRecord(run_id="3f9a01bc", algorithm="sft")
+
+
+def test_a_resume_by_another_algorithm_leaves_the_run_what_it_is(directory):
+    first = begin_record(directory, algorithm="sft")
+    assert begin_record(directory, algorithm="grpo", previous=first).algorithm == "sft"

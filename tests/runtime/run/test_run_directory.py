@@ -100,10 +100,11 @@ def test_truncate_keeps_exactly_what_was_before(steps, step, torn):
         assert directory.metrics.read_text() == kept, "bit for bit"
 
 
-def test_a_damaged_line_is_left_out_with_a_warning(directory):
+@pytest.mark.parametrize("damage", ["\0\0\0\n[]\n", '{"step": 2, "lo'], ids=["lines", "torn"])
+def test_a_damaged_line_is_left_out_with_a_warning_and_costs_no_later_one(directory, damage):
     directory.append_metrics(1, {"loss": 1.0})
     with directory.metrics.open("a") as file:
-        file.write("\0\0\0\n[]\n")
+        file.write(damage)
     directory.append_metrics(2, {"loss": 2.0})
     with pytest.warns(UserWarning, match=r"metrics.jsonl, line [23] is no JSON object"):
         assert [line["step"] for line in directory.read_metrics()] == [1, 2]

@@ -140,3 +140,16 @@ def test_a_forked_child_is_ended_by_its_first_signal():
         os.kill(child, signal.SIGTERM)
         status = os.waitpid(child, 0)[1]
     assert time.monotonic() - begun < 10 and os.WEXITSTATUS(status) == 7
+
+
+@BOTH
+def test_a_block_in_a_block_does_not_end_the_waiting(number, error):
+    """As where a logger writes a record in the loop's own block."""
+    done = []
+    with pytest.raises(error), signals_raise():
+        with update_in_progress():
+            with update_in_progress():
+                send(number)
+            done.append("record")
+        done.append("never")
+    assert done == ["record"]

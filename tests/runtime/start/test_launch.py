@@ -344,3 +344,14 @@ def test_rows_longer_than_the_model_has_positions(saved, tmp_path: Path):
             pytest.warns(match="lowered from 2048 to 256"),
         ):
             nemorl.run(replace(config, reward="contains_answer"))
+
+
+def test_short_sequences_leave_room_for_the_comparison_of_engines(tmp_path: Path):
+    """The token that trainer and generator compare must fit a microbatch, too."""
+    config = grpo_config(
+        tmp_path,
+        steps=1,
+        data=nemorl.DataConfig(max_total_sequence_length=12),
+        trainer=nemorl.TrainerConfig(device="cpu", micro_batch_tokens=12),
+    )
+    assert len(of_phase(start(config), "train")) == 1

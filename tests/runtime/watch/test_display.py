@@ -152,8 +152,9 @@ def test_plain_output_of_a_resumed_run(clock):
 def test_plain_validation_shows_samples_as_they_are(clock):
     file = io.StringIO()
     shown = PlainDisplay(140, Console(file=file))
-    shown.on_samples(tiny_run(), 5, SAMPLES)
+    shown.on_samples(tiny_run(), 4, SAMPLES[:1])
     shown.on_validation_end(tiny_run(), 5, {"accuracy": 0.9})
+    shown.on_samples(tiny_run(), 5, SAMPLES)  # in the order of the loop
     shown.on_train_end(tiny_run(step=140), {"accuracy": 0.97})
     lines = file.getvalue().splitlines()
     assert lines[0] == "step   5/140  validation  accuracy 0.900"
@@ -192,11 +193,10 @@ def test_pairs_are_shown_as_what_was_chosen_and_what_was_not():
     pairs = [{"prompt": "12+34=", "chosen": "46", "rejected": "47", "margin": -0.25}]
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
     for shown in (PlainDisplay(10, console), LiveDisplay(10, console)):
+        shown.on_validation_end(tiny_run(), 1, {"accuracy": 0.9})
         shown.on_samples(tiny_run(), 1, pairs)
         shown.on_step_end(tiny_run(step=1), 1, {"loss": 0.5, "margin": 0.125})
-        if isinstance(shown, PlainDisplay):
-            shown.on_validation_end(tiny_run(), 1, {"accuracy": 0.9})
-        else:
+        if isinstance(shown, LiveDisplay):
             console.print(shown.render())
         text = console.file.getvalue()
         assert "46 rather than 47" in text and "-0.250" in text and "0.125" in text

@@ -87,6 +87,7 @@ def test_deterministic_kernels_change_no_number_here_and_last_as_long_as_the_run
         assert fixed.metrics[name] == free.metrics[name]
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ray")
 def test_ranks_have_traces_of_their_own(tmp_path: Path):
     ray_cpus()

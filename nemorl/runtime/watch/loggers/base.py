@@ -97,6 +97,9 @@ class Recorder(Callback):
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         self.finished = True
 
+    def on_exception(self, trainer: Run, error: BaseException) -> None:
+        self.finished = False  # a later callback may fail at the end
+
     def close(self) -> None:
         self._each(lambda logger: logger.close(finished=self.finished))
         self.loggers = {}

@@ -168,3 +168,12 @@ def test_an_unknown_logger_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match="unknown logger 'tensorbord'"):
         start(grpo_config(tmp_path / "run", run={"loggers": ("tensorbord",)}))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_fails_at_its_very_end_is_not_finished(directory):
+    made: list[Memory] = []
+    callback = recorder(directory, memory=lambda run: made.append(Memory(run)) or made[-1])
+    with closing([callback]):
+        walk(callback, range(1, 2))
+        callback.on_exception(tiny_run(step=1), OSError("the export failed"))
+    assert made[0].heard[-1] == ("close", False)

@@ -3,12 +3,15 @@ server that has the imports behind it, and kept for the next functions.
 """
 
 import atexit
+import faulthandler
 import gc
 import multiprocessing as mp
 import os
 import pickle
+import shutil
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -42,11 +45,12 @@ class Ranks:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         port, self.uses = free_port(), 0
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))  # what each rank prints to stderr
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            args = (rank, size, port, process_group, theirs)
+            args = (rank, size, port, process_group, theirs, self.folder)
             process = context.Process(target=_serve, args=args, daemon=False)
             process.start()
             theirs.close()
@@ -65,15 +69,21 @@ class Ranks:
                 try:
                     kind, value = pickle.loads(left.pop(rank).recv_bytes())
                 except (EOFError, OSError):
-                    raise AssertionError(f"rank {rank} died") from None
+                    raise AssertionError(self.death(rank)) from None
                 assert kind == "value", f"rank {rank}:\n{value}"
                 results[rank] = value
         return [results[rank] for rank in sorted(results)]
+
+    def death(self, rank: int) -> str:
+        self.processes[rank].join(10)
+        said = (self.folder / str(rank)).read_text(errors="replace")
+        return f"rank {rank} died with exit code {self.processes[rank].exitcode}: {said[-8000:]}"
 
     def kill(self) -> None:
         for process in self.processes:
             process.kill()
             process.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 _KEPT: dict[int, Ranks] = {}
@@ -117,7 +127,12 @@ def run_ranks(
     return found
 
 
-def _serve(rank: int, size: int, port: int, process_group: bool, pipe: Connection) -> None:
+def _serve(
+    rank: int, size: int, port: int, process_group: bool, pipe: Connection, folder: Path
+) -> None:
+    with (folder / str(rank)).open("w") as stderr:
+        os.dup2(stderr.fileno(), 2)
+    faulthandler.enable(2)
     import torch
     import torch.distributed as dist
 

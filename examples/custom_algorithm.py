@@ -1,38 +1,23 @@
 """An algorithm of your own in one file: RAFT, which samples answers, keeps the best one to each
 prompt, and learns it by heart (Dong et al. 2023).
 
-    python examples/custom_algorithm.py                                       the little
-    demonstration below python examples/custom_algorithm.py raft --model.path … --data.train …    a
-    command like `nemorl grpo`, with all of its settings and --help
+    python examples/custom_algorithm.py                                     a small demonstration
+    python examples/custom_algorithm.py raft --model.path … --data.train …  a command like `nemorl
+                                                grpo`, with all of its settings and --help
 
-It needs three things: a dataclass with its settings, a step, and `prepare`, which says how they go
-together. What every algorithm has (data and their order, validation, checkpoints that resume bit
-for bit, logs, early stop, export) is there of itself.
+It needs two things: a dataclass with its settings, and the loop. What every run has (data and
+their order, validation, checkpoints that resume bit for bit, logs, early stop, export) is there.
 """
 
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import nemorl
 from nemorl.checks import at_least
-from nemorl.data import RowOrder
-from nemorl.losses import LossOutput, finalize, nll, token_mean_weights
+from nemorl.losses import LossOutput, nll, token_mean_weights
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.rollout.collect import Prompts, Rollouts, collect, select, to_token_batch
-from nemorl.rollout.environment import EnvironmentInterface, check_rows
-from nemorl.rollout.random import derive_seed
-from nemorl.runtime.algorithms.common import (
-    Samples,
-    answering,
-    loop,
-    ready_generator,
-    row_order,
-    samples_of,
-    tokenised_prompts,
-)
-from nemorl.runtime.run.state import Run
+from nemorl.rollout.collect import Rollouts, select, to_token_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,74 +39,25 @@ class RAFTConfig(nemorl.BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = {
-            name: getattr(self, name)
-            for name in ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps")
-        }
-        at_least(
-            1, **counts
-        )  # an impossible setting is refused before anything is loaded, by a message with its name
+        for name in ("num_prompts_per_step", "num_generations_per_prompt", "max_num_steps"):
+            at_least(1, **{name: getattr(self, name)})  # refused before anything is loaded
 
 
 @nemorl.register_algorithm("raft", config=RAFTConfig)
-def prepare(config: RAFTConfig, inputs: nemorl.Inputs) -> nemorl.Job:
-    """Everything but the model: called before it is loaded, so that an error in the data comes
-    early.
-    """
-    check_rows(inputs.environment, [*inputs.train, *inputs.validation])
-    prompts, lengths = tokenised_prompts(config, inputs.train, inputs.tokenizer)
-    held_out, _ = tokenised_prompts(config, inputs.validation, inputs.tokenizer)
-    order = row_order(config, prompts.rows)
-    step = partial(train_step, environment=inputs.environment, prompts=prompts, order=order)
-    validate = answering(config, inputs.environment, held_out)
-    return nemorl.Job(
-        run=partial(
-            loop,
-            step=step,
-            last_step=config.max_num_steps,
-            num_rows=len(prompts),
-            validate=validate,
-        ),
-        num_steps=config.max_num_steps,
-        generates=True,
-        lengths={"train": lengths},
-    )
-
-
-def train_step(
-    run: Run, *, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder
-) -> tuple[Run, dict[str, float], Samples]:
-    """One step: sample, choose, imitate.
-
-    What was random must come from `run.state`, so that a resumed run goes on as if nothing had
-    happened.
-    """
-    config, state, trainer, generator = run.config, run.state, run.trainer, ready_generator(run)
-    rows = order.take(state.cursor, config.num_prompts_per_step)
-    sampling = replace(config.generation.sampling_params(), n=config.num_generations_per_prompt)
-    rollouts = collect(
-        generator,
-        environment,
-        prompts.take(rows),
-        sampling,
-        seed=derive_seed(state.seed, state.step),
-    )
-    metrics = {
-        **rollouts.reward_metrics(),
-        "response_length": float(rollouts.lengths.float().mean()),
-    }
-    generator.sleep()  # its memory is the trainer's for now
-    kept = [i for i in best_of_each(rollouts) if rollouts.rewards[i] >= config.min_reward]
-    if kept:
-        batch = to_token_batch(select(rollouts, kept))
-        batch = replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
-        metrics |= finalize(trainer.train_step(batch, imitate))
-    run = replace(run, state=state.advance(rows=len(rows), updates=int(bool(kept))))
-    return (
-        run,
-        {**metrics, "kept": len(kept) / len(rows)},
-        samples_of(rollouts, None, config.run.samples_per_step),
-    )
+def raft(run: nemorl.OpenRun) -> None:
+    """Sample, choose, imitate."""
+    config, prompts = run.config, run.prompts()
+    for step in run.steps(config.max_num_steps):
+        rollouts = step.sample(
+            prompts.next(config.num_prompts_per_step), n=config.num_generations_per_prompt
+        )
+        best = best_of_each(rollouts)
+        kept = [i for i in best if rollouts.rewards[i] >= config.min_reward]
+        step.log({"kept": len(kept) / len(best)}, samples=rollouts)
+        if kept:
+            batch = to_token_batch(select(rollouts, kept))
+            batch = replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
+            step.log(run.trainer.train_step(batch, imitate))
 
 
 def best_of_each(rollouts: Rollouts) -> list[int]:

@@ -66,12 +66,13 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.tree import load_config as load_config
     from nemorl.runtime.run.callbacks import Callback as Callback
     from nemorl.runtime.run.callbacks import StopTraining as StopTraining
-    from nemorl.runtime.run.job import Inputs as Inputs
-    from nemorl.runtime.run.job import Job as Job
+    from nemorl.runtime.run.loop import OpenRun as OpenRun
+    from nemorl.runtime.run.loop import Step as Step
     from nemorl.runtime.run.result import TrainResult as TrainResult
     from nemorl.runtime.run.state import Run as Run
     from nemorl.runtime.run.weight_sync import sync_weights as sync_weights
-    from nemorl.runtime.start.launch import run as run
+    from nemorl.runtime.start.open_run import open_run as open_run
+    from nemorl.runtime.start.open_run import run as run
     from nemorl.runtime.start.registry import get_algorithm as get_algorithm
     from nemorl.runtime.start.registry import get_generation_backend as get_generation_backend
     from nemorl.runtime.start.registry import get_training_backend as get_training_backend
@@ -109,8 +110,8 @@ _NAMES = {
     "nemorl.runtime.config.tree": ["load_config"],
     "nemorl.runtime.config.generation": ["GenerationConfig"],
     "nemorl.runtime.cli.inference": ["evaluate", "export", "generate"],
-    "nemorl.runtime.run.job": ["Inputs", "Job"],
-    "nemorl.runtime.start.launch": ["run"],
+    "nemorl.runtime.run.loop": ["OpenRun", "Step"],
+    "nemorl.runtime.start.open_run": ["open_run", "run"],
     "nemorl.runtime.config.grpo": [
         "CISPOLoss",
         "ClippedLoss",

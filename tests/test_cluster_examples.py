@@ -194,7 +194,7 @@ def test_the_torchrun_script_trains_one_model_on_two_nodes(
     ]
     assert [line["step"] for line in lines] == [1, 2]
     state = tmp_path / "run" / "checkpoints" / "step_2" / "state.json"
-    assert json.loads(state.read_text())["cursor"] == 64
+    assert json.loads(state.read_text())["cursors"] == {"train": 64}
 
 
 @pytest.mark.parametrize("script", [SLURM, TORCHRUN], ids=lambda path: path.name)

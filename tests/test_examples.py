@@ -31,7 +31,7 @@ def raft(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(
         registry,
         "ALGORITHMS",
-        {**registry.ALGORITHMS, "raft": registry.Algorithm(module.RAFTConfig, module.prepare)},
+        {**registry.ALGORITHMS, "raft": registry.Algorithm(module.RAFTConfig, module.raft)},
     )
     return module
 

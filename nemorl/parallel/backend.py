@@ -42,10 +42,21 @@ class TrainingBackend(Protocol):
         """Load the model and make the optimizer. The first call."""
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Take one optimizer step on a batch with `loss_weights` built for the whole of it.
+        """Take one optimizer step on a batch with `loss_weights` built for the whole of it:
+        `forward_backward` and `optim_step` in a row.
 
         Returns: the loss's metrics, and loss, grad_norm (before clipping), lr and num_tokens
         (without padding).
+        """
+
+    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
+        """Add the gradient of a batch's loss to that of the next `optim_step`; its `loss_weights`
+        are those of the whole step. Returns the loss's metrics.
+        """
+
+    def optim_step(self) -> Metrics:
+        """Take an optimizer step along the gradients added since the last one. Returns loss,
+        grad_norm, lr and num_tokens.
         """
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:

@@ -1,7 +1,7 @@
 """What an optimizer step costs: time, memory, and the share of the device's peak that was used."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def segment_lengths(batch: TokenBatch) -> list[int]:
 
 
 class StepMeter:
-    """Measures optimizer steps: `begin` before each, then `end` with the batch of all devices.
+    """Measures optimizer steps: `begin` before each, then `end` with the batches of all devices.
 
     Metrics, which may be merged over steps and ranks:
 
@@ -82,14 +82,15 @@ class StepMeter:
             gpu_peaks.restart(self.device)
         self.started = time.perf_counter()
 
-    def end(self, batch: TokenBatch) -> Metrics:
+    def end(self, batches: Sequence[TokenBatch]) -> Metrics:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
         def number(value: float) -> torch.Tensor:
             return torch.tensor(value, dtype=torch.float64)
 
-        seconds, lengths = number(time.perf_counter() - self.started), segment_lengths(batch)
+        seconds = number(time.perf_counter() - self.started)
+        lengths = [length for batch in batches for length in segment_lengths(batch)]
         work = flops_per_step(self.model_config, lengths, frozen_weights=self.frozen_weights)
         work /= self.num_ranks
         metrics: dict[str, Any] = {

@@ -42,8 +42,9 @@ QUIET_S = 0.1
 
 
 @contextmanager
-def profiled(config: ProfileConfig, *, step: int, rank: int) -> Iterator[None]:
-    """Record optimizer step `step` (from 1), the block, if it is one of `config.steps`.
+def profiled(config: ProfileConfig, *, step: int, rank: int, last: bool = True) -> Iterator[None]:
+    """Record a part of optimizer step `step` (from 1), the block, if it is one of `config.steps`;
+    last: whether the step ends with it.
 
     One recording holds all of these steps and what goes on between them; it is then in `config.dir`
     as rank0_steps10-12.json. Where the run ends earlier, `close_profile` writes what there is.
@@ -61,7 +62,7 @@ def profiled(config: ProfileConfig, *, step: int, rank: int) -> Iterator[None]:
     _recording = replace(_recording, last=step)
     with record_function(f"optimizer step {step}"):
         yield
-    if step == span[1]:
+    if last and step == span[1]:
         close_profile()
 
 

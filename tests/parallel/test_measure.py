@@ -79,7 +79,7 @@ def test_packing_changes_nothing_but_one_long_sequence_does():
 def step(meter: StepMeter, batch, pause: float = 0.02):
     meter.begin()
     time.sleep(pause)
-    return meter.end(batch)
+    return meter.end([batch])
 
 
 def test_a_step(monkeypatch):
@@ -150,7 +150,7 @@ def test_two_who_restart_one_counter(monkeypatch):
         use(generation * 10**9)
         meter.begin()
         use(training * 10**9)
-        assert finalize(meter.end(batch_of([3])))["trainer/memory_gb"] == training
+        assert finalize(meter.end([batch_of([3])]))["trainer/memory_gb"] == training
         assert whole.read()["gpu_memory_gb"] == expected
 
 
@@ -161,7 +161,7 @@ def test_on_a_gpu():
     del before
     meter.begin()
     taken = torch.ones(50_000_000, device="cuda")
-    found = finalize(meter.end(batch_of([7, 3])))
+    found = finalize(meter.end([batch_of([7, 3])]))
     assert 0.2 <= found["trainer/memory_gb"] < 0.3 and found["trainer/seconds"] > 0
     assert (
         torch.cuda.max_memory_allocated() < 3e8 and ResourceMeter().read()["gpu_memory_gb"] >= 0.4

@@ -83,7 +83,7 @@ def save(directory: Path, run: Run, *, keep: int = 2, background: bool = False) 
 def tiny_run(*, step: int = 0, value: float = 0.0) -> Run:
     trainer = TinyTrainer()
     trainer.tensors["weight"] += value
-    return Run(None, trainer, None, None, LoopState(seed=0, step=step, cursor=4 * step))
+    return Run(None, trainer, None, None, LoopState(seed=0, step=step, cursors={"train": 4 * step}))
 
 
 def recorder(directory: RunDirectory, **factories) -> Recorder:

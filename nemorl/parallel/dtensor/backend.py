@@ -56,6 +56,9 @@ class DTensorBackend:
         self._reference: nn.Module | None = None
         self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
+        self._batches: list[TokenBatch] = []
+        self._loss = torch.zeros(())
+        """Of the gradients that no step was taken along yet."""
         self.step = 0
 
     def setup(self, config: BackendConfig) -> None:
@@ -83,6 +86,7 @@ class DTensorBackend:
         self.meter = StepMeter(
             self.model.config, self.device, self.world.size, frozen_weights=frozen
         )
+        self._forget()
         torch.manual_seed(config.seed)
 
     def _set_up_plain(self, keeps_reference: bool) -> None:
@@ -138,19 +142,45 @@ class DTensorBackend:
         return self._model
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Take an optimizer step.
+        """Take an optimizer step on a batch alone: `forward_backward`, then `optim_step`.
 
         Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
         """
+        self._forget()
+        return {**self.forward_backward(batch, loss_fn), **self.optim_step()}
+
+    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
+        """Add the gradient of a batch's loss to that of the next `optim_step`, and return the
+        metrics of the loss. An error drops what was added since the last step.
+        """
         if batch.loss_weights is None:
             raise ValueError(
-                "train_step needs batch.loss_weights, but they are None: build them for the whole"
-                " step, as with token_mean_weights(batch.loss_mask)"
+                "batch.loss_weights must be given to train, but they are None: build them for the"
+                " whole step, as with token_mean_weights(batch.loss_mask)"
             )
-        config = self.config
-        with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
+        if not self._batches:
             self.meter.begin()
-            metrics, loss = self._gradients(batch, loss_fn)
+        step, rank = self.step + 1, self.world.rank
+        try:
+            with profiled(self.config.profile, step=step, rank=rank, last=False):
+                metrics, loss = self._gradients(batch, loss_fn)
+        except BaseException:
+            self._forget()
+            raise
+        self._batches, self._loss = [*self._batches, batch], self._loss + loss
+        return self._merged(metrics, {})
+
+    def optim_step(self) -> Metrics:
+        """Take an optimizer step along the gradients added since the last one.
+
+        Returns: loss, grad_norm (before clipping), lr, num_tokens and what `StepMeter` measures.
+        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
+        """
+        if not self._batches:
+            raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
+        config, batches, loss = self.config, self._batches, self._loss
+        self._batches, self._loss = [], torch.zeros((), device=self.device)
+        with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
             grad_norm = self._clip()
             require_finite(loss, grad_norm, step=self.step + 1)
             lr = learning_rate(self.step, config.optimizer, total_steps=config.total_steps)
@@ -159,22 +189,29 @@ class DTensorBackend:
             # Counted before the weights change: after an error amid it the step has begun.
             self.step += 1
             self.optimizer.step()
-            measured = self.meter.end(batch)
+            measured = self.meter.end(batches)
         one = torch.tensor(1.0)
         return {
-            **self._merged(metrics, measured),
+            **self._merged({}, measured),
             "loss": Mean(loss, one),
             "grad_norm": Mean(grad_norm, one),
             "lr": Mean(torch.tensor(float(lr)), one),
-            "num_tokens": Sum(torch.tensor(float(batch.num_tokens))),
+            "num_tokens": Sum(torch.tensor(float(sum(b.num_tokens for b in batches)))),
         }
 
-    def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
-        """Compute the gradient; return the metrics of this rank's rows and the whole loss."""
-        model, world = self.model.train(), self.world
+    def _forget(self) -> None:
+        """Drop the gradients that no step was taken along."""
+        self._batches, self._loss = [], torch.zeros((), device=self.device)
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
+        """Add the gradient; return the metrics of this rank's rows and the whole loss."""
+        model, world = self.model.train(), self.world
+        if not self._batches:
+            self.optimizer.zero_grad(set_to_none=True)
         if world.sharded:  # dropout that is the same in a resumed run
-            seed = derive_seed(self.config.seed, self.step, world.data_rank, world.cp_rank)
+            later = (len(self._batches),) if self._batches else ()
+            seed = derive_seed(self.config.seed, self.step, world.data_rank, world.cp_rank, *later)
             torch.manual_seed(seed)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
@@ -228,7 +265,8 @@ class DTensorBackend:
 
         dtype: cast to it before they are gathered.
         """
-        self.optimizer.zero_grad(set_to_none=True)  # their memory is for the generator
+        if not self._batches:
+            self.optimizer.zero_grad(set_to_none=True)  # their memory is for the generator
         yield from adapters.merged_tensors(self.model, dtype=dtype)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:

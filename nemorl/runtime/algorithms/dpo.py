@@ -2,9 +2,8 @@
 
 import warnings
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,25 +12,16 @@ from torch import Tensor
 
 from nemorl.data.batch import Example, TokenBatch
 from nemorl.data.comparisons import Together, collate_together, mismatched
-from nemorl.data.order import RowOrder
 from nemorl.data.preferences import labelled_rows, pair_rows, to_labelled, to_pairs
 from nemorl.data.statistics import Lengths
 from nemorl.losses.types import finalize
-from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import (
-    Samples,
-    Stopwatch,
-    in_chunks,
-    loop,
-    num_steps,
-    row_order,
-    spread,
-    within_limit,
-)
+from nemorl.parallel.backend import ForwardOutput, TrainingBackend
+from nemorl.runtime.algorithms.common import in_chunks, num_steps
 from nemorl.runtime.algorithms.preference_loss import make_loss, rewards, with_loss_weights
 from nemorl.runtime.config.dpo import DPOConfig, KTOLoss
-from nemorl.runtime.run.job import Inputs, Job
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.run.data import within_limit
+from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.samples import Samples, spread
 from nemorl.runtime.watch.waiting import waiting
 
 
@@ -48,69 +38,47 @@ class Comparisons:
     """Whether the responses, counted through all rows, alternate between chosen and rejected."""
 
 
-def prepare(config: DPOConfig, inputs: Inputs) -> Job:
-    """Return the job of training on the preferences of `inputs`."""
-    train, kept, lengths = comparisons(config, inputs.train, inputs.tokenizer)
-    held_out, _, held_out_lengths = comparisons(
-        config, inputs.validation, inputs.tokenizer, in_pairs=True
+def dpo(run: OpenRun) -> None:
+    """Train on the preferences of `run.rows`."""
+    config = run.config
+    train, kept, run.lengths["train"] = comparisons(config, run.training_rows, run.tokenizer)
+    held_out, _, run.lengths["validation"] = comparisons(
+        config, run.validation_rows, run.tokenizer, in_pairs=True
     )
-    all_lengths = {"train": lengths, "validation": held_out_lengths}
-    return job(config, row_order(config, kept), train, held_out, all_lengths)
+    order = run.order(kept)
 
-
-def job(
-    config: DPOConfig,
-    order: RowOrder,
-    train: Comparisons,
-    held_out: Comparisons,
-    lengths: Mapping[str, Lengths],
-) -> Job:
-    """Return the job on these data; a precomputed reference is added once the model is loaded."""
-
-    def with_initial_model(run: Run) -> Job:
-        scored, scored_held_out = (with_reference_logprobs(run, part) for part in (train, held_out))
-        return job(config, order, scored, scored_held_out, lengths)
+    def validate() -> tuple[dict[str, float], Samples]:
+        return validated(run, held_out)
 
     last_step = num_steps(config, order.num_rows)
-    return Job(
-        run=partial(
-            loop,
-            step=partial(train_step, data=train, order=order),
-            last_step=last_step,
-            num_rows=order.num_rows,
-            validate=partial(validate, data=held_out) if held_out.rows else None,
-        ),
-        num_steps=last_step,
-        keep_reference=config.needs_reference and config.reference == "live",
-        with_initial_model=with_initial_model if config.reference == "precomputed" else None,
-        lengths=lengths,
-    )
+    steps = run.steps(last_step, validate=validate if held_out.rows else None)
+    if config.reference == "precomputed":
+        train, held_out = run.with_initial_model(
+            lambda trainer: [with_reference_logprobs(trainer, d, config) for d in (train, held_out)]
+        )
+    for step in steps:
+        rows = order.next(config.train_global_batch_size)
+        with step.timed("reference"):
+            batch = with_reference(
+                run.trainer, collate_together([train.rows[i] for i in rows]), config
+            )
+            batch = with_loss_weights(batch, config)
+            kl = None
+            if train.mismatched:
+                kl = baseline(run.trainer, [train.mismatched[i] for i in rows], config)
+                step.log({"kl_baseline": float(kl)})
+        with step.timed("train"):
+            step.log(run.trainer.train_step(batch, make_loss(config, batch, kl)))
 
 
-def train_step(
-    run: Run, *, data: Comparisons, order: RowOrder
-) -> tuple[Run, dict[str, float], Samples]:
-    """Make one optimizer step on the next rows of the order."""
-    config, watch = run.config, Stopwatch()
-    rows = order.take(run.state.cursor, config.train_global_batch_size)
-    with watch("reference"):
-        batch = with_reference(run, collate_together([data.rows[i] for i in rows]))
-        batch = with_loss_weights(batch, config)
-        kl = baseline(run, [data.mismatched[i] for i in rows]) if data.mismatched else None
-    with watch("train"):
-        metrics = finalize(run.trainer.train_step(batch, make_loss(config, batch, kl)))
-    if kl is not None:
-        metrics["kl_baseline"] = float(kl)
-    run = replace(run, state=run.state.advance(rows=len(rows)))
-    return run, metrics | watch.metrics(batch.num_tokens), []
-
-
-def validate(run: Run, *, data: Comparisons) -> tuple[dict[str, float], Samples]:
+def validated(run: OpenRun, data: Comparisons) -> tuple[dict[str, float], Samples]:
     """Return the loss over all of the data with its metrics, and some pairs as samples."""
     config = run.config
-    batch = with_loss_weights(with_reference(run, collate_together(data.rows)), config)
+    batch = with_loss_weights(
+        with_reference(run.trainer, collate_together(data.rows), config), config
+    )
     logprobs = in_chunks(run.trainer.get_logprobs, batch, rows=config.train_global_batch_size)
-    kl = baseline(run, data.mismatched) if data.mismatched else None
+    kl = baseline(run.trainer, data.mismatched, config) if data.mismatched else None
     no_entropy = torch.zeros_like(logprobs)  # get_logprobs gives none
     output = make_loss(config, batch, kl)(ForwardOutput(logprobs, no_entropy), batch)
     metrics = finalize(output.metrics) | {"loss": float(output.loss)}
@@ -129,7 +97,7 @@ def validate(run: Run, *, data: Comparisons) -> tuple[dict[str, float], Samples]
 
 
 def samples(
-    run: Run,
+    run: OpenRun,
     examples: Sequence[Example],
     chosen: Float[Tensor, "pairs"],
     rejected: Float[Tensor, "pairs"],
@@ -156,33 +124,38 @@ def samples(
     return found
 
 
-def with_reference(run: Run, batch: TokenBatch) -> TokenBatch:
+def with_reference(trainer: TrainingBackend, batch: TokenBatch, config: DPOConfig) -> TokenBatch:
     """Return the batch with the reference's logprobs, if the loss needs them."""
-    if not run.config.needs_reference or batch.reference_logprobs is not None:
+    if not config.needs_reference or batch.reference_logprobs is not None:
         return batch
-    compute, rows = run.trainer.get_reference_logprobs, run.config.train_global_batch_size
+    compute, rows = trainer.get_reference_logprobs, config.train_global_batch_size
     return replace(batch, reference_logprobs=in_chunks(compute, batch, rows=rows))
 
 
-def baseline(run: Run, rows: Sequence[Together]) -> Float[Tensor, ""]:
+def baseline(
+    trainer: TrainingBackend, rows: Sequence[Together], config: DPOConfig
+) -> Float[Tensor, ""]:
     """Return KTO's baseline: the mean over mismatched sequences of log π − log π_ref, an estimate
     of KL(π‖π_ref) in nats per response.
     """
-    batch = with_reference(run, collate_together(rows))
+    batch = with_reference(trainer, collate_together(rows), config)
     assert batch.reference_logprobs is not None
-    size = run.config.train_global_batch_size
-    difference = in_chunks(run.trainer.get_logprobs, batch, rows=size) - batch.reference_logprobs
+    size = config.train_global_batch_size
+    difference = in_chunks(trainer.get_logprobs, batch, rows=size) - batch.reference_logprobs
     return torch.where(batch.loss_mask, difference, 0.0).sum() / sum(len(row) for row in rows)
 
 
-def with_reference_logprobs(run: Run, data: Comparisons) -> Comparisons:
+def with_reference_logprobs(
+    trainer: TrainingBackend, data: Comparisons, config: DPOConfig
+) -> Comparisons:
     """Return the data with the logprobs of the model as it is now, in float32."""
+    size = config.train_global_batch_size
 
     def computed(rows: Sequence[Together]) -> list[Together]:
-        size, result = run.config.train_global_batch_size, []
+        result: list[Together] = []
         for first in range(0, len(rows), size):
             part = rows[first : first + size]
-            values = run.trainer.get_logprobs(collate_together(part)).values
+            values = trainer.get_logprobs(collate_together(part)).values
             for row, logprobs in zip(part, values, strict=True):
                 lengths = [example.num_tokens for example in row]
                 pieces = logprobs[: sum(lengths)].float().split(lengths)
@@ -194,7 +167,7 @@ def with_reference_logprobs(run: Run, data: Comparisons) -> Comparisons:
                 )
         return result
 
-    with waiting("computing the reference's logprobs", quiet=run.config.run.display == "none"):
+    with waiting("computing the reference's logprobs", quiet=config.run.display == "none"):
         return replace(data, rows=computed(data.rows), mismatched=computed(data.mismatched))
 
 

@@ -2,161 +2,87 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take, trim
-from nemorl.data.order import RowOrder
 from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.losses.rewards import informative_groups, overlong_filter
-from nemorl.losses.types import Metrics, finalize, merge
-from nemorl.parallel.backend import LossFn
-from nemorl.rollout.collect import Prompts, Rollouts, collect, join, select, to_token_batch
-from nemorl.rollout.environment import EnvironmentInterface, check_rows
+from nemorl.rollout.collect import Rollouts, join, select, to_token_batch
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.algorithms.common import (
-    Samples,
-    Stopwatch,
-    answering,
-    loop,
-    measured,
-    ready_generator,
-    row_order,
-    samples_of,
-    spread,
-    tokenised_prompts,
-    worst_tokens,
-)
 from nemorl.runtime.algorithms.policy_loss import (
-    Advantages,
-    LossWeights,
     make_advantages,
     make_loss,
     make_loss_weights,
 )
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.run.job import Inputs, Job
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
+from nemorl.runtime.run.samples import Samples, measured, samples_of, spread, worst_tokens
 
 
-def prepare(config: GRPOConfig, inputs: Inputs) -> Job:
-    """Return the job of training on the prompts of `inputs`."""
-    environment = inputs.environment
-    assert environment is not None
-    check_rows(environment, [*inputs.train, *inputs.validation])
-    prompts, lengths = tokenised_prompts(config, inputs.train, inputs.tokenizer)
-    held_out, held_out_lengths = tokenised_prompts(config, inputs.validation, inputs.tokenizer)
-    order = row_order(config, prompts.rows)
-    step = partial(
-        train_step,
-        environment=environment,
-        prompts=prompts,
-        order=order,
-        advantages=make_advantages(config),
-        loss_weights=make_loss_weights(config),
-        loss_fn=make_loss(config),
-    )
-    responses = config.num_prompts_per_step * config.num_generations_per_prompt
-    return Job(
-        run=partial(
-            loop,
-            step=step,
-            last_step=config.max_num_steps,
-            num_rows=order.num_rows,
-            validate=answering(config, environment, held_out),
-        ),
-        num_steps=config.max_num_steps,
-        num_updates=config.max_num_steps * updates_per_batch(config, responses),
-        keep_reference=config.needs_reference,
-        generates=True,
-        lengths={"train": lengths, "validation": held_out_lengths},
-    )
-
-
-def train_step(
-    run: Run,
-    *,
-    environment: EnvironmentInterface,
-    prompts: Prompts,
-    order: RowOrder,
-    advantages: Advantages,
-    loss_weights: LossWeights,
-    loss_fn: LossFn,
-) -> tuple[Run, dict[str, float], Samples]:
+def grpo(run: OpenRun) -> None:
     """Sample groups of responses, score them, compare them, and update the policy on them."""
-    config, state, watch = run.config, run.state, Stopwatch()
-    with watch("sync"):
-        generator = ready_generator(run)
-    with watch("generate"):
-        rollouts, everything, informative = roll_out(run, environment, prompts, order)
-    with watch("train"):
-        generator.sleep()  # the trainer needs the memory of its cache
-        batch = with_logprobs(run, to_token_batch(rollouts))
-        if config.overlong.filter:
-            mask = overlong_filter(batch.loss_mask, rollouts.truncated)
-            batch = replace(batch, loss_mask=mask)
-        batch = replace(batch, advantages=advantages(rollouts, batch))
-        samples = compared_samples(run, rollouts, batch)
-        updates: Metrics = {}
-        for rows in minibatches(len(batch), config, seed=derive_seed(state.seed, state.step)):
-            part = take(batch, rows)
-            weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
-            part = replace(part, loss_weights=weights)
-            updates = merge(updates, run.trainer.train_step(part, loss_fn))
+    config, prompts = run.config, run.prompts()
+    advantages, loss_weights = make_advantages(config), make_loss_weights(config)
+    loss_fn = make_loss(config)
+    responses = config.num_prompts_per_step * config.num_generations_per_prompt
+    updates = updates_per_batch(config, responses)
+    for step in run.steps(config.max_num_steps, updates_per_step=updates):
+        rollouts, everything, informative = roll_out(run, step, prompts)
+        with step.timed("train"):
+            batch = with_logprobs(run, to_token_batch(rollouts))
+            if config.overlong.filter:
+                mask = overlong_filter(batch.loss_mask, rollouts.truncated)
+                batch = replace(batch, loss_mask=mask)
+            batch = replace(batch, advantages=advantages(rollouts, batch))
+            step.log({}, samples=compared_samples(run, rollouts, batch))
+            for rows in minibatches(len(batch), config, seed=step.seed):
+                part = take(batch, rows)
+                weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
+                part = replace(part, loss_weights=weights)
+                step.log(run.trainer.train_step(part, loss_fn))
         share = float(informative.float().mean())
-        metrics = measured(everything) | {
-            "reward_std": float(everything.rewards.std(correction=0)),
-            "informative_groups": share,
-            "groups_kept": share if config.dynamic_sampling else 1.0,
-        }
-        metrics |= {f"generation/{name}": value for name, value in generator.metrics().items()}
-        metrics |= finalize(updates)
-    num_tokens = sum(map(len, everything.prompts)) + int(everything.lengths.sum())
-    run = replace(run, state=state.advance(rows=len(everything.group_id.unique())))
-    return run, metrics | watch.metrics(num_tokens), samples
+        step.log(measured(everything))
+        step.log(
+            {
+                "reward_std": float(everything.rewards.std(correction=0)),
+                "informative_groups": share,
+                "groups_kept": share if config.dynamic_sampling else 1.0,
+            }
+        )
 
 
 def roll_out(
-    run: Run, environment: EnvironmentInterface, prompts: Prompts, order: RowOrder
+    run: OpenRun, step: Step, prompts: PromptStream
 ) -> tuple[Rollouts, Rollouts, Bool[Tensor, "batch"]]:
     """Return the responses to train on, all that were sampled, and which are in informative groups.
 
     Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds. Where it
     finds no other, the last round is trained on, with advantages of 0.
     """
-    config, state = run.config, run.state
-    assert run.generator is not None
-    sampling = replace(config.generation.sampling_params(), n=config.num_generations_per_prompt)
+    config = run.config
     kept: list[Rollouts] = []
     sampled: list[Rollouts] = []
     informative: list[Tensor] = []
-    wanted, taken = config.num_prompts_per_step, 0
-    for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
-        fresh = collect(
-            run.generator,
-            environment,
-            prompts.take(order.take(state.cursor + taken, wanted)),
-            sampling,
-            seed=derive_seed(state.seed, state.step),
-            first_group=taken,
-        )
-        sampled.append(fresh)
-        informative.append(informative_groups(fresh.rewards, fresh.group_id))
-        if not config.dynamic_sampling:
-            break
-        taken += wanted
-        if informative[-1].any():
-            kept.append(select(fresh, informative[-1].nonzero()[:, 0].tolist()))
-            wanted -= len(kept[-1]) // sampling.n
-        if not wanted:
-            break
+    wanted, size = config.num_prompts_per_step, config.num_generations_per_prompt
+    with run.sampling():
+        for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
+            sampled.append(step.sample(prompts.next(wanted), n=size))
+            rewards, group_id = sampled[-1].rewards, sampled[-1].group_id
+            informative.append(informative_groups(rewards, group_id))
+            if not config.dynamic_sampling:
+                break
+            if informative[-1].any():
+                kept.append(select(sampled[-1], informative[-1].nonzero()[:, 0].tolist()))
+                wanted -= len(kept[-1]) // size
+            if not wanted:
+                break
     return join(kept or sampled[-1:]), join(sampled), torch.cat(informative)
 
 
-def with_logprobs(run: Run, batch: TokenBatch) -> TokenBatch:
+def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
     """Return the batch with the logprobs that the loss compares."""
     config, trainer = run.config, run.trainer
     if config.needs_reference:
@@ -168,7 +94,7 @@ def with_logprobs(run: Run, batch: TokenBatch) -> TokenBatch:
     return batch
 
 
-def with_prev_logprobs(run: Run, batch: TokenBatch) -> TokenBatch:
+def with_prev_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
     """Return the batch with the trainer's logprobs before the update."""
     logprobs = run.trainer.get_logprobs(batch)
     return replace(batch, prev_logprobs=of_this_batch(logprobs, batch, "prev_logprobs"))
@@ -180,7 +106,7 @@ def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Ten
     return logprobs.values
 
 
-def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples:
+def compared_samples(run: OpenRun, rollouts: Rollouts, batch: TokenBatch) -> Samples:
     """Return responses for the sample log with the trainer's logprobs before the update.
 
     In a batch with `prev_logprobs` the response on which the sampler's differ most is among them.

@@ -6,6 +6,7 @@ Each function `make_…` is called once, at the start of a run. The loss holds n
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from nemorl.losses.terms import entropy_bonus, kl_loss
 from nemorl.losses.types import LossOutput, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Rollouts
-from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, GSPOLoss, PolicyLossConfig
+from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig
 
 LossWeights = Callable[[Bool[Tensor, "batch seq"], Int[Tensor, "batch"]], Tensor]
 """Weights per token from the loss mask and the responses' groups."""
@@ -77,27 +78,50 @@ def make_advantages(config: GRPOConfig) -> Advantages:
 
 def make_loss(config: GRPOConfig) -> LossFn:
     """Return the configured loss of a part of a batch."""
-    off_policy, kl = config.off_policy, config.kl
-    return partial(
-        policy_loss,
-        term=policy_term(config.loss),
-        by_sequence=isinstance(config.loss, GSPOLoss),
-        off_policy=asdict(off_policy) if off_policy.mode != "none" else None,
-        kl=asdict(kl) if kl.coef else None,
-        entropy_coef=config.entropy_coef,
-    )
-
-
-def policy_term(loss: PolicyLossConfig) -> Callable[..., LossOutput]:
-    """Return the function of losses/policy.py that has the loss's name, with its constants."""
-    constants = asdict(loss)
+    constants = asdict(config.loss)
     name = constants.pop("name")
     if constants.pop("token_gradient", False):
         name = "gspo_token"
-    return partial(getattr(policy, name), **constants)
+    off_policy, kl = config.off_policy, config.kl
+    return policy_loss(
+        getattr(policy, name),
+        off_policy=asdict(off_policy) if off_policy.mode != "none" else None,
+        kl=asdict(kl) if kl.coef else None,
+        entropy_coef=config.entropy_coef,
+        **constants,
+    )
 
 
 def policy_loss(
+    term: Callable[..., LossOutput],
+    *,
+    off_policy: Mapping[str, Any] | None = None,
+    kl: Mapping[str, Any] | None = None,
+    entropy_coef: float = 0.0,
+    **constants: Any,
+) -> LossFn:
+    """Return the loss policy term + KL penalty − entropy bonus of a batch with `advantages`,
+    `loss_weights` and `generation_logprobs`.
+
+    term: a function of `nemorl.losses.policy` or one like them,
+    term(token_logprobs, prev_logprobs, advantages, loss_weights, **constants) -> LossOutput; it is
+    given segment_ids if it has a parameter of that name. off_policy, kl: keywords of
+    `importance_weights` and `kl_loss`; None without them.
+
+    >>> loss_fn = policy_loss(policy.clipped, clip_low=0.2, clip_high=0.28)
+    """
+    by_sequence = "segment_ids" in signature(term).parameters
+    return partial(
+        _policy_loss,
+        term=partial(term, **constants),
+        by_sequence=by_sequence,
+        off_policy=off_policy,
+        kl=kl,
+        entropy_coef=entropy_coef,
+    )
+
+
+def _policy_loss(
     output: ForwardOutput,
     batch: TokenBatch,
     *,
@@ -107,11 +131,7 @@ def policy_loss(
     kl: Mapping[str, Any] | None,
     entropy_coef: float,
 ) -> LossOutput:
-    """Return policy term + KL penalty − entropy bonus of a part of a batch.
-
-    `term` takes segments where it is `by_sequence`; `off_policy` and `kl` are the options of
-    `importance_weights` and `kl_loss`, None without them.
-    """
+    """Return the loss of a part of a batch; see `policy_loss`."""
     assert batch.advantages is not None and batch.loss_weights is not None
     assert batch.generation_logprobs is not None
     logprobs, sampled = output.token_logprobs, batch.generation_logprobs

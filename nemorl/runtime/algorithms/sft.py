@@ -2,95 +2,66 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import to_examples
-from nemorl.data.order import RowOrder
 from nemorl.data.rows import origin_of
-from nemorl.data.statistics import Lengths
 from nemorl.losses.masked import mean_of
 from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
-from nemorl.losses.types import LossOutput, finalize, merge
-from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import (
-    Samples,
-    Stopwatch,
-    answering,
-    in_chunks,
-    loop,
-    num_steps,
-    row_order,
-    tokenised_prompts,
-    within_limit,
-)
+from nemorl.losses.types import LossOutput, merge
+from nemorl.parallel.backend import ForwardOutput, TrainingBackend
+from nemorl.runtime.algorithms.common import in_chunks, num_steps
 from nemorl.runtime.config.sft import SFTConfig
-from nemorl.runtime.run.job import Inputs, Job
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.run.data import within_limit
+from nemorl.runtime.run.loop import OpenRun, Validate
+from nemorl.runtime.run.samples import Samples
 
 
-def prepare(config: SFTConfig, inputs: Inputs) -> Job:
-    """Return the job of training on the demonstrations of `inputs`.
+def sft(run: OpenRun) -> None:
+    """Train on the demonstrations of `run.rows`."""
+    config = run.config
+    examples, rows = demonstrations(run, "train", run.training_rows)
+    validate = validation(run)
+    order = run.order(rows)
+    for step in run.steps(num_steps(config, len(examples)), validate=validate):
+        batch = collate([examples[i] for i in order.next(config.train_global_batch_size)])
+        step.log(run.trainer.train_step(with_loss_weights(batch, config), loss_fn))
 
-    It validates what the rows allow: the loss on demonstrations, and greedy answers.
-    """
 
-    def tokenised(rows: Sequence[Any]) -> tuple[list[Example], list[Any], Lengths]:
-        return within_limit("examples", config, rows, to_examples(rows, inputs.tokenizer))
+def demonstrations(
+    run: OpenRun, name: str, rows: Sequence[Any]
+) -> tuple[list[Example], Sequence[Any]]:
+    """Return demonstrations as tokens within the longest sequence, and the row of each."""
+    items = to_examples(rows, run.tokenizer)
+    found, kept, run.lengths[name] = within_limit("examples", run.config, rows, items)
+    return found, kept
 
-    examples, rows, lengths = tokenised(inputs.train)
-    demonstrations = [
-        row
-        for row in inputs.validation
-        if row.get("messages") is not None or row.get("response") is not None
+
+def validation(run: OpenRun) -> Validate | None:
+    """Return the validation that the rows allow: the loss on demonstrations, and greedy answers."""
+    rows = run.validation_rows
+    shown = [
+        row for row in rows if row.get("messages") is not None or row.get("response") is not None
     ]
-    held_out, _, held_out_lengths = tokenised(demonstrations)
-    with_answer = [row for row in inputs.validation if row.get("answer") is not None]
-    questions, _ = tokenised_prompts(config, with_answer, inputs.tokenizer)
-    answer = answering(config, inputs.environment, questions)
-
-    if inputs.validation and not held_out and not questions:
-        first, columns = origin_of(inputs.validation[0], 0), ", ".join(inputs.validation[0])
+    examples, _ = demonstrations(run, "validation", shown)
+    answer = run.questions([row for row in rows if row.get("answer") is not None])
+    if rows and not examples and not answer:
+        first, columns = origin_of(rows[0], 0), ", ".join(rows[0])
         raise ValueError(
             "data.validation must have rows with a response, messages or an answer, but"
             f" {first} has the columns {columns}: name them (data.response_column,"
             " data.answer_column)"
         )
 
-    def validate(run: Run) -> tuple[dict[str, float], Samples]:
-        metrics = {"loss": validation_loss(run, held_out)} if held_out else {}
-        answered, samples = answer(run) if answer else ({}, [])
+    def validate() -> tuple[dict[str, float], Samples]:
+        size = run.config.train_global_batch_size
+        metrics = {"loss": validation_loss(run.trainer, examples, rows=size)} if examples else {}
+        answered, samples = answer() if answer else ({}, [])
         return metrics | answered, samples
 
-    order, last_step = row_order(config, rows), num_steps(config, len(examples))
-    return Job(
-        run=partial(
-            loop,
-            step=partial(train_step, examples=examples, order=order),
-            last_step=last_step,
-            num_rows=order.num_rows,
-            validate=validate if held_out or answer else None,
-        ),
-        num_steps=last_step,
-        generates=answer is not None,
-        lengths={"train": lengths, "validation": held_out_lengths},
-    )
-
-
-def train_step(
-    run: Run, *, examples: Sequence[Example], order: RowOrder
-) -> tuple[Run, dict[str, float], Samples]:
-    """Make one optimizer step on the next rows of the seeded order."""
-    config, state, watch = run.config, run.state, Stopwatch()
-    if run.generator is not None:
-        run.generator.sleep()  # the trainer needs its memory between validations
-    rows = order.take(state.cursor, config.train_global_batch_size)
-    batch = with_loss_weights(collate([examples[i] for i in rows]), config)
-    metrics = finalize(run.trainer.train_step(batch, loss_fn))
-    run = replace(run, state=state.advance(rows=len(rows)))
-    return run, metrics | watch.metrics(batch.num_tokens), []
+    return validate if rows else None
 
 
 def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
@@ -107,8 +78,8 @@ def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:
     return replace(batch, loss_weights=build(batch.loss_mask))
 
 
-def validation_loss(run: Run, examples: Sequence[Example]) -> float:
+def validation_loss(trainer: TrainingBackend, examples: Sequence[Example], *, rows: int) -> float:
     """Return the mean negative log-likelihood per trained token, in nats."""
-    batch, rows = collate(examples), run.config.train_global_batch_size
-    logprobs = in_chunks(run.trainer.get_logprobs, batch, rows=rows)
+    batch = collate(examples)
+    logprobs = in_chunks(trainer.get_logprobs, batch, rows=rows)
     return -float(logprobs[batch.loss_mask].double().mean())

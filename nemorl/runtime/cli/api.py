@@ -14,9 +14,9 @@ from nemorl.runtime.config.presets import preset_overrides
 from nemorl.runtime.config.tree import construct, dotted_keys, layer, to_dict
 from nemorl.runtime.config.yaml_io import ConfigError
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.job import Reward, Rows
+from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.result import TrainResult
-from nemorl.runtime.start.launch import run
+from nemorl.runtime.start.open_run import run
 from nemorl.runtime.start.registry import get_algorithm
 
 

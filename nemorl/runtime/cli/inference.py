@@ -19,9 +19,9 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.data import read_rows
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.export import write_checkpoint
-from nemorl.runtime.run.job import read_rows
 from nemorl.runtime.start.registry import get_generation_backend
 from nemorl.runtime.watch.waiting import waiting_for_engines
 

@@ -14,7 +14,7 @@ from nemorl.data.rows import Row
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template
 from nemorl.runtime.cli.settings import InspectConfig
-from nemorl.runtime.run.job import Rows, read_rows
+from nemorl.runtime.run.data import Rows, read_rows
 from nemorl.runtime.start.lengths import print_lengths
 
 if TYPE_CHECKING:

@@ -138,9 +138,9 @@ def _execute(command: str, args: Sequence[str]) -> int:
 
 
 def _train(config: BaseConfig) -> None:
-    from nemorl.runtime.start import launch
+    from nemorl.runtime.start import open_run
 
-    launch.run(config)
+    open_run.run(config)
 
 
 def _message(error: Exception, *, parsed: bool) -> str:

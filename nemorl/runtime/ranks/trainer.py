@@ -107,6 +107,12 @@ class RankedTrainer:
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         return self._call("train_step", batch, loss_fn)
 
+    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
+        return self._call("forward_backward", batch, loss_fn)
+
+    def optim_step(self) -> Metrics:
+        return self._call("optim_step")
+
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._call("get_logprobs", batch)
 
@@ -173,9 +179,10 @@ class RankedTrainer:
         if (group := self._group) is None:
             raise self._gone() from self._lost
         payload = dumps((args, kwargs))
-        self.step += method == "train_step"
+        updates = method in ("train_step", "optim_step")
+        self.step += updates
         at = f"of optimizer step {self.step}"
-        if method != "train_step":
+        if not updates:
             at = f"after {self.step} optimizer steps"
         try:
             answer = group.call(method, payload, f"{method} {at}")

@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemorl.checks import closest, require
 from nemorl.runtime.run.state import Run
 
 
@@ -60,6 +61,30 @@ class Callback:
 
     def close(self) -> None:
         """Last, also after an error, perhaps twice: free files, threads, the terminal."""
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Raise ValueError for what is no callback, or has a hook that would never be called.
+
+    >>> check_callbacks([print])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ValueError: callbacks must be instances of classes derived from nemorl.Callback, but ...
+    """
+    hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    for callback in callbacks:
+        require(
+            isinstance(callback, Callback),
+            "callbacks",
+            "must be instances of classes derived from nemorl.Callback",
+            callback,
+            "class Mine(nemorl.Callback): def on_step_end(self, trainer, step, metrics): …",
+        )
+        for name in dir(callback):
+            if name.startswith("on_") and name not in hooks:
+                raise ValueError(
+                    f"callbacks must have hooks that are called, but {type(callback).__name__} has"
+                    f" {name}{closest(name, hooks) or '.'} The hooks are {', '.join(hooks)}"
+                )
 
 
 def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:

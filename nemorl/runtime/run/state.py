@@ -1,6 +1,7 @@
 """The state of a loop, and a run as its callbacks see it."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +13,19 @@ from nemorl.rollout.generation import GenerationBackend
 class LoopState:
     """The state of a loop besides the trainer and the random generators.
 
-    >>> LoopState(seed=3).advance(rows=64)
-    LoopState(seed=3, step=1, cursor=64, policy_version=1)
+    >>> LoopState(seed=3).advance({"train": 64})
+    LoopState(seed=3, step=1, cursors={'train': 64})
     """
 
     seed: int
     step: int = 0
     """Finished steps: rollout batches in RL, optimizer steps in SFT."""
-    cursor: int = 0
-    """Rows taken from the seeded order so far, through all epochs."""
-    policy_version: int = 0
-    """How often the weights have changed."""
+    cursors: Mapping[str, int] = field(default_factory=dict)
+    """Rows taken so far from each seeded order, by name, through all epochs."""
 
-    def advance(self, *, rows: int, updates: int = 1) -> "LoopState":
+    def advance(self, cursors: Mapping[str, int]) -> "LoopState":
         """Return the state after a step."""
-        return LoopState(
-            self.seed, self.step + 1, self.cursor + rows, self.policy_version + updates
-        )
-
-    def epoch(self, num_rows: int) -> int:
-        """Return how often all rows have been taken.
-
-        >>> LoopState(seed=0, cursor=250).epoch(num_rows=100)
-        2
-        """
-        return self.cursor // num_rows
+        return LoopState(self.seed, self.step + 1, dict(cursors))
 
 
 @dataclass(frozen=True)

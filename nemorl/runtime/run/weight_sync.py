@@ -48,14 +48,14 @@ class TrainerWeights:
             )
 
 
-def sync_weights(trainer: TrainingBackend, generator: GenerationBackend, version: int) -> None:
-    """Give the generator the trainer's weights, unless it has this version already; its completions
-    carry `version` from now on.
+def sync_weights(trainer: TrainingBackend, generator: GenerationBackend) -> None:
+    """Give the generator the trainer's weights, unless it has them already. Their version, which
+    completions carry, is the trainer's `step`.
 
     Raises what the generator raises; then nothing can be generated until an update succeeds.
     """
-    if generator.policy_version != version:
-        generator.update_weights(TrainerWeights(trainer), version)
+    if generator.policy_version != trainer.step:
+        generator.update_weights(TrainerWeights(trainer), trainer.step)
 
 
 def check_agreement(

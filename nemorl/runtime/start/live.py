@@ -1,9 +1,9 @@
 """A run whose parts are live: trainer and generator as the last checkpoint left them."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ from torch import nn
 
 from nemorl.checks import require
 from nemorl.models.causal_lm import usable_device
-from nemorl.models.pretrained import check_vocabulary
+from nemorl.models.pretrained import check_vocabulary, model_folder
+from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.grpo import GapConfig
@@ -21,83 +22,52 @@ from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.checkpoint import CheckpointError
-from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.export import ExportCallback
-from nemorl.runtime.run.job import Job
-from nemorl.runtime.run.result import TrainResult, final_metrics
+from nemorl.runtime.run.loop import OpenRun, Parts
+from nemorl.runtime.run.rng import random_state, restore_generators
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
-from nemorl.runtime.start.devices import Devices
+from nemorl.runtime.start.launch import Launch
+from nemorl.runtime.start.lengths import show_lengths
 from nemorl.runtime.start.registry import get_generation_backend, get_training_backend
-from nemorl.runtime.start.settings import backend_config, changes
+from nemorl.runtime.start.settings import backend_config, changes, generation_config
 from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
 from nemorl.runtime.watch.display import make_display
-from nemorl.runtime.watch.log import RunLog
-from nemorl.runtime.watch.loggers.base import LoggedRun, LoggerFactory, Recorder
+from nemorl.runtime.watch.loggers.base import LoggedRun, Recorder
+from nemorl.runtime.watch.resources import ResourceMeter
 from nemorl.runtime.watch.waiting import waiting_for_engines, waiting_for_ranks
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """A run before its model is loaded: what is read and checked once."""
-
-    config: Any
-    devices: Devices
-    directory: RunDirectory
-    job: Job
-    folder: str
-    """Folder or hub name of the model."""
-    model: nn.Module | None
-    """A loaded model that was given."""
-    engines: GenerationConfig | None
-    """None where the job samples nothing."""
-    tokenizer: Any
-    lengths: Mapping[str, Any]
-    """The contents of data.json."""
-    log: RunLog
-    loggers: Mapping[str, LoggerFactory]
-    callbacks: Sequence[Callback]
-    """The caller's own."""
-
-    @property
-    def quiet(self) -> bool:
-        return self.config.run.display == "none"
-
-
-def train(launch: Launch) -> TrainResult:
-    """Load the model, take over the last checkpoint, and run the job to its end."""
-    config, directory, job = launch.config, launch.directory, launch.job
+def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
+    """Load the model, start the engine, and take over the last checkpoint. `stack` ends them."""
+    config, directory = launch.config, launch.directory
+    directory_lengths = show_lengths(run.lengths, quiet=launch.quiet)
+    engines = generation_config(config, directory, launch.devices) if run.generates else None
     found = checkpoint.latest(directory.path) if config.run.resume else None
-    with live_trainer(launch, found) as trainer, live_generator(launch, trainer) as generator:
-        state = LoopState(config.run.seed)
-        run = Run(config, trainer, generator, launch.tokenizer, state, directory.path)
-        if job.with_initial_model is not None:
-            job = job.with_initial_model(run)
-        run = resumed(run, launch)
-        launch.tokenizer.save_pretrained(directory.path / "tokenizer")
-        directory.write_data(launch.lengths)
-        if generator is not None:
-            generator.update_weights(TrainerWeights(trainer), version=run.state.policy_version)
-            length = min(8, config.data.max_total_sequence_length // 2)
-            prompt = [token % trainer.model.config.vocab_size for token in range(length)]
-            precision = config.parallel.param_dtype
-            check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
-            generator.sleep()  # until it is needed
-        launch.log.total_steps = job.num_steps
-        before, after = own_callbacks(launch, trainer.model)
-        with closing([*before, *after]):  # the caller's own may be needed again
-            job.run(run, callbacks=[*before, *launch.callbacks, *after])
-        model = None if launch.devices.ranked else trainer.model
-        history = directory.read_metrics()
-        result = TrainResult(final_metrics(history), history, directory, model, launch.tokenizer)
-        if launch.devices.torchrun:
-            trainer.result = result
-        return result
+    trainer = stack.enter_context(live_trainer(launch, run, found))
+    generator = stack.enter_context(live_generator(launch, engines, trainer))
+    if run.initial is not None:
+        run.initial(trainer)
+    state = resumed(launch, run, trainer)
+    launch.tokenizer.save_pretrained(directory.path / "tokenizer")
+    directory.write_data(directory_lengths)
+    if generator is not None:
+        generator.update_weights(TrainerWeights(trainer), version=trainer.step)
+        length = min(8, config.data.max_total_sequence_length // 2)
+        prompt = [token % trainer.model.config.vocab_size for token in range(length)]
+        precision = config.parallel.param_dtype
+        check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
+        generator.sleep()  # until it is needed
+    launch.log.total_steps = run.num_steps
+    before, after = own_callbacks(launch, trainer.model)
+    stack.enter_context(closing([*before, *after]))
+    callbacks = [launch.log, *launch.callbacks, *before, *after]
+    return Parts(trainer=trainer, generator=generator, state=state, callbacks=callbacks)
 
 
 @contextmanager
-def live_trainer(launch: Launch, found: Path | None) -> Iterator[Any]:
+def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[Any]:
     """Set up the training backend, in this process or on ranks, and shut it down at the end."""
     config, devices, folder = launch.config, launch.devices, launch.directory.path
     make = get_training_backend(config.trainer.backend)
@@ -109,7 +79,7 @@ def live_trainer(launch: Launch, found: Path | None) -> Iterator[Any]:
     else:
         trainer = make() if launch.model is None else make(launch.model)
     setup = backend_config(
-        config, launch.job, launch.folder, found, devices=devices, directory=launch.directory
+        config, run, launch.folder, found, devices=devices, directory=launch.directory
     )
     try:
         with waiting:
@@ -134,9 +104,38 @@ def live_trainer(launch: Launch, found: Path | None) -> Iterator[Any]:
 
 
 @contextmanager
-def live_generator(launch: Launch, trainer: Any) -> Iterator[GenerationBackend | None]:
-    """Set up the engine that the job samples with, if any, and shut it down at the end."""
-    config, engines, model = launch.config, launch.engines, trainer.model
+def frozen_model(launch: Launch, path: str) -> Iterator[Any]:
+    """Set up a backend of another model, which is not trained, and shut it down at the end."""
+    config, devices = launch.config, launch.devices
+    require(
+        not devices.torchrun,
+        "frozen_model",
+        "needs ranks of its own, which torchrun does not start",
+        path,
+        "start the script without torchrun",
+    )
+    make = get_training_backend(config.trainer.backend)
+    backend: Any = make()
+    if devices.ranked:
+        backend = make_trainer(
+            config, make, devices.plan, launch.directory.path / "logs" / "frozen"
+        )
+    model = ModelConfig(path=model_folder(path), tokenizer=config.model.tokenizer)
+    generators = random_state()
+    try:
+        backend.setup(BackendConfig(model=model, trainer=config.trainer, parallel=devices.plan))
+        restore_generators(*generators)  # whenever it is loaded, a run has the same numbers
+        yield backend
+    finally:
+        backend.shutdown()
+
+
+@contextmanager
+def live_generator(
+    launch: Launch, engines: GenerationConfig | None, trainer: Any
+) -> Iterator[GenerationBackend | None]:
+    """Set up the engine that the run samples with, if any, and shut it down at the end."""
+    config, model = launch.config, trainer.model
     if engines is None:
         yield None
         return
@@ -170,21 +169,24 @@ def whole_model(model: Any, device: str | None) -> nn.Module:
     return whole.eval().requires_grad_(False)
 
 
-def resumed(run: Run, launch: Launch) -> Run:
-    """Return the run where its last whole checkpoint left it, if it is to be resumed, and make its
-    directory show this state and these settings. Changed settings are a warning.
+def resumed(launch: Launch, run: OpenRun, trainer: Any) -> LoopState:
+    """Return the state where the last whole checkpoint left the run, if it is to be resumed, load
+    its weights, and make the directory show this state and these settings. Changed settings are a
+    warning.
     """
-    config, directory = run.config, launch.directory
-    found = checkpoint.load_latest(directory.path, run) if config.run.resume else None
+    config, directory, state = launch.config, launch.directory, run.state
+    found = None
+    if config.run.resume:
+        fresh = Run(config, trainer, None, run.tokenizer, state, directory.path)
+        found = checkpoint.load_latest(directory.path, fresh)
     if found is not None:
         state = found[1]
-        run = replace(run, state=state)
         for change in changes(directory.config, config):
             _warn(f"the run goes on with other settings than before: {change}")
-        if state.step >= launch.job.num_steps:
+        if run.num_steps is not None and state.step >= run.num_steps:
             _warn(
                 f"the run has {state.step} steps already, so there is nothing to do up to step"
-                f" {launch.job.num_steps}: raise max_num_steps"
+                f" {run.num_steps}: raise max_num_steps"
             )
     elif config.run.resume and checkpoint.present(directory.path):
         raise CheckpointError(
@@ -194,8 +196,8 @@ def resumed(run: Run, launch: Launch) -> Run:
     elif config.run.resume:
         _warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew")
     directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
-    directory.truncate(run.state.step if found is not None else -1)
-    return run
+    directory.truncate(state.step if found is not None else -1)
+    return state
 
 
 def _warn(message: str) -> None:
@@ -203,8 +205,8 @@ def _warn(message: str) -> None:
 
 
 def own_callbacks(launch: Launch, model: nn.Module) -> tuple[list[Callback], list[Callback]]:
-    """Return the callbacks that show and record, which come before the caller's, and those after,
-    which save: a checkpoint covers all that was recorded before it.
+    """Return the callbacks that show and record, and those that save, which come last: a checkpoint
+    covers all that was recorded before it.
     """
     config, directory = launch.config, launch.directory
     logged = LoggedRun(
@@ -215,7 +217,7 @@ def own_callbacks(launch: Launch, model: nn.Module) -> tuple[list[Callback], lis
         samples_per_step=config.run.samples_per_step,
     )
     before: list[Callback] = [
-        launch.log,
+        ResourceMeter(),
         make_display(config.run.display, total_steps=launch.log.total_steps),
         Recorder(launch.loggers, logged),
         SignalWatch(),
@@ -229,7 +231,7 @@ def own_callbacks(launch: Launch, model: nn.Module) -> tuple[list[Callback], lis
             period=config.run.save_period,
             keep=config.run.keep_checkpoints,
             ranking=config.run.ranking(),
-            observers=(*before, *launch.callbacks),
+            observers=(launch.log, *launch.callbacks, *before),
             background=config.run.async_save,
         )
     )

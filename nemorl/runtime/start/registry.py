@@ -15,25 +15,25 @@ from nemorl.runtime.config.sft import SFTConfig
 if TYPE_CHECKING:
     from nemorl.parallel.backend import TrainingBackend
     from nemorl.rollout.generation import GenerationBackend
-    from nemorl.runtime.run.job import Inputs, Job
+    from nemorl.runtime.run.loop import OpenRun
     from nemorl.runtime.watch.loggers.base import LoggerFactory
 
 Registered = TypeVar("Registered")
-Prepare = Callable[[Any, "Inputs"], "Job"]
+Loop = Callable[["OpenRun"], None]
 
 
 @dataclass(frozen=True)
 class Algorithm:
     config: type[BaseConfig]
     """The dataclass of its settings; its docstring is shown by --help."""
-    prepare: str | Prepare
-    """prepare(config, inputs) -> Job, or its place: "module:function"."""
+    loop: str | Loop
+    """loop(run), or its place: "module:function"."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
-    "sft": Algorithm(SFTConfig, "nemorl.runtime.algorithms.sft:prepare"),
-    "grpo": Algorithm(GRPOConfig, "nemorl.runtime.algorithms.grpo:prepare"),
-    "dpo": Algorithm(DPOConfig, "nemorl.runtime.algorithms.dpo:prepare"),
+    "sft": Algorithm(SFTConfig, "nemorl.runtime.algorithms.sft:sft"),
+    "grpo": Algorithm(GRPOConfig, "nemorl.runtime.algorithms.grpo:grpo"),
+    "dpo": Algorithm(DPOConfig, "nemorl.runtime.algorithms.dpo:dpo"),
 }
 TRAINING_BACKENDS: dict[str, str | type] = {
     "dtensor": "nemorl.parallel.dtensor.backend:DTensorBackend"
@@ -49,12 +49,12 @@ LOGGERS: dict[str, Any] = {
 }
 
 
-def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prepare], Prepare]:
+def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop], Loop]:
     """Register an algorithm for `nemorl.train(algorithm=name)`, `nemorl.run(its config)` and the
     command `nemorl NAME`.
 
-    The decorated function turns the config and the `Inputs` (rows, tokenizer, environment) into a
-    `Job` before a model is loaded.
+    The decorated function is a training loop of an open run: loop(run), as in the block of
+    `open_run`.
     """
     derived = isinstance(config, type) and issubclass(config, BaseConfig)
     require(
@@ -72,9 +72,9 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Prep
             )
     register = _register(name, ALGORITHMS, "algorithm")
 
-    def decorate(prepare: Prepare) -> Prepare:
-        register(Algorithm(config, prepare))
-        return prepare
+    def decorate(loop: Loop) -> Loop:
+        register(Algorithm(config, loop))
+        return loop
 
     return decorate
 
@@ -104,19 +104,34 @@ def get_algorithm(name: str) -> Algorithm:
 
 
 def algorithm_of(config: Any) -> str:
-    """Return the name of the algorithm that a config is of.
+    """Return the name of the algorithm that a config is of; of one that is not registered, its
+    class's.
 
     >>> algorithm_of(SFTConfig())
     'sft'
     """
-    for name, algorithm in ALGORITHMS.items():
-        if algorithm.config is type(config):
-            return name
-    known = ", ".join(algorithm.config.__name__ for algorithm in ALGORITHMS.values())
-    raise ValueError(
-        f"config must be of a known algorithm ({known}), but it is a {type(config).__name__}:"
-        " register yours with @register_algorithm"
+    require(
+        isinstance(config, BaseConfig),
+        "config",
+        "must be an instance of a class derived from nemorl.BaseConfig",
+        config,
+        "such as nemorl.GRPOConfig()",
     )
+    names = (name for name, algorithm in ALGORITHMS.items() if algorithm.config is type(config))
+    return next(names, type(config).__name__)
+
+
+def loop_of(config: Any) -> Loop:
+    """Return the training loop that a config is of."""
+    name = algorithm_of(config)
+    require(
+        name in ALGORITHMS,
+        "config",
+        f"must be of a registered algorithm ({', '.join(ALGORITHMS)})",
+        name,
+        "register its loop with @register_algorithm, or write the loop over open_run(config)",
+    )
+    return load(ALGORITHMS[name].loop)
 
 
 def get_training_backend(name: str) -> "type[TrainingBackend]":

@@ -17,8 +17,9 @@ from nemorl.rollout.environments import make_environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.tree import flat, load_config, to_dict
+from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.job import Job, Reward, Rows
+from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.start.devices import Devices
 
 
@@ -104,7 +105,7 @@ def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInte
 
 def backend_config(
     config: BaseConfig,
-    job: Job,
+    run: OpenRun,
     folder: str,
     found: Path | None,
     *,
@@ -112,8 +113,15 @@ def backend_config(
     directory: RunDirectory,
 ) -> BackendConfig:
     """Return what the training backend is set up with, resumed from the checkpoint `found`."""
-    total_steps = job.num_updates or job.num_steps
-    needs_initial_model = job.keep_reference or job.with_initial_model is not None
+    total_steps = run.num_updates
+    if total_steps is None:
+        raise RuntimeError(
+            "run.steps(…) must be called before run.trainer is used, because the schedule of the"
+            " learning rate depends on the number of steps"
+        )
+    needed = getattr(config, "needs_reference", False)
+    keep_reference = needed and getattr(config, "reference", "live") == "live"
+    needs_initial_model = keep_reference or run.initial is not None
     return BackendConfig(
         model=replace(config.model, path=folder),
         trainer=config.trainer,
@@ -123,7 +131,7 @@ def backend_config(
         parallel=devices.plan,
         profile=profile_config(config.profile, directory, total_steps=total_steps),
         total_steps=total_steps,
-        keep_reference=job.keep_reference,
+        keep_reference=keep_reference,
         # The timeouts of the runtime come first: their errors name the rank.
         collective_timeout_s=max(config.runtime.timeout_s, config.runtime.start_timeout_s) + 60,
         same_initial_model_as=found / "trainer" if found and needs_initial_model else None,

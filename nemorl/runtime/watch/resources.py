@@ -4,10 +4,12 @@ import psutil
 import torch
 
 from nemorl.parallel.measure import GIGABYTE, gpu_peaks
+from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.run.state import Run
 
 
-class ResourceMeter:
-    """Reads, since the last reading or now:
+class ResourceMeter(Callback):
+    """Add to the metrics of every step:
 
     cpu_percent: of this process; 100 is one core · memory_gb: resident, in 10^9 bytes ·
     gpu_memory_gb: the most that PyTorch's tensors took · gpu_percent: where NVIDIA's library
@@ -18,6 +20,9 @@ class ResourceMeter:
         self.process = psutil.Process()
         self.process.cpu_percent()  # the first reading is what later ones count from
         self.gpu = self.can_ask = torch.cuda.is_available()
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        metrics.update(self.read())
 
     def read(self) -> dict[str, float]:
         found = {

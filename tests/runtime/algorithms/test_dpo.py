@@ -10,15 +10,12 @@ import pytest
 import torch
 
 import nemorl
-from nemorl import DPOConfig, DPOLoss, HingeLoss, Inputs, IPOLoss, KTOLoss, ORPOLoss, SimPOLoss
-from nemorl.data.order import RowOrder
+from nemorl import DPOConfig, DPOLoss, HingeLoss, IPOLoss, KTOLoss, ORPOLoss, SimPOLoss
 from nemorl.data.preferences import to_pairs
-from nemorl.data.rows import Row
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.algorithms import dpo
 from nemorl.runtime.run.directory import read_lines
-from nemorl.runtime.run.state import LoopState, Run
 from tests.runtime.runs import TRAINER, dpo_config, of_phase, preference_rows, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -141,20 +138,27 @@ def backend(*, keep_reference: bool = False, model=None) -> DTensorBackend:
         (DPOConfig(loss=ORPOLoss()), False),
     ],
 )
-def test_no_second_model_where_none_is_needed(config, live):
-    job = dpo.prepare(config, Inputs(train=preference_rows(4), tokenizer=tiny_tokenizer()))
-    assert job.keep_reference == live
-    assert (job.with_initial_model is not None) == (config.reference == "precomputed")
-    assert not job.generates
+def test_no_second_model_where_none_is_needed(config, live, tmp_path: Path, monkeypatch):
+    seen, setup = [], DTensorBackend.setup
+
+    def watched(self, config):
+        seen.append(config.keep_reference)
+        setup(self, config)
+
+    monkeypatch.setattr(DTensorBackend, "setup", watched)
+    start(
+        dpo_config(tmp_path, steps=1, loss=config.loss, reference=config.reference),
+        rows=preference_rows(4),
+    )
+    assert seen == [live]
 
 
 def test_precomputed_logprobs_are_those_of_each_response_alone(tmp_path: Path):
     config = dpo_config(tmp_path, reference="precomputed", train_global_batch_size=3)
     rows = preference_rows(7)
     data, *_ = dpo.comparisons(config, rows, tiny_tokenizer())
-    run = Run(config, backend(), None, tiny_tokenizer(), LoopState(seed=0))
     model = tiny_model(scale=2.0)
-    found = dpo.with_reference_logprobs(run, data).rows
+    found = dpo.with_reference_logprobs(backend(), data, config).rows
     for row, pair in zip(found, to_pairs(rows, tiny_tokenizer()), strict=True):
         for example, expected in zip(row, (pair.chosen, pair.rejected), strict=True):
             assert example.input_ids == expected.input_ids
@@ -182,7 +186,6 @@ def test_ktos_baseline_by_hand(tmp_path: Path, size):
     with torch.no_grad():
         for parameter in trainer.model.parameters():
             parameter.mul_(1.5)
-    run = Run(config, trainer, None, None, LoopState(seed=0))
     models, total = (trainer.model, tiny_model(scale=2.0)), [0.0, 0.0]
     assert len(data.mismatched) == len(data.rows) == 12
     for (example,), (other,) in zip(data.rows, data.mismatched, strict=True):
@@ -202,13 +205,8 @@ def test_ktos_baseline_by_hand(tmp_path: Path, size):
                 )
             total[i] += float(logprobs[torch.tensor(example.loss_mask[1:])].sum())
     assert abs(total[0] - total[1]) > 1
-    assert float(dpo.baseline(run, data.mismatched)) == pytest.approx(
+    assert float(dpo.baseline(trainer, data.mismatched, config)) == pytest.approx(
         (total[0] - total[1]) / 12, rel=1e-4
-    )
-    order = RowOrder(sizes=(12,), seed=3)
-    expected = dpo.baseline(run, [data.mismatched[i] for i in order.take(0, size)])
-    assert dpo.train_step(run, data=data, order=order)[1]["kl_baseline"] == pytest.approx(
-        float(expected), rel=1e-5
     )
 
 
@@ -288,21 +286,11 @@ def test_several_sets_have_their_shares(tmp_path: Path):
         for n, count in ((1, 30), (4, 10))
     )
     for loss, sequences in ((DPOLoss(), 2), (KTOLoss(), 1)):
-        data = nemorl.DataConfig(
-            max_total_sequence_length=32, train=("short", "long"), weights=(1.0, 9.0)
-        )
+        data = nemorl.DataConfig(max_total_sequence_length=32, weights=(1.0, 9.0))
         config = dpo_config(
             tmp_path / loss.name, steps=1, data=data, loss=loss, train_global_batch_size=1000
         )
-        rows = [
-            Row(row, source=number) for number, part in enumerate((short, long)) for row in part
-        ]
-        job = dpo.prepare(config, Inputs(train=rows, tokenizer=tiny_tokenizer()))
-        run = job.run(
-            Run(config, backend(keep_reference=True), None, tiny_tokenizer(), LoopState(seed=0)),
-            callbacks=[counted := Counted()],
-        )
-        assert run.state.cursor == 1000
+        start(config, rows=[short, long], callbacks=[counted := Counted()])
         assert counted.num_tokens == sequences * (900 * 7 + 100 * 4)
 
 
@@ -319,22 +307,16 @@ def test_a_pair_goes_whole(tmp_path: Path):
         {"prompt": "a=", "chosen": "2", "rejected": "1" * 30},
     ]
     with pytest.warns(UserWarning, match="pairs: .* dropped"):
-        job = dpo.prepare(
-            dpo_config(tmp_path, data=data), Inputs(train=rows, tokenizer=tiny_tokenizer())
-        )
-    assert max(job.lengths["train"].tokens) <= 8 and job.lengths["train"].num_dropped >= 2
+        _, _, lengths = dpo.comparisons(dpo_config(tmp_path, data=data), rows, tiny_tokenizer())
+    assert max(lengths.tokens) <= 8 and lengths.num_dropped >= 2
     with pytest.raises(ValueError, match="row 21: the sequence has 33 tokens"):
         longer = replace(data, max_total_sequence_length=16, too_long="error")
-        dpo.prepare(
-            dpo_config(tmp_path, data=longer), Inputs(train=rows, tokenizer=tiny_tokenizer())
-        )
+        dpo.comparisons(dpo_config(tmp_path, data=longer), rows, tiny_tokenizer())
     with pytest.raises(
         ValueError, match=r"data\.max_total_sequence_length must leave a row to use, but all"
     ):
-        dpo.prepare(
-            dpo_config(tmp_path, data=replace(data, max_total_sequence_length=2)),
-            Inputs(train=rows, tokenizer=tiny_tokenizer()),
-        )
+        shortest = replace(data, max_total_sequence_length=2)
+        dpo.comparisons(dpo_config(tmp_path, data=shortest), rows, tiny_tokenizer())
 
 
 def test_pairs_that_teach_nothing(tmp_path: Path):

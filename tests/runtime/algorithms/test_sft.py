@@ -8,7 +8,6 @@ import torch
 import nemorl
 from nemorl.data.datasets import to_examples
 from nemorl.runtime.algorithms.sft import num_steps, validation_loss
-from nemorl.runtime.run.state import LoopState, Run
 from tests.runtime.runs import addition_rows, of_phase, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -67,7 +66,6 @@ def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path):
     examples = to_examples(addition_rows(9), tiny_tokenizer())
     trainer = DTensorBackend(tiny_model(scale=2.0))
     trainer.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
-    run = Run(sft_config(tmp_path), trainer, None, None, LoopState(seed=0))
     model, total, count = tiny_model(scale=2.0), 0.0, 0
     for example in examples:
         ids = torch.tensor([example.input_ids])
@@ -80,7 +78,7 @@ def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path):
             )
         kept = torch.tensor(example.loss_mask[1:])
         total, count = total - float(logprobs[kept].sum()), count + int(kept.sum())
-    assert validation_loss(run, examples) == pytest.approx(total / count, abs=1e-5)
+    assert validation_loss(trainer, examples, rows=4) == pytest.approx(total / count, abs=1e-5)
 
 
 def test_epochs_or_steps():

@@ -355,7 +355,7 @@ def test_bad_flags(args: list[str], message: str, capsys):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
-    """Stands for nemorl.runtime.start.launch and nemorl.runtime.cli.inference: remembers the
+    """Stands for nemorl.runtime.start.open_run and nemorl.runtime.cli.inference: remembers the
     config, returns `result`, or raises it.
     """
     seen = types.SimpleNamespace(config=None, result=None)
@@ -367,7 +367,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
         return seen.result
 
     for room, name, functions in (
-        ("nemorl.runtime.start", "launch", ["run"]),
+        ("nemorl.runtime.start", "open_run", ["run"]),
         ("nemorl.runtime.cli", "inference", ["evaluate", "generate", "export"]),
     ):
         module: Any = types.ModuleType(f"{room}.{name}")
@@ -543,7 +543,7 @@ class MineConfig(nemorl.BaseConfig):
     "An algorithm of mine."
 
 @nemorl.register_algorithm("mine_of_cli", config=MineConfig)
-def prepare(config, inputs):
+def loop(run):
     raise ValueError("prepared")
 """
     (tmp_path / "mine_of_cli.py").write_text(code)
@@ -604,7 +604,7 @@ def test_warnings_and_pipes(
                 file=sys.stderr,
             )
 
-    monkeypatch.setattr(sys.modules["nemorl.runtime.start.launch"], "run", warn)
+    monkeypatch.setattr(sys.modules["nemorl.runtime.start.open_run"], "run", warn)
     assert cli.main(["grpo", *NEEDED["grpo"]]) == 0
     assert capfd.readouterr().err == "warning: mind the gap\n"
     assert warnings.formatwarning("mind", UserWarning, "theirs.py", 1).startswith("theirs.py")

@@ -13,7 +13,7 @@ import nemorl
 from nemorl.data.order import RowOrder, split_rows
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
-from nemorl.runtime.run.job import read_data
+from nemorl.runtime.run.data import read_data
 from tests.runtime.runs import addition_rows, digits, dpo_config, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -74,8 +74,7 @@ def test_a_mixture_meets_its_weights_and_resumes_where_it_stopped(tmp_path: Path
 
 @pytest.mark.parametrize("make", [sft_config, grpo_config, dpo_config])
 def test_weights_and_shuffle_reach_the_order(make, tmp_path: Path):
-    from nemorl.runtime.algorithms.common import row_order
-    from nemorl.runtime.run.job import read_rows
+    from nemorl.runtime.run.data import read_rows, row_order
 
     config = make(
         tmp_path,

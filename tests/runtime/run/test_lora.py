@@ -295,7 +295,7 @@ def test_settings_reach_the_backend(tmp_path: Path, monkeypatch):
 
 
 def test_peft_is_imported_for_adapters_only(forked: Path, tmp_path: Path):
-    modules = ("runtime.start.launch", "runtime.cli.inference", "parallel.dtensor.backend")
+    modules = ("runtime.start.open_run", "runtime.cli.inference", "parallel.dtensor.backend")
     imports = "".join(f"import nemorl.{module}\n" for module in modules)
     script = tmp_path / "script.py"
     script.write_text(f"{imports}import sys\nassert 'peft' not in sys.modules\n")

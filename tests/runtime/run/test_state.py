@@ -4,15 +4,11 @@ from hypothesis import strategies as st
 from nemorl.runtime.run.state import LoopState
 
 counts = st.integers(min_value=0, max_value=2**62)
-states = st.builds(LoopState, seed=counts, step=counts, cursor=counts, policy_version=counts)
+cursors = st.dictionaries(st.text(max_size=3), counts)
+states = st.builds(LoopState, seed=counts, step=counts, cursors=cursors)
 
 
-@given(states, st.integers(1, 100))
-def test_advancing(state, rows):
-    after = state.advance(rows=rows, updates=3)
-    assert (after.seed, after.step, after.cursor, after.policy_version) == (
-        state.seed,
-        state.step + 1,
-        state.cursor + rows,
-        state.policy_version + 3,
-    )
+@given(states, cursors)
+def test_advancing(state, taken):
+    after = state.advance(taken)
+    assert (after.seed, after.step, after.cursors) == (state.seed, state.step + 1, taken)

@@ -38,7 +38,8 @@ def test_a_generator_of_another_model_is_found_out_and_agrees_after_a_sync(train
         match=r"they differ by \d+\.\d+, where 0.001 would be rounding",
     ):
         check_agreement(trainer, generator, PROMPT, precision="float32")
-    sync_weights(trainer, generator, version=3)
+    trainer.step = 3
+    sync_weights(trainer, generator)
     assert check_agreement(trainer, generator, PROMPT, precision="float32") < 1e-5
     assert generator.policy_version == 3
     assert (
@@ -118,10 +119,10 @@ STEP, STEP_1 = "wake generate sleep", "wake weights_1 generate sleep"
     [
         (
             grpo_config,
-            f"{STEP} {STEP_1} wake weights_2 generate"
-            f" {STEP} {STEP_1.replace('1', '3')} wake weights_4 generate",
+            f"{STEP} {STEP_1} wake weights_2 generate sleep"
+            f" {STEP} {STEP_1.replace('1', '3')} wake weights_4 generate sleep",
         ),
-        (sft_config, "sleep sleep wake weights_2 generate sleep sleep wake weights_4 generate"),
+        (sft_config, "wake weights_2 generate sleep wake weights_4 generate sleep"),
     ],
 )
 def test_the_loops_send_weights_when_they_are_needed_and_let_the_generator_sleep_while_they_train(

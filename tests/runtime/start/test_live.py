@@ -21,8 +21,8 @@ from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.errors import WorkerTimeout
 from nemorl.runtime.start import live
-from nemorl.runtime.start.launch import failed_ranks
 from nemorl.runtime.start.live import whole_model
+from nemorl.runtime.start.open_run import failed_ranks
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
 from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer

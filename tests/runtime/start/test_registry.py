@@ -17,7 +17,7 @@ class MyConfig(nemorl.BaseConfig):
     """An algorithm of one's own."""
 
 
-def prepare(config: MyConfig, inputs: nemorl.Inputs) -> nemorl.Job:
+def loop(run: nemorl.OpenRun) -> None:
     raise NotImplementedError
 
 
@@ -46,8 +46,8 @@ def test_what_is_registered_is_found():
         is Generation
         is get_generation_backend("mine")
     )
-    assert nemorl.register_algorithm("mine", config=MyConfig)(prepare) is prepare
-    assert nemorl.get_algorithm("mine").prepare is prepare
+    assert nemorl.register_algorithm("mine", config=MyConfig)(loop) is loop
+    assert nemorl.get_algorithm("mine").loop is loop
     assert registry.algorithm_of(MyConfig()) == "mine"
 
 
@@ -96,8 +96,8 @@ def test_a_config_must_be_one_of_ours():
     with pytest.raises(
         ValueError,
         match=(
-            r"config must be of a known algorithm \(.*GRPOConfig.*\), but it is a MyConfig:"
+            r"config must be of a registered algorithm \(sft, grpo, dpo\), but it is 'MyConfig':"
             r" .*register_algorithm"
         ),
     ):
-        registry.algorithm_of(MyConfig())
+        nemorl.run(MyConfig())

@@ -1,58 +1,24 @@
-"""An algorithm's data and its plan of a run, before a model is loaded."""
+"""A run's rows: read, as token ids within the longest sequence, and in the order of training."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from nemorl.checks import require
-from nemorl.data.datasets import load_rows
-from nemorl.data.order import split_rows
+from nemorl.data.datasets import load_rows, to_prompts
+from nemorl.data.lengths import limit_length, num_tokens
+from nemorl.data.order import RowOrder, split_rows
 from nemorl.data.rows import COLUMNS, Row
 from nemorl.data.sources import DataModule, has_splits, sources_of
 from nemorl.data.statistics import Lengths
+from nemorl.rollout.collect import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.runtime.config.data import DataConfig
-from nemorl.runtime.run.state import Run
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
 Reward = str | Callable[..., Any] | EnvironmentInterface | Sequence[Any] | Mapping[str, Any]
 """A name, a function, an environment, or a list of them, or a mapping from names."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The data of a run."""
-
-    train: Sequence[Any]
-    """At least one row."""
-    validation: Sequence[Any] = ()
-    """At most run.max_val_samples rows."""
-    tokenizer: Any
-    environment: EnvironmentInterface | None = None
-    """Of a config with a `reward`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """An algorithm with its data: everything about a run but the model."""
-
-    run: Callable[..., Run]
-    """The loop, called as run(run, callbacks=…) where training starts or resumes; returns the run's
-    end.
-    """
-    num_steps: int
-    """Steps of the whole run."""
-    num_updates: int | None = None
-    """Optimizer steps of the whole run; None: one per step."""
-    keep_reference: bool = False
-    """Whether the trainer keeps a copy of the initial model."""
-    generates: bool = False
-    """Whether a generator is needed."""
-    with_initial_model: "Callable[[Run], Job] | None" = None
-    """Called with the initial model, before a resume; returns the job to go on with."""
-    lengths: Mapping[str, Lengths] = field(default_factory=dict)
-    """By data set, for data.json."""
 
 
 def read_data(
@@ -100,3 +66,50 @@ def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | N
         ]
     columns = {f"{name}_column": getattr(data, f"{name}_column") for name in COLUMNS}
     return load_rows(source, split=splits, **columns)
+
+
+def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:
+    """Return the rows' prompts as token ids that leave room for an answer, and their lengths."""
+    longest, answer = config.data.max_total_sequence_length, config.generation.longest_response
+    require(
+        not rows or answer < longest,
+        "generation.max_new_tokens",
+        "must be below data.max_total_sequence_length",
+        answer,
+        f"that is {longest}; leave room for the prompt, also of questions that SFT validates on",
+    )
+    prompts = to_prompts(rows, tokenizer)
+    tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
+    return Prompts(kept, tokens), lengths
+
+
+def within_limit(
+    what: str, config: Any, rows: Sequence[Any], items: Sequence[Any], *, room: int = 0
+) -> tuple[list[Any], list[Any], Lengths]:
+    """Return the items that leave `room` tokens of the longest sequence, their rows and lengths;
+    `data.too_long` says what happens to the others.
+    """
+    limit = max(1, config.data.max_total_sequence_length - room)
+    found, report = limit_length(items, max_length=limit, policy=config.data.too_long, rows=rows)
+    if report.num_dropped and not report.kept:
+        raise ValueError(
+            f"data.max_total_sequence_length must leave a row to use, but all {report.num_dropped}"
+            f" {what} are longer (up to {report.longest} tokens): raise it, or set data.too_long"
+            " truncate"
+        )
+    if report.num_truncated or report.num_dropped:
+        warnings.warn(f"{what}: {report}", stacklevel=3)
+    lengths = Lengths(
+        tokens=[num_tokens(item) for item in found],
+        limit=limit,
+        num_truncated=report.num_truncated,
+        num_dropped=report.num_dropped,
+    )
+    return found, [rows[i] for i in report.kept], lengths
+
+
+def row_order(config: Any, rows: Sequence[Any]) -> RowOrder:
+    """Return the order in which training visits the rows."""
+    return RowOrder.of(
+        rows, weights=config.data.weights, seed=config.run.seed, shuffle=config.data.shuffle
+    )

@@ -1,0 +1,83 @@
+"""What is shown of a step's responses: samples for the log, and their measurements."""
+
+import heapq
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nemorl.data.batch import TokenBatch
+from nemorl.rollout.collect import Rollouts
+
+Samples = list[dict[str, Any]]
+"""Rows of the sample log."""
+
+
+def measured(rollouts: Rollouts) -> dict[str, float]:
+    """Return rewards, accuracy (see `Rollouts.correct`) and length of responses on average."""
+    return {
+        **rollouts.metrics,
+        **rollouts.reward_metrics(),
+        "response_length": float(rollouts.lengths.float().mean()),
+        "truncated_fraction": float(rollouts.truncated.float().mean()),
+    }
+
+
+def spread(total: int, count: int) -> list[int]:
+    """Return `count` evenly spaced indices below `total`, or all of fewer.
+
+    >>> spread(10, 3), spread(2, 3)
+    ([0, 3, 6], [0, 1])
+    """
+    count = min(count, total)
+    return [place * total // count for place in range(count)]
+
+
+def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
+    """Return `count` evenly spaced responses as rows of the sample log; with a batch also their
+    tokens' advantages and the trainer's logprobs.
+    """
+    values: dict[str, Any] = {}
+    if batch is not None:
+        values = {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
+    samples: Samples = []
+    for i in spread(len(rollouts), count):
+        completion, begin = rollouts.completions[i], len(rollouts.prompts[i])
+        end = begin + len(completion.token_ids)
+        answer = rollouts.answers[i]
+        samples.append(
+            {
+                "prompt": rollouts.texts[i],
+                "response": completion.text,
+                "reward": float(rollouts.rewards[i]),
+                **rollouts.rewards_of(i),
+                **({} if answer is None else {"extracted_answer": answer}),
+                "group_id": int(rollouts.group_id[i]),
+                "finish_reason": completion.finish_reason,
+                "token_ids": list(completion.token_ids),
+                "logprobs": list(completion.logprobs),
+                "columns": dict(rollouts.rows[i]),
+                **{name: v[i, begin:end].tolist() for name, v in values.items() if v is not None},
+            }
+        )
+    return samples
+
+
+def worst_tokens(
+    sample: Mapping[str, Any], tokenizer: Any, *, count: int = 3
+) -> list[dict[str, Any]]:
+    """Return the tokens on which sampler and trainer differ most, the worst first."""
+    pairs = list(zip(sample["logprobs"], sample["trainer_logprobs"], strict=True))
+
+    def gap(place: int) -> float:
+        difference = abs(pairs[place][0] - pairs[place][1])
+        return math.inf if math.isnan(difference) else difference
+
+    return [
+        {
+            "position": place,
+            "token": tokenizer.decode([sample["token_ids"][place]]),
+            "logprob": pairs[place][0],
+            "trainer_logprob": pairs[place][1],
+        }
+        for place in heapq.nlargest(count, range(len(pairs)), key=gap)
+    ]

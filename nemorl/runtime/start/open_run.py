@@ -1,0 +1,145 @@
+"""`open_run`, for a loop of one's own, and `run`, for one that has a name."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+from nemorl.parallel.determinism import deterministic_kernels
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.ranks.environment import is_follower
+from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.callbacks import closing
+from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.result import TrainResult, final_metrics
+from nemorl.runtime.run.rng import random_state, restore_generators
+from nemorl.runtime.start.launch import Launch, launched
+from nemorl.runtime.start.live import frozen_model, start
+from nemorl.runtime.start.registry import get_training_backend, loop_of
+from nemorl.runtime.watch.log import event
+
+
+@contextmanager
+def open_run(config: BaseConfig, **given: Any) -> Iterator[OpenRun]:
+    """Open the run in the folder `config.run.dir`, for a training loop in the block.
+
+    Everything is as the run's last checkpoint left it, if `config.run.resume`: a loop that was
+    killed goes on with the numbers that it would have had. A loaded `model` and `tokenizer`, rows
+    (`train`, `validation`), a `reward` and `callbacks` may be given here instead of by name. The
+    model is loaded with the first step, after the data has been read.
+
+    Under torchrun the block runs in rank 0; the others serve it here and exit with it.
+
+    Raises ValueError that names the field, where possible before the model is loaded.
+
+    >>> from nemorl.losses import nll, token_mean_weights                        # doctest: +SKIP
+    >>> with open_run(SFTConfig(...)) as run:                                    # doctest: +SKIP
+    ...     for step in run.steps(100):
+    ...         step.log(run.trainer.train_step(next_batch(), loss_fn))
+    """
+    if is_follower():
+        _follow(config)
+        raise SystemExit(0)
+    with (
+        launched(config, **given) as launch,
+        closing(launch.callbacks),
+        _kernels(launch),
+        opened(launch) as run,
+    ):
+        yield run
+
+
+def run(config: BaseConfig, **given: Any) -> TrainResult:
+    """Run the algorithm that `config` is of, in the folder `config.run.dir`, and return its result.
+
+    The arguments are those of `open_run`. With `config.run.resume` the run goes on from its last
+    checkpoint; a validation that failed is not made up for. After ranks have died or hung, it
+    begins up to `runtime.max_restarts` times again, with new ranks and from the last checkpoint;
+    the callbacks see all attempts.
+
+    The loop, the callbacks and the reward are in this process. Under torchrun it is that of rank 0;
+    the others serve it until the run is over, and return the same result without the model.
+
+    Raises ValueError that names the field, where possible before the model is loaded.
+    """
+    loop = loop_of(config)
+    if is_follower():
+        return _follow(config)
+    generators, restart = random_state(), 0
+    with launched(config, **given) as launch, closing(launch.callbacks), _kernels(launch):
+        config = launch.config
+        while True:
+            try:
+                with opened(launch) as live:
+                    loop(live)
+                assert live.result is not None
+                return live.result
+            except Exception as error:
+                failure, restart = failed_ranks(error), restart + 1
+                if failure is None or restart > config.runtime.max_restarts:
+                    raise
+                reason = str(failure)
+            point = checkpoint.latest(launch.directory.path)
+            where = f"goes on from {point}" if point else "begins anew, without a checkpoint yet,"
+            times = f"restart {restart} of {config.runtime.max_restarts}"
+            event("restart", times, restart=restart)
+            warnings.warn(f"the run {where} with new ranks ({times}): {reason}", stacklevel=2)
+            restore_generators(*generators)  # a new beginning draws the same numbers
+            resume = point is not None or config.run.resume
+            launch = replace(launch, config=replace(config, run=replace(config.run, resume=resume)))
+
+
+@contextmanager
+def opened(launch: Launch) -> Iterator[OpenRun]:
+    """Open a launched run; its trainer and generator end with the block."""
+    with ExitStack() as stack:
+        run = OpenRun(
+            config=launch.config,
+            tokenizer=launch.tokenizer,
+            environment=launch.environment,
+            rows=launch.rows,
+            validation_rows=launch.validation_rows,
+            directory=launch.directory.path,
+            start=lambda run: start(launch, run, stack),
+            load_frozen=lambda path: stack.enter_context(frozen_model(launch, path)),
+        )
+        try:
+            yield run
+            run.finish()
+        except BaseException as error:
+            cause = run.fail(error)
+            if cause is error:
+                raise
+            raise cause from error
+        finally:
+            run.close()
+        history = launch.directory.read_metrics()
+        model = None
+        if run.live is not None and not launch.devices.ranked:
+            model = run.live.trainer.model
+        metrics = final_metrics(history)
+        run.result = TrainResult(metrics, history, launch.directory, model, launch.tokenizer)
+        if launch.devices.torchrun and run.live is not None:
+            run.live.trainer.result = run.result
+
+
+def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | None:
+    """Return the failure of ranks that an error comes from, if any."""
+    while error is not None and not isinstance(error, WorkerDied | WorkerTimeout):
+        error = error.__cause__
+    return error
+
+
+def _follow(config: BaseConfig) -> TrainResult:
+    """Serve rank 0's trainer until its run is over."""
+    from nemorl.runtime.ranks.torchrun import follow
+
+    return follow(get_training_backend(config.trainer.backend), config)
+
+
+def _kernels(launch: Launch) -> Any:
+    """Deterministic kernels where an engine may compute in this process while ranks train."""
+    ranked = launch.devices.ranked and launch.config.trainer.deterministic
+    return deterministic_kernels() if ranked else nullcontext()

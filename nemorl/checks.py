@@ -39,6 +39,21 @@ def closest(word: str, words: Iterable[str]) -> str:
     return f"; did you mean {matches[0]}?" if matches else ""
 
 
+def own_methods(value: Any, protocol: type) -> set[str]:
+    """Return which methods of a Protocol a class or object has, but for those that it inherits from
+    the Protocol itself, which do nothing.
+    """
+    kind = value if isinstance(value, type) else type(value)
+    listed = kind if protocol is object else protocol
+    names = [name for name in dir(listed) if name[0] != "_" and callable(getattr(listed, name))]
+    return {
+        name
+        for name in names
+        if callable(getattr(value, name, None))
+        and getattr(kind, name, None) is not getattr(protocol, name, None)
+    }
+
+
 def short(value: object, limit: int = 120) -> str:
     """Return a value as errors show it: without the middle if it is longer than `limit`.
 

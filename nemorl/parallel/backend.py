@@ -1,13 +1,16 @@
 """The Protocol of training backends, and what they give to a loss."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from nemorl.checks import own_methods
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import LossOutput, Metrics
@@ -29,6 +32,7 @@ LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]
 class TrainingBackend(Protocol):
     """One model in training. tests/parallel/test_training_conformance.py is the contract.
 
+    A class with these methods is accepted; a run that needs one of `FullTrainingBackend` says so.
     From `setup` until `shutdown` its `model` is the live one, which an embedded generator shares.
     """
 
@@ -36,7 +40,9 @@ class TrainingBackend(Protocol):
         """Take a loaded model to train; without one `setup` loads what the configuration names."""
 
     step: int
-    """Optimizer steps begun: while it stands still, so do the weights. Part of a checkpoint."""
+    """Optimizer steps begun: while it stands still, so do the weights. Part of a checkpoint. It is
+    counted where a backend has none.
+    """
 
     def setup(self, config: Any) -> None:
         """Load the model and make the optimizer. The first call."""
@@ -49,6 +55,28 @@ class TrainingBackend(Protocol):
         (without padding).
         """
 
+    def get_logprobs(self, batch: TokenBatch) -> Logprobs:
+        """Return the current policy's token logprobs, without gradient, in the batch's layout."""
+
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
+        """Write model, optimizer and schedule into the directory `path`.
+
+        background: return as soon as training may go on; with `wait_for_checkpoint` only.
+        """
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Restore what `save_checkpoint` wrote; the next step equals the one that would have
+        followed.
+        """
+
+    def shutdown(self) -> None:
+        """Free everything. The last call, made after a setup that failed, too."""
+
+
+@runtime_checkable
+class FullTrainingBackend(TrainingBackend, Protocol):
+    """A training backend with every method that some run needs."""
+
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Add the gradient of a batch's loss to that of the next `optim_step`; its `loss_weights`
         are those of the whole step. Returns the loss's metrics.
@@ -59,20 +87,11 @@ class TrainingBackend(Protocol):
         grad_norm, lr and num_tokens.
         """
 
-    def get_logprobs(self, batch: TokenBatch) -> Logprobs:
-        """Return the current policy's token logprobs, without gradient, in the batch's layout."""
-
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         """Return those of the frozen reference model; an error where none is kept."""
 
     def export_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter under its Hugging Face name, tied ones once."""
-
-    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
-        """Write model, optimizer and schedule into the directory `path`.
-
-        background: return as soon as training may go on.
-        """
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last `save_checkpoint` is on the disk. Raises what went wrong.
@@ -80,10 +99,60 @@ class TrainingBackend(Protocol):
         Called from another thread than the other methods.
         """
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Restore what `save_checkpoint` wrote; the next step equals the one that would have
-        followed.
-        """
 
-    def shutdown(self) -> None:
-        """Free everything. The last call, made after a setup that failed, too."""
+NEEDED = (
+    "setup",
+    "train_step",
+    "get_logprobs",
+    "save_checkpoint",
+    "load_checkpoint",
+    "shutdown",
+)
+"""The methods without which a class is no training backend."""
+
+
+def as_training_backend(backend: Any) -> Any:
+    """Return a backend that may have only the `NEEDED` methods in the form that loops use: with
+    `step`, `Logprobs`, and no method that would do nothing.
+    """
+    complete = own_methods(backend, FullTrainingBackend) >= own_methods(FullTrainingBackend, object)
+    return backend if complete and hasattr(backend, "step") else SmallBackend(backend)
+
+
+class SmallBackend:
+    """A backend that has few methods. `step` is counted, and is part of its checkpoints; a tensor
+    from get_logprobs has the batch's `logprob_kind`. What the backend lacks is an AttributeError.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.step = inner, 0
+        self._has = own_methods(inner, FullTrainingBackend)
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self.__dict__.get("inner")
+        if name in vars(FullTrainingBackend) and name not in self._has:
+            raise AttributeError(f"the training backend {type(inner).__name__} has no {name}()")
+        if name == "get_reference_logprobs":
+            return partial(self._logprobs, name)
+        return getattr(inner, name)
+
+    def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Any:
+        metrics = self.inner.train_step(batch, loss_fn)
+        self.step = getattr(self.inner, "step", self.step + 1)
+        return metrics
+
+    def get_logprobs(self, batch: TokenBatch) -> Logprobs:
+        return self._logprobs("get_logprobs", batch)
+
+    def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
+        options = {"background": True} if background else {}
+        self.inner.save_checkpoint(path, **options)
+        (path / "step.json").write_text(json.dumps(self.step))
+
+    def load_checkpoint(self, path: Path) -> None:
+        self.inner.load_checkpoint(path)
+        self.step = json.loads((path / "step.json").read_bytes())
+
+    def _logprobs(self, method: str, batch: TokenBatch) -> Logprobs:
+        found = getattr(self.inner, method)(batch)
+        return found if isinstance(found, Logprobs) else Logprobs(found, batch.logprob_kind)

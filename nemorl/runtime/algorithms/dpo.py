@@ -124,7 +124,7 @@ def samples(
     return found
 
 
-def with_reference(trainer: TrainingBackend, batch: TokenBatch, config: DPOConfig) -> TokenBatch:
+def with_reference(trainer: Any, batch: TokenBatch, config: DPOConfig) -> TokenBatch:
     """Return the batch with the reference's logprobs, if the loss needs them."""
     if not config.needs_reference or batch.reference_logprobs is not None:
         return batch
@@ -133,7 +133,7 @@ def with_reference(trainer: TrainingBackend, batch: TokenBatch, config: DPOConfi
 
 
 def baseline(
-    trainer: TrainingBackend, rows: Sequence[Together], config: DPOConfig
+    trainer: Any, rows: Sequence[Together], config: DPOConfig
 ) -> Float[Tensor, ""]:
     """Return KTO's baseline: the mean over mismatched sequences of log π − log π_ref, an estimate
     of KL(π‖π_ref) in nats per response.

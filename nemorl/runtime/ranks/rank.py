@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.run.errors import in_words
 
@@ -73,7 +74,7 @@ class Rank:
         alone = torch.cuda.is_available() and torch.cuda.device_count() == 1  # Ray shows one each
         if alone and config.trainer.device in (None, "cuda"):
             config = replace(config, trainer=replace(config.trainer, device="cuda:0"))
-        self._backend = self._make()
+        self._backend = as_training_backend(self._make())
         self._backend.setup(config)
 
     def _export_open(self, **options: Any) -> None:

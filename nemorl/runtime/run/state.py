@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemorl.parallel.backend import TrainingBackend
 from nemorl.rollout.generation import GenerationBackend
 
 
@@ -34,7 +33,8 @@ class Run:
 
     config: Any
     """Such as a GRPOConfig."""
-    trainer: TrainingBackend
+    trainer: Any
+    """A TrainingBackend, perhaps a full one."""
     generator: GenerationBackend | None
     tokenizer: Any
     state: LoopState

@@ -1,7 +1,7 @@
 """From the trainer's weights to the generator's, and a probe whether they have arrived."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ class TrainerWeights:
     until its next step: a replica that dies is replaced by one with the same weights.
     """
 
-    def __init__(self, trainer: TrainingBackend) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer, self.step = trainer, trainer.step
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -48,7 +48,7 @@ class TrainerWeights:
             )
 
 
-def sync_weights(trainer: TrainingBackend, generator: GenerationBackend) -> None:
+def sync_weights(trainer: Any, generator: GenerationBackend) -> None:
     """Give the generator the trainer's weights, unless it has them already. Their version, which
     completions carry, is the trainer's `step`.
 

@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from nemorl.checks import require
 from nemorl.models.causal_lm import usable_device
 from nemorl.models.pretrained import check_vocabulary, model_folder
+from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
@@ -60,7 +62,8 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
         check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
         generator.sleep()  # until it is needed
     launch.log.total_steps = run.num_steps
-    before, after = own_callbacks(launch, trainer.model)
+    exports = hasattr(trainer, "export_weights")
+    before, after = own_callbacks(launch, getattr(trainer, "model", None) if exports else None)
     stack.enter_context(closing([*before, *after]))
     callbacks = [launch.log, *launch.callbacks, *before, *after]
     return Parts(trainer=trainer, generator=generator, state=state, callbacks=callbacks)
@@ -77,30 +80,55 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
         who = "processes of torchrun" if devices.torchrun else "Ray actors"
         waiting = waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
     else:
-        trainer = make() if launch.model is None else make(launch.model)
+        trainer = as_training_backend(_made(make, launch))
     setup = backend_config(
         config, run, launch.folder, found, devices=devices, directory=launch.directory
     )
+    needs = {
+        "get_reference_logprobs": ("the reference model", setup.keep_reference),
+        "export_weights": ("generation", run.generates),
+        "wait_for_checkpoint": ("run.async_save", config.run.async_save),
+    }
+    for method, (what, needed) in needs.items():
+        if needed and not devices.ranked and not hasattr(trainer, method):
+            raise ValueError(
+                f"trainer.backend must have the method {method} for {what}, but"
+                f" {config.trainer.backend!r} has none: add it, or omit what needs it"
+            )
     try:
         with waiting:
             trainer.setup(setup)
-        missing = [name for name in ("model", "step") if not hasattr(trainer, name)]
+        model = getattr(trainer, "model", None)
         require(
-            not missing,
+            model is not None or not run.generates,
             "trainer.backend",
-            "must have the attributes model and step once it is set up",
+            "must have the attribute model, which the generator is made from, once it is set up",
             config.trainer.backend,
-            f"{type(trainer).__name__} has no {' and no '.join(missing)}",
+            "add it",
         )
         if devices.ranked:  # a backend in this process seeds the generators that a reward uses
             torch.manual_seed(config.run.seed)
-        check_vocabulary(trainer.model, launch.tokenizer)
+        if model is not None:
+            check_vocabulary(model, launch.tokenizer)
         yield trainer
     except BaseException:
         with suppress(Exception):  # the first error is the one to show
             trainer.shutdown()
         raise
     trainer.shutdown()
+
+
+def _made(make: Any, launch: Launch) -> Any:
+    """Return a training backend in this process, with the loaded model that was given."""
+    try:
+        return make() if launch.model is None else make(launch.model)
+    except TypeError as error:
+        if launch.model is None or list(signature(make).parameters):
+            raise
+        raise ValueError(
+            f"trainer.backend {launch.config.trainer.backend!r} can't be made with a loaded model:"
+            " name the model's folder (--model.path), or give __init__ a parameter model=None"
+        ) from error
 
 
 @contextmanager
@@ -115,7 +143,7 @@ def frozen_model(launch: Launch, path: str) -> Iterator[Any]:
         "start the script without torchrun",
     )
     make = get_training_backend(config.trainer.backend)
-    backend: Any = make()
+    backend: Any = as_training_backend(make())
     if devices.ranked:
         backend = make_trainer(
             config, make, devices.plan, launch.directory.path / "logs" / "frozen"
@@ -135,10 +163,10 @@ def live_generator(
     launch: Launch, engines: GenerationConfig | None, trainer: Any
 ) -> Iterator[GenerationBackend | None]:
     """Set up the engine that the run samples with, if any, and shut it down at the end."""
-    config, model = launch.config, trainer.model
     if engines is None:
         yield None
         return
+    config, model = launch.config, trainer.model
     backend = get_generation_backend(engines.backend)
     if launch.devices.ranked and getattr(backend, "shares_model", True):
         # Where the ranks have GPUs, this machine may have none.
@@ -204,7 +232,7 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def own_callbacks(launch: Launch, model: nn.Module) -> tuple[list[Callback], list[Callback]]:
+def own_callbacks(launch: Launch, model: nn.Module | None) -> tuple[list[Callback], list[Callback]]:
     """Return the callbacks that show and record, and those that save, which come last: a checkpoint
     covers all that was recorded before it.
     """
@@ -237,7 +265,13 @@ def own_callbacks(launch: Launch, model: nn.Module) -> tuple[list[Callback], lis
     )
     if isinstance(gap := getattr(config, "gap", None), GapConfig):
         after.append(GapWatch(gap, directory))
-    if config.run.export:
+    if config.run.export and model is None:
+        _warn(
+            f"{directory.hf} will not be written, because the training backend"
+            f" {config.trainer.backend!r} has no attribute model or no weights to export"
+        )
+    elif config.run.export:
+        assert model is not None
         after.append(ExportCallback(directory, model, adapter=config.lora.export == "adapter"))
     if config.run.plots:
         from nemorl.runtime.watch.plots import PlotCallback  # slow to import

@@ -118,7 +118,7 @@ def opened(launch: Launch) -> Iterator[OpenRun]:
         history = launch.directory.read_metrics()
         model = None
         if run.live is not None and not launch.devices.ranked:
-            model = run.live.trainer.model
+            model = getattr(run.live.trainer, "model", None)
         metrics = final_metrics(history)
         run.result = TrainResult(metrics, history, launch.directory, model, launch.tokenizer)
         if launch.devices.torchrun and run.live is not None:

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemorl.checks import closest, require
+from nemorl.checks import closest, own_methods, require
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
@@ -80,15 +80,22 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop
 
 
 def register_training_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
-    """Register a class with the methods of `TrainingBackend` as `trainer.backend=name`."""
-    protocol = "nemorl.parallel.backend:TrainingBackend"
-    return _register(name, TRAINING_BACKENDS, "training backend", protocol=protocol)
+    """Register a class with the methods of `TrainingBackend` that its docstring names as
+    `trainer.backend=name`.
+    """
+    from nemorl.parallel.backend import NEEDED, TrainingBackend
+
+    return _register(name, TRAINING_BACKENDS, "training backend", TrainingBackend, NEEDED)
 
 
 def register_generation_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
-    """Register a class with the methods of `GenerationBackend` as `generation.backend=name`."""
-    protocol = "nemorl.rollout.generation:GenerationBackend"
-    return _register(name, GENERATION_BACKENDS, "generation backend", protocol=protocol)
+    """Register a class with the methods of `GenerationBackend` that its docstring names as
+    `generation.backend=name`.
+    """
+    from nemorl.rollout.generation import GenerationBackend
+
+    needed = ("setup", "generate", "update_weights", "shutdown")
+    return _register(name, GENERATION_BACKENDS, "generation backend", GenerationBackend, needed)
 
 
 def register_logger(name: str) -> Callable[[Registered], Registered]:
@@ -184,15 +191,17 @@ def _get(name: str, known: dict[str, Any], kind: str) -> Any:
 
 
 def _register(
-    name: str, known: dict[str, Any], kind: str, *, protocol: str | None = None
+    name: str,
+    known: dict[str, Any],
+    kind: str,
+    protocol: type = object,
+    needed: Sequence[str] = (),
 ) -> Callable[[Any], Any]:
     def decorate(value: Any) -> Any:
-        required = vars(load(protocol)) if protocol else {}
-        methods = [key for key, of in required.items() if callable(of) and key[0] != "_"]
-        missing = [method for method in methods if not callable(getattr(value, method, None))]
+        missing = [method for method in needed if method not in own_methods(value, protocol)]
         if missing:
             raise ValueError(
-                f"a {kind} must have the methods {', '.join(methods)}, but {name!r} has no"
+                f"a {kind} must have the methods {', '.join(needed)}, but {name!r} has no"
                 f" {', '.join(missing)}"
             )
         known[name] = value

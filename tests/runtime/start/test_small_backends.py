@@ -1,0 +1,113 @@
+"""Training backends with no more than the methods that the description names."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import nemorl
+from nemorl.losses.types import finalize
+from nemorl.parallel.backend import ForwardOutput, TrainingBackend
+from nemorl.runtime.start import registry
+from tests.runtime.runs import (
+    addition_rows,
+    dpo_config,
+    numbers,
+    of_phase,
+    preference_rows,
+    sft_config,
+    start,
+)
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+TRAIN = nemorl.TrainerConfig(backend="small", device="cpu")
+
+
+class Small:
+    """Plain torch: the whole batch at once, SGD, and nothing that is not needed."""
+
+    def setup(self, config):
+        torch.manual_seed(config.seed)
+        self.network = tiny_model(scale=2.0)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=config.optimizer.lr)
+
+    def logprobs(self, batch):
+        ids = batch.input_ids
+        logits = self.network(ids, use_cache=False).logits[:, :-1].log_softmax(-1)
+        found = logits.gather(-1, ids[:, 1:, None])[..., 0]
+        return torch.nn.functional.pad(found, (1, 0))
+
+    def train_step(self, batch, loss_fn):
+        self.optimizer.zero_grad()
+        found = self.logprobs(batch)
+        output = loss_fn(ForwardOutput(found, torch.zeros_like(found)), batch)
+        output.loss.backward()
+        self.optimizer.step()
+        return {"loss": float(output.loss), **finalize(output.metrics)}
+
+    def get_logprobs(self, batch):
+        with torch.no_grad():
+            return self.logprobs(batch)
+
+    def save_checkpoint(self, path):
+        torch.save(self.network.state_dict(), Path(path) / "weights.pt")
+
+    def load_checkpoint(self, path):
+        self.network.load_state_dict(torch.load(Path(path) / "weights.pt"))
+
+    def shutdown(self):
+        self.network = None
+
+
+class Derived(Small, TrainingBackend):
+    """Also where the other methods are there, but do nothing."""
+
+    def __init__(self):
+        pass
+
+
+@pytest.fixture(params=[Small, Derived])
+def registered(request, monkeypatch: pytest.MonkeyPatch) -> type:
+    monkeypatch.setattr(registry, "TRAINING_BACKENDS", dict(registry.TRAINING_BACKENDS))
+    return nemorl.register_training_backend("small")(request.param)
+
+
+def run(config, folder: Path, **given):
+    tiny_model(scale=2.0).save_pretrained(folder / "model")
+    model = replace(config.model, path=str(folder / "model"))
+    return nemorl.run(replace(config, model=model), tokenizer=tiny_tokenizer(), **given)
+
+
+def test_sft_and_dpo_run_and_resume(registered, tmp_path: Path):
+    sft = sft_config(tmp_path / "sft", trainer=TRAIN, steps=6)
+    rows = [{"prompt": row["prompt"], "response": row["response"]} for row in addition_rows()]
+    whole = run(sft, tmp_path, train=rows, validation=rows[:4])
+    losses = [line["loss"] for line in of_phase(whole, "train")]
+    assert losses[-1] < losses[0]
+    dpo = {"loss": nemorl.SimPOLoss(), "trainer": TRAIN}
+    assert run(dpo_config(tmp_path / "dpo", **dpo), tmp_path, train=preference_rows(20)).metrics
+    half = sft_config(tmp_path / "half", trainer=TRAIN, steps=3)
+    run(half, tmp_path, train=rows)
+    again = sft_config(tmp_path / "half", trainer=TRAIN, steps=6, run={"resume": True})
+    resumed = run(again, tmp_path, train=rows)
+    assert [numbers(line) for line in of_phase(resumed, "train")] == [
+        numbers(line) for line in of_phase(whole, "train")
+    ]
+
+
+def test_what_a_run_needs_besides_is_said_before_it_starts(registered, tmp_path: Path):
+    with pytest.raises(ValueError, match="must have the method get_reference_logprobs for the"):
+        run(dpo_config(tmp_path / "dpo", trainer=TRAIN), tmp_path, train=preference_rows(4))
+    with pytest.raises(ValueError, match="'small' can't be made with a loaded model: name the"):
+        start(sft_config(tmp_path / "given", trainer=TRAIN))
+
+
+def test_a_class_that_lacks_what_is_needed_is_refused(registered):
+    class Forgetful(TrainingBackend):
+        def setup(self, config): ...
+
+        def train_step(self, batch, loss_fn): ...
+
+    with pytest.raises(ValueError, match="has no get_logprobs, save_checkpoint, load_checkpoint"):
+        nemorl.register_training_backend("forgetful")(Forgetful)

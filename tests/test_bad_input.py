@@ -402,8 +402,7 @@ YAML = {
     r"optimizer must be a section, but it is 1e-05: write its keys below it": "optimizer: 1e-5\n",
     r"line 3: .*duplicate key"
     r' "max_num_steps".*: keep one': "max_num_steps: 1\nkl:\nmax_num_steps: 2\n",
-    r"learning_rate.* and optimizer\.lr are the same"
-    r" setting: keep one": "learning_rate: 1\noptimizer:\n  lr: 1\n",
+    r"line 1: .*learning_rate is optimizer\.lr here": "learning_rate: 1\noptimizer:\n  lr: 1\n",
     r"settings\.yaml, line \d: not valid YAML:": "optimizer: {lr: 1\n",
     r"settings\.yaml must hold keys and sections": "- 1\n",
     r"optimizer\.lr must be positive, but it is -1\.0": "optimizer:\n  lr: -1\n",

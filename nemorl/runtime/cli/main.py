@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
-from nemorl.runtime.cli.settings import SAME
+from nemorl.runtime.cli.settings import FOR_TRAINING, SAME, AnswerConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig, require_files
 from nemorl.runtime.config.grpo import GRPOConfig
@@ -329,7 +329,9 @@ def _help(
         raise ValueError(f"--help has no section {topic!r}{closest(topic, sections)}{listed}")
 
     def visible(key: str) -> bool:
-        section, dot, _ = key.partition(".")
+        section, dot, name = key.partition(".")
+        if name in FOR_TRAINING and issubclass(cls, AnswerConfig):
+            return False
         own = not dot and not key.startswith("--")
         if topic == "":
             rare = own and key in RARE and issubclass(cls, BaseConfig)
@@ -347,9 +349,12 @@ def _sections(command: str, cls: type) -> dict[str, int]:
 
 def _more_help(command: str, cls: type) -> str:
     sections = ", ".join(f"{name} ({count})" for name, count in _sections(command, cls).items())
-    text = "The last part of a name is enough where it is unique: --lr for --optimizer.lr."
-    if sections:
-        text = f"More settings: nemorl {command} --help SECTION, of {sections}, or all. {text}"
+    if not sections:
+        return ""
+    text = (
+        f"More settings: nemorl {command} --help SECTION, of {sections}, or all. The last part of a"
+        " name is enough where it is unique: --lr for --optimizer.lr."
+    )
     return fill(text, min(100, shutil.get_terminal_size().columns)) + "\n"
 
 

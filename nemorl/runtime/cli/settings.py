@@ -44,6 +44,8 @@ SAME = {
     "generation_tp": "generation.tensor_parallel_size",
 }
 """What settings of these commands are called in training: their flags have either name."""
+FOR_TRAINING = ("colocated", "sleep_level", "weight_transport", "trainer_gpus")
+"""Settings of `generation` that `eval` and `generate` refuse and don't show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +77,7 @@ class AnswerConfig:
             self.generation,
             "is for training",
             "remove it",
-            names=["colocated", "sleep_level", "weight_transport", "trainer_gpus"],
+            names=FOR_TRAINING,
         )
         require(
             self.device is None or self.generation.backend != "vllm",

@@ -160,7 +160,7 @@ def peek(args: Sequence[str], flag: str) -> list[str]:
     >>> peek(["--loss.clip-low", "0.1", "--loss=gspo"], "--loss")
     ['gspo']
     """
-    found = []
+    found: list[str] = []
     for i, argument in enumerate(args):
         name, equals, value = argument.partition("=")
         if name.replace("_", "-") == flag:
@@ -193,15 +193,15 @@ def _with_defaults(
             hint = Annotated[(value, *markers)] if markers else value
             about = f"{inspect.getdoc(value)} {about}"
         else:
-            how = {"help_behavior_hint": _hint(value, about) if name in tree else "(needed)"}
+            how: dict[str, Any] = {"help_behavior_hint": _hint(value)}
             if members and name == "name":
                 about = "\n".join(
                     f"{each}: {inspect.getdoc(member)}" for each, member in members.items()
                 )
                 how |= {"name": "", "help": about}
                 hint = Literal[tuple(members)]
-            for marker in markers:
-                how["aliases"] = getattr(marker, "aliases", None)
+            aliases = [each for marker in markers for each in getattr(marker, "aliases", ())]
+            how["aliases"] = aliases or None
             hint = Annotated[
                 (hint, tyro.conf.arg(**how), *([] if visible(key) else [tyro.conf.Suppress]))
             ]
@@ -221,8 +221,8 @@ def _with_defaults(
     )
 
 
-def _hint(value: Any, about: str) -> str:
-    """Return what --help says of a default that the text does not explain."""
+def _hint(value: Any) -> str:
+    """Return what --help says of a default; the text explains that there is none."""
     if value in (None, "") or (not value and isinstance(value, list | tuple | dict)):
         return ""
     if isinstance(value, bool):

@@ -51,7 +51,8 @@ def dump_yaml(config: Any, *, comments: bool = False) -> str:
 
 
 def _comments(config: Any, prefix: str = "") -> dict[str, str]:
-    found, docs = {}, field_docs(type(config))
+    found: dict[str, str] = {}
+    docs = field_docs(type(config))
     for field, hint in fields_of(type(config)):
         value, about = getattr(config, field.name), docs.get(field.name, "")
         literals = [part for part in kinds(hint) if typing.get_origin(part) is typing.Literal]

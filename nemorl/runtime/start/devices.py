@@ -11,7 +11,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
-from nemorl.runtime.ranks.environment import torchrun_size
+from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32); importing it takes
@@ -73,10 +73,10 @@ class Devices:
             None,
             "add --run.dir",
         )
-        if ranked and not on_cluster:
+        if ranked and not on_cluster and (on_gpus or not torchrun):
             here = int(environ.get("LOCAL_WORLD_SIZE", 1)) if torchrun else num_ranks
             check_size(here, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
-        for doubt in config.doubts():
+        for doubt in () if is_follower(environ) else config.doubts():
             warnings.warn(doubt, stacklevel=3)
         return cls(
             plan=plan,

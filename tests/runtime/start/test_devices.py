@@ -218,7 +218,7 @@ def test_vllm_on_cpus_has_kernels_for_some_heads_only():
     sampled = nemorl.GRPOConfig(generation=nemorl.GenerationConfig(backend="vllm"))
     eight, wide = tiny_model().config, tiny_model(hidden_size=128, head_dim=32).config
     found = Devices.of(sampled, {}, num_gpus=0)
-    with pytest.raises(ValueError, match="must be torch on CPUs for a model with .* of 8 dimens"):
+    with pytest.raises(ValueError, match=r"must be torch on CPUs for a model with .* of 8 dimens"):
         found.check_model(eight)
     found.check_model(wide)
     for environ, gpus in (({}, 1), ({"RAY_ADDRESS": "auto"}, 0)):
@@ -232,7 +232,7 @@ def test_vllms_kernels_are_as_written_here():
 
 
 def test_more_ranks_than_devices_are_known_at_once():
-    with pytest.raises(ValueError, match="parallel must ask for at most the 1 GPUs .* it is 2"):
+    with pytest.raises(ValueError, match=r"parallel must ask for at most the 1 GPUs .* it is 2"):
         Devices.of(config(), TORCHRUN, num_gpus=1)
     Devices.of(config(), TORCHRUN, num_gpus=2)
     with pytest.warns(UserWarning, match=r"parallel asks for 4096 ranks on the \d+ CPU cores"):

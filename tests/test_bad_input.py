@@ -429,7 +429,7 @@ def command_with_rows(place: Place) -> None:
         assert "Traceback" in (place.run_folder / "log.jsonl").read_text()
 
 
-NO_RUN = r"run\.dir must be the folder of a run, but no/run holds no config\.yaml.*check the path"
+NO_RUN = r"error: run must be the folder of a run, but no/run holds no config\.yaml.*check the path"
 FLAGS = {
     NO_RUN: "report no/run",
     r"gpus must be at least 1, but it is 0": "plan --model {place.model} --gpus 0",
@@ -459,7 +459,7 @@ FLAGS = {
     r"chat_template is for --chat": "generate --model m --prompt p --chat-template t",
     r"file must be a readable text file, but no\.txt is"
     r" not.*give one prompt": "generate --model m --file no.txt",
-    r"no file 'no\.jsonl': check the path": "eval --model {place.model} --data no.jsonl",
+    r"data must name a file that there is, but it is 'no\.jsonl': check the path": "eval --model {place.model} --data no.jsonl",
     r"there is no folder no/such/model\):"
     r" check the path": "generate --model no/such/model --prompt 1",
 }
@@ -729,6 +729,7 @@ MODELS = [
     grpo(
         r"generation\.max_model_len must be at least data\.max_total_sequence_length \(32\), but it"
         r" is 16: lower that one",
+        {"model": tiny_model(hidden_size=128, head_dim=32)},
         generation={"backend": "vllm", "max_model_len": 16},
     ),
     sft(

@@ -459,7 +459,8 @@ FLAGS = {
     r"chat_template is for --chat": "generate --model m --prompt p --chat-template t",
     r"file must be a readable text file, but no\.txt is"
     r" not.*give one prompt": "generate --model m --file no.txt",
-    r"data must name a file that there is, but it is 'no\.jsonl': check the path": "eval --model {place.model} --data no.jsonl",
+    r"data must name a file that there is, but it is 'no\.jsonl'"
+    r": check the path": "eval --model {place.model} --data no.jsonl",
     r"there is no folder no/such/model\):"
     r" check the path": "generate --model no/such/model --prompt 1",
 }

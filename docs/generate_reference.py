@@ -1,20 +1,22 @@
-"""Write docs/configuration.md from the config dataclasses: python docs/generate_reference.py."""
+"""Write docs/configuration.md from the config dataclasses, and the tables of docs/coming-from.md:
+python docs/generate_reference.py.
+"""
 
 import dataclasses
 import inspect
 import re
 import textwrap
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.flags import field_docs
-from nemorl.runtime.config.tree import ALIASES, by_name, dotted_keys, fields_of, to_dict, variants
+from nemorl.runtime.config.spellings import LIBRARIES, settings_in
+from nemorl.runtime.config.tree import by_name, field_docs, fields_of, leaves, to_dict, variants
 from nemorl.runtime.start.registry import ALGORITHMS
 
 PAGE = Path(__file__).parent / "configuration.md"
+MIGRATION = Path(__file__).parent / "coming-from.md"
 INTRODUCTION = """\
 # Every setting
 
@@ -22,9 +24,15 @@ INTRODUCTION = """\
 
 A setting is a key in YAML (`optimizer: {lr: 1e-6}`), a flag (`--optimizer.lr 1e-6`), a field in
 Python (`OptimizerConfig(lr=1e-6)`) and an argument of `nemorl.train` (`lr=1e-6`, or
-`optimizer__lr=1e-6` if the name alone is not unique). Later layers win: defaults, then `--preset`,
-then `--config`, then flags. `--print-config` shows what a run would use. Sections that several
-algorithms share come first. A flag of true or false is `--run.resume` or `--run.no-resume`.
+`optimizer__lr=1e-6` if the name alone is not unique). The last part of a name is enough for a flag,
+too, where it is unique (`--lr 1e-6`), and `--model`, `--data` and `--run` are short for
+`--model.path`, `--data.train` and `--run.dir`. A setting has these flags in every command.
+
+Later layers win: defaults, then `--preset`, then `--config` (of several the later one), then flags.
+`--print-config` shows what a run would use, with comments, as a file for `--config`. Sections that
+several algorithms share come first. A flag of true or false is `--run.resume` or `--run.no-resume`,
+or `--run.resume=false`; `null` is a value (`--gap.warn null`). `--help` shows the usual settings,
+`--help optimizer` a section, `--help all` every setting.
 
 A choice between variants, such as `loss`, is a section with a `name`: `loss: {name: gspo}`,
 `--loss gspo`. It has only the keys of the chosen variant.
@@ -52,11 +60,6 @@ def page() -> str:
             for field, hint in own
             if variants(hint)
         ]
-    parts.append(
-        "## Other spellings\n\nIn YAML and in `nemorl.train` these names are accepted, too; most"
-        " are NeMo RL's.\n"
-    )
-    parts.append(aliases(list(configs.values())))
     lines = "\n".join(parts).split("\n")
     return "\n".join(
         line if line.startswith("|") else textwrap.fill(line, 100, break_on_hyphens=False)
@@ -130,15 +133,27 @@ def default(field: dataclasses.Field[Any]) -> str:
     return f"`{list(value) if isinstance(value, tuple) else value}`" if value != "" else ""
 
 
-def aliases(configs: list[type]) -> str:
-    known = {key for cls in configs for key, own in dotted_keys(cls).items() if own}
-    rows: Iterator[str] = (
-        f"| `{alias}` | `{target}` |"
-        for alias, target in sorted(ALIASES.items())
-        if target in known
-    )
-    return "\n".join(["| spelling | setting |", "|---|---|", *rows]) + "\n"
+def migration(text: str) -> str:
+    """coming-from.md with its tables anew."""
+    known = {key for algorithm in ALGORITHMS.values() for key in leaves(algorithm.config)}
+    for library, names in LIBRARIES.items():
+        head = f"| {library} | nemorl |\n|---|---|\n"
+        rows = "".join(
+            f"| `{theirs}` | {marked(ours, known)} |\n" for theirs, ours in names.items()
+        )
+        before, _, after = text.partition(head)
+        rest = re.sub(r"\A(\|.*\n)*", "", after)
+        text = before + head + rows + rest
+    return text
+
+
+def marked(text: str, known: set[str]) -> str:
+    """A cell with its settings as code."""
+    for key in sorted({*settings_in(text)} & known, key=len, reverse=True):
+        text = re.sub(rf"(?<![\w.`]){re.escape(key)}(?![\w.`])", f"`{key}`", text)
+    return text
 
 
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    MIGRATION.write_text(migration(MIGRATION.read_text(encoding="utf-8")), encoding="utf-8")

@@ -402,8 +402,7 @@ YAML = {
     r"optimizer must be a section, but it is 1e-05: write its keys below it": "optimizer: 1e-5\n",
     r"line 3: .*duplicate key"
     r' "max_num_steps".*: keep one': "max_num_steps: 1\nkl:\nmax_num_steps: 2\n",
-    r"learning_rate.* and optimizer\.lr are the same"
-    r" setting: keep one": "learning_rate: 1\noptimizer:\n  lr: 1\n",
+    r"line 1: .*learning_rate is optimizer\.lr here": "learning_rate: 1\noptimizer:\n  lr: 1\n",
     r"settings\.yaml, line \d: not valid YAML:": "optimizer: {lr: 1\n",
     r"settings\.yaml must hold keys and sections": "- 1\n",
     r"optimizer\.lr must be positive, but it is -1\.0": "optimizer:\n  lr: -1\n",
@@ -430,7 +429,7 @@ def command_with_rows(place: Place) -> None:
         assert "Traceback" in (place.run_folder / "log.jsonl").read_text()
 
 
-NO_RUN = r"run\.dir must be the folder of a run, but no/run holds no config\.yaml.*check the path"
+NO_RUN = r"error: run must be the folder of a run, but no/run holds no config\.yaml.*check the path"
 FLAGS = {
     NO_RUN: "report no/run",
     r"gpus must be at least 1, but it is 0": "plan --model {place.model} --gpus 0",
@@ -460,7 +459,8 @@ FLAGS = {
     r"chat_template is for --chat": "generate --model m --prompt p --chat-template t",
     r"file must be a readable text file, but no\.txt is"
     r" not.*give one prompt": "generate --model m --file no.txt",
-    r"no file 'no\.jsonl': check the path": "eval --model {place.model} --data no.jsonl",
+    r"data must name a file that there is, but it is 'no\.jsonl'"
+    r": check the path": "eval --model {place.model} --data no.jsonl",
     r"there is no folder no/such/model\):"
     r" check the path": "generate --model no/such/model --prompt 1",
 }
@@ -730,6 +730,7 @@ MODELS = [
     grpo(
         r"generation\.max_model_len must be at least data\.max_total_sequence_length \(32\), but it"
         r" is 16: lower that one",
+        {"model": tiny_model(hidden_size=128, head_dim=32)},
         generation={"backend": "vllm", "max_model_len": 16},
     ),
     sft(

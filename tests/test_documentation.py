@@ -101,7 +101,10 @@ def test_the_guides_run(forked: Path, document: str, tmp_path: Path):
 
 
 def test_the_reference_is_up_to_date():
-    code = "import generate_reference as g; assert g.PAGE.read_text() == g.page()"
+    code = (
+        "import generate_reference as g; assert g.PAGE.read_text() == g.page(); text ="
+        " g.MIGRATION.read_text(); assert text == g.migration(text)"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT / "docs", check=False)
     assert done.returncode == 0, "run: python docs/generate_reference.py"
 

@@ -95,7 +95,7 @@ def prompt_of(row: Mapping[str, Any]) -> str | list[Message]:
     if row.get("messages") is None:
         raise ValueError(
             f"a row needs a prompt (text or messages) or messages, got columns {', '.join(row)};"
-            " name its column with prompt_column (data.prompt_column)"
+            " name its column with prompt_column"
         )
     messages = messages_of(row["messages"], "messages")
     return messages[:-1] if messages[-1]["role"] == "assistant" else messages

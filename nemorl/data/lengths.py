@@ -61,7 +61,7 @@ def limit_length(
                 if rows is not None:
                     which = f"{origin_of(rows[index], index)}: the sequence"
                 raise ValueError(
-                    f"{which} has {length} tokens, max_length is {max_length}:"
+                    f"{which} has {length} tokens, but the maximum is {max_length}:"
                     ' raise data.max_total_sequence_length, or set data.too_long to "truncate" or'
                     ' "drop"'
                 )

@@ -35,7 +35,7 @@ def test_a_pair_is_as_long_as_its_longer_side_and_stays_whole():
         example(2, 3),
         example(2, 3),
     ), "the last pair has no trained token left on one side"
-    with pytest.raises(ValueError, match="sequence 0 has 8 tokens, max_length is 5"):
+    with pytest.raises(ValueError, match="sequence 0 has 8 tokens, but the maximum is 5"):
         limit_length(PAIRS, max_length=5)
 
 
@@ -53,7 +53,7 @@ def test_the_error_names_the_row_it_was_made_of():
     with pytest.raises(
         ValueError,
         match=(
-            r"^a\.jsonl, line 3: the sequence has 3 tokens, max_length is 2:"
+            r"^a\.jsonl, line 3: the sequence has 3 tokens, but the maximum is 2:"
             r" .*max_total_sequence_length.*data\.too_long"
         ),
     ):

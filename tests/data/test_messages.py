@@ -200,7 +200,7 @@ def test_limit_length_counts_what_it_does():
         tokenize_prompt_response(CHARACTERS, prompt, response)
         for prompt, response in (("ab", "cd"), ("a", "b"), ("abcd", "e"))
     ]
-    with pytest.raises(ValueError, match="sequence 0 has 5 tokens, max_length is 4"):
+    with pytest.raises(ValueError, match="sequence 0 has 5 tokens, but the maximum is 4"):
         limit_length(examples, max_length=4)
     kept, report = limit_length(examples, max_length=4, policy="drop")
     assert (kept, report.kept, report.num_dropped, report.num_truncated, report.longest) == (

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
+    AnswerConfig,
     EvalConfig,
     ExportConfig,
     GenerateConfig,
@@ -19,6 +20,7 @@ def evaluate(config: EvalConfig) -> None:
     """Answer a data set, and print and write the result."""
     from nemorl.runtime.cli import inference
 
+    _check_engine(config)
     result = inference.evaluate(config)
     if config.output is not None:
         output = Path(config.output)
@@ -68,10 +70,22 @@ def _short(value: Any, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def _check_engine(config: AnswerConfig) -> None:
+    """Raise ValueError before anything is loaded if vLLM can't run the model here."""
+    if config.generation.backend == "vllm":
+        from nemorl.models.pretrained import model_folder
+        from nemorl.runtime.start.devices import check_heads, samples_with_vllm_on_cpu
+        from nemorl.runtime.start.settings import model_config_of
+
+        if samples_with_vllm_on_cpu(config.generation):
+            check_heads(model_config_of(model_folder(config.model)))
+
+
 def generate(config: GenerateConfig) -> None:
     """Answer prompts, and print a table of the answers or one JSON object a line."""
     from nemorl.runtime.cli import inference
 
+    _check_engine(config)
     completions = inference.generate(config)
     if config.json:
         for completion in completions:

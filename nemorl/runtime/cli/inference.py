@@ -129,7 +129,7 @@ def _loaded(
     generator = backend(
         model=load_causal_lm(folder).to(usable_device(device)),
         tokenizer=tokenizer,
-        precision=config.precision,
+        precision=config.param_dtype,
     )
     try:
         with waiting_for_engines(config.generation):

@@ -7,23 +7,65 @@ import contextlib
 import dataclasses
 import os
 import re
+import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, cast
+from textwrap import fill
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
+from nemorl.runtime.cli.settings import FOR_TRAINING, SAME, AnswerConfig
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.data import DataConfig, require_files
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.tree import construct, dump_yaml, layer, unions, yaml_layer
+from nemorl.runtime.config.tree import construct, dump_yaml, flat, layer, leaves, unions, yaml_layer
 from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS
+
+if TYPE_CHECKING:
+    from nemorl.runtime.config.flags import Extra
+
+COMMON = {
+    "model.path",
+    "data.train",
+    "data.validation",
+    "data.max_total_sequence_length",
+    "optimizer.lr",
+    "trainer.micro_batch_tokens",
+    "lora.rank",
+    "parallel.dp_shard",
+    "generation.backend",
+    "generation.max_new_tokens",
+    "generation.temperature",
+    "run.dir",
+    "run.resume",
+    "run.val_period",
+    "loss.name",
+    "advantage.name",
+    "kl.coef",
+}
+"""The settings of sections that `--help` shows without being asked for their section."""
+RARE = {
+    "reward_weights",
+    "reduction",
+    "train_global_batch_size",
+    "num_updates_per_batch",
+    "dynamic_sampling",
+    "max_sampling_rounds",
+    "entropy_coef",
+    "sft_coef",
+    "sft_reduction",
+    "reference",
+}
+"""The settings of training, in no section, that it does not show."""
 
 HELP = """\
 nemorl: reinforcement learning and fine-tuning of language models
@@ -59,9 +101,10 @@ data: one JSON object a line; nemorl data inspect shows what becomes of it
   sft          {{"prompt": "12+34=", "response": "46"}}
   dpo          {{"prompt": "12+34=", "chosen": "46", "rejected": "47"}}
 
-nemorl COMMAND --help lists every setting. --import my_module makes what your file registers
-available by name: algorithms (as commands), backends, loggers. NEMORL_TRACEBACK=1 shows where an
-error comes from.
+nemorl COMMAND --help shows the usual settings, --help SECTION one section, --help all everything.
+The last part of a name is enough where it is unique (--lr). --import my_module makes what your file
+registers available by name: algorithms (as commands), backends, loggers. NEMORL_TRACEBACK=1 shows
+where an error comes from.
 """
 
 
@@ -80,11 +123,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     command, *args = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     while command == "--import":
+        if not args or args[0].startswith("-"):
+            return _fail("nemorl", "--import must name a module: nemorl --import MODULE COMMAND", 2)
         module, command, *args = [*args, *["--help"] * (2 - len(args))]
         if (problem := _import(module)) is not None:
             return _fail("nemorl", problem, 2)
     if args and f"{command} {args[0]}" in COMMANDS:
         command = f"{command} {args.pop(0)}"
+    parts = [name for name in COMMANDS if name.startswith(f"{command} ")]
+    if parts and (not args or args[0] in ("-h", "--help")):
+        print(f"usage: nemorl {command} COMMAND [OPTIONS]\n\n{_commands(parts)}")
+        return 0
     if command in ("-h", "--help", "help"):
         print(HELP.format(commands=_commands()), end="")
         return 0
@@ -95,8 +144,9 @@ def _main(argv: Sequence[str] | None) -> int:
         return 0
     known = [*ALGORITHMS, *COMMANDS]
     if command not in known:
+        command = " ".join([command, *args[:1]]) if parts else command
         hint = closest(command, known) or "."
-        problem = f"unknown command {command!r}{hint} Commands: {', '.join(known)}"
+        problem = f"unknown command {command!r}{hint} Commands: {', '.join(parts or known)}"
         return _fail("nemorl", problem, 2)
     shown = warnings.formatwarning
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
@@ -115,6 +165,7 @@ def _execute(command: str, args: Sequence[str]) -> int:
         config = parse(command, args)
         if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
             return 0
+        _require_data(config)
         if command in COMMANDS:
             COMMANDS[command].execute(config)
         else:
@@ -134,7 +185,7 @@ def _execute(command: str, args: Sequence[str]) -> int:
         if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_a_reward(error)):
             raise
         code = 2 if isinstance(error, ValueError) else 1
-        return _fail(prog, _message(error, parsed=config is not None), code)
+        return _fail(prog, _message(error, command, parsed=config is not None), code)
 
 
 def _train(config: BaseConfig) -> None:
@@ -143,16 +194,21 @@ def _train(config: BaseConfig) -> None:
     open_run.run(config)
 
 
-def _message(error: Exception, *, parsed: bool) -> str:
-    """Return an error with its notes; of a reward's error print the user's frames."""
-    kind = ""
+def _message(error: Exception, command: str, *, parsed: bool) -> str:
+    """Return an error with its notes, about the setting by its name in this command; of a reward's
+    error print the user's frames.
+    """
+    kind, text = "", str(error)
+    for key, dotted in SAME.items() if command in COMMANDS else ():
+        if key in leaves(_config_of(command)) and text.startswith(f"{dotted} "):
+            text = key + text.removeprefix(dotted)
     if of_a_reward(error):
         kind, own = f"{type(error).__name__}: ", str(Path(__file__).parents[2])
         frames = traceback.extract_tb(error.__traceback__)
         theirs = [frame for frame in frames if not frame.filename.startswith(own)]
         print(*traceback.format_list(theirs), sep="", end="", file=sys.stderr)
     hint = " (NEMORL_TRACEBACK=1 shows where this came from)" if parsed else ""
-    return "\n".join([f"{kind}{error}", *_notes(error)]) + hint
+    return "\n".join([f"{kind}{text}", *_notes(error)]) + hint
 
 
 def _notes(error: BaseException) -> list[str]:
@@ -167,37 +223,79 @@ def of_a_reward(error: BaseException) -> bool:
 
 def parse(command: str, args: Sequence[str]) -> Any:
     """Return the checked config of a command; None where --print-config has printed it."""
-    from nemorl.runtime.config.flags import Extra, parse_flags, peek
-    from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, preset_overrides
+    from nemorl.runtime.config.flags import in_full, names_of, parse_flags, peek
+    from nemorl.runtime.config.presets import preset_overrides
 
-    cls = ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
-    from_file = "A YAML file with settings; flags win over it. --print-config writes one."
-    extra: list[Extra] = [("config", str | None, None, from_file)]
-    tree: dict[str, Any] = {}
+    cls = _config_of(command)
+    args = in_full(cls, args, names_of(cls, SAME if command in COMMANDS else {}))
+    preset = next(reversed(peek(args, "--preset")), None)
+    require(preset is None or cls is GRPOConfig, "preset", "is for grpo", preset, "remove it")
+    tree = layer(cls, {}, {} if preset is None else preset_overrides(preset))
+    paths = peek(args, "--config") or _config_of_resumed_run(command, args)
+    if len(paths) > 1:
+        warnings.warn(f"of several --config the later wins: {' < '.join(paths)}", stacklevel=2)
+    for path in paths:
+        tree = yaml_layer(cls, tree, path)
+    shown = set(COMMON)
+    for section, members in unions(cls).items():
+        for name in peek(args, f"--{section}"):
+            shown |= {key for key in leaves(cls) if key.startswith(f"{section}.")}
+            tree = layer(cls, tree, {section: {"name": name}})
+        _refuse_other_variants(section, members, tree[section]["name"], args)
+    usual = flat(layer(cls, {}, {}))
+    shown |= {key for key, value in flat(tree).items() if value != usual.get(key)}
+    help_ = _help(command, cls, args, shown)
+    extra = _extra(cls)
+    try:
+        tree, given = parse_flags(
+            cls,
+            tree,
+            args if help_ is None else ["--help"],
+            prog=f"nemorl {command}",
+            extra=extra,
+            visible=help_ or (lambda key: True),
+        )
+    except SystemExit:
+        if help_ is not None:
+            print(_more_help(command, cls), end="")
+        raise
+    config = construct(cls, tree)
+    if given["print_config"]:
+        print(dump_yaml(config, comments=True), end="")
+        return None
+    _check_given(config, resumable=bool(paths))
+    return config
+
+
+def _config_of(command: str) -> type[Any]:
+    return ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
+
+
+def _extra(cls: type) -> "list[Extra]":
+    """Return the flags of a command that are no settings."""
+    from tyro.conf import UseAppendAction
+
+    from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS
+
+    text = (
+        "A YAML file with settings; flags win over it, and of several files the later one."
+        " --print-config writes one."
+    )
+    extra: list[Extra] = [("config", UseAppendAction[tuple[str, ...]], (), text)]
     if cls is GRPOConfig:
         listed = [f"{name}: {text}" for name, text in DESCRIPTIONS.items()]
         known = cast(Any, Literal)[tuple(PRESETS)] | None
         text = "\n".join(["A named set of settings, below --config and flags.", *listed])
         extra.append(("preset", known, None, text))
-        if (name := peek(args, "--preset")) is not None:
-            tree = preset_overrides(name)
-    extra.append(("print_config", bool, False, "Print the resolved settings as YAML and stop."))
-    tree = layer(cls, {}, tree)
-    path = peek(args, "--config") or _config_of_resumed_run(command, args)
-    if path is not None:
-        tree = yaml_layer(cls, tree, path)
-    for section, members in unions(cls).items():
-        if (chosen := peek(args, f"--{section}")) is not None:
-            tree = layer(cls, tree, {section: {"name": chosen}})
-        _refuse_other_variants(section, members, tree[section]["name"], args)
-    tree, given = parse_flags(cls, tree, args, prog=f"nemorl {command}", extra=extra)
-    config = construct(cls, tree)
-    if given["print_config"]:
-        print(dump_yaml(config), end="")
-        return None
+    text = "Print the resolved settings as YAML, with comments, and stop."
+    return [*extra, ("print_config", bool, False, text)]
+
+
+def _check_given(config: Any, *, resumable: bool) -> None:
+    """Raise ValueError for a run without a model."""
     if isinstance(config, BaseConfig):
         require(
-            not config.run.resume or path is not None or bool(config.model.path),
+            not config.run.resume or resumable or bool(config.model.path),
             "run.dir",
             "must be that of a run to resume",
             config.run.dir,
@@ -205,17 +303,69 @@ def parse(command: str, args: Sequence[str]) -> Any:
         )
         remedy = "add --model.path with a folder or a name on the hub"
         require(bool(config.model.path), "model.path", "must be given", "", remedy)
-    return config
 
 
-def _config_of_resumed_run(command: str, args: Sequence[str]) -> str | None:
+def _require_data(config: Any) -> None:
+    """Raise ValueError for a data file that is missing."""
+    data = getattr(config, "data", None)
+    if isinstance(data, DataConfig):
+        require_files("data.train", data.train)
+        require_files("data.validation", data.validation)
+    elif data is not None:
+        require_files("data", data)
+
+
+def _help(
+    command: str, cls: type, args: Sequence[str], usual: Collection[str]
+) -> Callable[[str], bool] | None:
+    """Return which flags --help shows: the `usual` ones, a section's or all; None without it."""
+    asked = [i for i, argument in enumerate(args) if argument in ("-h", "--help")]
+    if not asked:
+        return None
+    topic = next((each for each in args[asked[0] + 1 :][:1] if each[0] != "-"), "")
+    sections = _sections(command, cls)
+    if topic not in ("", "all", *sections):
+        listed = f"; sections: {', '.join(sections)}, all" if sections else ""
+        raise ValueError(f"--help has no section {topic!r}{closest(topic, sections)}{listed}")
+
+    def visible(key: str) -> bool:
+        section, dot, name = key.partition(".")
+        if name in FOR_TRAINING and issubclass(cls, AnswerConfig):
+            return False
+        own = not dot and not key.startswith("--")
+        if topic == "":
+            rare = own and key in RARE and issubclass(cls, BaseConfig)
+            return key in usual or not (dot or rare)
+        return topic == "all" or (own if topic == command else section == topic)
+
+    return visible
+
+
+def _sections(command: str, cls: type) -> dict[str, int]:
+    """Return the number of settings in each section; those in none are in the command's own."""
+    found = Counter(command if "." not in key else key.partition(".")[0] for key in leaves(cls))
+    return {} if len(found) == 1 else dict(found)
+
+
+def _more_help(command: str, cls: type) -> str:
+    sections = ", ".join(f"{name} ({count})" for name, count in _sections(command, cls).items())
+    if not sections:
+        return ""
+    text = (
+        f"More settings: nemorl {command} --help SECTION, of {sections}, or all. The last part of a"
+        " name is enough where it is unique: --lr for --optimizer.lr."
+    )
+    return fill(text, min(100, shutil.get_terminal_size().columns)) + "\n"
+
+
+def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     """Return the config.yaml of a run that is resumed without --config, if that is so."""
     from nemorl.runtime.config.flags import peek
     from nemorl.runtime.run.record import read_record
 
-    directory = RunDirectory(Path(peek(args, "--run.dir") or ""))
+    directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
     if "--run.resume" not in args or not directory.config.exists():
-        return None
+        return []
     record = read_record(directory)
     algorithm = command if record is None else record.algorithm
     require(
@@ -225,7 +375,7 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> str | None:
         f"one of {algorithm}",
         f"nemorl {algorithm} --run.dir {directory.path} --run.resume goes on with it",
     )
-    return str(directory.config)
+    return [str(directory.config)]
 
 
 def _refuse_other_variants(
@@ -260,10 +410,9 @@ def _import(module: str) -> str | None:
     return None
 
 
-def _commands() -> str:
+def _commands(names: Sequence[str] = ()) -> str:
     """Return a line for each command: the first sentence of its config's docstring."""
-    configs = {name: each.config for name, each in ALGORITHMS.items()}
-    configs |= {name: each.config for name, each in COMMANDS.items()}
+    configs = {name: _config_of(name) for name in names or [*ALGORITHMS, *COMMANDS]}
     width = max(map(len, configs))
     docs = {name: " ".join((config.__doc__ or "").split()) for name, config in configs.items()}
     firsts = {name: re.split(r"[.:](?=\s|$)", doc)[0] for name, doc in docs.items()}

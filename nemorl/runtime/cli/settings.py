@@ -6,10 +6,46 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nemorl.checks import at_least, require
+from nemorl.checks import at_least, refuse_unused, require
 from nemorl.parallel.config import ModelConfig
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.config.generation import GenerationConfig
+
+SAME = {
+    "model": "model.path",
+    "tokenizer": "model.tokenizer",
+    "chat_template": "model.chat_template",
+    "chat_template_kwargs": "model.chat_template_kwargs",
+    "device": "trainer.device",
+    "param_dtype": "parallel.param_dtype",
+    "data": "data.validation",
+    "split": "data.validation_split",
+    "prompt_column": "data.prompt_column",
+    "answer_column": "data.answer_column",
+    "max_rows": "run.max_val_samples",
+    "seed": "run.seed",
+    "run": "run.dir",
+    "lora": "lora.export",
+    "seq_len": "data.max_total_sequence_length",
+    "micro_batch_rows": "trainer.train_micro_batch_size",
+    "batch_rows": "train_global_batch_size",
+    "tp": "parallel.tp",
+    "cp": "parallel.cp",
+    "dp_shard": "parallel.dp_shard",
+    "dp_replicate": "parallel.dp_replicate",
+    "cp_method": "parallel.cp_method",
+    "activation_checkpointing": "parallel.activation_checkpointing",
+    "cpu_offload": "parallel.cpu_offload",
+    "logprob_chunk": "trainer.logprob_chunk",
+    "packed": "trainer.sequence_packing",
+    "lora_rank": "lora.rank",
+    "lora_target_modules": "lora.target_modules",
+    "colocated_generation": "generation.colocated",
+    "generation_tp": "generation.tensor_parallel_size",
+}
+"""What settings of these commands are called in training: their flags have either name."""
+FOR_TRAINING = ("colocated", "sleep_level", "weight_transport", "trainer_gpus")
+"""Settings of `generation` that `eval` and `generate` refuse and don't show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,14 +66,19 @@ class AnswerConfig:
     """Values for the chat template by name; those of the training are in the tokenizer already."""
     device: str | None = None
     """torch: cpu, cuda, cuda:1, …. Default: the first GPU if there is one."""
-    precision: Literal["float32", "bfloat16"] = "float32"
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
     """What the engine computes in."""
-    generation: tyro.conf.OmitArgPrefixes[GenerationConfig] = field(
-        default_factory=GenerationConfig
-    )
+    generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
         at_least(1, n=self.n)
+        refuse_unused(
+            "generation",
+            self.generation,
+            "is for training",
+            "remove it",
+            names=FOR_TRAINING,
+        )
         require(
             self.device is None or self.generation.backend != "vllm",
             "device",
@@ -76,9 +117,7 @@ class EvalConfig(AnswerConfig):
     """Column that rewards such as exact_match compare the response with."""
     seed: int = 0
     """Seed of the sampling."""
-    generation: tyro.conf.OmitArgPrefixes[GenerationConfig] = field(
-        default_factory=lambda: GenerationConfig(temperature=0.0)
-    )
+    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.0))
 
     def __post_init__(self) -> None:
         super().__post_init__()

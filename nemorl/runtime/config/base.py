@@ -4,6 +4,7 @@ A choice between variants is a union of dataclasses: a setting that a variant do
 written.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nemorl.checks import require
@@ -43,6 +44,27 @@ class BaseConfig:
     def __post_init__(self) -> None:
         self.require_room(self.data.max_total_sequence_length, "the longest sequence")
         check_lora(self.lora, self.model)
+        require(
+            self.optimizer.schedule != "constant" or not self.optimizer.min_lr_ratio,
+            "optimizer.min_lr_ratio",
+            "is for a schedule that decays",
+            self.optimizer.min_lr_ratio,
+            "add --optimizer.schedule cosine, or remove it",
+        )
+
+    def doubts(self) -> Iterator[str]:
+        """Yield a sentence for each value that is allowed, but learns nothing."""
+        lr = self.optimizer.lr
+        if lr >= 0.1:
+            yield (
+                f"optimizer.lr is {lr:g}, about what each step adds to every weight: training will"
+                " destroy the model; 1e-6 to 1e-4 is usual"
+            )
+        elif lr < 1e-9:
+            yield (
+                f"optimizer.lr is {lr:g}, too little to change a float32 weight: nothing will be"
+                " learned; 1e-6 to 1e-4 is usual"
+            )
 
     def require_room(self, tokens: int, what: str) -> None:
         """Raise ValueError if a microbatch or packed row can't hold `tokens`."""

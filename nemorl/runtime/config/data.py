@@ -1,9 +1,10 @@
 """The section `data`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-from nemorl.checks import at_least
+from nemorl.checks import at_least, require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +49,16 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least(2, data__max_total_sequence_length=self.max_total_sequence_length)
         at_least(0, data__held_out=self.held_out)
+
+
+def require_files(field_name: str, source: str | tuple[str, ...] | None) -> None:
+    """Raise ValueError if a source of rows is a file that there is not."""
+    for part in (source,) if isinstance(source, str) else source or ():
+        path = Path(part)
+        require(
+            path.suffix not in (".jsonl", ".json", ".csv", ".parquet") or path.exists(),
+            field_name,
+            "must name a file that there is",
+            part,
+            f"check the path (relative to {Path.cwd()})",
+        )

@@ -4,22 +4,37 @@ The parser is made for one tree of values, which --help shows as defaults; of a 
 variant that the tree names has flags. The result is a tree again.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
 import json
 import typing
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
-from docstring_parser import parse_from_object
 
-from nemorl.runtime.config.tree import by_name, defaults, to_dict, variants
+from nemorl.runtime.config.spellings import our_name
+from nemorl.runtime.config.tree import (
+    by_name,
+    defaults,
+    field_docs,
+    kinds,
+    leaves,
+    to_dict,
+    unions,
+    variants,
+)
+from nemorl.runtime.config.yaml_io import ConfigError
 
 Extra = tuple[str, Any, Any, str]
 """A flag that is no setting: name, type, default and help."""
+
+MAIN = {"model": "model.path", "data": "data.train", "run": "run.dir"}
+"""The setting that a section's name alone stands for, where the section is one."""
 
 
 def parse_flags(
@@ -29,20 +44,28 @@ def parse_flags(
     *,
     prog: str,
     extra: Sequence[Extra] = (),
+    visible: Callable[[str], bool] = lambda key: True,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tree with the flags of `args` laid over it, and the values of `extra`.
+    """Return the tree with the flags of `args` laid over it, and the values of `extra`. Values of a
+    wrong type are kept as texts.
 
-    --help and bad flags raise SystemExit.
+    --help (which shows the `visible` keys) and bad flags raise SystemExit.
     """
     options = [
         (
             name,
-            Annotated[hint, tyro.conf.DisallowNone, tyro.conf.FlagCreatePairsOff],
+            Annotated[
+                hint,
+                tyro.conf.DisallowNone,
+                tyro.conf.FlagCreatePairsOff,
+                tyro.conf.arg(help_behavior_hint=""),
+                *([] if visible(f"--{name}") else [tyro.conf.Suppress]),
+            ],
             dataclasses.field(default=default, metadata={"help": text}),
         )
         for name, hint, default, text in extra
     ]
-    settings = _with_defaults(cls, tree)
+    settings = _with_defaults(cls, tree, visible)
     flags = dataclasses.make_dataclass(
         cls.__name__,
         [*options, ("settings", Annotated[settings, tyro.conf.arg(name="")])],
@@ -54,31 +77,103 @@ def parse_flags(
     return to_dict(found.settings), {name: getattr(found, name) for name, *_ in extra}
 
 
-def peek(args: Sequence[str], flag: str) -> str | None:
-    """Return the value that a flag will have, before there is a parser; the last one counts.
+def names_of(cls: type, same: Mapping[str, str]) -> dict[str, str]:
+    """Return the key that each name of a setting stands for: its own, its last part where that is
+    unique, a section's name. `same`: what keys of this config are called in others.
+    """
+    keys = leaves(cls)
+    times = Counter(map(_last, keys))
+    others = {dotted: key for key, dotted in same.items() if key in keys}
+    return (
+        {_last(dotted): key for dotted, key in others.items()}
+        | {section: key for section, key in MAIN.items() if key in keys}
+        | {_last(key): key for key in keys if times[_last(key)] == 1}
+        | others
+        | {key: key for key in keys}
+        | {name: section for section in unions(cls) for name in (section, f"{section}.name")}
+    )
+
+
+def in_full(cls: type, args: Sequence[str], names: Mapping[str, str]) -> list[str]:
+    """Return the arguments with the key of every flag for its name (see `names_of`), and `--flag`
+    for `--flag=true`.
+
+    Raises ValueError that gives the right name of a setting spelled as in another library.
+    """
+    hints, full, rest = leaves(cls), list[str](), list(args)
+    annotated = typing.get_type_hints(cls, include_extras=True)
+    is_value = False
+    while rest:
+        argument = rest.pop(0)
+        spelled, equals, value = argument.partition("=")
+        section, dot, last = spelled.lstrip("-+").replace("-", "_").rpartition(".")
+        name = f"{section}{dot}{last}"
+        positive = f"{section}{dot}{last.removeprefix('no_')}"
+        negated = hints.get(names.get(positive, "")) is bool and positive != name
+        key = names.get(positive if negated else name)
+        is_flag = spelled.startswith("--")
+        if key is None or not is_flag:
+            if is_flag or (equals and dot and not is_value):
+                _refuse(name, names, spelled, "" if is_flag else f" {value}")
+            full.append(argument)
+            is_value = argument.startswith("-") and not equals
+            continue
+        if is_bool := hints.get(key) is bool:
+            if not equals and rest and rest[0].lower() in ("true", "false"):
+                equals, value = "=", rest.pop(0)
+            if equals and value.lower() not in ("true", "false"):
+                raise ConfigError(f"{key} must be true or false, but it is {value!r}", key)
+            negated, equals, value = negated != (value.lower() == "false"), "", ""
+        if tyro.conf.Positional in getattr(annotated.get(key), "__metadata__", ()):
+            full += [value] if equals else rest[:1]
+            rest = rest if equals else rest[1:]
+            continue
+        section, dot, last = flag_of(key).rpartition(".") if "." in key else ("--", "", key)
+        full.append(f"{section}{dot}{'no-' * negated}{last.replace('_', '-')}{equals}{value}")
+        is_value = not is_bool and not equals
+    return full
+
+
+def _refuse(name: str, names: Mapping[str, str], spelled: str, value: str) -> None:
+    """Raise ValueError for the name of another library, or one that several settings have."""
+    keys = [names[name]] if name in names else [key for key in names if _last(key) == name]
+    why = ""
+    if not keys and (found := our_name(name, names)):
+        keys, why = [names[found[0]]], f" {found[1]};"
+    if keys:
+        write = " or ".join(f"{flag_of(key)}{value}" for key in keys)
+        raise ConfigError(f"unknown setting {spelled}:{why} write {write}", name)
+
+
+def _last(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def flag_of(key: str) -> str:
+    """Return the flag of a key."""
+    return f"--{key}".replace("_", "-")
+
+
+def peek(args: Sequence[str], flag: str) -> list[str]:
+    """Return the values that a flag will have, before there is a parser; the last one counts.
 
     >>> peek(["--loss.clip-low", "0.1", "--loss=gspo"], "--loss")
-    'gspo'
+    ['gspo']
     """
-    found = None
+    found: list[str] = []
     for i, argument in enumerate(args):
         name, equals, value = argument.partition("=")
         if name.replace("_", "-") == flag:
-            found = value if equals else next(iter(args[i + 1 : i + 2]), None)
+            found += [value] if equals else args[i + 1 : i + 2]
     return found
 
 
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the docstring below each field of a dataclass, as one line."""
-    return {
-        field.arg_name: " ".join((field.description or "").split())
-        for base in reversed(cls.__mro__[:-1])
-        for field in parse_from_object(base).params
-    }
-
-
 def _with_defaults(
-    cls: type, tree: Mapping[str, Any], members: Mapping[str, type] | None = None
+    cls: type,
+    tree: Mapping[str, Any],
+    visible: Callable[[str], bool],
+    prefix: str = "",
+    members: Mapping[str, type] | None = None,
 ) -> type:
     """Return a subclass of `cls` that has the values of `tree` as defaults, and no checks.
 
@@ -87,22 +182,30 @@ def _with_defaults(
     hints, docs = typing.get_type_hints(cls, include_extras=True), field_docs(cls)
     tree, fields = defaults(cls) | dict(tree), []
     for name in (field.name for field in dataclasses.fields(cls)):
-        hint, about = hints[name], docs.get(name, "")
+        hint, about, key = hints[name], docs.get(name, ""), prefix + name
         value: Any = tree.get(name)
         markers = getattr(hint, "__metadata__", ())
         section = variants(hint.__origin__ if markers else hint)
         if section:
             names = by_name(section) if len(section) > 1 else None
-            value = _with_defaults(names[value["name"]] if names else section[0], value, names)
+            member = names[value["name"]] if names else section[0]
+            value = _with_defaults(member, value, visible, f"{key}.", names)
             hint = Annotated[(value, *markers)] if markers else value
             about = f"{inspect.getdoc(value)} {about}"
-        elif members and name == "name":
-            text = "\n".join(
-                f"{each}: {inspect.getdoc(member)}" for each, member in members.items()
-            )
-            hint = Annotated[Literal[tuple(members)], tyro.conf.arg(name="", help=text)]
-        elif isinstance(value, list):
-            value = tuple(value)
+        else:
+            how: dict[str, Any] = {"help_behavior_hint": _hint(value)}
+            if members and name == "name":
+                about = "\n".join(
+                    f"{each}: {inspect.getdoc(member)}" for each, member in members.items()
+                )
+                how |= {"name": "", "help": about}
+                hint = Literal[tuple(members)]
+            aliases = [each for marker in markers for each in getattr(marker, "aliases", ())]
+            how["aliases"] = aliases or None
+            hint = Annotated[
+                (hint, tyro.conf.arg(**how), *([] if visible(key) else [tyro.conf.Suppress]))
+            ]
+            value = tuple(value) if isinstance(value, list) else value
         options: dict[str, Any] = {"metadata": {"help": about}}
         if name in tree:
             factory = value if section else functools.partial(copy.copy, value)
@@ -118,27 +221,75 @@ def _with_defaults(
     )
 
 
-def _mapping(arguments: list[str]) -> dict[str, Any]:
-    value = json.loads(arguments[0])
-    if not isinstance(value, dict):
-        raise ValueError(f"it must be a JSON object, got {arguments[0]}")
-    return value
+def _hint(value: Any) -> str:
+    """Return what --help says of a default; the text explains that there is none."""
+    if value in (None, "") or (not value and isinstance(value, list | tuple | dict)):
+        return ""
+    if isinstance(value, bool):
+        value = str(value).lower()
+    elif isinstance(value, list | tuple):
+        value = " ".join(map(str, value))
+    return f"(default: {value})"
 
 
 _REGISTRY = tyro.constructors.ConstructorRegistry()
 
 
 @_REGISTRY.primitive_rule
-def _json(
+def _setting(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    """Read a mapping: --model.chat-template-kwargs '{"enable_thinking": false}'."""
-    if typing.get_origin(info.type) is not dict:
+    """Read a value as YAML has it (null, true, a number, {…}); the config checks its type."""
+    # Flags, sections and what may be repeated are tyro's.
+    append = tyro.conf.UseAppendAction in info.markers
+    if info.type is bool or dataclasses.is_dataclass(info.type) or append:
         return None
+    members = kinds(info.type)
+    lists = [typing.get_args(kind)[0] for kind in members if typing.get_origin(kind) is tuple]
+
+    def read(texts: list[str]) -> Any:
+        if len(texts) == 1:
+            one = _value(texts[0], members)
+            if not lists or one is None or str in members:
+                return one
+        return tuple(_value(text, kinds(lists[0])) for text in texts)
+
+    words = [_word(kind) for kind in members if kind is not type(None)]
     return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=_mapping,
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
+        nargs="*" if lists else 1,
+        metavar=f"[{_word(lists[0])} ...]" if lists else "|".join(words),
+        instance_from_str=read,
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
     )
+
+
+def _word(kind: Any) -> str:
+    if typing.get_origin(kind) is Literal:
+        return f"{{{','.join(map(str, typing.get_args(kind)))}}}"
+    return {bool: "{true,false}", str: "STR", int: "INT", float: "FLOAT"}.get(kind, "JSON")
+
+
+def _value(text: str, members: Sequence[Any]) -> Any:
+    """Return a text as a value of one of some types, or itself."""
+    if type(None) in members and text in ("null", "None"):
+        return None
+    if str in members:
+        return text
+    known = {
+        str(choice): choice
+        for member in members
+        if typing.get_origin(member) is Literal
+        for choice in typing.get_args(member)
+    }
+    if bool in members:
+        known |= {"true": True, "True": True, "false": False, "False": False}
+    if text in known:
+        return known[text]
+    readers: list[Callable[[str], Any]] = [int, float] if {int, float} & {*members} else []
+    if any(typing.get_origin(member) is dict for member in members):
+        readers.append(json.loads)
+    for read in readers:
+        with contextlib.suppress(ValueError):
+            return read(text)
+    return text

@@ -6,44 +6,20 @@ checks keys and types; the dataclasses check the rest.
 
 import dataclasses
 import functools
+import inspect
 import json
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nemorl.checks import closest
+from nemorl.runtime.config.spellings import LIBRARIES, VALUES, our_name, settings_in
 from nemorl.runtime.config.yaml_io import ConfigError, dump, read
 
 Config = TypeVar("Config")
-
-ALIASES = {
-    "ratio_clip_min": "loss.clip_low",
-    "ratio_clip_max": "loss.clip_high",
-    "loss.ratio_clip_min": "loss.clip_low",
-    "loss.ratio_clip_max": "loss.clip_high",
-    "loss.ratio_clip_c": "loss.dual_clip",
-    "learning_rate": "optimizer.lr",
-    "optimizer.learning_rate": "optimizer.lr",
-    "reference_policy_kl_penalty": "kl.coef",
-    "use_dynamic_sampling": "dynamic_sampling",
-    "max_num_epochs": "num_epochs",
-    "train_micro_batch_size": "trainer.train_micro_batch_size",
-    "max_total_sequence_length": "data.max_total_sequence_length",
-    "max_new_tokens": "generation.max_new_tokens",
-    "max_grad_norm": "optimizer.max_grad_norm",
-    "val_period": "run.val_period",
-    "val_at_start": "run.val_at_start",
-    "max_val_samples": "run.max_val_samples",
-    "save_period": "run.save_period",
-    "seed": "run.seed",
-    "output_dir": "run.dir",
-    "dir": "run.dir",
-    "precision": "parallel.param_dtype",
-}
-"""Other libraries' spellings in YAML files and `nemorl.train`."""
 
 
 def from_dict(cls: type[Config], mapping: Mapping[str, Any]) -> Config:
@@ -67,9 +43,38 @@ def load_config(cls: type[Config], path: str | Path) -> Config:
     return construct(cls, yaml_layer(cls, {}, path))
 
 
-def dump_yaml(config: Any) -> str:
-    """Return a config as YAML that `load_config` reads back as an equal one."""
-    return dump(to_dict(config))
+def dump_yaml(config: Any, *, comments: bool = False) -> str:
+    """Return a config as YAML that `load_config` reads back as an equal one; `comments` explain
+    every key.
+    """
+    return dump(to_dict(config), _comments(config) if comments else None)
+
+
+def _comments(config: Any, prefix: str = "") -> dict[str, str]:
+    found: dict[str, str] = {}
+    docs = field_docs(type(config))
+    for field, hint in fields_of(type(config)):
+        value, about = getattr(config, field.name), docs.get(field.name, "")
+        literals = [part for part in kinds(hint) if typing.get_origin(part) is typing.Literal]
+        choices = [each for part in literals for each in typing.get_args(part)]
+        if dataclasses.is_dataclass(value):
+            about, several = inspect.getdoc(value) or "", len(variants(hint)) > 1
+            choices = [*by_name(variants(hint))] if several else []
+            found |= _comments(value, f"{prefix}{field.name}.")
+        one_of = f"One of {', '.join(map(str, choices))}." if len(choices) > 1 else ""
+        found[f"{prefix}{field.name}"] = f"{about} {one_of}".strip()
+    return found
+
+
+def field_docs(cls: type) -> dict[str, str]:
+    """Return the docstring below each field of a dataclass, as one line."""
+    from docstring_parser import parse_from_object
+
+    return {
+        field.arg_name: " ".join((field.description or "").split())
+        for base in reversed(cls.__mro__[:-1])
+        for field in parse_from_object(base).params
+    }
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -112,7 +117,7 @@ def layer(cls: type, tree: Mapping[str, Any], mapping: Mapping[str, Any]) -> dic
 
     Only keys and types are checked: a later layer may change the rest.
     """
-    merged = merge(tree or defaults(cls), _without_aliases(cls, mapping))
+    merged = merge(tree or defaults(cls), mapping)
     if mapping:
         _validated(cls, merged, ignored=("value_error", "missing"))
     return merged
@@ -125,8 +130,7 @@ def yaml_layer(cls: type, tree: Mapping[str, Any], path: str | Path) -> dict[str
     try:
         return layer(cls, tree, mapping)
     except ConfigError as error:
-        spelled = [alias for alias in lines if ALIASES.get(alias) == error.key]
-        line = "".join(f", line {lines[key]}" for key in [error.key, *spelled] if key in lines)
+        line = f", line {lines[error.key]}" if error.key in lines else ""
         raise ConfigError(f"{path}{line}: {error}", error.key) from None
 
 
@@ -141,10 +145,15 @@ def fields_of(cls: type) -> list[tuple[dataclasses.Field[Any], Any]]:
     return [(field, hints[field.name]) for field in dataclasses.fields(cls)]
 
 
+def kinds(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type alone."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if union else (hint,)
+
+
 def variants(hint: Any) -> tuple[type, ...]:
     """Return the dataclasses that a field may hold: several for a union, none for a value."""
-    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    members = typing.get_args(hint) if union else (hint,)
+    members = kinds(hint)
     return members if all(map(dataclasses.is_dataclass, members)) else ()
 
 
@@ -160,22 +169,32 @@ def unions(cls: type) -> dict[str, dict[str, type]]:
 
 
 def dotted_keys(cls: type) -> dict[str, bool]:
-    """Return every key of a config and the aliases: True for our own spelling.
+    """Return every key of a config, and the names that other libraries have for one: True for our
+    own.
 
     >>> from nemorl.runtime.config.sft import SFTConfig
     >>> dotted_keys(SFTConfig)["optimizer.lr"], dotted_keys(SFTConfig)["learning_rate"]
     (True, False)
     """
-    own = dict.fromkeys(_keys(cls), True)
-    return {alias: False for alias, target in ALIASES.items() if target in own} | own
+    own = leaves(cls)
+    theirs = (
+        name
+        for table in LIBRARIES.values()
+        for name, ours in table.items()
+        if own.keys() & settings_in(ours)
+    )
+    return dict.fromkeys(theirs, False) | dict.fromkeys(own, True)
 
 
-def _keys(cls: type, prefix: str = "") -> Iterator[str]:
+def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every setting by its dotted key, those of all variants among them."""
+    found: dict[str, Any] = {}
     for field, hint in fields_of(cls):
         if not variants(hint):
-            yield prefix + field.name
+            found[prefix + field.name] = hint
         for variant in variants(hint):
-            yield from _keys(variant, f"{prefix}{field.name}.")
+            found |= leaves(variant, f"{prefix}{field.name}.")
+    return found
 
 
 def defaults(cls: type) -> dict[str, Any]:
@@ -188,29 +207,6 @@ def defaults(cls: type) -> dict[str, Any]:
             value = field.default_factory()
             found[field.name] = to_dict(value) if dataclasses.is_dataclass(value) else value
     return found
-
-
-def _without_aliases(cls: type, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `mapping` in our own spelling."""
-    result = {
-        key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()
-    }
-    known = dotted_keys(cls)
-    for alias, target in ALIASES.items():
-        place, _, name = alias.rpartition(".")
-        source = result.get(place) if place else result
-        if known.get(alias, True) or not isinstance(source, dict) or name not in source:
-            continue
-        section, _, ours = target.rpartition(".")
-        target_section = result
-        if section:
-            given = result.get(section) or {}
-            target_section = given if isinstance(given, dict) else {"name": given}
-            result[section] = target_section
-        if ours in target_section:
-            raise ConfigError(f"{alias} and {target} are the same setting: keep one", alias)
-        target_section[ours] = source.pop(name)
-    return result
 
 
 @functools.cache
@@ -258,7 +254,7 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
         names = (context.get("expected") or context["expected_tags"]).replace(" or ", ", ")
         names = names.replace("'", "").split(", ")
         message = f"must be one of {', '.join(names)}, but it is {value!r}"
-        message += closest(str(value), names)
+        message += closest(str(VALUES.get(str(value), value)), names)
     elif variants(hint):
         message = f"must be a section, but it is {value!r}: write its keys below it, indented"
     else:
@@ -281,12 +277,13 @@ def _remedy(kind: str, value: Any) -> str:
 def _unknown_key(cls: type, owner: type, key: str) -> ConfigError:
     section, _, name = key.rpartition(".")
     prefix = f"{section}." if section else ""
-    names = [field.name for field in dataclasses.fields(owner)]
-    elsewhere = dict.fromkeys(each for each in _keys(cls) if each.rpartition(".")[2] == name)
-    elsewhere.pop(key, None)
+    names, keys = [field.name for field in dataclasses.fields(owner)], leaves(cls)
+    elsewhere = [each for each in keys if each.rpartition(".")[2] == name and each != key]
     hint = closest(key, [prefix + each for each in names]) or ";"
     if elsewhere:
         hint = f"; did you mean {' or '.join(elsewhere)}?"
+    elif found := our_name(key, keys):
+        return ConfigError(f"unknown key {key}: {found[1]}", key)
     of = " ".join(filter(None, [section, defaults(owner).get("name")]))
     listed = f"keys{f' of {of}' if of else ''}: {', '.join(names)}"
     return ConfigError(f"unknown key {key}{hint} {listed}", key)

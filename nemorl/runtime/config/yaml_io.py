@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -20,13 +21,28 @@ class ConfigError(ValueError):
         self.key = key
 
 
-def dump(mapping: Mapping[str, Any], indent: str = "") -> str:
-    """Return nested plain values as YAML that parsers of versions 1.1 and 1.2 read alike."""
-    text = ""
+def dump(
+    mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None, prefix: str = ""
+) -> str:
+    """Return nested plain values as YAML that parsers of versions 1.1 and 1.2 read alike, with
+    comments above their dotted keys.
+    """
+    text, indent = "", "  " * prefix.count(".")
     for key, value in mapping.items():
         nested = isinstance(value, Mapping) and value
+        if comment := (comments or {}).get(f"{prefix}{key}"):
+            above = "\n" if nested and text else ""
+            text += above + fill(
+                comment,
+                100,
+                initial_indent=f"{indent}# ",
+                subsequent_indent=f"{indent}# ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            text += "\n"
         text += f"{indent}{key}:" + ("\n" if nested else f" {_inline(value)}\n")
-        text += dump(value, indent + "  ") if nested else ""
+        text += dump(value, comments, f"{prefix}{key}.") if nested else ""
     return text
 
 

@@ -1,6 +1,7 @@
 """On which devices a run trains, checked against model and machine before anything starts."""
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +9,14 @@ from typing import Any
 from nemorl.checks import refuse_unused, require
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
-from nemorl.runtime.ranks.environment import torchrun_size
+from nemorl.runtime.ranks.environment import is_follower, torchrun_size
+
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32); importing it takes
+seconds.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +36,8 @@ class Devices:
     restarted: bool = False
     """Whether it has started them again after a failure."""
     on_gpus: bool = False
+    vllm_on_cpu: bool = False
+    """Whether vLLM samples on this machine, which has no GPU."""
 
     @classmethod
     def of(
@@ -64,14 +73,18 @@ class Devices:
             None,
             "add --run.dir",
         )
-        if ranked and not torchrun and not on_cluster:
-            check_size(num_ranks, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
+        if ranked and not on_cluster and (on_gpus or not torchrun):
+            here = int(environ.get("LOCAL_WORLD_SIZE", 1)) if torchrun else num_ranks
+            check_size(here, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
+        for doubt in () if is_follower(environ) else config.doubts():
+            warnings.warn(doubt, stacklevel=3)
         return cls(
             plan=plan,
             ranked=ranked,
             torchrun=torchrun,
             restarted=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
             on_gpus=on_gpus,
+            vllm_on_cpu=samples_with_vllm_on_cpu(config.generation, environ, num_gpus=gpus),
         )
 
     @property
@@ -88,6 +101,8 @@ class Devices:
         needed = ("num_attention_heads", "intermediate_size", "vocab_size")
         if config is not None and all(hasattr(config, name) for name in needed):
             self.plan.check(config)
+        if self.vllm_on_cpu:
+            check_heads(config)
 
     def check_given(self, model: Any) -> None:
         """Raise ValueError for a model in memory where ranks have to load their parts of it."""
@@ -162,6 +177,36 @@ def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
             num_ranks,
             "lower a degree, use more machines (torchrun, or RAY_ADDRESS), or --trainer.device cpu",
         )
+    elif num_ranks * cpus_per_rank > cores:
+        warnings.warn(
+            f"parallel asks for {num_ranks} ranks on the {cores} CPU cores that this machine has:"
+            " they take turns; lower a degree",
+            stacklevel=4,
+        )
+
+
+def samples_with_vllm_on_cpu(
+    config: GenerationConfig,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    num_gpus: int | None = None,
+) -> bool:
+    """Return whether vLLM samples on this machine, which has no GPU."""
+    here = config.backend == "vllm" and not environ.get("RAY_ADDRESS")
+    return here and (_num_gpus() if num_gpus is None else num_gpus) == 0
+
+
+def check_heads(model: Any) -> None:
+    """Raise ValueError if vLLM can't compute attention on CPUs for a model's configuration."""
+    heads = getattr(model, "num_attention_heads", None)
+    size = getattr(model, "head_dim", None) or (heads and model.hidden_size // heads)
+    require(
+        size is None or size in VLLM_CPU_HEADS,
+        "generation.backend",
+        f"must be torch on CPUs for a model with attention heads of {size} dimensions",
+        "vllm",
+        f"vLLM has kernels for {', '.join(map(str, VLLM_CPU_HEADS))}",
+    )
 
 
 def _num_gpus() -> int:

@@ -106,10 +106,10 @@ def test_overrides_that_can_not_be(overrides: dict, message: str):
 def test_overrides():
     config = make_config(
         "grpo",
-        learning_rate=1e-4,
+        lr=1e-4,
         loss={"name": "gspo", "clip_low": 0.1},
         data=nemorl.DataConfig(prompt_column="q"),
-        output_dir=Path("there"),
+        run__dir=Path("there"),
         stop_strings=("\n",),
         reward=["exact_match", "contains_answer"],
         reward_weights=(1.0, 0.5),
@@ -126,6 +126,8 @@ def test_overrides():
         (1.0, 0.5),
     )
     assert make_config("sft", num_epochs=3) == nemorl.SFTConfig(num_epochs=3)
+    with pytest.raises(ValueError, match=r"TRL's learning_rate is optimizer\.lr here"):
+        make_config("grpo", learning_rate=1e-4)
     with pytest.raises(ValueError, match="preset is for grpo"):
         make_config("sft", preset="dapo")
     with pytest.raises(

@@ -25,10 +25,16 @@ from nemorl import (
     SFTConfig,
 )
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.cli.settings import EvalConfig, GenerateConfig, ReportConfig
-from nemorl.runtime.config.flags import field_docs
+from nemorl.runtime.cli.settings import (
+    FOR_TRAINING,
+    AnswerConfig,
+    EvalConfig,
+    GenerateConfig,
+    ReportConfig,
+)
 from nemorl.runtime.config.tree import (
     dump_yaml,
+    field_docs,
     fields_of,
     from_dict,
     load_config,
@@ -73,8 +79,7 @@ def flags(cls: type, prefix: str = "") -> Iterator[tuple[type, dataclasses.Field
     """Every leaf of a config with its flag."""
     for field, hint in fields_of(cls):
         for member in variants(hint):
-            flat = issubclass(cls, EvalConfig | GenerateConfig)
-            yield from flags(member, "" if flat else f"{prefix}{field.name}.")
+            yield from flags(member, f"{prefix}{field.name}.")
         if not variants(hint):
             yield cls, field, "--" + (prefix + field.name).replace("_", "-"), hint is bool
 
@@ -90,7 +95,7 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
     ] or [[]]
     texts = []
     for choice in choices:
-        assert cli.main([command, *choice, "--help"]) == 0
+        assert cli.main([command, *choice, "--help", "all"]) == 0
         texts.append(capsys.readouterr().out)
     text = "\n".join(texts)
     assert (
@@ -104,6 +109,9 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
             assert re.search(rf"{flag.removesuffix('.name')} \{{.*{field.default}.*\}}", text), flag
             continue
         positional = field.name == "run" and issubclass(owner, ReportConfig)
+        if issubclass(cls, AnswerConfig) and field.name in FOR_TRAINING:
+            assert flag not in text
+            continue
         assert positional or re.search(rf"{re.escape(flag)}[ ,=]", text), flag
         if is_bool:
             head, _, tail = flag[2:].rpartition(".")
@@ -130,6 +138,42 @@ def test_help_shows_defaults_and_the_selectors(capsys):
     assert all(f"{name}: " in text for name in ("dapo", "dr_grpo", "reinforce_plus_plus"))
     assert cli.main(["grpo", "--help", "--preset", "dapo"]) == 0
     assert "(default: 0.28)" in capsys.readouterr().out
+
+
+def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def shown(*args: str) -> list[str]:
+        assert cli.main(args) == 0
+        said = capsys.readouterr()
+        assert said.err == ""
+        return re.findall(r"^\W*?(--\w[\w.-]*)", said.out, re.MULTILINE)
+
+    usual = shown("grpo", "--help")
+    assert 18 <= len(usual) - len(["config", "preset", "print-config"]) <= 22
+    assert {"--optimizer.lr", "--num-prompts-per-step", "--run.dir"} <= {*usual}
+    assert "--optimizer.beta1" not in usual and "--reward-weights" not in usual
+    optimizer = shown("grpo", "--help", "optimizer")
+    assert len(optimizer) == 10 and all(flag.startswith("--optimizer.") for flag in optimizer)
+    assert "--reduction" in shown("grpo", "--help", "grpo")
+    assert len(shown("grpo", "--help", "all")) > 130
+    for args in (["--help"], ["--help", "loss"]):
+        own = shown("grpo", "--loss", "gspo", *args)
+        assert "--loss.token-gradient" in own and "--loss.dual-clip" not in own
+    assert "--temperature" not in shown("eval", "--help")
+    assert "--generation.temperature" in shown("eval", "--help")
+    assert "--tp" in shown("plan", "--help")
+
+
+def test_help_says_each_default_once(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    for command in [*ALGORITHMS, *cli.COMMANDS]:
+        cli.main([command, "--help", "all"])
+        said = capsys.readouterr().out
+        assert not re.search(r"default: (None|''|True|False)?\)|\{None\}|\{\[|\]\}", said)
+        assert not re.search(r"Default: .*\(default: ", said)
+    for args in (["data"], ["data", "--help"]):
+        assert cli.main(args) == 0 and "data inspect  Show training" in capsys.readouterr().out
 
 
 def test_top_help_teaches(capsys):
@@ -236,6 +280,63 @@ def test_spellings_of_flags():
     ).generation == GenerationConfig(stop_strings=("\n", "END"), stop_token_ids=(1, 2))
 
 
+def test_a_setting_by_its_last_name():
+    config = grpo("--lr", "3e-6", "--max_new_tokens=16", "--resume=true", "--no-shuffle", *DIR)
+    assert (config.optimizer.lr, config.generation.max_new_tokens) == (3e-6, 16)
+    assert (config.run.resume, config.data.shuffle) == (True, False)
+    assert grpo("--run.resume", "false").run.resume is False
+    assert grpo("--shuffle=False").data.shuffle is False
+    assert grpo("--data.no-shuffle=false").data.shuffle is True
+    assert grpo("--clip-low", "0.1").loss == ClippedLoss(clip_low=0.1)
+    assert grpo("--loss.name", "gspo", "--token-gradient").loss == GSPOLoss(token_gradient=True)
+    with pytest.raises(ValueError, match=r"--loss\.token-gradient is no setting of loss clipped"):
+        grpo("--token-gradient")
+    assert grpo("--max-grad-norm", "null", "--gap.stop", "null").optimizer.max_grad_norm is None
+    assert grpo("--reward", "a", "b", "--stop", "1.5").reward == ("a", "b")
+    assert grpo("--data", "e", "--model", "n", "--run", "r").data.train == "e"
+    assert cli.parse("dpo", ["--model", "m", "--beta", "0.3"]).loss.beta == 0.3
+
+
+def test_a_setting_has_its_flag_in_every_command():
+    args = ["--model.path", "m", "--data.prompt-column", "q", "--run.seed", "3", "--device", "cpu"]
+    lengths = ["--generation.max-new-tokens", "9", "--temperature", "0.5", "--param-dtype"]
+    given: list[str] = [*args, *lengths, "bfloat16"]
+    config = cli.parse("eval", [*given, "--data.validation", "d", "--max-val-samples", "5"])
+    assert (config.model, config.data, config.prompt_column, config.seed) == ("m", "d", "q", 3)
+    assert (config.device, config.param_dtype, config.max_rows) == ("cpu", "bfloat16", 5)
+    assert (config.generation.max_new_tokens, config.generation.temperature) == (9, 0.5)
+    trained = cli.parse("grpo", given)
+    assert (trained.model.path, trained.data.prompt_column, trained.run.seed) == ("m", "q", 3)
+    assert (trained.trainer.device, trained.parallel.param_dtype) == ("cpu", "bfloat16")
+    template = ["--chat", "--model.chat-template", "t", "--prompt", "model.path=x", "--chat=true"]
+    answer = cli.parse("generate", ["--model", "m", *template])
+    assert (answer.chat_template, answer.prompt) == ("t", ("model.path=x",))
+    exported = cli.parse("export", ["--run.dir", "r", "--output", "o", "--lora.export", "adapter"])
+    assert (exported.run, exported.lora) == ("r", "adapter")
+    for name in (["r"], ["--run", "r"], ["--run.dir=r"]):
+        assert cli.parse("report", name).run == "r"
+    plan = cli.parse("plan", ["--model.path", "m", "--gpus", "8", "--parallel.tp", "2"])
+    assert (plan.model, plan.tp) == ("m", 2)
+    inspected = cli.parse("data inspect", ["--model", "m", "--data", "d", "--rows", "2"])
+    assert (inspected.model.path, inspected.data.train, inspected.rows) == ("m", "d", 2)
+
+
+def test_an_error_names_the_setting_as_this_command_does(launched, tmp_path: Path, capsys):
+    launched.result = ValueError("model.path must be a folder, but 'nope' is none")
+    assert "error: model must be a folder" in refused(capsys, "eval", *NEEDED["eval"])
+    assert "error: model.path must be a folder" in refused(capsys, "grpo", *NEEDED["grpo"])
+    assert "error: run must be the folder of a run" in refused(capsys, "report", str(tmp_path))
+
+
+def test_the_later_of_several_configs_wins(tmp_path: Path):
+    first, second = tmp_path / "a.yaml", tmp_path / "b.yaml"
+    first.write_text("optimizer: {lr: 1e-6, eps: 1e-9}\n")
+    second.write_text("optimizer: {lr: 2e-6}\n")
+    with pytest.warns(UserWarning, match=r"of several --config the later wins: .*a\.yaml <.*b\."):
+        config = grpo("--config", str(first), "--config", str(second))
+    assert (config.optimizer.lr, config.optimizer.eps) == (2e-6, 1e-9)
+
+
 def test_unions(tmp_path: Path):
     assert grpo("--loss", "gspo").loss == GSPOLoss()
     assert grpo("--loss.clip-low", "0.1", "--loss=gspo", "--loss.token-gradient").loss == GSPOLoss(
@@ -305,19 +406,18 @@ def test_print_config_round_trips(args: list[str], tmp_path: Path, capsys):
     path.write_text(printed)
     config = cli.parse(command, rest)
     assert cli.parse(command, ["--config", str(path)]) == config == load_config(type(config), path)
-    assert dump_yaml(config) == printed
+    assert dump_yaml(config, comments=True) == printed
 
 
 def test_print_config_needs_neither_model_nor_data(capsys):
     assert cli.main(["grpo", "--print-config"]) == 0
-    assert capsys.readouterr().out == dump_yaml(GRPOConfig())
+    assert capsys.readouterr().out == dump_yaml(GRPOConfig(), comments=True)
 
 
 # Errors
 
 BAD = [
     (["grpo", "--optimizer.lrr", "3"], "Perhaps you meant: --optimizer.lr FLOAT"),
-    (["grpo", "--lr", "3"], "Perhaps you meant: --optimizer.lr FLOAT"),
     (
         ["grpo", "--loss", "clipped", "--loss.no-token-gradient"],
         ("is no setting of loss clipped: it belongs to gspo; add --loss gspo"),
@@ -327,8 +427,55 @@ BAD = [
         "it belongs to reinforce_plus_plus; add --advantage reinforce_plus_plus",
     ),
     (["grpo", "--loss"], "Missing value for argument '--loss'"),
-    (["sft", "--preset", "dapo"], "Unrecognized options: --preset, dapo"),
-    (["grpo", "--advantage.baseline", "mean"], "invalid choice 'mean'"),
+    (["sft", "--preset", "dapo"], "preset is for grpo, but it is 'dapo': remove it"),
+    (
+        ["grpo", "--advantage.baseline", "mean"],
+        "advantage.baseline must be one of group_mean, leave_one_out",
+    ),
+    (["grpo", "--param-dtype", "bf16"], "but it is 'bf16'; did you mean bfloat16?"),
+    (["grpo", "--max-num-steps", "abc"], "max_num_steps must be a valid integer, but it is 'abc'"),
+    (["grpo", "--max-num-steps", "1.5"], "max_num_steps must be a valid integer, but it is 1.5"),
+    (["grpo", "--lr", "high"], "optimizer.lr must be a valid number, but it is 'high'"),
+    (["grpo", "--reward-weights", "1", "x"], "reward_weights must be a valid number"),
+    (["grpo", "--chat-template-kwargs", "[1]"], "chat_template_kwargs must be a mapping"),
+    (["grpo", "--run.resume=maybe"], "run.resume must be true or false, but it is 'maybe'"),
+    (
+        ["grpo", "--learning-rate", "3"],
+        "unknown setting --learning-rate: TRL's learning_rate is optimizer.lr here; write"
+        " --optimizer.lr",
+    ),
+    (["grpo", "--beta=0.1"], "TRL's beta is kl.coef (DPO: loss.beta) here; write --kl.coef"),
+    (["grpo", "--output_dir", "o"], "TRL's output_dir is run.dir here; write --run.dir"),
+    (
+        ["grpo", "actor_rollout_ref.rollout.n=5"],
+        "is num_generations_per_prompt here; write --num-generations-per-prompt 5",
+    ),
+    (["grpo", "optimizer.lr=3"], "unknown setting optimizer.lr: write --optimizer.lr 3"),
+    (["grpo", "++optimizer.lr=3"], "unknown setting ++optimizer.lr: write --optimizer.lr 3"),
+    (["grpo", "--importance-sampling-level", "sequence"], "is loss.name (gspo) here; write --loss"),
+    (
+        ["grpo", "--backend", "vllm"],
+        "unknown setting --backend: write --trainer.backend or --generation.backend",
+    ),
+    (["grpo", "--help", "optimiser"], "--help has no section 'optimiser'; did you mean optimizer?"),
+    (
+        ["grpo", "--model", "m", "--data", "nothere.jsonl"],
+        "data.train must name a file that there is, but it is 'nothere.jsonl': check the path",
+    ),
+    (
+        ["eval", "--model", "m", "--data", "nothere.jsonl"],
+        "error: data must name a file that there is, but it is 'nothere.jsonl': check the path",
+    ),
+    (
+        ["eval", *NEEDED["eval"], "--backend", "vllm", "--no-colocated"],
+        "generation.colocated is for training, but it is False: remove it",
+    ),
+    (["--import"], "--import must name a module: nemorl --import MODULE COMMAND"),
+    (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
+    (
+        ["data", "inspekt"],
+        "unknown command 'data inspekt'; did you mean data inspect? Commands: da",
+    ),
     (
         ["grpo", "--kl.coef", "-1"],
         "nemorl grpo: error: kl.coef must be at least 0, but it is -1.0: use 0 or more",
@@ -400,6 +547,8 @@ def test_eval(launched, tmp_path: Path, capsys):
         "num_rows": 10,
         "answers": answers,
     }
+    data = tmp_path / "d.jsonl"
+    data.write_text("{}")
     output = tmp_path / "new" / "answers.jsonl"
     assert (
         cli.main(
@@ -408,7 +557,7 @@ def test_eval(launched, tmp_path: Path, capsys):
                 "--model",
                 "m",
                 "--data",
-                "d.jsonl",
+                str(data),
                 "--output",
                 str(output),
                 "--max-new-tokens",
@@ -419,7 +568,7 @@ def test_eval(launched, tmp_path: Path, capsys):
     )
     assert launched.config == EvalConfig(
         model="m",
-        data="d.jsonl",
+        data=str(data),
         output=str(output),
         generation=GenerationConfig(temperature=0.0, max_new_tokens=16),
     )

@@ -182,7 +182,7 @@ def test_precision_is_the_engines(workplace: Path, capsys):
     ]
     answers = []
     for precision in ("float32", "bfloat16"):
-        assert main([*command, "--precision", precision]) == 0
+        assert main([*command, "--param-dtype", precision]) == 0
         answers.append(json.loads(capsys.readouterr().out))
     assert answers[0]["response"] == answers[1]["response"]
     assert 0 < abs(answers[0]["logprob"] - answers[1]["logprob"]) < 0.1

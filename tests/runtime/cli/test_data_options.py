@@ -240,7 +240,7 @@ def test_template_arguments_in_yaml_and_flags(tmp_path: Path):
     with pytest.raises(ValueError, match=r"chat_template_kwargs must be a mapping, but it is 'x'"):
         from_dict(nemorl.SFTConfig, {"model": {"chat_template_kwargs": "x"}})
     for wrong in ("{", "[1]"):
-        with pytest.raises(SystemExit):
+        with pytest.raises(ValueError, match=r"chat_template_kwargs must be a mapping, but it is"):
             cli.parse("sft", [*flags[:-1], wrong])
 
 

@@ -191,7 +191,10 @@ def test_the_command(tmp_path: Path, capsys):
     ("args", "message"),
     [
         (["--data.train", "rows.jsonl"], "model.path must be given"),
-        (["--model.path", "m", "--data.train", "missing.jsonl"], "no file 'missing.jsonl'"),
+        (
+            ["--model.path", "m", "--data.train", "missing.jsonl"],
+            "data.train must name a file that there is",
+        ),
         (["--model.path", "m", "--data.train", "d", "--rows", "-1"], "rows must be at least 0"),
     ],
 )

@@ -10,6 +10,8 @@ import yaml
 from nemorl import (
     CISPOLoss,
     ClippedLoss,
+    DPOConfig,
+    DPOLoss,
     EvalConfig,
     ExportConfig,
     GenerateConfig,
@@ -27,7 +29,8 @@ from nemorl import (
     SFTConfig,
     TrainerConfig,
 )
-from nemorl.runtime.config.tree import ALIASES, dump_yaml, from_dict, load_config, merge, to_dict
+from nemorl.runtime.config.spellings import LIBRARIES, settings_in
+from nemorl.runtime.config.tree import dump_yaml, from_dict, leaves, load_config, merge, to_dict
 
 CONFIGS: list[Any] = [
     SFTConfig(),
@@ -68,6 +71,17 @@ def test_round_trips(config: Any, tmp_path: Path):
     assert load_config(type(config), path) == config
     plain = json.loads(json.dumps(to_dict(config)))
     assert yaml.safe_load(dump_yaml(config)) == plain  # readable by any YAML parser, too
+    commented = dump_yaml(config, comments=True)
+    assert yaml.safe_load(commented) == plain
+    assert all(len(line) <= 100 for line in commented.splitlines() if "#" in line)
+
+
+def test_comments_explain_each_key():
+    lines = dump_yaml(GRPOConfig(loss=GSPOLoss()), comments=True).splitlines()
+    assert lines[lines.index("  lr: 1.0e-05") - 1] == "  # Peak learning rate."
+    text = " ".join(line.strip("# ") for line in lines)
+    assert "One of clipped, gspo, cispo, reinforce. loss: name: gspo" in text
+    assert "at the last step. One of constant, linear, cosine. schedule: constant" in text
 
 
 def test_empty_is_the_default(tmp_path: Path):
@@ -184,22 +198,18 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         r"advantage\.kl_coef must be at least 0",
     ),
     ({"advantage": {"name": "group", "ddof": 4}}, r"advantage\.ddof must be one of 0, 1"),
+    ({"val_period": 5}, r"did you mean run\.val_period\?"),
+    ({"run": {"val_period": "5"}}, r"run\.val_period must be a valid integer, but it is '5'"),
+    ({"learning_rate": 1e-6}, r"learning_rate: TRL's learning_rate is optimizer\.lr here$"),
+    ({"beta": 0.1}, r"unknown key beta: TRL's beta is kl\.coef \(DPO: loss\.beta\) here$"),
     (
-        {"ratio_clip_min": 0.1, "loss": {"clip_low": 0.1}},
-        r"ratio_clip_min and loss\.clip_low are the same setting",
+        {"loss": {"ratio_clip_min": 0.1}},
+        r"NeMo RL's loss_fn\.ratio_clip_min is loss\.clip_low here$",
     ),
-    ({"ratio_clip_min": 0.1, "loss": {"ratio_clip_min": 0.1}}, r"are the same setting"),
+    ({"loss_fn": {"ratio_clip_min": 0.1}}, r"unknown key loss_fn; did you mean loss\?"),
     (
-        {"val_period": 5, "run": {"val_period": 5}},
-        r"val_period and run\.val_period are the same setting",
-    ),
-    (
-        {"loss": "reinforce", "ratio_clip_min": 0.1},
-        r"unknown key loss\.clip_low",
-    ),
-    (
-        {"val_period": "5"},
-        r"run\.val_period must be a valid integer, but it is '5'",
+        {"parallel": {"param_dtype": "bf16"}},
+        r"parallel\.param_dtype must be one of float32, bfloat16, .*did you mean bfloat16\?",
     ),
 ]
 
@@ -215,54 +225,25 @@ def test_missing_required_key():
         from_dict(EvalConfig, {"model": "m"})
 
 
-def test_aliases():
-    config = from_dict(
-        GRPOConfig,
-        {
-            "ratio_clip_min": 0.1,
-            "loss": {"ratio_clip_max": 0.3, "ratio_clip_c": 3.0},
-            "train_micro_batch_size": 2,
-            "max_total_sequence_length": 512,
-            "val_period": 5,
-            "seed": 3,
-            "reference_policy_kl_penalty": 0.01,
-            "use_dynamic_sampling": True,
-            "learning_rate": 1e-6,
-        },
-    )
-    assert config.loss == ClippedLoss(clip_low=0.1, clip_high=0.3, dual_clip=3.0)
-    assert (
-        config.trainer.train_micro_batch_size,
-        config.data.max_total_sequence_length,
-        config.run.val_period,
-        config.run.seed,
-    ) == (2, 512, 5, 3)
-    assert (config.kl.coef, config.dynamic_sampling, config.optimizer.lr) == (0.01, True, 1e-6)
-    assert from_dict(GRPOConfig, {"loss": "gspo", "ratio_clip_min": 0.1}).loss == GSPOLoss(
-        clip_low=0.1
-    )
-    assert from_dict(SFTConfig, {"max_num_epochs": 3, "val_period": 5}).num_epochs == 3
-    assert (
-        from_dict(EvalConfig, {"model": "m", "data": "d", "seed": 3}).seed == 3
-    )  # our own key is not taken for an alias
-    with pytest.raises(ValueError, match="unknown key ratio_clip_min"):
+def test_names_of_other_libraries_name_settings_that_there_are():
+    known = {key: None for cls in (GRPOConfig, SFTConfig, DPOConfig) for key in leaves(cls)}
+    for table in LIBRARIES.values():
+        for theirs, ours in table.items():
+            assert settings_in(ours)[0] in known, theirs
+            assert theirs not in known, theirs
+
+
+def test_our_own_key_is_not_taken_for_another_librarys():
+    assert from_dict(EvalConfig, {"model": "m", "data": "d", "seed": 3}).seed == 3
+    assert from_dict(DPOConfig, {"loss": {"beta": 0.3}}).loss == DPOLoss(beta=0.3)
+    with pytest.raises(ValueError, match=r"did you mean loss\.beta\?"):
+        from_dict(DPOConfig, {"beta": 0.1})
+    with pytest.raises(ValueError, match="unknown key ratio_clip_min; keys"):
         from_dict(SFTConfig, {"ratio_clip_min": 0.1})
 
 
-def test_every_alias_means_a_key_of_some_config():
-    def keys(tree: dict[str, Any], prefix: str = "") -> set[str]:
-        nested = (
-            keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key}
-            for key, value in tree.items()
-        )
-        return set().union(*nested)
-
-    known = keys(to_dict(GRPOConfig())) | keys(to_dict(SFTConfig()))
-    assert set(ALIASES.values()) <= known and not set(ALIASES) & known
-
-
 def test_mapping_is_not_changed():
-    mapping = {"loss": {"ratio_clip_min": 0.1}, "val_period": 3, "run": {"seed": 1}}
+    mapping = {"loss": {"clip_low": 0.1}, "run": {"seed": 1}}
     copy = yaml.safe_load(yaml.safe_dump(mapping))
     from_dict(GRPOConfig, mapping)
     assert mapping == copy
@@ -286,7 +267,7 @@ def test_merge():
 
 
 FILES = [
-    ("loss: reinforce\nratio_clip_min: 0.1\n", r"line 2: unknown key loss\.clip_low"),
+    ("loss: reinforce\nratio_clip_min: 0.1\n", r"line 2: .*ratio_clip_min is loss\.clip_low here"),
     ("\n3: 4\n", r"line 2: unknown key 3; keys: "),
     ("off: 4\n", r"line 1: unknown key off"),
     ("a: 1\n---\nb: 1\n", r"not valid YAML"),

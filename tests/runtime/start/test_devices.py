@@ -1,5 +1,6 @@
 """On which devices a run trains, and what is refused before anything starts."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 import nemorl
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.start.devices import Devices
+from nemorl.runtime.start.devices import VLLM_CPU_HEADS, Devices
 from tests.tiny_models import tiny_model
 
 TORCHRUN = {
@@ -211,3 +212,48 @@ def test_a_restart_by_torchrun_is_seen():
     environ = {**TORCHRUN, "TORCHELASTIC_MAX_RESTARTS": "3"}
     assert not Devices.of(given, environ, num_gpus=0).restarted
     assert Devices.of(given, {**environ, "TORCHELASTIC_RESTART_COUNT": "1"}, num_gpus=0).restarted
+
+
+def test_vllm_on_cpus_has_kernels_for_some_heads_only():
+    sampled = nemorl.GRPOConfig(generation=nemorl.GenerationConfig(backend="vllm"))
+    eight, wide = tiny_model().config, tiny_model(hidden_size=128, head_dim=32).config
+    found = Devices.of(sampled, {}, num_gpus=0)
+    with pytest.raises(ValueError, match=r"must be torch on CPUs for a model with .* of 8 dimens"):
+        found.check_model(eight)
+    found.check_model(wide)
+    for environ, gpus in (({}, 1), ({"RAY_ADDRESS": "auto"}, 0)):
+        Devices.of(sampled, environ, num_gpus=gpus).check_model(eight)
+    Devices.of(config(), {}, num_gpus=0).check_model(eight)
+
+
+def test_vllms_kernels_are_as_written_here():
+    attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
+    assert tuple(attention.CPUAttentionBackend.get_supported_head_sizes()) == VLLM_CPU_HEADS
+
+
+def test_more_ranks_than_devices_are_known_at_once():
+    with pytest.raises(ValueError, match=r"parallel must ask for at most the 1 GPUs .* it is 2"):
+        Devices.of(config(), TORCHRUN, num_gpus=1)
+    Devices.of(config(), TORCHRUN, num_gpus=2)
+    with pytest.warns(UserWarning, match=r"parallel asks for 4096 ranks on the \d+ CPU cores"):
+        Devices.of(config(plan={"dp_shard": 4096}), {}, num_gpus=0)
+
+
+@pytest.mark.parametrize(
+    "lr, message",
+    [
+        (1e6, r"optimizer.lr is 1e\+06, about what each step adds to every weight"),
+        (1e-12, "optimizer.lr is 1e-12, too little to change a float32 weight"),
+    ],
+)
+def test_an_absurd_learning_rate_is_said_at_once(lr: float, message: str):
+    with pytest.warns(UserWarning, match=message):
+        Devices.of(config(optimizer=nemorl.OptimizerConfig(lr=lr)), {}, num_gpus=0)
+
+
+def test_usual_settings_raise_no_doubt():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Devices.of(config(optimizer=nemorl.OptimizerConfig(lr=1e-3)), {}, num_gpus=0)
+    with pytest.raises(ValueError, match=r"optimizer\.min_lr_ratio is for a schedule that decays"):
+        config(optimizer=nemorl.OptimizerConfig(min_lr_ratio=0.1))

@@ -26,8 +26,8 @@ from nemorl.runtime.algorithms.common import (
     ready_generator,
     row_order,
     samples_of,
-    spread,
     tokenised_prompts,
+    whole_groups,
     worst_tokens,
 )
 from nemorl.runtime.algorithms.policy_loss import (
@@ -181,15 +181,17 @@ def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Ten
 
 
 def compared_samples(run: Run, rollouts: Rollouts, batch: TokenBatch) -> Samples:
-    """Return responses for the sample log with the trainer's logprobs before the update.
+    """Return groups for the sample log with the trainer's logprobs before the update.
 
     In a batch with `prev_logprobs` the response on which the sampler's differ most is among them.
     """
-    rows = spread(len(batch), run.config.run.samples_per_step)
+    groups = rollouts.group_id.tolist()
+    rows = whole_groups(groups, run.config.run.samples_per_step)
     if not rows:
         return []
     if batch.prev_logprobs is not None and (worst := worst_row(batch)) not in rows:
-        rows = sorted([*rows[:-1], worst])
+        shown = {groups[row] for row in rows} - {groups[rows[-1]]} | {groups[worst]}
+        rows = [row for row, group in enumerate(groups) if group in shown]
     part = trim(take(batch, rows))
     if part.prev_logprobs is None:
         part = with_prev_logprobs(run, part)

@@ -132,9 +132,7 @@ def with_reference(trainer: Any, batch: TokenBatch, config: DPOConfig) -> TokenB
     return replace(batch, reference_logprobs=in_chunks(compute, batch, rows=rows))
 
 
-def baseline(
-    trainer: Any, rows: Sequence[Together], config: DPOConfig
-) -> Float[Tensor, ""]:
+def baseline(trainer: Any, rows: Sequence[Together], config: DPOConfig) -> Float[Tensor, ""]:
     """Return KTO's baseline: the mean over mismatched sequences of log π − log π_ref, an estimate
     of KL(π‖π_ref) in nats per response.
     """

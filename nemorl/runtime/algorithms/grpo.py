@@ -19,7 +19,7 @@ from nemorl.runtime.algorithms.policy_loss import (
 )
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
-from nemorl.runtime.run.samples import Samples, measured, samples_of, spread, worst_tokens
+from nemorl.runtime.run.samples import Samples, measured, samples_of, whole_groups, worst_tokens
 
 
 def grpo(run: OpenRun) -> None:
@@ -107,15 +107,17 @@ def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Ten
 
 
 def compared_samples(run: OpenRun, rollouts: Rollouts, batch: TokenBatch) -> Samples:
-    """Return responses for the sample log with the trainer's logprobs before the update.
+    """Return groups for the sample log with the trainer's logprobs before the update.
 
     In a batch with `prev_logprobs` the response on which the sampler's differ most is among them.
     """
-    rows = spread(len(batch), run.config.run.samples_per_step)
+    groups = rollouts.group_id.tolist()
+    rows = whole_groups(groups, run.config.run.samples_per_step)
     if not rows:
         return []
     if batch.prev_logprobs is not None and (worst := worst_row(batch)) not in rows:
-        rows = sorted([*rows[:-1], worst])
+        shown = {groups[row] for row in rows} - {groups[rows[-1]]} | {groups[worst]}
+        rows = [row for row, group in enumerate(groups) if group in shown]
     part = trim(take(batch, rows))
     if part.prev_logprobs is None:
         part = with_prev_logprobs(run, part)

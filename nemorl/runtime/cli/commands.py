@@ -1,9 +1,9 @@
 """What the commands besides the algorithms do and print."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
@@ -14,6 +14,9 @@ from nemorl.runtime.cli.settings import (
     InspectConfig,
     ReportConfig,
 )
+
+if TYPE_CHECKING:
+    from nemorl.runtime.watch.report.gather import Gathered
 
 
 def evaluate(config: EvalConfig) -> None:
@@ -125,10 +128,38 @@ def export(config: ExportConfig) -> None:
 
 
 def report(config: ReportConfig) -> None:
-    """Write a run's web page."""
-    from nemorl.runtime.watch.report.page import write_report
+    """Write the web page of runs, and print how they stand."""
+    from nemorl.runtime.watch.report.page import read_runs, watch_runs, write_page
 
-    print(f"written to {write_report(config.run, config.output)}; open it in a browser")
+    runs = read_runs(config.runs)
+    path = write_page(runs, config.output)
+    _print_runs(runs)
+    print(f"written to {path}; open it in a browser")
+    if config.watch:
+        print("the page follows the run until its end, or Ctrl-C")
+        watch_runs(config.runs, config.output)
+
+
+def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from nemorl.runtime.watch.metrics import headline, number
+    from nemorl.runtime.watch.report.page import course_of, ends
+
+    names = headline({name for run in runs for line in run.metrics for name in line})[:shown]
+    table = Table(box=None, pad_edge=False)
+    for name in ("run", "status", "step", *names):
+        table.add_column(name.replace("_", " "))
+    for run in runs:
+        found = [ends(course_of(run, name)) for name in names]
+        values = [
+            f"{number(end['first'], name)} → {number(end['last'], name)}" if end else ""
+            for name, end in zip(names, found, strict=True)
+        ]
+        table.add_row(Text(run.name), run.status, str(run.step), *values)
+    Console().print(table)
 
 
 def inspect(config: InspectConfig) -> None:

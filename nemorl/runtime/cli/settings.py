@@ -192,15 +192,19 @@ class ExportConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportConfig:
-    """Show a run on a web page: curves, samples token by token, settings, warnings.
+    """Show runs on a web page: curves, samples token by token, settings, warnings.
 
     The page is one file that needs no network, also for a run in progress or one that crashed.
     """
 
-    run: tyro.conf.Positional[str]
-    """The run's directory."""
+    runs: tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="RUN ...")]]
+    """The run's directory; of several, the page shows them side by side."""
     output: str | None = None
-    """The .html file to write. Default: report.html in the run's directory."""
+    """The .html file to write. Default: report.html in the run's directory, or of several runs
+    comparison.html in the folder that holds them.
+    """
+    watch: bool = False
+    """Write the page again while the run goes on, and let it refresh itself in the browser."""
 
 
 @dataclass(frozen=True, kw_only=True)

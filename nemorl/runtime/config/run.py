@@ -36,7 +36,7 @@ class RunConfig:
     stop_when: str | None = None
     """Condition that ends the run early: "val_accuracy >= 0.95", "loss < 0.1"."""
     samples_per_step: int = 8
-    """Responses written to samples/ in each step."""
+    """Responses written to samples/ in each step: whole groups, and at least one. 0: none."""
     display: Literal["auto", "live", "plain", "none"] = "auto"
     """A live table, one line a step, or nothing. auto: live in a terminal, else plain."""
     loggers: tuple[str, ...] | None = None

@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemorl.data.batch import TokenBatch
@@ -32,26 +32,42 @@ def spread(total: int, count: int) -> list[int]:
     return [place * total // count for place in range(count)]
 
 
+def whole_groups(groups: Sequence[int], count: int) -> list[int]:
+    """Return the rows of evenly spaced whole groups: at most `count` rows, but one group at least.
+
+    groups: the group of each row. A `count` of 0 takes none.
+
+    >>> whole_groups([0, 0, 1, 1, 2, 2], 5), whole_groups([7, 7, 7], 2), whole_groups([7], 0)
+    ([0, 1, 2, 3], [0, 1, 2], [])
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    found = list(members.values())
+    number = max(1, count // max(map(len, found), default=1)) if count else 0
+    return [row for place in spread(len(found), number) for row in found[place]]
+
+
 def samples_of(rollouts: Rollouts, batch: TokenBatch | None, count: int) -> Samples:
-    """Return `count` evenly spaced responses as rows of the sample log; with a batch also their
+    """Return `whole_groups` of responses as rows of the sample log; with a batch also their
     tokens' advantages and the trainer's logprobs.
     """
     values: dict[str, Any] = {}
     if batch is not None:
         values = {"advantages": batch.advantages, "trainer_logprobs": batch.prev_logprobs}
     samples: Samples = []
-    for i in spread(len(rollouts), count):
+    for i in whole_groups(rollouts.group_id.tolist(), count):
         completion, begin = rollouts.completions[i], len(rollouts.prompts[i])
         end = begin + len(completion.token_ids)
         answer = rollouts.answers[i]
         samples.append(
             {
+                "group": int(rollouts.group_id[i]),
                 "prompt": rollouts.texts[i],
                 "response": completion.text,
                 "reward": float(rollouts.rewards[i]),
                 **rollouts.rewards_of(i),
                 **({} if answer is None else {"extracted_answer": answer}),
-                "group_id": int(rollouts.group_id[i]),
                 "finish_reason": completion.finish_reason,
                 "token_ids": list(completion.token_ids),
                 "logprobs": list(completion.logprobs),

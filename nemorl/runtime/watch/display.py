@@ -15,7 +15,7 @@ from rich.text import Text
 
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.state import Run
-from nemorl.runtime.watch.metrics import LABELS, duration, number, thin
+from nemorl.runtime.watch.metrics import LABELS, duration, headline, number, thin
 
 SPEED = ("tokens_per_second", "trainer/mfu")
 """The end of a plain line."""
@@ -90,6 +90,10 @@ class Display(Callback):
         self.progress.update(self.task.id, completed=step)
 
     def on_samples(self, trainer: Run, step: int, samples: list[dict[str, Any]]) -> None:
+        group = [sample for sample in samples if sample.get("group") == samples[0].get("group")]
+        if "group" in samples[0] and len(group) > 1:  # what GRPO compares: the best and the worst
+            group.sort(key=lambda sample: -(sample.get("reward") or 0))
+            samples = group[:2] + group[2:][-2:]
         self.samples = samples[:4]
 
     @property
@@ -140,7 +144,7 @@ class PlainDisplay(Display):
         self._print(self._line(metrics, f"done in {duration(self.task.elapsed or 0)}"))
 
     def _line(self, metrics: dict[str, float], *words: str) -> str:
-        shown = {name: number(metrics[name]) for name in LABELS if name in metrics}
+        shown = {name: number(metrics[name], name) for name in headline(metrics)}
         shown.pop("trainer/memory_gb", None)
         speed = [f"{shown.pop(name):>5} {LABELS[name]}" for name in SPEED if name in shown]
         values = [f"{LABELS[name]} {value:<8}" for name, value in shown.items()]
@@ -173,7 +177,7 @@ class LiveDisplay(Display):
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         super().on_step_end(trainer, step, metrics)
-        latest = {name: metrics[name] for name in LABELS if name in metrics}
+        latest = {name: metrics[name] for name in headline(metrics)}
         for name, value in latest.items():
             self.courses[name].append(value)
         self.latest = latest
@@ -226,7 +230,7 @@ class LiveDisplay(Display):
         cells = [
             (
                 Text(LABELS[name], style="dim"),
-                Text(f"{number(value):>8}", style="bold"),
+                Text(f"{number(value, name):>8}", style="bold"),
                 Text(f"{sparkline(list(self.courses[name]), spark):<{spark}}", style="cyan"),
             )
             for name, value in self.latest.items()
@@ -240,20 +244,21 @@ class LiveDisplay(Display):
         several = last_step != first_step
         steps = f"{first_step} → {last_step}" if several else f"{last_step}"
         text = Text(f"validation  step {steps}", style="dim")
-        for name, label in LABELS.items():
-            if name in last:
-                before = f"{number(first[name])} → " if several and name in first else ""
-                text.append(f"   {label} ", style="dim")
-                text.append(f"{before}{number(last[name])}", style="bold green")
+        for name in headline(last):
+            before = f"{number(first[name])} → " if several and name in first else ""
+            text.append(f"   {LABELS[name]} ", style="dim")
+            text.append(f"{before}{number(last[name])}", style="bold green")
         return text
 
     def _samples(self, width: int) -> Table:
-        grid = Table.grid(padding=(0, 2))
+        grid, before = Table.grid(padding=(0, 2)), None
         for sample in self.samples:
             answer, _, value = answer_of(sample)
             color = "red" if value is not None and value <= 0 else "green"
             verdict = Text("" if value is None else number(value), style=f"bold {color}")
-            prompt = on_one_line(sample.get("prompt", ""), width // 3)
+            asked = sample.get("prompt", "")
+            prompt = on_one_line("" if asked == before else asked, width // 3)
             prompt.stylize("dim")
+            before = asked
             grid.add_row(verdict, prompt, on_one_line(answer, width - width // 3 - 12))
         return grid

@@ -1,7 +1,7 @@
 """What a run's numbers are called, how they are written, and their courses."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -121,23 +121,42 @@ def placed(name: str) -> tuple[str, int, Metric]:
     return section, [*METRICS, key].index(key), metric._replace(title=title)
 
 
-def number(value: float) -> str:
-    """Write a number with three significant digits.
+def headline(names: Collection[str]) -> list[str]:
+    """Return which of the metrics the live table and the top of the report show.
 
-    >>> [number(x) for x in (0.5, 12345, 999.9, -0.01234, 3e-5, 0, float("nan"))]
-    ['0.500', '12.3k', '1.00k', '-0.0123', '3e-5', '0', 'nan']
+    Beside a reward the loss says nothing: that of GRPO is 0 but for rounding errors.
+
+    >>> headline({"loss", "lr", "my_own"}), headline({"loss", "reward"})
+    (['loss', 'lr'], ['reward'])
+    """
+    shown = [name for name in LABELS if name in names]
+    return [name for name in shown if name != "loss" or "reward" not in shown]
+
+
+def number(value: float, metric: str = "") -> str:
+    """Write a number with three significant digits; zeros at the end only where it was rounded.
+
+    metric: its name; a learning rate (lr) has no unit.
+
+    >>> [number(x) for x in (0.5, 0.50001, 999.9, 12345, 1e6, -0.01234, 3e-5, 0, float("nan"))]
+    ['0.5', '0.500', '1000', '12.3k', '1M', '-0.0123', '3e-5', '0', 'nan']
+    >>> number(1e6, "lr"), number(0.001, "lr")
+    ('1e6', '0.001')
     """
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     rounded = float(f"{value:.3g}")
-    if abs(rounded) < 1e-3:
+    exact, most = math.isclose(rounded, value, rel_tol=1e-6), 1e3 if metric == "lr" else 1e15
+    if not 1e-3 <= abs(rounded) < most:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
-    for unit in ("", "k", "M", "G"):
-        if abs(rounded) < 1000:
-            return f"{rounded:#.3g}".rstrip(".") + unit
-        rounded /= 1000
-    return f"{rounded:#.3g}".rstrip(".") + "T"
+    if 1e3 <= abs(rounded) < 1e4:
+        return f"{value:.0f}"
+    power = max(0, math.floor(math.log10(abs(rounded)) / 3))
+    text = f"{rounded / 1000**power:#.3g}".rstrip(".")
+    if exact and "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return text + ("", "k", "M", "G", "T")[power]
 
 
 def duration(seconds: float) -> str:

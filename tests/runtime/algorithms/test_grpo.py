@@ -1,5 +1,6 @@
 """The GRPO loop: what a step computes, every preset, and what the pieces around the loss do."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -304,9 +305,20 @@ def test_dynamic_sampling_replaces_whole_groups(tmp_path: Path):
         groups: dict[int, list[float]] = {}
         for sample in samples:
             assert sample["prompt"][0] in "12"
-            groups.setdefault(sample["group_id"], []).append(sample["reward"])
+            groups.setdefault(sample["group"], []).append(sample["reward"])
         assert len(groups) == 6
         assert all(len(rewards) == 4 and len(set(rewards)) > 1 for rewards in groups.values())
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3, [0]), (11, [0, 3]), (100, [*range(6)])])
+def test_the_sample_log_keeps_whole_groups(tmp_path: Path, count, expected):
+    """What GRPO compares: each group with all of its responses to one prompt, in order."""
+    start(grpo_config(tmp_path, steps=1, run={"samples_per_step": count}))
+    lines = (tmp_path / "samples" / "step_1.jsonl").read_text().splitlines()
+    samples = [json.loads(line) for line in lines]
+    assert [sample["group"] for sample in samples] == [g for g in expected for _ in range(4)]
+    prompts = {(sample["group"], sample["prompt"]) for sample in samples}
+    assert len(prompts) == len(expected)
 
 
 def test_dynamic_sampling_without_an_informative_group_goes_on(tmp_path: Path):

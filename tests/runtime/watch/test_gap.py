@@ -115,26 +115,26 @@ def test_in_float32_on_a_cpu_they_agree_to_4_digits(name: str, tmp_path: Path) -
 def test_the_worst_response_is_measured_and_the_worst_tokens_are_named(
     skewed: type[Skewed], tmp_path: Path
 ) -> None:
-    skewed.nats = {(3, 1): 0.7, (3, 2): -1.5, (6, 0): 0.2}  # samples are responses 0, 3, 6, …
+    skewed.nats = {(3, 1): 0.7, (3, 2): -1.5, (13, 0): 0.2}  # samples are 0 … 3 and 12 … 15
     packed = nemorl.TrainerConfig(device="cpu", sequence_packing=True, micro_batch_tokens=60)
     result = start(grpo_config(tmp_path, steps=1, generation=SKEWED, trainer=packed))
     (line,) = train_lines(result)
     samples = samples_at(tmp_path, 1)
     lengths = [len(sample["token_ids"]) for sample in samples]
     assert line["token_mult_prob_error_max"] == pytest.approx(
-        (math.exp(0.7) + math.exp(1.5) + lengths[1] - 2) / lengths[1], rel=1e-4
+        (math.exp(0.7) + math.exp(1.5) + lengths[3] - 2) / lengths[3], rel=1e-4
     )
-    found = samples[1]["worst_tokens"]
+    found = samples[3]["worst_tokens"]
     assert [token["position"] for token in found[:2]] == [2, 1] and len(found) == 3
     assert found[0]["trainer_logprob"] - found[0]["logprob"] == pytest.approx(1.5, abs=1e-4)
-    assert found[0]["token"] == samples[1]["response"][2]
+    assert found[0]["token"] == samples[3]["response"][2]
     shown = sample_data(Gathered(tmp_path))["steps"][1]
-    assert shown[1]["gaps"][1:3] == pytest.approx([-0.7, 1.5], abs=1e-3)
-    assert shown[1]["chips"]["widest gap"].startswith("×4.48 in ")
+    assert shown[3]["gaps"][1:3] == pytest.approx([-0.7, 1.5], abs=1e-3)
+    assert shown[3]["chips"]["widest gap"].startswith("×4.48 in ")
     assert "widest gap" not in shown[0]["chips"]  # they agree
 
 
-def test_with_logprobs_of_the_whole_batch_the_worst_response_is_among_the_samples(
+def test_with_logprobs_of_the_whole_batch_the_group_of_the_worst_response_is_kept(
     skewed: type[Skewed], tmp_path: Path
 ) -> None:
     """Two updates a batch need them anyway; no second forward pass is made."""
@@ -153,11 +153,13 @@ def test_with_logprobs_of_the_whole_batch_the_worst_response_is_among_the_sample
 
     options = {"train_global_batch_size": 12, "run": {"samples_per_step": 3}}
     start(grpo_config(tmp_path, steps=1, generation=SKEWED, **options), callbacks=[Count()])
+    samples = samples_at(tmp_path, 1)
     gaps = [
         max(abs(t["logprob"] - t["trainer_logprob"]) for t in sample["worst_tokens"])
-        for sample in samples_at(tmp_path, 1)
+        for sample in samples
     ]
-    assert [round(gap, 3) for gap in gaps] == [0, 0, 1] and asked == [24]
+    assert [round(gap, 3) for gap in gaps] == [1, 0, 0, 0] and asked == [24]
+    assert {sample["group"] for sample in samples} == {5}
 
 
 def test_a_token_without_a_logprob_is_the_worst() -> None:

@@ -11,8 +11,9 @@ from matplotlib.image import imread
 
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.watch import plots
+from nemorl.runtime.watch.curves import RUNS, VARIABLES, svg
 from nemorl.runtime.watch.metrics import LABELS, smooth
-from nemorl.runtime.watch.plots import draw, svg
+from nemorl.runtime.watch.plots import draw
 
 
 def learning_run(directory: RunDirectory, *, steps: int) -> None:
@@ -89,13 +90,33 @@ def test_a_name_that_looks_like_a_formula(tmp_path):
 
 def test_a_picture_for_the_report_has_the_colors_of_its_page():
     steps = [1, 2, 3]
-    text, edges = svg("loss", (steps, [1.0, 0.5, 0.25]), (steps, [2.0, 1.0, 0.5]))
+    text, edges = svg("loss", ((steps, [1.0, 0.5, 0.25]), (steps, [2.0, 1.0, 0.5])))
     assert text.startswith("<svg") and "<style" not in text and "#" not in text.split("url(#")[0]
     for name in ("train", "val", "line", "dim", "card"):
         assert f"var(--{name})" in text
     assert edges[0] < 1 and edges[1] > 3
     for values in ([0.0], [1e-9, -2e-9], [1e12, 2e12], [5.0, 5.0]):
-        assert "<path" in svg("my_own", ([*range(len(values))], values), ([], []))[0]
+        assert "<path" in svg("my_own", (([*range(len(values))], values), ([], [])))[0]
+
+
+def test_several_runs_in_one_picture_each_have_their_color():
+    course = ([1, 2, 3], [1.0, 0.5, 0.25]), ([], [])
+    text, _ = svg("loss", *[course] * len(RUNS))
+    assert all(f"var(--{name})" in text for name in VARIABLES)
+
+
+def test_the_overview_leaves_out_the_loss_beside_a_reward(tmp_path, monkeypatch):
+    drawn, panel = [], plots.panel
+
+    def watched(axes, name, *courses):
+        drawn.append(name)
+        panel(axes, name, *courses)
+
+    monkeypatch.setattr(plots, "panel", watched)
+    directory = RunDirectory.create(tmp_path / "run", "")
+    directory.append_metrics(1, {"loss": 1e-9, "reward": 0.5})
+    draw(directory)
+    assert drawn == ["reward", "loss", "reward"]
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.floats(0.1, 10))

@@ -22,6 +22,7 @@ class Gathered:
 
     def __init__(self, path: Path | str, *, now: float | None = None) -> None:
         directory = RunDirectory.open(path)
+        self.path = directory.path
         self.name, self.record = directory.name, read_record(directory)
         self.status = status_of(self.record) if self.record else "unknown"
         self.now = time.time() if now is None else now
@@ -81,13 +82,23 @@ def add_pieces(samples: dict[int, list[dict[str, Any]]], tokenizer_folder: Path)
     lines = [line for lines in samples.values() for line in lines if line.get("token_ids")]
     if not lines or not tokenizer_folder.exists():
         return
-    from nemorl.models.pretrained import load_tokenizer
-
     with suppress(Exception):  # a report without colors is better than none
-        tokenizer = load_tokenizer(str(tokenizer_folder))
+        decode = decoder_of(tokenizer_folder)
         for line in lines:
             with suppress(Exception):  # ids that the tokenizer does not know
-                line["pieces"] = pieces(tokenizer.decode, line["token_ids"][:SHOWN_TOKENS])
+                line["pieces"] = pieces(decode, line["token_ids"][:SHOWN_TOKENS])
+
+
+def decoder_of(folder: Path) -> Callable[[list[int]], str]:
+    """Return what turns token ids into text; transformers, which loads torch, only if need be."""
+    if (folder / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+    from nemorl.models.pretrained import load_tokenizer
+
+    return load_tokenizer(str(folder)).decode
 
 
 def pieces(decode: Callable[[list[int]], str], ids: Sequence[int]) -> list[str]:

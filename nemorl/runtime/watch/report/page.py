@@ -3,34 +3,40 @@
 import base64
 import hashlib
 import json
+import math
+import os
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
+from nemorl.checks import require
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump
 from nemorl.runtime.run.directory import RunDirectory, to_json
 from nemorl.runtime.run.files import write_atomically
+from nemorl.runtime.run.record import read_record, status_of
+from nemorl.runtime.watch.curves import RUNS, VARIABLES, Course, svg
 from nemorl.runtime.watch.metrics import (
-    LABELS,
+    SECTIONS,
     duration,
+    headline,
     is_number,
     number,
     placed,
     series_of,
     thin,
 )
-from nemorl.runtime.watch.plots import svg
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.samples import modes, sample_data
 
 HERE = Path(__file__).parent
 MOST_POINTS = 1000
-MOST_TILES = 6
 ENGINES = {
     "tokens": "generated in a step",
     "tokens_per_second": "while generating",
@@ -53,16 +59,63 @@ STATISTICS = {
 """Keys of data.json, with their names on the page and their formats."""
 
 
-def write_report(run: Path | str, output: Path | str | None = None) -> Path:
-    """Write the report of a run, also of one in progress or one that crashed.
+Runs = Path | str | Sequence[Path | str]
+WATCH_SECONDS = 5.0
+"""Time between two looks at a run that is watched."""
 
-    output: `report.html` in the run's directory unless given.
+
+def write_report(runs: Runs, output: Path | str | None = None) -> Path:
+    """Write the report of a run, or of several side by side, also in progress or crashed.
+
+    output: `report.html` in the run's directory unless given; of several, `comparison.html` in the
+    folder that holds them.
     Returns: the file.
     Raises: ValueError where there is no run, or the file can't be written.
     """
-    directory = RunDirectory.open(run)
-    target = Path(output) if output is not None else directory.path / "report.html"
-    page = render(Gathered(run))
+    return write_page(read_runs(runs), output)
+
+
+def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
+    """Write the report again when its runs have gone on, until all have ended or Ctrl-C.
+
+    Meanwhile the page loads itself again; the last one does not.
+    """
+    directories = [RunDirectory.open(path) for path in paths_of(runs)]
+    files = [file for run in directories for file in (run.metrics, run.log)]
+    seen: list[int] | None = None
+    with suppress(KeyboardInterrupt):
+        while any((it := read_record(run)) and status_of(it) == "running" for run in directories):
+            now, start = [file.stat().st_size for file in files if file.exists()], time.monotonic()
+            if now != seen:
+                write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
+            seen = now
+            # A run on the same cores should hardly notice.
+            time.sleep(max(WATCH_SECONDS, 9 * (time.monotonic() - start)))
+    write_page(read_runs(runs), output)
+
+
+def read_runs(runs: Runs) -> list[Gathered]:
+    """Return what the reports of some runs show."""
+    found = [Gathered(path) for path in paths_of(runs)]
+    if len({run.name for run in found}) < len(found):
+        for run in found:
+            run.name = str(run.path)
+    return found
+
+
+def write_page(
+    runs: Sequence[Gathered], output: Path | str | None, *, refresh: float | None = None
+) -> Path:
+    """Write the report of runs that have been read; see `write_report`.
+
+    refresh: the page loads itself again after so many seconds.
+    """
+    target = runs[0].path / "report.html"
+    if len(runs) > 1:
+        target = Path(os.path.commonpath([run.path.absolute().parent for run in runs]))
+        target /= "comparison.html"
+    target = Path(output) if output is not None else target
+    page = render(*runs, refresh=refresh)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # A sample may hold half a surrogate pair.
@@ -75,8 +128,22 @@ def write_report(run: Path | str, output: Path | str | None = None) -> Path:
     return target
 
 
-def render(run: Gathered) -> str:
-    """Return the page, in which text of the run is escaped and no script but ours runs."""
+def paths_of(runs: Runs) -> list[Path]:
+    """Return the directories of the runs. Raises ValueError for none, too many, or one twice."""
+    paths = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
+    places = {path.resolve() for path in paths}
+    require(
+        len(places) == len(paths) and 1 <= len(paths) <= len(RUNS),
+        "runs",
+        f"must be 1 to {len(RUNS)} different directories",
+        [str(path) for path in paths],
+        "name each run's directory once: nemorl report runs/a runs/b",
+    )
+    return paths
+
+
+def render(*runs: Gathered, refresh: float | None = None) -> str:
+    """Return the page, in which text of the runs is escaped and no script but ours runs."""
     page = Environment(
         loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )
@@ -86,57 +153,106 @@ def render(run: Gathered) -> str:
         Markup(HERE.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    curves = curves_of(run)
-    data = to_json({"curves": [curve["data"] for curve in curves], "samples": sample_data(run)})
+    curves = curves_of(*runs)
+    by_name = {curve["metric"]: curve for curve in curves}
+    data = {
+        "curves": [curve["data"] for curve in curves],
+        "runs": [sample_data(run) for run in runs],
+        "refresh": refresh,
+    }
     return page.get_template("page.html").render(
-        run=run,
-        record=run.record,
+        run=runs[0],
+        runs=runs,
+        steps=sorted({step for run in runs for step in run.samples}),
         style=style,
         script=script,
         digest=digest,
-        data=data,
-        tiles=[curve for curve in curves if curve["metric"] in LABELS][:MOST_TILES],
+        data=to_json(data),
+        refresh=refresh,
+        colors=VARIABLES,
+        headline=[by_name[name] for name in headline(by_name)],
         groups=grouped(curves),
-        modes=modes(run),
-        statistics=statistics(run),
-        settings=settings(run.config),
-        yaml=dump(run.config),
-        log=merged_log(run.log),
+        modes=modes(*runs),
+        statistics=statistics(runs[0]),
+        settings=settings(runs[0].config),
+        differences=differences(runs),
+        yaml=dump(runs[0].config),
+        log=merged_log(runs[0].log),
     )
 
 
-def curves_of(run: Gathered) -> list[dict[str, Any]]:
-    """Return every metric that was ever a number, in the order of `SECTIONS`."""
-    names = {name for line in run.metrics for name, value in line.items() if is_number(value)}
+def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
+    """Return every metric that was ever a number in one of the runs, in the order of `SECTIONS`."""
+    lines = [line for run in runs for line in run.metrics]
+    names = {name for line in lines for name, value in line.items() if is_number(value)}
+    names -= {"step", "time"}
+
+    def section_of(name: str) -> str:
+        # Beside a reward the loss says how an update went, not what was learned.
+        return "Updates" if name == "loss" and "reward" in names else placed(name)[0]
+
     curves: list[dict[str, Any]] = []
-    for name in sorted(names - {"step", "time"}, key=lambda name: (placed(name)[1], name)):
-        train, validation = (
-            thin(series_of(run.metrics, name, phase), MOST_POINTS)
-            for phase in ("train", "validation")
-        )
-        section, _, metric = placed(name)
-        values = validation[1] or train[1]
+    order = [*SECTIONS, "Other"]
+    for name in sorted(names, key=lambda n: (order.index(section_of(n)), placed(n)[1], n)):
+        courses = [course_of(run, name) for run in runs]
+        metric, trained = placed(name)[2], [train[1] for train, _ in courses]
+        validated = any(steps for _, (steps, _) in courses)
         curve: dict[str, Any] = {
             "metric": name,
-            "section": section,
+            "section": section_of(name),
             "title": metric.title,
             "meaning": metric.meaning or ENGINES.get(name.rpartition("/")[2], ""),
-            "phase": "validation" if validation[0] else "training",
-            "first": values[0],
-            "last": values[-1],
-            "now": (train[1] or validation[1])[-1],
-            "several": len(values) > 1,
-            "total": sum(train[1]),
-            "constant": not validation[0] and len(train[0]) > 2 and len(set(train[1])) == 1,
+            "ends": [ends(course) for course in courses],
+            "total": sum(trained[0]),
+            "constant": not validated
+            and max(map(len, trained)) > 2
+            and len(set().union(*trained)) == 1,
             "place": len(curves),
             "data": {},
         }
         if not curve["constant"]:
-            picture, edges = svg(name, train, validation)
+            picture, edges = svg(name, *courses)
             curve["svg"] = Markup(picture)
-            curve["data"] = {"edges": edges, "train": train, "validation": validation}
+            curve["data"] = {
+                "edges": edges,
+                "courses": [
+                    [*(() if len(runs) == 1 else (run.name,)), phase, *series]
+                    for run, course in zip(runs, courses, strict=True)
+                    for phase, series in zip(("training", "validation"), course, strict=True)
+                ],
+            }
         curves.append(curve)
     return curves
+
+
+def course_of(run: Gathered, metric: str) -> Course:
+    """Return a metric in the training and in the validations of a run."""
+    train, validation = (series_of(run.metrics, metric, name) for name in ("train", "validation"))
+    return thin(train, MOST_POINTS), thin(validation, MOST_POINTS)
+
+
+def ends(course: Course) -> dict[str, Any] | None:
+    """Return the first and the last value of a run, of its validations if it has any."""
+    train, validation = course
+    values = validation[1] or train[1]
+    if not values:
+        return None
+    return {
+        "phase": "validation" if validation[0] else "training",
+        "first": values[0],
+        "last": values[-1],
+        "now": (train[1] or validation[1])[-1],
+        "changed": values[-1] != values[0],
+        "once": len(values) == 1,
+    }
+
+
+def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
+    """Return the settings (dotted) that differ between runs: the value of each."""
+    flats = [flat(run.config) for run in runs]
+    names = dict.fromkeys(name for each in flats for name in each if name != "run.dir")
+    found = {name: [each.get(name) for each in flats] for name in names}
+    return {name: values for name, values in found.items() if values.count(values[0]) < len(values)}
 
 
 def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -213,4 +329,7 @@ def _moment(seconds: float) -> str:
 def _setting(value: Any) -> str:
     if isinstance(value, str) and value:
         return value
+    if isinstance(value, float) and math.isfinite(value):
+        text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+        return re.sub(r"e([-+])0*", lambda match: "e" + match[1].strip("+"), text)
     return "none" if value is None else json.dumps(to_json(value), ensure_ascii=False)

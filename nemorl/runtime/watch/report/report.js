@@ -24,17 +24,16 @@ const BOX = [0.12, 0.975]; // the axes' left and right edge: plots.BOX
 const nearest = (sorted, value) => sorted.reduce((best, each, i) => (Math.abs(each - value) < Math.abs(sorted[best] - value) ? i : best), 0);
 
 for (const figure of all("figure.chart")) {
-  const { edges, train, validation } = data.curves[figure.dataset.curve], picture = figure.querySelector("svg");
+  const { edges, courses } = data.curves[figure.dataset.curve], picture = figure.querySelector("svg");
   const stepAt = (event) => {
     const area = picture.getBoundingClientRect(), share = (event.clientX - area.left) / area.width;
     return edges[0] + (share - BOX[0]) / (BOX[1] - BOX[0]) * (edges[1] - edges[0]);
   };
   picture.onpointermove = (event) => {
-    const lines = [];
-    for (const [name, [places, values]] of Object.entries({ training: train, validation })) {
-      const i = nearest(places, stepAt(event));
-      if (places.length) lines.push(`${name} ${fmt(values[i])} at step ${places[i]}`);
-    }
+    const lines = courses.filter((course) => course.at(-1).length).map((course) => {
+      const [places, values] = course.slice(-2), i = nearest(places, stepAt(event));
+      return `${course.slice(0, -2).join(", ")} ${fmt(values[i])} at step ${places[i]}`;
+    });
     tell(event, lines);
   };
   picture.onpointerleave = hide;
@@ -46,21 +45,22 @@ for (const figure of all("figure.chart")) {
 }
 
 // Samples: one step at a time, each token colored by what was measured of it.
-const steps = Object.keys(data.samples.steps).map(Number).sort((a, b) => a - b);
-const rewards = Object.values(data.samples.steps).flat().map((sample) => sample.reward).filter((value) => value !== undefined);
+const steps = [...new Set(data.runs.flatMap((run) => Object.keys(run.steps).map(Number)))].sort((a, b) => a - b);
+const rewards = data.runs.flatMap((run) => Object.values(run.steps).flat()).map((sample) => sample.reward).filter((value) => value !== undefined);
+const most = Math.max(...data.runs.map((run) => run.most));
 const middle = (Math.min(...rewards) + Math.max(...rewards)) / 2;
 const GAP = 0.5, SURPRISE = 5; // nats that have full color
 let place = steps.length - 1, mode = all(".modes button")[0]?.dataset.mode ?? "none";
 
 const shade = (color, share) => `rgba(var(--${color}), ${(0.6 * Math.min(1, share)).toFixed(3)})`;
 const COLORS = {
-  advantages: (sample, i) => sample.advantages?.[i] ? shade(sample.advantages[i] > 0 ? "plus" : "minus", Math.abs(sample.advantages[i]) / data.samples.most) : "",
+  advantages: (sample, i) => sample.advantages?.[i] ? shade(sample.advantages[i] > 0 ? "plus" : "minus", Math.abs(sample.advantages[i]) / most) : "",
   logprobs: (sample, i) => shade("odd", -(sample.logprobs?.[i] ?? 0) / SURPRISE),
   trainer_logprobs: (sample, i) => shade("odd", Math.abs(sample.gaps?.[i] ?? 0) / GAP),
   none: () => "",
 };
 const LEGENDS = {
-  advantages: [`−${fmt(data.samples.most)}`, `${shade("minus", 1)}, transparent, ${shade("plus", 1)}`, `+${fmt(data.samples.most)} advantage: what the update makes less likely, and more likely`],
+  advantages: [`−${fmt(most)}`, `${shade("minus", 1)}, transparent, ${shade("plus", 1)}`, `+${fmt(most)} advantage: what the update makes less likely, and more likely`],
   logprobs: ["certain", `transparent, ${shade("odd", 1)}`, "probability below 0.7 %"],
   trainer_logprobs: ["agreement", `transparent, ${shade("odd", 1)}`, `trainer's and sampler's probability differ by a factor of ${Math.exp(GAP).toFixed(1)} or more`],
 };
@@ -88,6 +88,17 @@ function response(sample) {
   return text;
 }
 
+function chips(meta, values) {
+  for (const [name, value] of Object.entries(values)) {
+    meta.append(make("span", "chip", `${name.replace(/_id$/, "").replaceAll("_", " ")} `));
+    meta.lastChild.append(make("b", "", value));
+  }
+  return meta;
+}
+
+const without = (values, names) => Object.fromEntries(Object.entries(values).filter(([name]) => !names.includes(name)));
+const rewardOf = (sample) => make("span", `reward ${sample.reward > middle ? "up" : sample.reward < middle ? "down" : ""}`, `reward ${fmt(sample.reward)}`);
+
 function card(sample) {
   const found = make("article", "sample"), meta = make("div", "meta"), pair = ["chosen", "rejected"].filter((name) => name in sample);
   found.append(make("div", "text prompt", sample.prompt), ...(pair.length ? [] : [response(sample)]));
@@ -95,24 +106,70 @@ function card(sample) {
     found.append(make("div", `side ${name}`));
     found.lastChild.append(make("small", "", name), make("div", "text", sample[name] || "(empty)"));
   }
-  if (sample.reward !== undefined) meta.append(make("span", `reward ${sample.reward > middle ? "up" : sample.reward < middle ? "down" : ""}`, `reward ${fmt(sample.reward)}`));
-  for (const [name, value] of Object.entries(sample.chips)) {
-    meta.append(make("span", "chip", `${name.replace(/_id$/, "").replaceAll("_", " ")} `));
-    meta.lastChild.append(make("b", "", value));
-  }
-  found.append(meta);
+  if (sample.reward !== undefined) meta.append(rewardOf(sample));
+  found.append(chips(meta, sample.chips));
   return found;
+}
+
+// What GRPO compares: the prompt once, and what all responses share; then they, the best first.
+function groupCard(members) {
+  const found = make("article", "sample together"), list = make("div", "responses"), meta = make("div", "meta");
+  const equal = members.every((sample) => sample.reward === members[0].reward);
+  const shared = Object.keys(members[0].chips).filter((name) => name !== "advantage" && members.every((sample) => sample.chips[name] === members[0].chips[name]));
+  meta.append(make("span", "", `group ${members[0].group}: ${members.length} responses${equal ? ", all with the same reward: nothing to learn from" : ""}`));
+  chips(meta, Object.fromEntries(shared.map((name) => [name, members[0].chips[name]])));
+  for (const sample of [...members].sort((a, b) => (b.reward ?? 0) - (a.reward ?? 0))) {
+    const own = make("div", "meta"), { advantage, ...rest } = without(sample.chips, shared);
+    if (sample.reward !== undefined) own.append(rewardOf(sample));
+    chips(own, advantage === undefined ? rest : { advantage: advantage > 0 ? `+${advantage}` : advantage, ...rest });
+    list.append(make("div", "answer"));
+    list.lastChild.append(own, response(sample));
+  }
+  found.append(make("div", "text prompt", members[0].prompt), meta, list);
+  return found;
+}
+
+function cards(samples) {
+  const groups = new Map();
+  samples.forEach((sample, i) => {
+    const key = sample.group ?? `alone ${i}`;
+    groups.set(key, [...(groups.get(key) ?? []), sample]);
+  });
+  return [...groups.values()].map((members) => (members.length > 1 ? groupCard(members) : card(members[0])));
 }
 
 function show(where) {
   place = where;
   id("sample-step").textContent = steps[place];
   id("sample-range").value = place;
-  id("sample-list").replaceChildren(...data.samples.steps[steps[place]].map(card));
+  const shown = data.runs.map((run) => cards(run.steps[steps[place]] ?? []));
+  if (shown.length > 1) {
+    const columns = shown.map((found, i) => {
+      const column = make("div");
+      column.append(make("h3", "", data.runs[i].name), ...(found.length ? found : [make("p", "empty", "No samples of this step.")]));
+      return column;
+    });
+    id("sample-list").className = "side-by-side";
+    id("sample-list").replaceChildren(...columns);
+  } else id("sample-list").replaceChildren(...shown[0]);
   for (const button of all(".modes button")) button.setAttribute("aria-pressed", button.dataset.mode === mode);
   const [low, colors, high] = LEGENDS[mode] ?? ["", "transparent, transparent", ""], bar = make("i");
   bar.style.background = `linear-gradient(90deg, ${colors})`;
   id("legend").replaceChildren(low, bar, high);
+}
+
+// While `nemorl report --watch` writes the page again and again, it loads itself and stays as it was left.
+const kept = JSON.parse((data.refresh && sessionStorage.getItem(location.pathname)) || "{}");
+const toggles = all("details, input[type=checkbox]"), property = (element) => (element.localName === "details" ? "open" : "checked");
+if (data.refresh) {
+  toggles.forEach((element, i) => { element[property(element)] = kept.toggles?.[i] ?? element[property(element)]; });
+  mode = kept.mode ?? mode;
+  if (steps.includes(kept.step)) place = steps.indexOf(kept.step);
+  setTimeout(() => location.reload(), 1000 * data.refresh);
+  addEventListener("pagehide", () => {
+    const step = place < steps.length - 1 ? steps[place] : null; // the newest stays the newest
+    sessionStorage.setItem(location.pathname, JSON.stringify({ toggles: toggles.map((element) => element[property(element)]), mode, step }));
+  });
 }
 
 if (steps.length) {

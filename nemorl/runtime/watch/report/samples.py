@@ -9,26 +9,28 @@ from nemorl.runtime.watch.report.gather import SHOWN_TOKENS, Gathered
 
 TEXTS = ("prompt", "response", "chosen", "rejected")
 OWN = {*TEXTS, "reward", "rewards", "advantages", "logprobs", "trainer_logprobs", "worst_tokens"}
-OWN |= {"token_ids", "pieces", "columns", "finish_reason"}
+OWN |= {"token_ids", "pieces", "columns", "finish_reason", "group"}
 """Columns that have their place; others are shown by their names."""
 
 
 def sample_data(run: Gathered) -> dict[str, Any]:
-    """Return the samples by step, and the advantage that has full color."""
+    """Return a run's samples by step, and the advantage that has full color."""
     steps = {step: [compact(sample) for sample in lines] for step, lines in run.samples.items()}
     found = [sample.get("advantages", ()) for lines in steps.values() for sample in lines]
     sizes = sorted(abs(value) for values in found for value in values if value)
-    return {"steps": steps, "most": sizes[math.ceil(0.98 * len(sizes)) - 1] if sizes else 0}
+    most = sizes[math.ceil(0.98 * len(sizes)) - 1] if sizes else 0
+    return {"name": run.name, "steps": steps, "most": most}
 
 
-def modes(run: Gathered) -> dict[str, str]:
+def modes(*runs: Gathered) -> dict[str, str]:
     """Return what tokens can be colored by, and its name on the page."""
     names = {
         "advantages": "advantage",
         "logprobs": "surprise",
         "trainer_logprobs": "gap to the trainer",
     }
-    colored = [line for lines in run.samples.values() for line in lines if line.get("pieces")]
+    lines = [line for run in runs for lines in run.samples.values() for line in lines]
+    colored = [line for line in lines if line.get("pieces")]
     return {key: name for key, name in names.items() if any(line.get(key) for line in colored)}
 
 
@@ -49,8 +51,7 @@ def compact(sample: Mapping[str, Any]) -> dict[str, Any]:
                 float(f"{value:.4g}") if is_number(value) else None
                 for value in values[:SHOWN_TOKENS]
             ]
-    if is_number(sample.get("reward")):
-        found["reward"] = sample["reward"]
+    found |= {name: sample[name] for name in ("reward", "group") if is_number(sample.get(name))}
     chips |= sample.get("rewards", {})
     same = set(found.get("advantages", ()))
     if len(same) == 1:

@@ -3,6 +3,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from html.parser import HTMLParser
 
@@ -12,6 +13,7 @@ import nemorl
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.record import begin_record, write_record
+from nemorl.runtime.watch.report import page as module
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import MOST_POINTS, curves_of, grouped, render, write_report
 from nemorl.runtime.watch.report.samples import sample_data, text
@@ -120,7 +122,7 @@ def test_no_script_but_ours_may_run(run):
 
 
 def test_samples_token_by_token(run):
-    samples = page_of(run).data["samples"]
+    (samples,) = page_of(run).data["runs"]
     assert list(samples["steps"]) == ["1", "2", "3", "4"] and samples["most"] > 0
     for sample in samples["steps"]["4"]:
         chips = sample["chips"]
@@ -154,7 +156,7 @@ def test_hostile_text_stays_text(run, tmp_path):
     page = Page(write_report(directory.path).read_text(encoding="utf-8"))
     assert len(page.all("script")) == 2 and not page.all("img") and not page.handlers
     assert page.text.count('<script>alert("x")</script>') >= 10
-    assert page.data["samples"]["steps"]["1"][0]["prompt"] == EVIL
+    assert page.data["runs"][0]["steps"]["1"][0]["prompt"] == EVIL
 
 
 def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
@@ -211,6 +213,11 @@ def test_advantages_that_differ_within_a_response_are_kept(tmp_path):
     assert [sample["chips"].get("advantage") for sample in samples] == [None, "0.5", None]
 
 
+def test_a_sample_knows_its_group(tmp_path):
+    one, two = shown(tmp_path, {"group": 3, "prompt": "1+1="}, {"prompt": "1+1="})
+    assert one["group"] == 3 and "group" not in two and "group" not in one["chips"]
+
+
 def test_a_long_response_is_cut_and_says_so(tmp_path):
     (sample,) = shown(tmp_path, {"token_ids": [1] * 5000, "logprobs": [-1.0] * 5000})
     assert (sample["chips"]["tokens"], sample["cut"]) == ("5000", 1000)
@@ -259,7 +266,9 @@ def test_every_number_has_its_place(run):
         "Speed and resources": [],
         "Other": ["my own"],
     }
-    constant = [(curve["title"], curve["now"]) for curve in groups["Updates"]["constant"]]
+    constant = [
+        (curve["title"], curve["ends"][0]["now"]) for curve in groups["Updates"]["constant"]
+    ]
     assert constant == [("Learning rate", 1e-5), ("ratio max", 1.0)]
     assert groups["Engines"]["drawn"][0]["meaning"].startswith("share of the time")
     shares = groups["Speed and resources"]["shares"]
@@ -267,16 +276,103 @@ def test_every_number_has_its_place(run):
     only = [{"step": 1, "phase": "train", "seconds": 1.0, "trainer/seconds": 0.5}]
     assert groups_of(run, only)["Speed and resources"]["shares"] == {}
     data = groups["Learning"]["drawn"][0]["data"]
-    assert data["train"] == ([*range(1, 8)], [step / 10 for step in range(1, 8)])
-    assert data["validation"] == ([4], [0.5])
+    assert data["courses"] == [
+        ["training", [*range(1, 8)], [step / 10 for step in range(1, 8)]],
+        ["validation", [4], [0.5]],
+    ]
 
 
 def test_a_long_course_is_thinned(run):
     steps = range(1, 20_001)
     lines = [{"step": step, "phase": "train", "loss": math.sin(step / 100)} for step in steps]
     (curve,) = groups_of(run, lines)["Learning"]["drawn"]
-    assert MOST_POINTS / 2 < len(curve["data"]["train"][0]) <= MOST_POINTS
+    assert MOST_POINTS / 2 < len(curve["data"]["courses"][0][1]) <= MOST_POINTS
     assert len(curve["svg"]) < 60_000
+
+
+def test_the_headline_is_the_reward_not_a_loss_of_rounding_errors(run):
+    directory, lines = RunDirectory.open(run.path), []
+    for step in (1, 2, 3):
+        line = {"step": step, "phase": "train", "reward": step / 4, "loss": 1e-9 * step}
+        lines.append(line | {"lr": 1e6, "kl": 0.5 * step})
+    groups = groups_of(directory, lines)
+    assert [curve["title"] for curve in groups["Learning"]["drawn"]] == ["Reward"]
+    assert list(groups) == ["Learning", "Policy", "Updates"]
+    found = Gathered(run.path)
+    found.metrics = lines
+    page = Page(render(found))
+    tiles = page.text[page.text.index("Environment") : page.text.index("Curves", 200)]
+    assert "Reward0.75" in tiles and "Loss" not in tiles
+    assert "Learning rate 1e6" in page.text and "1.00M" not in page.text
+
+
+def copy_of(run: RunDirectory, folder, **settings) -> RunDirectory:
+    """The same run elsewhere, with other settings."""
+    shutil.copytree(run.path, folder)
+    text = (folder / "config.yaml").read_text()
+    for name, value in settings.items():
+        text = re.sub(rf"(?m)^( *{name}): .*", rf"\1: {value}", text)
+    (folder / "config.yaml").write_text(text)
+    return RunDirectory.open(folder)
+
+
+def test_runs_side_by_side(run, tmp_path, capsys):
+    other = copy_of(run, tmp_path / "others" / "slower", lr="1.0e-6", dir="elsewhere")
+    with (other.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "time": 1.0, "phase": "train", "reward": 0.25, "my_own": 1.0}\n')
+    mine = copy_of(run, tmp_path / "sums")
+    assert cli.main(["report", str(mine.path), str(other.path)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"sums +finished +4 ", said) and re.search(r"slower +finished +5 ", said)
+    page = Page((tmp_path / "comparison.html").read_text())
+    assert {"2 runs", "sums", "slower", "4 of 4", "Settings that differ"} <= {
+        text.strip() for _, text in page.texts
+    }
+    rows = [row.split() for row in page.text.split("Settings that differ")[1].splitlines()]
+    assert ["optimizer.lr0.011e-6"] in rows, "and not run.dir"
+    assert [part["name"] for part in page.data["runs"]] == ["sums", "slower"]
+    reward = page.data["curves"][0]["courses"]
+    assert [course[:2] for course in reward] == [
+        [name, phase] for name in ("sums", "slower") for phase in ("training", "validation")
+    ]
+    assert reward[2][2] == [1, 2, 3, 4, 5], "each run has its own steps"
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(run, tmp_path):
+    runs = [copy_of(run, tmp_path / name / "sums").path for name in ("one", "two")]
+    page = Page(nemorl.write_report(runs).read_text())
+    assert [part["name"] for part in page.data["runs"]] == [str(path) for path in runs]
+
+
+@pytest.mark.parametrize("names", [[], ["sums", "../runs/sums"], [str(i) for i in range(7)]])
+def test_none_twice_the_same_or_too_many_runs_are_refused(tmp_path, names):
+    with pytest.raises(ValueError, match="runs must be 1 to 6 different directories, but it is"):
+        nemorl.write_report([tmp_path / "runs" / name for name in names])
+
+
+@pytest.mark.parametrize("ending", ["finished", "Ctrl-C"])
+def test_a_watched_run_refreshes_until_its_end(tmp_path, monkeypatch, ending):
+    directory = RunDirectory.create(tmp_path / "run", "")
+    record = begin_record(directory, algorithm="sft")
+    pages: list[Page] = []
+
+    def sleep(seconds: float) -> None:
+        assert seconds >= 5
+        pages.append(Page((directory.path / "report.html").read_text()))
+        directory.append_metrics(len(pages), {"loss": 1.0 / len(pages)})
+        if len(pages) == 3 and ending == "Ctrl-C":
+            raise KeyboardInterrupt
+        if len(pages) == 3:
+            write_record(directory, replace(record, status="finished"))
+
+    monkeypatch.setattr(module.time, "sleep", sleep)
+    assert cli.main(["report", str(directory.path), "--watch"]) == 0
+    assert [page.data["refresh"] for page in pages] == [5.0, 5.0, 5.0]
+    steps = [page.data["curves"][0]["courses"][0][1] for page in pages[1:]]
+    assert steps == [[1], [1, 2]] and "This page follows it." in pages[-1].text
+    last = Page((directory.path / "report.html").read_text())
+    assert last.data["refresh"] is None
+    assert last.data["curves"][0]["courses"][0][1] == [1, 2, 3]
 
 
 def test_what_differs_from_the_defaults_stands_out(run):

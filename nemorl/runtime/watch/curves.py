@@ -1,0 +1,90 @@
+"""How a metric's course is drawn, for the report and for plots/. Free of torch."""
+
+import io
+import re
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from nemorl.runtime.watch.metrics import Series, number, placed, smooth
+
+TRAIN, VALIDATION, GRID, TEXT, PAPER = "#2563eb", "#ea580c", "#e5e7eb", "#374151", "#fffffe"
+RUNS = (TRAIN, VALIDATION, "#15803d", "#9333ea", "#0891b2", "#be185d")
+"""Of several runs on one page."""
+VARIABLES = ("train", "val", "run2", "run3", "run4", "run5")
+COLORS = {GRID: "line", TEXT: "dim", PAPER: "card", **dict(zip(RUNS, VARIABLES, strict=True))}
+"""Color → the variable of report.css that has its place on the page."""
+Course = tuple[Series, Series]
+"""A metric in the training and in the validations of a run."""
+BOX = (0.12, 0.11, 0.975, 0.96)
+"""Left, bottom, right and top of the axes in the report; report.js knows them, too."""
+UNUSED = r"<metadata>.*?</metadata>|<style .*?</style>| id=\"[\w.]+_\d+\"| font-family: [^;]*;"
+"""What a picture on a page does not need, or what would hold for the whole page."""
+STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": TEXT,
+    "text.parse_math": False,  # a run may have a name with dollar signs
+    "axes.labelcolor": TEXT,
+    "xtick.color": TEXT,
+    "ytick.color": TEXT,
+    "svg.fonttype": "none",
+}
+
+
+def svg(name: str, *courses: Course) -> tuple[str, tuple[float, float]]:
+    """Return a picture of one metric for the report, and the steps at its left and right edge."""
+    with rc_context(STYLE):
+        figure, file = Figure(figsize=(4.2, 2.0)), io.StringIO()
+        axes = figure.add_axes((BOX[0], BOX[1], BOX[2] - BOX[0], BOX[3] - BOX[1]))
+        panel(axes, name, *courses)
+        axes.tick_params(labelsize=8)
+        axes.spines[:].set_visible(False)
+        axes.grid(False, axis="x")
+        figure.savefig(file, format="svg", transparent=True)
+    text = file.getvalue()
+    text = re.sub(UNUSED, "", text[text.index("<svg") :], flags=re.DOTALL)
+    for color, variable in COLORS.items():
+        text = text.replace(color, f"var(--{variable})")
+    return text, axes.get_xlim()
+
+
+def panel(axes: Axes, name: str, *courses: Course) -> None:
+    """Draw a metric's course: a smoothed line over faint values, and markers for validations.
+
+    Of several runs, each has one color.
+    """
+    alone = len(courses) == 1
+    for (train, validation), color in zip(courses, RUNS, strict=False):
+        steps, values = train
+        if len(steps) >= 20:
+            axes.plot(steps, values, color=color, linewidth=1, alpha=0.25)
+            values = smooth(values, width=len(steps) / 50)
+            axes.plot(steps, values, color=color, linewidth=2, label="training, smoothed")
+        elif steps:
+            axes.plot(steps, values, color=color, linewidth=2, marker="o", ms=4, label="training")
+        if validation[0]:
+            style: Any = {"linewidth": 1, "linestyle": ":", "marker": "o", "markersize": 5}
+            style |= {"color": VALIDATION if alone else color, "markeredgecolor": PAPER}
+            axes.plot(*validation, **style, zorder=3, label="validation")
+    axes.grid(color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRID)
+    axes.tick_params(length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, min_n_ticks=1))
+    axes.margins(x=0.02, y=0.08)
+    greatest = max(abs(value) for course in courses for _, values in course for value in values)
+    if placed(name)[0] == "Speed and resources":
+        axes.set_ylim(bottom=0, top=1.1 * greatest or 1.0)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    if not 1e-3 <= greatest < 1e4:
+        axes.yaxis.set_major_formatter(lambda value, _: number(value, name))
+    if name.startswith("token_mult_prob_error"):  # rounding errors must not look like mountains
+        top = max(1.01, greatest)
+        axes.set_ylim(1 - 0.05 * (top - 1), 1 + 1.1 * (top - 1))
+    if name == "accuracy":
+        axes.set_ylim(-0.03, 1.03)

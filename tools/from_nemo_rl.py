@@ -608,7 +608,7 @@ def data_settings(
         for entry in entries:
             source, split, columns = located(entry)
             for name, value in entry.items():
-                reason = told_about(name, value)
+                reason = reported(name, value)
                 if reason:
                     notes[f"data.{name}" if name in PROMPTS else f"data.{part}.{name}"] = reason
             if source is None:
@@ -660,7 +660,7 @@ def located(entry: Mapping[str, Any]) -> tuple[str | None, str | None, dict[str,
     return path, split, {"input_key": "input", "output_key": "output"}
 
 
-def told_about(name: str, value: Any) -> str:
+def reported(name: str, value: Any) -> str:
     """Return what a key of a data set changes, or nothing."""
     if value and name in PROMPTS:
         return f"{value!r}: put its text into the rows"

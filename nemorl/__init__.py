@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nemorl import data as data
     from nemorl import losses as losses
     from nemorl.data.batch import TokenBatch as TokenBatch
+    from nemorl.data.sources import DataModule as DataModule
     from nemorl.parallel.backend import TrainingBackend as TrainingBackend
     from nemorl.parallel.config import LoRAConfig as LoRAConfig
     from nemorl.parallel.config import ModelConfig as ModelConfig
@@ -21,9 +22,12 @@ if TYPE_CHECKING:
     from nemorl.parallel.config import ProfileConfig as ProfileConfig
     from nemorl.parallel.config import TrainerConfig as TrainerConfig
     from nemorl.parallel.plan import ParallelPlan as ParallelPlan
+    from nemorl.rollout.environment import EnvironmentInterface as EnvironmentInterface
+    from nemorl.rollout.environment import EnvironmentReturn as EnvironmentReturn
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
+    from nemorl.runtime.algorithms.policy_loss import policy_loss as policy_loss
     from nemorl.runtime.cli.api import DPOTrainer as DPOTrainer
     from nemorl.runtime.cli.api import GRPOTrainer as GRPOTrainer
     from nemorl.runtime.cli.api import SFTTrainer as SFTTrainer
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.cli.inference import evaluate as evaluate
     from nemorl.runtime.cli.inference import export as export
     from nemorl.runtime.cli.inference import generate as generate
+    from nemorl.runtime.cli.main import cli as cli
     from nemorl.runtime.cli.main import main as main
     from nemorl.runtime.cli.settings import EvalConfig as EvalConfig
     from nemorl.runtime.cli.settings import ExportConfig as ExportConfig
@@ -82,12 +87,17 @@ if TYPE_CHECKING:
     )
     from nemorl.runtime.start.registry import register_logger as register_logger
     from nemorl.runtime.start.registry import register_training_backend as register_training_backend
+    from nemorl.runtime.watch.loggers.base import LoggedRun as LoggedRun
+    from nemorl.runtime.watch.loggers.base import MetricLogger as MetricLogger
     from nemorl.runtime.watch.report.page import write_report as write_report
 
     __version__: str
 
 _NAMES = {
     "nemorl.data.batch": ["TokenBatch"],
+    "nemorl.data.sources": ["DataModule"],
+    "nemorl.rollout.environment": ["EnvironmentInterface", "EnvironmentReturn"],
+    "nemorl.runtime.watch.loggers.base": ["LoggedRun", "MetricLogger"],
     "nemorl.parallel.backend": ["TrainingBackend"],
     "nemorl.parallel.config": [
         "LoRAConfig",
@@ -100,7 +110,8 @@ _NAMES = {
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
     "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
     "nemorl.runtime.run.callbacks": ["Callback", "StopTraining"],
-    "nemorl.runtime.cli.main": ["main"],
+    "nemorl.runtime.algorithms.policy_loss": ["policy_loss"],
+    "nemorl.runtime.cli.main": ["cli", "main"],
     "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
     "nemorl.runtime.cli.settings": ["EvalConfig", "ExportConfig", "GenerateConfig"],
     "nemorl.runtime.config.base": ["BaseConfig"],

@@ -1,8 +1,8 @@
 """Translate a NeMo RL configuration (GRPO, SFT or DPO): python tools/from_nemo_rl.py FILE > OURS.
 
-Prints our YAML, with every key that could not be carried over, and the reason, as comments at the
-end. `defaults` and ${interpolations} are followed. Keys were read off NeMo RL's
-examples/configs/{grpo_math_1B,sft,dpo}.yaml and later additions.
+Prints our YAML, with what trains differently as comments at the end; a file that can't be trained
+here is refused. `defaults` and ${interpolations} are followed. Keys were read off NeMo RL's
+examples/configs and their recipes.
 """
 
 import math
@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import require
+from nemorl.data.sources import has_splits
 from nemorl.runtime.config.tree import construct, layer
 from nemorl.runtime.config.yaml_io import dump, read
-from nemorl.runtime.start.registry import GENERATION_BACKENDS, get_algorithm
+from nemorl.runtime.start.registry import get_algorithm
 
+Flat = Mapping[str, Any]
+"""All of their settings by dotted key."""
 Settings = dict[str, Any]
 """Our dotted keys and their values; the key "note" holds what changes nevertheless."""
-Rule = Callable[[Any, Mapping[str, Any]], Settings | str]
+Rule = Callable[[Any, Flat], Settings | str]
 """From a value and all of their settings to ours, or to the reason why there are none."""
+
+
+class Blocker(str):
+    """The reason why a file can't be trained here, and what to do."""
+
 
 RENAMED = {
     "num_prompts_per_step": "num_prompts_per_step",
@@ -28,27 +36,17 @@ RENAMED = {
     "max_num_epochs": "num_epochs",
     "use_dynamic_sampling": "dynamic_sampling",
     "dynamic_sampling_max_gen_batches": "max_sampling_rounds",
-    "reward_shaping.overlong_buffer_penalty": "overlong.penalty",
-    "val_period": "run.val_period",
     "val_at_start": "run.val_at_start",
     "max_val_samples": "run.max_val_samples",
     "seed": "run.seed",
     "reference_policy_kl_penalty": "loss.beta",  # of section dpo
     "preference_average_log_probs": "loss.average_logprobs",
-    "loss_fn.reference_policy_kl_penalty": "kl.coef",
     "loss_fn.reference_policy_kl_type": "kl.estimator",
     "checkpointing.checkpoint_dir": "run.dir",
-    "checkpointing.keep_top_k": "run.keep_checkpoints",
-    "checkpointing.save_period": "run.save_period",
     "policy.model_name": "model.path",
-    "policy.tokenizer.chat_template": "model.chat_template",
     "policy.tokenizer.chat_template_kwargs": "model.chat_template_kwargs",
     "policy.train_global_batch_size": "train_global_batch_size",
     "policy.logprob_chunk_size": "trainer.logprob_chunk",
-    "policy.max_total_sequence_length": "data.max_total_sequence_length",
-    "policy.optimizer.kwargs.lr": "optimizer.lr",
-    "policy.optimizer.kwargs.weight_decay": "optimizer.weight_decay",
-    "policy.optimizer.kwargs.eps": "optimizer.eps",
     "policy.sequence_packing.enabled": "trainer.sequence_packing",
     "policy.dtensor_cfg.tensor_parallel_size": "parallel.tp",
     "policy.dtensor_cfg.context_parallel_size": "parallel.cp",
@@ -61,92 +59,178 @@ RENAMED = {
     "policy.generation.stop_token_ids": "generation.stop_token_ids",
     "policy.generation.stop_strings": "generation.stop_strings",
     "data.shuffle": "data.shuffle",
-    "grpo:data.output_key": "data.answer_column",
 }
-"""Keys of the same meaning. The algorithm's own section is not named; "grpo:" marks a key that
-means something else in the other algorithms."""
-for _place in ("", "train.", "default."):
-    for _theirs, _ours in {
-        "input_key": "data.prompt_column",
-        "prompt_key": "data.prompt_column",
-        "output_key": "data.response_column",
-        "chat_key": "data.messages_column",
-        "chosen_key": "data.chosen_column",
-        "rejected_key": "data.rejected_column",
-    }.items():
-        RENAMED[f"data.{_place}{_theirs}"] = _ours
-    RENAMED[f"grpo:data.{_place}output_key"] = "data.answer_column"
+"""Keys of the same meaning. The algorithm's own section is not named."""
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "max_rollout_turns": ((1,), "conversations of several turns are not supported yet"),
-    "grpo:max_num_epochs": ((1,), "grpo counts steps here; set max_num_steps"),
-    "batch_multiplier": ((1,), "dynamic sampling samples as many prompts as are missing"),
+    "grpo:max_num_epochs": ((1,), "grpo counts steps here: set max_num_steps"),
+    "async_grpo.enabled": ((False, None), Blocker("generation and training take turns")),
+    "adv_estimator.name": (
+        ("grpo", "reinforce_plus_plus"),
+        Blocker("advantages are grpo's or reinforce_plus_plus'"),
+    ),
+    "reward_shaping.mode": (
+        ("response_length", None),
+        Blocker("rewards are shaped by response_length"),
+    ),
     "seq_logprob_error_threshold": (
         (None,),
         "responses are not dropped by their error; gap.stop ends the run, off_policy.mode"
         " sequence_mask drops responses with an odd ratio",
     ),
-    "reward_scaling.enabled": ((False,), "scale rewards in the reward function"),
-    "val_at_end": ((True, False), ""),
-    "async_grpo.enabled": ((False,), "generation and training take turns so far"),
     "preference_loss_weight": ((1,), "it is 1 here; scale optimizer.lr and sft_coef instead"),
-    "loss_fn.force_on_policy_ratio": ((False, None), "with one update per batch the ratio is 1"),
-    "checkpointing.enabled": (
-        (True,),
-        "checkpoints are always written; run.save_period: 0 writes only the last one",
-    ),
-    "checkpointing.model_save_format": (("safetensors", None), "checkpoints are safetensors"),
+    "loss_fn.kl_input_clamp_value": ((20, None), "log-ratios are clamped to ±20"),
+    "loss_fn.kl_output_clamp_value": ((10, None), "the penalty is clamped to ±10 per token"),
     "checkpointing.checkpoint_must_save_by": ((None,), "an interrupted run saves and resumes"),
-    "policy.offload_optimizer_for_logprob": ((False,), "optimizer state stays on its device"),
-    "policy.dtensor_cfg.custom_parallel_plan": (
-        (None,),
-        "how layers are split follows from parallel.tp",
-    ),
-    "policy.dtensor_cfg.lora_cfg.dropout_position": (("pre",), "dropout precedes the adapter"),
     "policy.megatron_cfg.enabled": (
         (False, None),
-        "there is no Megatron backend yet; the model trains through dtensor",
+        Blocker("there is no Megatron backend yet: set it to false, and fill in dtensor_cfg"),
+    ),
+    "policy.hf_config_overrides": (
+        ({}, None),
+        Blocker("a model is used as its config.json says: change that in a copy of the model"),
+    ),
+    "policy.dtensor_cfg.expert_parallel_size": (
+        (1, None),
+        Blocker("models with experts are not supported: choose another"),
+    ),
+    "policy.dtensor_cfg.custom_parallel_plan": (
+        (None,),
+        Blocker("how layers are split follows from tensor_parallel_size: remove it"),
+    ),
+    "policy.dtensor_cfg.lora_cfg.exclude_modules": (
+        ([], None),
+        "list the layers that get an adapter as lora.target_modules",
+    ),
+    "policy.dtensor_cfg.lora_cfg.lora_A_init": (
+        ("kaiming",),
+        "adapters start from PEFT's initialization (Kaiming)",
     ),
     "policy.generation.vllm_cfg.pipeline_parallel_size": (
         (1,),
         "an engine is split by tensor_parallel_size alone",
     ),
-    "policy.generation.vllm_cfg.expert_parallel_size": (
-        (1,),
-        "an engine is split by tensor_parallel_size alone",
+    "policy.generation.vllm_cfg.kv_cache_dtype": (
+        ("auto", None),
+        "name it in generation.engine to sample with it",
     ),
     "data.add_eos": ((True,), "the end token is always trained on"),
     "data.add_bos": ((True,), "special tokens are the tokenizer's own"),
     "logger.swanlab_enabled": ((False, None), "loggers are tensorboard, wandb and mlflow"),
 }
-"""Keys whose listed values are what nemorl does anyway; others are reported, with this reason."""
+"""Keys whose listed values are what nemorl does anyway; others are reported, with this reason.
+"grpo:" marks a key that means something else in the other algorithms."""
 
-UNNEEDED = re.compile(
-    r"reward_shaping\.(enabled|max_response_length)|val_(batch_size|batches|global_batch_size"
-    r"|micro_batch_size)|loss_fn\.seq_logprob_error_in_loss|checkpointing\.save_consolidated"
+NEUTRAL = re.compile(
+    r"val_(batch_size|global_batch_size|micro_batch_size|at_end)|batch_multiplier"
+    r"|async_grpo\..*"
+    r"|calculate_advantages_on_gpu|skip_reference_policy_logprobs_calculation"
+    r"|reward_(shaping|scaling)\..*|loss_fn\.(force_on_policy_ratio|seq_logprob_error_in_loss)"
+    r"|checkpointing\.(save_consolidated|save_optimizer|model_save_format|resume_if_exists)"
     r"|policy\.(generation_batch_size|logprob_batch_size|make_sequence_length_divisible_by)"
-    r"|policy\.optimizer\.kwargs\.(foreach|fused)|policy\.(sequence_packing|dynamic_batching)\..*"
-    r"|policy\.dtensor_cfg\.(enabled|_v2|automodel_kwargs.*|env_vars.*)"
-    r"|policy\.dtensor_cfg\.lora_cfg\.(enabled|match_all_linear|use_triton)"
-    r"|policy\.generation\.(vllm_cfg|colocated)\..*|data\.validation\.dataset_name"
-    r"|data\.(max_input_seq_length|num_workers|add_generation_prompt)|logger\..*"
+    r"|policy\.(offload_optimizer_for_logprob|activation_checkpointing_enabled)"
+    r"|policy\.tokenizer\.is_tokenizer_processor"
+    r"|policy\.(sequence_packing|dynamic_batching|optimizer\.kwargs)\..*"
+    r"|policy\.dtensor_cfg\.(enabled|_v2|automodel_kwargs|env_vars\..*|clear_cache_every_n_steps)"
+    r"|policy\.dtensor_cfg\.lora_cfg\.(enabled|match_all_linear|use_triton|dropout_position)"
+    r"|policy\.generation\.(max_new_tokens|vllm_kwargs)"
+    r"|policy\.generation\.(vllm_cfg|sglang_cfg|mcore_generation_config|colocated)\..*"
+    r"|data\.(max_input_seq_length|num_workers|add_generation_prompt|_override_)"
+    r"|data\.(train|validation|default|val_data_paths)(\..*)?"
+    r"|data\.(train_data_path|val_data_path|train_split|val_split)"
+    r"|env\..*|logger\..*|cluster\..*"
 )
-"""Keys without bearing on the numbers."""
+"""Keys that other rules read, or without bearing on what is trained."""
 
-SWITCHES = {
-    "policy.megatron_cfg": "enabled",
-    "policy.dtensor_cfg.lora_cfg": "enabled",
-    "policy.sequence_packing": "enabled",
-    "policy.dynamic_batching": "enabled",
-    "grpo.async_grpo": "enabled",
-    "grpo.reward_shaping": "enabled",
-    "grpo.reward_scaling": "enabled",
+HUB: dict[str, tuple[str, str, dict[str, str]]] = {
+    "openmathinstruct2": (
+        "nvidia/OpenMathInstruct-2",
+        "train_1M",
+        {"input_key": "problem", "output_key": "expected_answer"},
+    ),
+    "deepscaler": (
+        "agentica-org/DeepScaleR-Preview-Dataset",
+        "train",
+        {"input_key": "problem", "output_key": "answer"},
+    ),
+    "aime2024": (
+        "HuggingFaceH4/aime_2024",
+        "train",
+        {"input_key": "problem", "output_key": "answer"},
+    ),
+    "tulu3sftmixture": ("allenai/tulu-3-sft-mixture", "train", {"chat_key": "messages"}),
+    "tulu3preference": ("allenai/llama-3.1-tulu-3-8b-preference-mixture", "train", {}),
 }
-"""Sections that count only where their switch is on."""
+"""Data sets that NeMo RL knows by name: hub name, default split and columns. Rows of the others are
+put together by its code."""
+COLUMNS = {
+    "input_key": "data.prompt_column",
+    "prompt_key": "data.prompt_column",
+    "output_key": "data.response_column",
+    "chat_key": "data.messages_column",
+    "chosen_key": "data.chosen_column",
+    "rejected_key": "data.rejected_column",
+}
+PROMPTS = ("prompt_file", "system_prompt_file")
+IN_DATASETS = (
+    *(*COLUMNS, *PROMPTS),
+    *("dataset_name", "dataset_type", "data_path", "split", "subset", "processor", "env_name"),
+    *("split_validation_size", "seed"),
+)
+"""Keys of a data set that are read; others are reported."""
 
-RULES: dict[str, Rule] = {}
-ENGINE = ("gpu_memory_utilization", "enforce_eager", "kv_cache_dtype")
-PARTIAL_WARM_UP = "warm-up starts at 0 instead of a share of the learning rate"
+VALIDATED = (
+    *("run.metric", "run.higher_is_better"),
+    *("run.val_period", "run.val_at_start", "run.max_val_samples"),
+)
+"""Settings that need rows to validate on."""
+
+ENGINE = ("gpu_memory_utilization", "enforce_eager")
+ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
+"""torch's defaults."""
+UNBOUNDED = 1e6
+
+
+def when(ours: str, setting: Any = None) -> Rule:
+    """Carry a value (or `setting` in its place) over if it is neither null, 0, false nor empty."""
+    return lambda value, flat: {ours: setting or value} if value else {}
+
+
+RULES: dict[str, Rule] = {
+    "overlong_filtering": when("overlong.filter"),
+    "sft_loss_weight": when("sft_coef"),
+    "sft_average_log_probs": lambda value, flat: (
+        {"sft_reduction": "sequence_mean"} if value and flat.get("dpo.sft_loss_weight") else {}
+    ),
+    "val_period": lambda value, flat: {"run.val_period": max(value or 0, 0)},
+    "loss_fn.token_level_loss": lambda value, flat: {
+        "reduction": "token_mean" if value else "sequence_mean"
+    },
+    "checkpointing.keep_top_k": lambda value, flat: {"run.keep_checkpoints": value or 1_000_000},
+    "policy.tokenizer.name": lambda value, flat: (
+        {} if value in (None, flat.get("policy.model_name")) else {"model.tokenizer": value}
+    ),
+    # null is no template there, "default" the tokenizer's
+    "policy.tokenizer.chat_template": lambda value, flat: (
+        {} if value == "default" else {"model.chat_template": value or "passthrough"}
+    ),
+    "policy.max_grad_norm": lambda value, flat: {"optimizer.max_grad_norm": value or None},
+    "policy.dtensor_cfg.activation_checkpointing": when(
+        "parallel.activation_checkpointing", "full"
+    ),
+    "policy.dtensor_cfg.lora_cfg.target_modules": when("lora.target_modules"),
+    "policy.generation.top_k": lambda value, flat: (
+        {"generation.top_k": value} if (value or 0) > 0 else {}
+    ),
+    "policy.generation.vllm_cfg.precision": lambda value, flat: (
+        {}
+        if value in (None, flat.get("policy.precision"))
+        else "the engine computes in policy.precision"
+    ),
+    "logger.wandb.project": lambda value, flat: (
+        {"run.project": value} if flat.get("logger.wandb_enabled") else {}
+    ),
+}
 
 
 def rule(*keys: str) -> Callable[[Rule], Rule]:
@@ -157,38 +241,38 @@ def rule(*keys: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def when(key: str, ours: str, setting: Any = None) -> None:
-    """Carry a value (or `setting` in its place) over if it is neither null, 0, false nor empty."""
-    RULES[key] = lambda value, flat: {ours: setting or value} if value else {}
+@rule(
+    *("normalize_rewards", "use_leave_one_out_baseline"),
+    *("adv_estimator.normalize_rewards", "adv_estimator.use_leave_one_out_baseline"),
+    *("adv_estimator.minus_baseline", "loss_fn.use_kl_in_reward"),
+)
+def advantage(value: Any, flat: Flat) -> Settings:
+    def option(name: str) -> Any:
+        return flat.get(f"grpo.adv_estimator.{name}", flat.get(f"grpo.{name}"))
 
-
-when("overlong_filtering", "overlong.filter")
-when("sft_loss_weight", "sft_coef")
-when("loss_fn.use_on_policy_kl_approximation", "kl.gradient", "importance")
-when("policy.dtensor_cfg.activation_checkpointing", "parallel.activation_checkpointing", "full")
-when("policy.dtensor_cfg.lora_cfg.target_modules", "lora.target_modules")
-for _theirs, _ours in {
-    "train.data_path": "train",
-    "train_data_path": "train",
-    "validation.data_path": "validation",
-    "val_data_path": "validation",
-    "train.split": "split",
-    "train_split": "split",
-    "validation.split": "validation_split",
-    "val_split": "validation_split",
-}.items():
-    when(f"data.{_theirs}", f"data.{_ours}")
-
-
-@rule("normalize_rewards", "use_leave_one_out_baseline")
-def advantage(value: Any, flat: Mapping[str, Any]) -> Settings:
-    loo = flat.get("grpo.use_leave_one_out_baseline")
+    if option("name") == "reinforce_plus_plus":
+        penalty = flat.get("loss_fn.reference_policy_kl_penalty") or 0.0
+        return {
+            "advantage.name": "reinforce_plus_plus",
+            "advantage.group_baseline": bool(option("minus_baseline")),
+            "advantage.kl_coef": penalty if flat.get("loss_fn.use_kl_in_reward") else 0.0,
+        }
+    loo = option("use_leave_one_out_baseline")
     scale = "leave_one_out_std" if loo else "group_std"
     return {
         "advantage.name": "group",
         "advantage.baseline": "leave_one_out" if loo else "group_mean",
-        "advantage.scale": scale if flat.get("grpo.normalize_rewards") else "none",
+        "advantage.scale": scale if option("normalize_rewards") else "none",
     }
+
+
+@rule("loss_fn.reference_policy_kl_penalty", "loss_fn.use_on_policy_kl_approximation")
+def kl(value: Any, flat: Flat) -> Settings:
+    coef = flat.get("loss_fn.reference_policy_kl_penalty")
+    if not coef or flat.get("loss_fn.use_kl_in_reward"):
+        return {}
+    sampled = flat.get("loss_fn.use_on_policy_kl_approximation")
+    return {"kl.coef": coef, "kl.gradient": "importance" if sampled else "score"}
 
 
 @rule(
@@ -197,7 +281,7 @@ def advantage(value: Any, flat: Mapping[str, Any]) -> Settings:
     "loss_fn.use_cispo",
     "loss_fn.disable_ppo_ratio",
 )
-def policy_loss(value: Any, flat: Mapping[str, Any]) -> Settings:
+def policy_loss(value: Any, flat: Flat) -> Settings:
     if flat.get("loss_fn.disable_ppo_ratio"):
         return {"loss.name": "reinforce"}
     cispo = flat.get("loss_fn.use_cispo")
@@ -212,227 +296,386 @@ def policy_loss(value: Any, flat: Mapping[str, Any]) -> Settings:
     }
 
 
-@rule("loss_fn.token_level_loss")
-def reduction(value: Any, flat: Mapping[str, Any]) -> Settings:
-    return {"reduction": "token_mean" if value else "sequence_mean"}
-
-
-@rule("sft_average_log_probs")
-def sft_reduction(value: Any, flat: Mapping[str, Any]) -> Settings:
-    return {"sft_reduction": "sequence_mean"} if value and flat.get("dpo.sft_loss_weight") else {}
-
-
 @rule(
     "loss_fn.use_importance_sampling_correction",
     *(f"loss_fn.truncated_importance_sampling_{what}" for what in ("ratio", "ratio_min", "type")),
 )
-def off_policy(value: Any, flat: Mapping[str, Any]) -> Settings | str:
+def off_policy(value: Any, flat: Flat) -> Settings | str:
     if not flat.get("loss_fn.use_importance_sampling_correction"):
         return {}
     theirs = "loss_fn.truncated_importance_sampling_"
     kind, low, high = (flat.get(theirs + what) for what in ("type", "ratio_min", "ratio"))
     modes = {"tis": "truncate", "icepop": "mask", "seq-mask-tis": "sequence_mask"}
     if (kind or "tis") not in modes:
-        return f"{kind!r}: no such correction here (off_policy.mode: {', '.join(modes.values())})"
+        return Blocker(f"corrections are {', '.join(modes)}; choose one of them")
     settings: Settings = {"off_policy.mode": modes[kind or "tis"]}
     if kind == "seq-mask-tis":
         settings["off_policy.level"] = "geometric"
-    if low is not None:
+    if low is not None and kind in ("icepop", "seq-mask-tis"):
         settings["off_policy.min"] = low
-    unbounded = "unbounded there; here the weights are truncated at off_policy.max (2.0)"
-    return settings | ({"note": unbounded} if high is None else {"off_policy.max": high})
+    return settings | {"off_policy.max": UNBOUNDED if high is None else high}
+
+
+@rule("max_rollout_turns")
+def turns(value: Any, flat: Flat) -> Settings | str:
+    """A problem of mathematics has one turn however many are allowed."""
+    if value in (1, None) or {key.split(".")[1] for key in flat if key[:4] == "env."} == {"math"}:
+        return {}
+    return Blocker("conversations of several turns are not supported yet; set it to 1")
 
 
 @rule("max_num_steps")
-def steps(value: Any, flat: Mapping[str, Any]) -> Settings | str:
+def steps(value: Any, flat: Flat) -> Settings:
+    """Whichever of steps and epochs ends first there; GRPO knows steps only."""
     if value is None or value >= 1_000_000:
-        return f"{value!r} stands for no limit: set max_num_steps (or num_epochs, if there is one)"
+        if "grpo.max_num_steps" not in flat:
+            return {}
+        note = f"{value} stands for no limit: there the run ends with the last epoch; set it here"
+        return {"max_num_steps": 1_000_000, "note": note}
     return {"max_num_steps": value}
 
 
-@rule("reward_shaping.overlong_buffer_length")
-def overlong_buffer(value: Any, flat: Mapping[str, Any]) -> Settings | str:
-    """Tokens there, a share of the longest response here."""
-    shaping = flat.get("grpo.reward_shaping.max_response_length")
-    longest = shaping or flat.get("policy.generation.max_new_tokens")
-    if not longest:
-        return f"{value!r}: needs grpo.reward_shaping.max_response_length"
-    return {"overlong.buffer": value / longest}
+@rule("val_batches")
+def validation_rows(value: Any, flat: Flat) -> Settings:
+    size = flat.get("sft.val_global_batch_size", flat.get("dpo.val_global_batch_size"))
+    return {"run.max_val_samples": value * size} if size and value > 0 else {}
 
 
-@rule("checkpointing.metric_name")
-def metric(value: Any, flat: Mapping[str, Any]) -> Settings:
-    """val:accuracy and val_reward are val_accuracy and val_reward; train:loss is loss."""
-    if value is None or not flat.get("checkpointing.keep_top_k"):
+@rule("reward_scaling.enabled")
+def reward_weight(value: Any, flat: Flat) -> Settings:
+    """Advantages don't see what is added to every reward, only the scale."""
+
+    def span(which: str) -> float:
+        low, high = (flat.get(f"grpo.reward_scaling.{which}_{end}") for end in ("min", "max"))
+        return float((1 if high is None else high) - (low or 0))
+
+    scale = span("target") / span("source") if value else 1.0
+    return {} if scale == 1 else {"reward_weights": [scale]}
+
+
+@rule("reward_shaping.enabled")
+def overlong(value: Any, flat: Flat) -> Settings | str:
+    """A buffer of tokens there, a share of the longest response here."""
+
+    def option(name: str) -> Any:
+        return flat.get(f"grpo.reward_shaping.{name}")
+
+    if not value:
         return {}
-    phase, _, name = str(value).rpartition(":")
-    name = name.removeprefix("validation-default_").removeprefix("val_")
-    return {"run.metric": name if phase == "train" else f"val_{name}"}
+    factor = option("stop_properly_penalty_coef")
+    if factor is not None:
+        return f"rewards of truncated responses are not multiplied by {factor}: do it in a reward"
+    longest = option("max_response_length") or 0
+    response = flat.get("policy.generation.max_new_tokens") or longest
+    settings = {
+        "overlong.buffer": (option("overlong_buffer_length") or 0) / response,
+        "overlong.penalty": option("overlong_buffer_penalty"),
+    }
+    note = f"the penalty is full at {response} tokens, not at {longest}"
+    return settings if longest == response else settings | {"note": note}
 
 
-@rule("checkpointing.higher_is_better")
-def higher_is_better(value: Any, flat: Mapping[str, Any]) -> Settings:
-    return {"run.higher_is_better": value} if flat.get("checkpointing.metric_name") else {}
+@rule("checkpointing.enabled", "checkpointing.save_period")
+def save_period(value: Any, flat: Flat) -> Settings:
+    on = flat.get("checkpointing.enabled") is not False
+    return {"run.save_period": (flat.get("checkpointing.save_period") or 0) if on else 0}
 
 
-@rule("policy.tokenizer.name")
-def tokenizer(value: Any, flat: Mapping[str, Any]) -> Settings:
-    return {} if value == flat.get("policy.model_name") else {"model.tokenizer": value}
-
-
-@rule("policy.max_grad_norm")
-def clip_gradient(value: Any, flat: Mapping[str, Any]) -> Settings:
-    return {"optimizer.max_grad_norm": value or None}
+@rule("checkpointing.metric_name", "checkpointing.higher_is_better")
+def metric(value: Any, flat: Flat) -> Settings:
+    """val:accuracy and val_reward are val_accuracy and val_reward; train:loss is loss."""
+    theirs = flat.get("checkpointing.metric_name")
+    if theirs is None or not flat.get("checkpointing.keep_top_k"):
+        return {}
+    phase, _, name = str(theirs).rpartition(":")
+    name = re.sub(r"^(validation-.*?_|val_)", "", name)
+    settings: Settings = {"run.metric": name if phase == "train" else f"val_{name}"}
+    higher = flat.get("checkpointing.higher_is_better")
+    return settings if higher is None else settings | {"run.higher_is_better": higher}
 
 
 @rule("policy.optimizer.name")
-def optimizer(value: Any, flat: Mapping[str, Any]) -> Settings | str:
-    known = str(value).endswith("AdamW")
-    return {} if known else f"{value!r}: the optimizer is AdamW here"
-
-
-@rule("policy.optimizer.kwargs.betas")
-def betas(value: Any, flat: Mapping[str, Any]) -> Settings:
-    return {"optimizer.beta1": value[0], "optimizer.beta2": value[1]}
+def optimizer(value: Any, flat: Flat) -> Settings | str:
+    if not str(value).endswith(("AdamW", "FusedAdam")):
+        return Blocker("the optimizer is AdamW; choose it")
+    given = {name: flat.get(f"policy.optimizer.kwargs.{name}") for name in ADAMW}
+    chosen: Any = {name: ADAMW[name] if v is None else v for name, v in given.items()}
+    beta1, beta2 = chosen.pop("betas")
+    return {f"optimizer.{name}": setting for name, setting in chosen.items()} | {
+        "optimizer.beta1": beta1,
+        "optimizer.beta2": beta2,
+    }
 
 
 @rule("policy.scheduler")
-def scheduler(value: Any, flat: Mapping[str, Any]) -> Settings | str:
-    """A list of torch schedulers and their milestones."""
+def scheduler(value: Any, flat: Flat) -> Settings | str:
+    """A list of torch schedulers and their milestones, or one: they count steps, not updates."""
     settings: Settings = {}
-    lr = flat.get("policy.optimizer.kwargs.lr")
-    for part in value or []:
+    lr = flat.get("policy.optimizer.kwargs.lr") or ADAMW["lr"]
+    responses, batch = (
+        flat.get("grpo.num_prompts_per_step", 1) * flat.get("grpo.num_generations_per_prompt", 1),
+        flat.get("policy.train_global_batch_size") or 1,
+    )
+    updates = max(1, responses // batch)
+    total = next((flat[key] for key in flat if key.endswith(".max_num_steps")), None)
+    warmup = 0
+    for part in [value] if isinstance(value, Mapping) else value or []:
         name, options = str(part.get("name", "")).rpartition(".")[2], part.get("kwargs") or {}
         start, end = options.get("start_factor", 1 / 3), options.get("end_factor", 1.0)
         if name == "LinearLR" and end >= start:
             warmup = options.get("total_iters", 5)
-            settings |= {"optimizer.warmup_steps": warmup, "note": PARTIAL_WARM_UP}
-        elif name == "LinearLR":
-            settings |= {"optimizer.schedule": "linear", "optimizer.min_lr_ratio": end}
-        elif name == "CosineAnnealingLR":
-            settings["optimizer.schedule"] = "cosine"
-            settings["note"] = "the cosine ends at the run's last step here"
-            if lr and options.get("eta_min"):
-                settings["optimizer.min_lr_ratio"] = options["eta_min"] / lr
+            settings["optimizer.warmup_steps"] = warmup * updates
+            if start > 0.01:
+                settings["note"] = f"the warm-up starts at 0 instead of {start:g} times the rate"
+        elif name in ("LinearLR", "CosineAnnealingLR"):
+            linear = name == "LinearLR"
+            settings["optimizer.schedule"] = "linear" if linear else "cosine"
+            settings["optimizer.min_lr_ratio"] = end if linear else options.get("eta_min", 0) / lr
+            if warmup + options.get("total_iters" if linear else "T_max", 0) != total:
+                settings["note"] = "the rate reaches its end with the run's last step here"
         elif name not in ("ConstantLR", "", "None"):
-            return f"{name}: schedules are constant, linear and cosine, each with a warm-up"
+            return Blocker("schedules are constant, linear and cosine; choose one of them")
     return settings
 
 
 @rule("policy.precision")
-def precision(value: Any, flat: Mapping[str, Any]) -> Settings | str:
+def precision(value: Any, flat: Flat) -> Settings | str:
     known = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
     if value not in known:
-        return f"{value!r}: precision is float32 or bfloat16 here"
+        return Blocker("precision is float32 or bfloat16; choose one of them")
     return {"parallel.param_dtype": known[value]}
 
 
 @rule("policy.train_micro_batch_size")
-def micro_batch_size(value: Any, flat: Mapping[str, Any]) -> Settings:
-    """Only without a budget of tokens."""
-    budgets = ("sequence_packing", "dynamic_batching")
-    if value is None or any(flat.get(f"policy.{budget}.enabled") for budget in budgets):
-        return {}
-    return {"trainer.train_micro_batch_size": value}
+def micro_batch_size(value: Any, flat: Flat) -> Settings:
+    """Only without a budget of tokens, which must hold the longest sequence."""
+    for budget in ("sequence_packing", "dynamic_batching"):
+        if flat.get(f"policy.{budget}.enabled"):
+            tokens = flat.get(f"policy.{budget}.train_mb_tokens") or 0
+            longest = lengths(None, flat)["data.max_total_sequence_length"]
+            return {"trainer.micro_batch_tokens": max(int(tokens), longest)}
+    return {} if value is None else {"trainer.train_micro_batch_size": value}
 
 
-@rule("policy.sequence_packing.train_mb_tokens", "policy.dynamic_batching.train_mb_tokens")
-def micro_batch_tokens(value: Any, flat: Mapping[str, Any]) -> Settings:
-    longest = int(flat.get("policy.max_total_sequence_length") or 0)
-    return {"trainer.micro_batch_tokens": max(int(value), longest)}
+@rule("policy.max_total_sequence_length")
+def lengths(value: Any, flat: Flat) -> Settings:
+    """There, what is longer than max_input_seq_length (a prompt, a whole row in SFT and DPO) is not
+    trained on, and a response has what a prompt leaves of the total. Here it has all of
+    max_new_tokens, and a prompt the rest.
+    """
+    longest = int(flat.get("policy.max_total_sequence_length") or 2048)
+    prompt = int(flat.get("data.max_input_seq_length") or longest)
+    response = flat.get("policy.generation.max_new_tokens")
+    settings: Settings = {"data.too_long": "drop"}
+    if response is None:
+        return settings | {"data.max_total_sequence_length": min(longest, prompt)}
+    response = min(response, longest)
+    total, note = prompt + response, ""
+    if response == longest:
+        note = f"responses may have {response} tokens also after a long prompt (total: {total})"
+    elif total > longest:
+        note = f"prompts over {longest - response} tokens are left out, not answered more briefly"
+        total = longest
+    settings["data.max_total_sequence_length"] = total
+    return settings | {"generation.max_new_tokens": response} | ({"note": note} if note else {})
 
 
 @rule("policy.dtensor_cfg.sequence_parallel")
-def sequence_parallel(value: Any, flat: Mapping[str, Any]) -> Settings:
+def sequence_parallel(value: Any, flat: Flat) -> Settings:
     """Only with tensor parallelism, where it is on here by default."""
     split = (flat.get("policy.dtensor_cfg.tensor_parallel_size") or 1) > 1
     return {"parallel.sequence_parallel": value} if split else {}
 
 
-@rule("cluster.gpus_per_node", "cluster.num_nodes")
-def devices(value: Any, flat: Mapping[str, Any]) -> Settings | str:
+def devices(flat: Flat) -> tuple[int, int]:
+    """Devices that train and devices that sample: the same ones, if colocated."""
+    gpus, nodes = (flat.get(f"cluster.{what}") or 1 for what in ("gpus_per_node", "num_nodes"))
+    if flat.get("policy.generation.colocated.enabled") is not False:
+        return gpus * nodes, gpus * nodes
+    own = "policy.generation.colocated.resources."
+    sampling = (flat.get(f"{own}gpus_per_node") or gpus) * (flat.get(f"{own}num_nodes") or 1)
+    return gpus * nodes - sampling, sampling
+
+
+@rule("cluster.gpus_per_node")
+def data_parallel(value: Any, flat: Flat) -> Settings | str:
     """What tensor and context parallelism leave of the devices goes to FSDP."""
-    if flat.get("policy.generation.colocated.enabled") is False:
-        return f"{value!r}: some of them generate; set parallel.dp_shard for those that train"
-    total = (flat.get("cluster.gpus_per_node") or 1) * (flat.get("cluster.num_nodes") or 1)
+    total, _ = devices(flat)
     sizes = (f"policy.dtensor_cfg.{kind}_parallel_size" for kind in ("tensor", "context"))
     split = math.prod(flat.get(size) or 1 for size in sizes)
-    if total % split:
-        return (
-            f"{value!r}: tensor · context parallelism of {split} does not divide the {total}"
-            " devices; set parallel.dp_shard"
-        )
+    if total < 1 or total % split:
+        return f"tensor · context parallelism of {split} does not divide the {total} that train"
     return {"parallel.dp_shard": total // split} if total > split else {}
 
 
 @rule("policy.generation.backend")
-def generation_backend(value: Any, flat: Mapping[str, Any]) -> Settings | str:
-    if value in GENERATION_BACKENDS:
-        return {"generation.backend": value}
-    return f"{value!r}: no such backend here ({', '.join(GENERATION_BACKENDS)}); torch is used"
-
-
-@rule("policy.generation.max_new_tokens")
-def max_new_tokens(value: Any, flat: Mapping[str, Any]) -> Settings:
-    longest = flat.get("policy.max_total_sequence_length")
-    if longest is None or value < longest:
-        return {"generation.max_new_tokens": value}
-    note = f"{value} leaves no room for a prompt within {longest}: half of it is used"
-    return {"generation.max_new_tokens": longest // 2, "note": note}
-
-
-@rule("policy.generation.top_k")
-def top_k(value: Any, flat: Mapping[str, Any]) -> Settings:
-    return {"generation.top_k": value} if value and value > 0 else {}
-
-
-def of_vllm(key: str, ours: str, default: Any = None) -> None:
-    RULES[f"policy.generation.{key}"] = lambda value, flat: (
-        {ours: value}
-        if flat.get("policy.generation.backend") == "vllm" and value not in (None, default)
-        else {}
-    )
-
-
-of_vllm("colocated.enabled", "generation.colocated", True)
-of_vllm("vllm_cfg.tensor_parallel_size", "generation.tensor_parallel_size", 1)
-of_vllm("vllm_cfg.max_model_len", "generation.max_model_len")
-
-
-@rule("policy.generation.vllm_kwargs", *(f"policy.generation.vllm_cfg.{name}" for name in ENGINE))
-def engine_arguments(value: Any, flat: Mapping[str, Any]) -> Settings:
-    if flat.get("policy.generation.backend") != "vllm":
-        return {}
-    given = {name: flat.get(f"policy.generation.vllm_cfg.{name}") for name in ENGINE}
-    given = {name: argument for name, argument in given.items() if argument is not None}
-    given |= flat.get("policy.generation.vllm_kwargs") or {}
-    return {"generation.engine": given} if given else {}
-
-
-@rule("data.train.dataset_name", "data.dataset_name", "data.default.dataset_name")
-def dataset_name(value: Any, flat: Mapping[str, Any]) -> Settings | str:
-    generic = ("ResponseDataset", "PreferenceDataset", "BinaryPreferenceDataset", "openai_format")
-    if value in (*generic, None):
-        return {}
-    return f"{value!r}: built into NeMo RL; give its file or hub name as data.train"
+def engines(value: Any, flat: Flat) -> Settings | str:
+    if value == "hf":
+        return {"generation.backend": "torch"}
+    if value not in ("vllm", "sglang"):
+        return Blocker("engines are vllm and hf; choose one of them")
+    theirs = "policy.generation."
+    size = flat.get(f"{theirs}vllm_cfg.tensor_parallel_size") or 1
+    settings: Settings = {"generation.backend": "vllm"}
+    if value == "sglang":
+        size = flat.get(f"{theirs}sglang_cfg.gpus_per_server") or 1
+        settings["note"] = "vLLM samples in its place"
+    replicas = devices(flat)[1] // size
+    if flat.get(f"{theirs}colocated.enabled") is False:
+        settings["generation.colocated"] = False
+    if size > 1:
+        settings["generation.tensor_parallel_size"] = size
+    if replicas > 1:
+        settings["generation.num_replicas"] = replicas
+    given = {name: flat.get(f"{theirs}vllm_cfg.{name}") for name in ENGINE}
+    given = {name: argument for name, argument in given.items() if argument}
+    given |= flat.get(f"{theirs}vllm_kwargs") or {}
+    return settings | ({"generation.engine": given} if given else {})
 
 
 @rule(*(f"logger.{name}_enabled" for name in ("tensorboard", "wandb", "mlflow")))
-def loggers(value: Any, flat: Mapping[str, Any]) -> Settings:
+def loggers(value: Any, flat: Flat) -> Settings:
     names = ("tensorboard", "wandb", "mlflow")
     on = [name for name in names if flat.get(f"logger.{name}_enabled")]
     return {"run.loggers": on} if value else {}
 
 
-@rule("logger.wandb.project")
-def project(value: Any, flat: Mapping[str, Any]) -> Settings:
-    return {"run.project": value} if flat.get("logger.wandb_enabled") else {}
+def rewards(tree: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Settings, dict[str, str]]:
+    """Return the reward in the place of the environments that the data name, and notes."""
+    environments = tree.get("env") or {}
+    entries = [entry for part in as_datasets(data).values() for entry in part]
+    used = {entry["env_name"] for entry in entries if entry.get("env_name")}
+    settings: Settings = {}
+    notes: dict[str, str] = {}
+    for name, options in environments.items():
+        options = options or {}
+        if name not in (used or environments) and not options.get("enabled"):
+            continue
+        if name != "math" or options.get("verifier_type", "math") != "math":
+            reason = "rewards are math and functions of your own; write it as one"
+            notes[f"env.{name}"] = Blocker(f"{reason}, and remove this environment")
+            continue
+        settings["reward"] = "math"
+        verifier = options.get("math_verify_impl") or "hf_math_verify"
+        if verifier != "hf_math_verify":
+            notes["env.math.math_verify_impl"] = f"{verifier!r}: answers are read as by math-verify"
+    return settings, notes
+
+
+def as_datasets(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the data sets of "train" and "validation", each with the defaults; also those of older
+    files, which have one of each beside the other keys of `data`.
+    """
+    shared = {name: data[name] for name in IN_DATASETS if name in data}
+    train = {"data_path": data.get("train_data_path"), "split": data.get("train_split")}
+    paths = (data.get("val_data_paths") or {}).values()
+    single = [data["val_data_path"]] if data.get("val_data_path") else []
+    older = {"train": [train], "validation": [{"data_path": path} for path in (*single, *paths)]}
+    name = shared.get("dataset_name")
+    if kind(name) in HUB:
+        train["split_validation_size"] = 0.05
+    elif name and not train["data_path"]:
+        older["validation"] = [{}]
+    found = {}
+    for part in older:
+        given = data.get(part) if "train" in data else older[part]
+        listed = [given] if isinstance(given, Mapping) else given or []
+        if part == "validation":
+            shared = {**shared, "split": data.get("val_split")}
+        merged = [{**shared, **(data.get("default") or {}), **_given(entry)} for entry in listed]
+        found[part] = merged
+    return found
+
+
+def kind(name: Any) -> str:
+    """Return a data set's name as HUB has it."""
+    return re.sub(r"[-_]", "", str(name).lower())
+
+
+def _given(entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def data_settings(
+    algorithm: str, data: Mapping[str, Any], *, passthrough: bool = False
+) -> tuple[Settings, dict[str, str]]:
+    """Return our settings for their data sets, and notes."""
+    settings: Settings = {}
+    notes: dict[str, str] = {}
+    found = as_datasets(data)
+    for part, entries in found.items():
+        sources = []
+        for entry in entries:
+            source, split, columns = located(entry)
+            for name, value in entry.items():
+                reason = reported(name, value)
+                if reason:
+                    notes[f"data.{name}" if name in PROMPTS else f"data.{part}.{name}"] = reason
+            if source is None:
+                notes[f"data.{part}"] = (
+                    f"{entry.get('dataset_name')!r}: its rows are put together by NeMo RL's code;"
+                    " give a file or hub name"
+                )
+                continue
+            sources.append(source)
+            columns = columns | {name: entry[name] for name in COLUMNS if entry.get(name)}
+            ours = {COLUMNS[name]: column for name, column in columns.items()}
+            if algorithm == "grpo" and "data.response_column" in ours:
+                ours["data.answer_column"] = ours.pop("data.response_column")
+            ours["data.split" if part == "train" else "data.validation_split"] = split
+            for key, value in _given(ours).items():
+                if settings.setdefault(key, value) != value:
+                    reason = f"{key} is {settings[key]!r} for all sets, not {value!r}"
+                    notes[f"data.{part}.columns"] = reason
+        if len(sources) == len(entries) and sources:
+            settings[f"data.{part}"] = sources[0] if len(sources) == 1 else sources
+    share = max((entry.get("split_validation_size") or 0 for entry in found["train"]), default=0)
+    if share and found["validation"]:
+        notes["data.train.split_validation_size"] = (
+            "rows are held out only without a validation set"
+        )
+    elif share:
+        settings["data.held_out"] = share
+    if "data.prompt_column" in settings and algorithm != "dpo" and not passthrough:
+        notes["data.train.input_key"] = (
+            "a prompt that is text becomes a message of the chat template there, and stays text"
+            " here: give messages where the model expects them"
+        )
+    return settings, notes
+
+
+def located(entry: Mapping[str, Any]) -> tuple[str | None, str | None, dict[str, str]]:
+    """Return the file or hub name of a data set, its split, and its columns by their keys."""
+    path, name = entry.get("data_path"), str(entry.get("dataset_name") or "")
+    split = entry.get("split")
+    if path is None:
+        hub, usual, columns = HUB.get(kind(name), (None, None, {}))
+        return hub, split or usual, columns
+    split = split if has_splits(path) else None
+    path = f"{path}:{entry['subset']}" if entry.get("subset") else path
+    if name == "openai_format":
+        return path, split, {"chat_key": "messages"}
+    if name.endswith("PreferenceDataset") or "dataset_type" in entry or "chosen_key" in entry:
+        return path, split, {}
+    return path, split, {"input_key": "input", "output_key": "output"}
+
+
+def reported(name: str, value: Any) -> str:
+    """Return what a key of a data set changes, or nothing."""
+    if value and name in PROMPTS:
+        return f"{value!r}: put its text into the rows"
+    if not value or name in IN_DATASETS:
+        return ""
+    if name == "repeat":
+        return f"{value}: each row is answered once, greedily, in a validation"
+    return f"{value!r}: no counterpart here"
 
 
 def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     """Return the algorithm, our settings (nested), and the reasons for keys not carried over.
 
-    Raises ValueError for a file that can't be read or has none of the sections grpo, sft, dpo.
+    Raises ValueError for a file that can't be read, has none of the sections grpo, sft, dpo, or
+    can't be trained here.
     """
     tree = with_defaults(Path(path))
     found = [name for name in ("grpo", "sft", "dpo") if isinstance(tree.get(name), Mapping)]
@@ -443,51 +686,78 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
         ", ".join(map(str, tree)) or "nothing",
         "only NeMo RL's configurations of these can be translated",
     )
-    flat = {key: resolved(tree, key, value, path) for key, value in flatten(tree)}
-    settings: dict[str, Any] = {}
-    notes: dict[str, str] = {}
-    for key, value in flat.items():
-        result = translated(found[0], key, value, flat)
-        if isinstance(result, str):
-            notes[key] = result
-            continue
-        if "note" in result:
-            notes[key] = result.pop("note")
-        for ours, setting in result.items():
-            section, _, name = ours.rpartition(".")
-            (settings.setdefault(section, {}) if section else settings)[name] = setting
-    cls = get_algorithm(found[0]).config
-    complete = layer(cls, {}, settings)
-    if not complete["model"]["path"]:
-        notes.setdefault("policy.model_name", "not given: add --model.path")
-    if not complete["data"]["train"]:
-        notes.setdefault("data.train.data_path", "not a file or hub name: add --data.train")
+    algorithm = found[0]
+    tree = resolved(tree, tree, "", path)
+    flat = dict(flatten(tree))
+    data = tree.get("data") or {}
+    key, value = "data", data
     try:
-        construct(cls, complete)
+        template = flat.get("policy.tokenizer.chat_template", "default")
+        settings, notes = data_settings(algorithm, data, passthrough=template is None)
+        if algorithm == "grpo":
+            given, more = rewards(tree, data)
+            settings, notes = settings | given, notes | more
+        for key, value in flat.items():
+            result = translated(algorithm, key, value, flat)
+            if isinstance(result, str):
+                notes[key] = type(result)(f"{value!r}: {result}")
+                continue
+            if "note" in result:
+                notes[key] = result.pop("note")
+            settings |= result
+    except (TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"{path}: {key}, or a key beside it, must be as in NeMo RL's own files, but it is"
+            f" {value!r} ({error}): correct it"
+        ) from error
+    blockers = "; ".join(f"{key} {why}" for key, why in notes.items() if isinstance(why, Blocker))
+    if not {"data.validation", "data.held_out"} & {*settings, *notes}:
+        settings = {key: setting for key, setting in settings.items() if key not in VALIDATED}
+    nested = as_tree(settings)
+    cls = get_algorithm(algorithm).config
+    for key in ("model.path", "data.train"):
+        if key not in settings:
+            notes.setdefault(key, "not given: name it")
+    try:
+        if blockers:
+            raise ValueError(blockers)
+        construct(cls, layer(cls, {}, nested))
     except ValueError as error:
-        notes["(all)"] = f"needs a change before it runs: {error}"
-    return found[0], settings, notes
+        raise ValueError(f"{path} can't be trained here: {error}") from error
+    return algorithm, nested, notes
 
 
-def translated(algorithm: str, key: str, value: Any, flat: Mapping[str, Any]) -> Settings | str:
-    for section, switch in SWITCHES.items():
-        switch = f"{section}.{switch}"
-        if key.startswith(f"{section}.") and key != switch and not flat.get(switch):
-            return {}
+def as_tree(settings: Settings) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return tree
+
+
+def translated(algorithm: str, key: str, value: Any, flat: Flat) -> Settings | str:
+    if any(flat.get(switch) in (False, None) for switch in switches(key, flat)):
+        return {}
     name = key.removeprefix(f"{algorithm}.")
     for spelled in (f"{algorithm}:{name}", name):
         if spelled in RULES:
             return RULES[spelled](value, flat)
         if spelled in FIXED:
             values, reason = FIXED[spelled]
-            return {} if value in values else f"{value!r}: {reason}"
+            return {} if value in values else reason
         if spelled in RENAMED:
             return {} if value is None else {RENAMED[spelled]: value}
-    if name.startswith("env."):
-        return "environments are rewards here: --reward math, exact_match or module:function"
-    if UNNEEDED.fullmatch(name) or value in (None, {}, []):
-        return {}
-    return f"{value!r}: no counterpart here"
+    read = NEUTRAL.fullmatch(name) or name.removeprefix("data.") in IN_DATASETS
+    return {} if read or not value else "no counterpart here"
+
+
+def switches(key: str, flat: Flat) -> Iterator[str]:
+    """Yield the switches of the sections that a key is in."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        switch = ".".join([*parts[:depth], "enabled"])
+        if switch in flat and switch not in (key, "checkpointing.enabled"):
+            yield switch
 
 
 def with_defaults(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -506,6 +776,8 @@ def with_defaults(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    if over.get("_override_"):
+        return dict(over)
     both = {
         key: merged(base[key], value)
         for key, value in over.items()
@@ -516,7 +788,8 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, Mapping) and value and not str(key).endswith("_kwargs"):
+        whole = str(key).endswith(("_kwargs", "_overrides", "scheduler"))
+        if isinstance(value, Mapping) and value and not whole:
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -525,12 +798,15 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
-def resolved(tree: Mapping[str, Any], key: str, value: Any, path: str | Path) -> Any:
+def resolved(tree: Mapping[str, Any], value: Any, key: str, path: str | Path) -> Any:
     """The value with ${a.b}, ${.sibling}, ${mul:x,y} and ${div:x,y} replaced, innermost first."""
     if isinstance(value, list):
-        return [resolved(tree, key, item, path) for item in value]
+        return [resolved(tree, item, key, path) for item in value]
     if isinstance(value, Mapping):
-        return {name: resolved(tree, key, item, path) for name, item in value.items()}
+        return {
+            name: resolved(tree, item, f"{key}.{name}" if key else name, path)
+            for name, item in value.items()
+        }
     for _ in range(50):
         match = REFERENCE.search(value) if isinstance(value, str) else None
         if match is None:
@@ -543,7 +819,7 @@ def resolved(tree: Mapping[str, Any], key: str, value: Any, path: str | Path) ->
 def looked_up(tree: Mapping[str, Any], key: str, reference: str, path: str | Path) -> Any:
     if reference.startswith(("mul:", "div:")):
         parts = reference[4:].split(",")
-        left, right = (float(resolved(tree, key, part.strip(), path)) for part in parts)
+        left, right = (float(resolved(tree, part.strip(), key, path)) for part in parts)
         result = left * right if reference.startswith("mul:") else left / right
         return int(result) if result.is_integer() else result
     target = f"{key.rpartition('.')[0]}{reference}" if reference.startswith(".") else reference
@@ -561,13 +837,17 @@ def looked_up(tree: Mapping[str, Any], key: str, reference: str, path: str | Pat
 def as_yaml(path: str | Path) -> str:
     """Return the translation of a file as YAML, with its notes as comments at the end."""
     algorithm, settings, notes = translate(path)
-    header = f"# nemorl {algorithm} --config THIS_FILE\n# from {path}, a NeMo RL configuration\n"
-    if not notes:
-        return header + dump(settings)
-    width = max(map(len, notes))
-    listed = "".join(f"#   {key:<{width}}  {reason}\n" for key, reason in notes.items())
-    count = f"\n# Not carried over, or not quite ({len(notes)} keys):\n"
-    return header + dump(settings) + count + listed
+    asked = {
+        "model.path": "MODEL",
+        "data.train": "ROWS",
+        "data.validation": "ROWS",
+    }
+    flags = "".join(f" --{key} {what}" for key, what in asked.items() if key in notes)
+    text = f"# nemorl {algorithm} --config THIS_FILE{flags}\n# from {path}, of NeMo RL\n"
+    text += dump(settings)
+    if notes:
+        text += f"\n# Not carried over, or not quite ({len(notes)} keys):\n"
+    return text + "".join(f"#   {key}  {reason}\n" for key, reason in notes.items())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """Every key of NeMo RL's configurations is carried over, reported, or known not to matter."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,12 +9,19 @@ from typing import Any
 
 import pytest
 
+from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dotted_keys, from_dict, load_config
+from nemorl.runtime.run.directory import read_lines
 from nemorl.runtime.start.registry import ALGORITHMS
+from tests.tiny_models import tiny_model, tiny_tokenizer
 from tools import from_nemo_rl
-from tools.from_nemo_rl import RENAMED, flatten, translate
+from tools.from_nemo_rl import RENAMED, UNBOUNDED, as_yaml, flatten, translate
 
 FILES = Path(__file__).parent / "nemo_rl"
+CHAT = (
+    "a prompt that is text becomes a message of the chat template there, and stays text here: give"
+    " messages where the model expects them"
+)
 
 
 def flat_settings(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -40,7 +49,9 @@ def test_grpo():
         "loss.dual_clip": 3.0,
         "kl.coef": 0.02,
         "kl.estimator": "k3",
+        "kl.gradient": "score",
         "reduction": "token_mean",
+        "reward": "math",
         "off_policy.mode": "truncate",
         "off_policy.max": 4.0,
         "dynamic_sampling": True,
@@ -67,13 +78,13 @@ def test_grpo():
         "optimizer.beta2": 0.98,
         "optimizer.eps": 1e-7,
         "optimizer.schedule": "cosine",
-        "optimizer.warmup_steps": 30,
+        "optimizer.warmup_steps": 60,  # 30 rollout batches of two updates each
         "optimizer.max_grad_norm": 0.5,
         "generation.backend": "vllm",
+        "generation.num_replicas": 8,
         "generation.max_new_tokens": 256,
         "generation.temperature": 0.9,
         "generation.top_p": 0.95,
-        "generation.max_model_len": 512,
         "generation.engine.gpu_memory_utilization": 0.6,
         "generation.stop_strings": ["</answer>"],
         "data.train": "questions.jsonl",
@@ -81,6 +92,7 @@ def test_grpo():
         "data.prompt_column": "question",
         "data.answer_column": "solution",
         "data.max_total_sequence_length": 512,
+        "data.too_long": "drop",
         "data.shuffle": True,
         "run.dir": "results/mine",
         "run.seed": 7,
@@ -94,34 +106,55 @@ def test_grpo():
         "run.loggers": ["tensorboard", "wandb"],
         "run.project": "mine",
     }
-    assert set(notes) == {"policy.scheduler", "env.math.num_workers", "made_up.key"}
-    assert notes["made_up.key"] == "3: no counterpart here"
+    assert notes == {
+        "data.train.input_key": CHAT,
+        "policy.max_total_sequence_length": "prompts over 256 tokens are left out, not answered"
+        " more briefly",
+        "policy.scheduler": "the warm-up starts at 0 instead of 0.1 times the rate",
+        "made_up.key": "3: no counterpart here",
+    }
 
 
 def test_sft():
     settings, notes = flat_settings(FILES / "sft.yaml")
-    assert (
-        settings.items()
-        >= {
-            "num_epochs": 2,
-            "max_num_steps": 60,
-            "run.val_at_start": True,
-            "model.tokenizer": "other/tokenizer",
-            "trainer.train_micro_batch_size": 1,
-            "run.metric": "val_loss",
-            "run.higher_is_better": False,
-            "optimizer.max_grad_norm": None,
-        }.items()
-    )
-    assert set(notes) == {
-        "checkpointing.enabled",
-        "policy.precision",
-        "policy.megatron_cfg.enabled",
-        "policy.megatron_cfg.tensor_model_parallel_size",
-        "policy.optimizer.name",
-        "data.dataset_name",
-        "data.train.data_path",
+    assert settings == {
+        "num_epochs": 2,
+        "max_num_steps": 60,
+        "train_global_batch_size": 32,
+        "model.path": "meta-llama/Llama-3.2-1B",
+        "model.tokenizer": "other/tokenizer",
+        "trainer.train_micro_batch_size": 1,
+        "trainer.sequence_packing": False,
+        "parallel.param_dtype": "bfloat16",
+        "parallel.tp": 1,
+        "parallel.dp_shard": 16,
+        # torch's defaults, where theirs leaves them out
+        "optimizer.lr": 5e-6,
+        "optimizer.weight_decay": 0.01,
+        "optimizer.beta1": 0.9,
+        "optimizer.beta2": 0.999,
+        "optimizer.eps": 1e-8,
+        "optimizer.max_grad_norm": None,
+        "data.train": "nvidia/OpenMathInstruct-2",
+        "data.split": "train_1M",
+        "data.held_out": 0.05,
+        "data.prompt_column": "problem",
+        "data.response_column": "generated_solution",
+        "data.max_total_sequence_length": 512,
+        "data.too_long": "drop",
+        "data.shuffle": True,
+        "run.dir": "results/sft",
+        "run.seed": 3,
+        "run.val_period": 10,
+        "run.val_at_start": True,
+        "run.max_val_samples": 128,
+        "run.save_period": 0,
+        "run.keep_checkpoints": 2,
+        "run.metric": "val_loss",
+        "run.higher_is_better": False,
+        "run.loggers": ["tensorboard"],
     }
+    assert notes == {"data.train.input_key": CHAT}
 
 
 def test_dpo():
@@ -175,15 +208,14 @@ EIGHT = "gpus_per_node: 8"
             EIGHT,
             "",
             {"tp": 3},
-            "8: tensor · context parallelism of 3 does not divide the 8 devices; set"
-            " parallel.dp_shard",
+            "8: tensor · context parallelism of 3 does not divide the 8 that train",
         ),
         (
             "tensor_parallel_size: 2",
             EIGHT,
-            ", generation: {backend: vllm, colocated: {enabled: false}}",
-            {"tp": 2},
-            "8: some of them generate; set parallel.dp_shard for those that train",
+            ", generation: {colocated: {enabled: false, resources: {gpus_per_node: 2}}}",
+            {"tp": 2, "dp_shard": 3},
+            None,
         ),
     ],
 )
@@ -199,13 +231,347 @@ def test_devices(
     assert not any(key.startswith("policy.dtensor_cfg") for key in notes)
 
 
-def test_values_that_only_null_can_have(tmp_path: Path):
-    file = tmp_path / "theirs.yaml"
-    key = "grpo.seq_logprob_error_threshold"
-    file.write_text("grpo: {seq_logprob_error_threshold: 2.0}\n")
-    assert "gap.stop" in translate(file)[2][key]
-    file.write_text("grpo: {seq_logprob_error_threshold: null}\n")
-    assert key not in translate(file)[2]
+def of(text: str, folder: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """The settings and notes of a file, without those that each of these files has."""
+    (folder / "theirs.yaml").write_text(text)
+    settings, notes = flat_settings(folder / "theirs.yaml")
+    for key in ("model.path", "data.train"):
+        notes.pop(key, None)
+    return settings, notes
+
+
+def test_values_that_are_off_default_or_neutral_make_no_note(tmp_path: Path):
+    theirs = """
+    grpo:
+      max_num_epochs: 1
+      max_rollout_turns: 1
+      batch_multiplier: 1.5
+      val_batch_size: 256
+      val_period: -1
+      seq_logprob_error_threshold: null
+      adv_estimator: {name: grpo, normalize_rewards: true}
+      reward_shaping: {enabled: false, stop_properly_penalty_coef: 0.5, mode: reasoning_length}
+      reward_scaling: {enabled: true, target_max: 1.0}
+      async_grpo: {enabled: false, in_flight_weight_updates: true}
+    loss_fn:
+      kl_input_clamp_value: 20.0
+      kl_output_clamp_value: 10.0
+      force_on_policy_ratio: true
+      use_kl_in_reward: false
+      use_importance_sampling_correction: false
+      truncated_importance_sampling_type: new
+    policy:
+      precision: bfloat16
+      generation:
+        backend: vllm
+        stop_strings: null
+        vllm_kwargs: {}
+        mcore_generation_config: {max_tokens: 16384}
+        vllm_cfg: {async_engine: true, precision: bfloat16, kv_cache_dtype: auto}
+      megatron_cfg: {enabled: false, tensor_model_parallel_size: 2, fp8_cfg: {enabled: true}}
+      dtensor_cfg: {lora_cfg: {enabled: false, exclude_modules: [lm_head]}}
+      new_feature: {enabled: false, path: some, sizes: [1]}
+      another: {path: "", sizes: [], more: null, on: false}
+    env:
+      math: {num_workers: 8, math_verify_impl: hf_math_verify}
+      other: {enabled: false, port: 1}
+    data: {default: {env_name: math, processor: math_hf_data_processor}}
+    checkpointing: {metric_name: null, keep_top_k: 3, model_save_format: null}
+    """
+    assert of(theirs, tmp_path)[1] == {}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "key", "note"),
+    [
+        (
+            "grpo: {seq_logprob_error_threshold: 2.0}",
+            "grpo.seq_logprob_error_threshold",
+            "2.0: .*gap.stop",
+        ),
+        ("loss_fn: {kl_output_clamp_value: 5}", "loss_fn.kl_output_clamp_value", "5: .*±10"),
+        (
+            "grpo: {reward_shaping: {enabled: true, stop_properly_penalty_coef: 0.0}}",
+            "grpo.reward_shaping.enabled",
+            "not multiplied by 0.0",
+        ),
+        ("policy: {new_feature: {enabled: true}}", "policy.new_feature.enabled", "no counterpart"),
+        (
+            "policy: {dtensor_cfg: {lora_cfg: {enabled: true, exclude_modules: [lm_head]}}}",
+            "policy.dtensor_cfg.lora_cfg.exclude_modules",
+            "lora.target_modules",
+        ),
+        ("grpo: {max_num_steps: 1000000}", "grpo.max_num_steps", "no limit: .* last epoch"),
+        ("policy: {generation: {backend: sglang}}", "policy.generation.backend", "vLLM samples"),
+        (
+            "policy: {precision: bfloat16, generation: {vllm_cfg: {precision: fp8}}}",
+            "policy.generation.vllm_cfg.precision",
+            "'fp8': the engine computes in policy.precision",
+        ),
+        (
+            "env: {math: {math_verify_impl: dapo_math_verify}}",
+            "env.math.math_verify_impl",
+            "as by math-verify",
+        ),
+        ("data: {train: {prompt_file: cot.txt}}", "data.prompt_file", "into the rows"),
+        ("data: {train: {tool_key: tools}}", "data.train.tool_key", "no counterpart"),
+        ("data: {system_key: system}", "data.system_key", "no counterpart"),
+        (
+            "data: {train: {data_path: a}, validation: {data_path: b, repeat: 16}}",
+            "data.validation.repeat",
+            "once, greedily",
+        ),
+    ],
+)
+def test_values_that_change_training_make_a_note(theirs: str, key: str, note: str, tmp_path: Path):
+    if not theirs.startswith("grpo"):
+        theirs += "\ngrpo: {}"
+    assert re.search(note, of(theirs, tmp_path)[1][key])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "blocker"),
+    [
+        ("grpo: {async_grpo: {enabled: true}}", "grpo.async_grpo.enabled True: .*take turns"),
+        ("grpo: {adv_estimator: {name: gdpo}}", "adv_estimator.name 'gdpo': .*reinforce_plus_plus"),
+        ("grpo: {max_rollout_turns: 5}\nenv: {sudoku: {}}", "max_rollout_turns 5: .*several turns"),
+        ("grpo: {}\nenv: {reward_model: {enabled: true}}", "env.reward_model .*write it as one"),
+        ("grpo: {}\nloss_fn: {use_importance_sampling_correction: true,"
+         " truncated_importance_sampling_type: new}", "corrections are tis, icepop, seq-mask-tis"),
+        ("sft: {}\npolicy: {megatron_cfg: {enabled: true, more: 1}}", "no Megatron backend yet"),
+        ("sft: {}\npolicy: {precision: float16}", "policy.precision 'float16': .*bfloat16"),
+        ("sft: {}\npolicy: {optimizer: {name: torch.optim.SGD}}", "'torch.optim.SGD': .*AdamW"),
+        ("sft: {}\npolicy: {scheduler: {name: StepLR}}", "constant, linear and cosine"),
+        ("sft: {}\npolicy: {dtensor_cfg: {expert_parallel_size: 8}}", "models with experts"),
+        ("sft: {}\npolicy: {hf_config_overrides: {a: 1}}", "change that in a copy of the model"),
+        ("sft: {max_num_steps: soon}", "sft.max_num_steps, or a key beside it, .*but it is 'soon'"),
+        ("sft: {}\ndata: [1]", "data, or a key beside it, must be as in NeMo RL's"),
+        ("sft: {}\npolicy: {optimizer: {name: AdamW, kwargs: {lr: -1}}}", "optimizer.lr must be"),
+        (
+            "grpo: {num_prompts_per_step: 3, num_generations_per_prompt: 3}\n"
+            "policy: {train_global_batch_size: 2}",
+            "train_global_batch_size must divide",
+        ),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_trained_here_is_refused(theirs: str, blocker: str, tmp_path: Path):
+    with pytest.raises(ValueError, match=f"theirs.yaml.*{blocker}"):
+        of(theirs, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("total", "longest_prompt", "response", "ours", "note"),
+    [
+        (512, 128, 384, (512, 384), None),
+        (512, 128, 256, (384, 256), None),
+        (512, 512, 256, (512, 256), "prompts over 256 tokens are left out"),
+        (512, 512, 512, (1024, 512), "responses may have 512 tokens also after a long prompt"),
+        (512, 128, 1024, (640, 512), "responses may have 512 tokens"),
+    ],
+)
+def test_lengths(
+    total: int, longest_prompt: int, response: int, ours: tuple, note: str | None, tmp_path: Path
+):
+    """A prompt has what max_new_tokens leaves of the total: theirs may overlap, ours add up."""
+    policy = f"max_total_sequence_length: {total}, generation: {{max_new_tokens: {response}}}"
+    theirs = f"grpo: {{}}\npolicy: {{{policy}}}\ndata: {{max_input_seq_length: {longest_prompt}}}"
+    settings, notes = of(theirs, tmp_path)
+    keys = ("data.max_total_sequence_length", "generation.max_new_tokens")
+    assert tuple(settings[key] for key in keys) == ours
+    assert notes.get("policy.max_total_sequence_length", "").startswith(note or "")
+    assert bool(notes) == bool(note)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected", "keys"),
+    [
+        (
+            "{train: {dataset_name: DeepScaler}, validation: {dataset_name: AIME2024}}",
+            {
+                "train": "agentica-org/DeepScaleR-Preview-Dataset",
+                "split": "train",
+                "validation": "HuggingFaceH4/aime_2024",
+                "validation_split": "train",
+                "prompt_column": "problem",
+                "answer_column": "answer",
+            },
+            {"data.train.input_key"},
+        ),
+        (
+            "{train: [{data_path: a.jsonl}, {data_path: org/b, split: all, subset: s}],"
+            " default: {input_key: q, output_key: a}}",
+            {
+                "train": ["a.jsonl", "org/b:s"],
+                "split": "all",
+                "prompt_column": "q",
+                "answer_column": "a",
+            },
+            {"data.train.input_key"},
+        ),
+        (
+            "{train_data_path: a.jsonl, val_data_path: b.jsonl, train_split: train}",
+            {
+                "train": "a.jsonl",
+                "validation": "b.jsonl",
+                "prompt_column": "input",
+                "answer_column": "output",
+            },
+            {"data.train.input_key"},
+        ),
+        (
+            "{dataset_name: openai_format, train_data_path: a.jsonl, chat_key: turns,"
+            " val_data_paths: {one: b.jsonl, two: c.jsonl}}",
+            {
+                "train": "a.jsonl",
+                "validation": ["b.jsonl", "c.jsonl"],
+                "messages_column": "turns",
+            },
+            set(),
+        ),
+        (
+            "{dataset_name: OpenMathInstruct-2}",
+            {
+                "train": "nvidia/OpenMathInstruct-2",
+                "split": "train_1M",
+                "held_out": 0.05,
+                "prompt_column": "problem",
+                "answer_column": "expected_answer",
+            },
+            {"data.train.input_key"},
+        ),
+        ("{dataset_name: squad}", {}, {"data.train", "data.validation"}),
+        (
+            "{train: {data_path: a.jsonl, input_key: q}, validation: {data_path: b.jsonl,"
+            " input_key: p}}",
+            {
+                "train": "a.jsonl",
+                "validation": "b.jsonl",
+                "prompt_column": "q",
+                "answer_column": "output",
+            },
+            {"data.train.input_key", "data.validation.columns"},
+        ),
+    ],
+)
+def test_data_sets(data: str, expected: dict, keys: set, tmp_path: Path):
+    (tmp_path / "theirs.yaml").write_text(f"grpo: {{}}\npolicy: {{model_name: m}}\ndata: {data}\n")
+    _, settings, notes = translate(tmp_path / "theirs.yaml")
+    assert settings.get("data", {}) == expected
+    assert set(notes) == keys
+
+
+def test_reinforce_plus_plus_and_scaled_rewards(tmp_path: Path):
+    theirs = """
+    grpo: {adv_estimator: {name: reinforce_plus_plus, minus_baseline: true},
+           reward_scaling: {enabled: true, target_min: -1.0}}
+    loss_fn: {reference_policy_kl_penalty: 0.1, use_kl_in_reward: true,
+              use_importance_sampling_correction: true}
+    """
+    settings, notes = of(theirs, tmp_path)
+    assert notes == {} and settings == {
+        "advantage.name": "reinforce_plus_plus",
+        "advantage.group_baseline": True,
+        "advantage.kl_coef": 0.1,
+        "reward_weights": [2.0],
+        "off_policy.mode": "truncate",
+        "off_policy.max": UNBOUNDED,
+    }
+
+
+TURNS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+KINDS: dict[str, dict[str, Any]] = {
+    "grpo": {
+        "row": {"input": "1+1=", "output": "2"},
+        "dataset": {"dataset_name": "ResponseDataset", "env_name": "math"},
+        "metric": "val:accuracy",
+        "section": {
+            "num_prompts_per_step": 2,
+            "num_generations_per_prompt": 2,
+            "normalize_rewards": True,
+            "use_leave_one_out_baseline": True,
+            "max_val_samples": 2,
+        },
+        "env": {"math": {"num_workers": 8}},
+        "loss_fn": {"reference_policy_kl_penalty": 0.01, "token_level_loss": True}
+        | {"use_importance_sampling_correction": True, "ratio_clip_c": None},
+    },
+    "sft": {
+        "row": {"messages": TURNS},
+        "dataset": {"dataset_name": "openai_format"},
+        "metric": "val:val_loss",
+        "section": {"val_batches": 1, "val_global_batch_size": 2},
+    },
+    "dpo": {
+        "row": {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        "dataset": {"dataset_name": "BinaryPreferenceDataset"},
+        "metric": "val:validation-default_loss",
+        "section": {"reference_policy_kl_penalty": 0.05, "sft_loss_weight": 0.1},
+    },
+}
+
+
+def small_file(algorithm: str, backend: str, folder: Path) -> dict[str, Any]:
+    """A file of NeMo RL's keys for two steps of a tiny model, with its rows and its model."""
+    tiny_model(hidden_size=128, head_dim=32).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    kind = dict(KINDS[algorithm])
+    rows = {"data_path": str(folder / "rows.jsonl")}
+    Path(rows["data_path"]).write_text(f"{json.dumps(kind.pop('row'))}\n" * 8)
+    steps = {"max_num_steps": 2, "max_num_epochs": 1, "val_period": 1, "val_at_start": True}
+    warm_up = {"start_factor": 1e-8, "end_factor": 1.0, "total_iters": 1}
+    policy: dict[str, Any] = {
+        "model_name": str(folder / "model"),
+        "tokenizer": {"name": "${policy.model_name}", "chat_template": None},
+        "train_global_batch_size": 2,
+        "train_micro_batch_size": 1,
+        "max_total_sequence_length": 32,
+        "precision": "float32",
+        "sequence_packing": {
+            "enabled": True,
+            "train_mb_tokens": "${mul:${policy.max_total_sequence_length}, 2}",
+        },
+        "optimizer": {"name": "torch.optim.AdamW", "kwargs": {"lr": 5e-6}},
+        "scheduler": [{"name": "LinearLR", "kwargs": warm_up}, {"milestones": [1]}],
+    }
+    if backend:
+        engine = {"enforce_eager": True, "tensor_parallel_size": 1, "max_model_len": 32}
+        policy["generation"] = {"backend": backend, "max_new_tokens": 8, "vllm_cfg": engine}
+    return {
+        algorithm: {**steps, **kind.pop("section")},
+        "data": {
+            "max_input_seq_length": 16,
+            "train": rows,
+            "validation": rows,
+            "default": kind.pop("dataset"),
+        },
+        "checkpointing": {"checkpoint_dir": str(folder / "run"), "save_period": 1}
+        | {"metric_name": kind.pop("metric"), "keep_top_k": 3},
+        "policy": policy,
+        "logger": {"wandb_enabled": False, "tensorboard_enabled": False},
+        "cluster": {"gpus_per_node": 1, "num_nodes": 1},
+        **kind,
+    }
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "backend"),
+    [
+        ("grpo", "hf"),
+        pytest.param("grpo", "vllm", marks=[pytest.mark.slow, pytest.mark.xdist_group("ray")]),
+        ("sft", ""),
+        ("dpo", ""),
+    ],
+)
+def test_what_it_writes_runs_as_it_stands(algorithm: str, backend: str, tmp_path: Path):
+    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    theirs.write_text(json.dumps(small_file(algorithm, backend, tmp_path)))
+    assert translate(theirs)[2] == {}
+    ours.write_text(as_yaml(theirs))
+    assert cli.main([algorithm, "--config", str(ours)]) == 0
+    lines = read_lines(tmp_path / "run" / "metrics.jsonl")
+    steps = [(line["phase"], line["step"]) for line in lines]
+    assert {("train", 1), ("train", 2)} <= set(steps)
+    assert [step for phase, step in steps if phase != "train"] == [0, 1, 2]
 
 
 def test_every_key_leads_to_one_of_ours():
@@ -237,7 +603,7 @@ def test_the_command(tmp_path: Path):
 
     printed = call(FILES / "grpo.yaml").stdout
     assert printed.startswith("# nemorl grpo --config")
-    assert "# Not carried over, or not quite (3 keys):" in printed
+    assert "# Not carried over, or not quite (4 keys):" in printed
     (tmp_path / "ours.yaml").write_text(printed)
     assert load_config(ALGORITHMS["grpo"].config, tmp_path / "ours.yaml").run.project == "mine"
     missing = call(Path("no.yaml"))

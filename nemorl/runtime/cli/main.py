@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
@@ -28,11 +28,14 @@ from nemorl.runtime.config.tree import construct, dump_yaml, flat, layer, leaves
 from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import Terminated
-from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of
 
 if TYPE_CHECKING:
     from nemorl.runtime.config.flags import Extra
 
+Config = TypeVar("Config", bound=BaseConfig)
+SCRIPTS: dict[str, type[BaseConfig]] = {}
+"""The configs of scripts that have called `cli`, by file name."""
 COMMON = {
     "model.path",
     "data.train",
@@ -157,17 +160,34 @@ def _main(argv: Sequence[str] | None) -> int:
         warnings.formatwarning = shown
 
 
-def _execute(command: str, args: Sequence[str]) -> int:
-    """Execute a known command, and return its exit code. An error of settings, data or machine is
-    one line.
+def cli(config: type[Config], args: Sequence[str] | None = None) -> Config:
+    """Return the settings of a script from its flags (None: those of the process).
+
+    `--help`, `--config`, `--run.resume` and errors are as of `nemorl`'s commands; they end the
+    process where there is nothing to run.
     """
-    prog, config = f"nemorl {command}", None
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    command, found = Path(sys.argv[0]).name, list[Config]()
+    SCRIPTS[command] = config
+    code = _execute(command, list(sys.argv[1:] if args is None else args), found.append)
+    if not found:
+        raise SystemExit(code)
+    return found[0]
+
+
+def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | None = None) -> int:
+    """Execute a known command, or `use` its config, and return its exit code. An error of settings,
+    data or machine is one line.
+    """
+    prog, config = _prog(command), None
     try:
         config = parse(command, args)
         if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
             return 0
         _require_data(config)
-        if command in COMMANDS:
+        if use is not None:
+            use(config)
+        elif command in COMMANDS:
             COMMANDS[command].execute(config)
         else:
             _train(config)
@@ -230,7 +250,9 @@ def parse(command: str, args: Sequence[str]) -> Any:
     cls = _config_of(command)
     args = in_full(cls, args, names_of(cls, SAME if command in COMMANDS else {}))
     preset = next(reversed(peek(args, "--preset")), None)
-    require(preset is None or cls is GRPOConfig, "preset", "is for grpo", preset, "remove it")
+    require(
+        preset is None or issubclass(cls, GRPOConfig), "preset", "is for grpo", preset, "remove it"
+    )
     tree = layer(cls, {}, {} if preset is None else preset_overrides(preset))
     paths = peek(args, "--config") or _config_of_resumed_run(command, args)
     if len(paths) > 1:
@@ -252,7 +274,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
             cls,
             tree,
             args if help_ is None else ["--help"],
-            prog=f"nemorl {command}",
+            prog=_prog(command),
             extra=extra,
             visible=help_ or (lambda key: True),
         )
@@ -268,7 +290,13 @@ def parse(command: str, args: Sequence[str]) -> Any:
     return config
 
 
+def _prog(command: str) -> str:
+    return command if command in SCRIPTS else f"nemorl {command}"
+
+
 def _config_of(command: str) -> type[Any]:
+    if command in SCRIPTS:
+        return SCRIPTS[command]
     return ALGORITHMS[command].config if command in ALGORITHMS else COMMANDS[command].config
 
 
@@ -283,7 +311,7 @@ def _extra(cls: type) -> "list[Extra]":
         " --print-config writes one."
     )
     extra: list[Extra] = [("config", UseAppendAction[tuple[str, ...]], (), text)]
-    if cls is GRPOConfig:
+    if issubclass(cls, GRPOConfig):
         listed = [f"{name}: {text}" for name, text in DESCRIPTIONS.items()]
         known = cast(Any, Literal)[tuple(PRESETS)] | None
         text = "\n".join(["A named set of settings, below --config and flags.", *listed])
@@ -353,7 +381,7 @@ def _more_help(command: str, cls: type) -> str:
     if not sections:
         return ""
     text = (
-        f"More settings: nemorl {command} --help SECTION, of {sections}, or all. The last part of a"
+        f"More settings: {_prog(command)} --help SECTION, of {sections}, or all. The last part of a"
         " name is enough where it is unique: --lr for --optimizer.lr."
     )
     return fill(text, min(100, shutil.get_terminal_size().columns)) + "\n"
@@ -368,11 +396,12 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     if "--run.resume" not in args or not directory.config.exists():
         return []
     record = read_record(directory)
-    algorithm = command if record is None else record.algorithm
+    expected = algorithm_of(SCRIPTS[command]) if command in SCRIPTS else command
+    algorithm = expected if record is None else record.algorithm
     require(
-        algorithm == command,
+        algorithm == expected,
         "run.dir",
-        f"must be that of a run of {command}",
+        f"must be that of a run of {expected}",
         f"one of {algorithm}",
         f"nemorl {algorithm} --run.dir {directory.path} --run.resume goes on with it",
     )

@@ -111,21 +111,22 @@ def get_algorithm(name: str) -> Algorithm:
 
 
 def algorithm_of(config: Any) -> str:
-    """Return the name of the algorithm that a config is of; of one that is not registered, its
-    class's.
+    """Return the name of the algorithm that a config, or a class of them, is of; of one that is not
+    registered, its class's.
 
     >>> algorithm_of(SFTConfig())
     'sft'
     """
+    cls = config if isinstance(config, type) else type(config)
     require(
-        isinstance(config, BaseConfig),
+        issubclass(cls, BaseConfig),
         "config",
         "must be an instance of a class derived from nemorl.BaseConfig",
         config,
         "such as nemorl.GRPOConfig()",
     )
-    names = (name for name, algorithm in ALGORITHMS.items() if algorithm.config is type(config))
-    return next(names, type(config).__name__)
+    names = (name for name, algorithm in ALGORITHMS.items() if algorithm.config is cls)
+    return next(names, cls.__name__)
 
 
 def loop_of(config: Any) -> Loop:

@@ -446,7 +446,10 @@ def precision(value: Any, flat: Flat) -> Settings | str:
     return {"parallel.param_dtype": known[value]}
 
 
-@rule("policy.train_micro_batch_size")
+@rule(
+    "policy.train_micro_batch_size",
+    *(f"policy.{budget}.train_mb_tokens" for budget in ("sequence_packing", "dynamic_batching")),
+)
 def micro_batch_size(value: Any, flat: Flat) -> Settings:
     """Only without a budget of tokens, which must hold the longest sequence."""
     for budget in ("sequence_packing", "dynamic_batching"):
@@ -454,7 +457,8 @@ def micro_batch_size(value: Any, flat: Flat) -> Settings:
             tokens = flat.get(f"policy.{budget}.train_mb_tokens") or 0
             longest = lengths(None, flat)["data.max_total_sequence_length"]
             return {"trainer.micro_batch_tokens": max(int(tokens), longest)}
-    return {} if value is None else {"trainer.train_micro_batch_size": value}
+    size = flat.get("policy.train_micro_batch_size")
+    return {} if size is None else {"trainer.train_micro_batch_size": size}
 
 
 @rule("policy.max_total_sequence_length")
@@ -544,12 +548,13 @@ def rewards(tree: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Settings,
     """Return the reward in the place of the environments that the data name, and notes."""
     environments = tree.get("env") or {}
     entries = [entry for part in as_datasets(data).values() for entry in part]
+    entries.append(data.get("default") or {})
     used = {entry["env_name"] for entry in entries if entry.get("env_name")}
     settings: Settings = {}
     notes: dict[str, str] = {}
     for name, options in environments.items():
         options = options or {}
-        if name not in (used or environments) and not options.get("enabled"):
+        if not options.get("enabled", name in (used or environments)):
             continue
         if name != "math" or options.get("verifier_type", "math") != "math":
             reason = "rewards are math and functions of your own; write it as one"
@@ -572,9 +577,11 @@ def as_datasets(data: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     single = [data["val_data_path"]] if data.get("val_data_path") else []
     older = {"train": [train], "validation": [{"data_path": path} for path in (*single, *paths)]}
     name = shared.get("dataset_name")
-    if kind(name) in HUB:
+    if not name and not train["data_path"]:
+        older["train"] = []
+    elif kind(name) in HUB:
         train["split_validation_size"] = 0.05
-    elif name and not train["data_path"]:
+    elif not train["data_path"]:
         older["validation"] = [{}]
     found = {}
     for part in older:

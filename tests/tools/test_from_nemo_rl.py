@@ -460,6 +460,18 @@ def test_data_sets(data: str, expected: dict, keys: set, tmp_path: Path):
     assert set(notes) == keys
 
 
+def test_a_file_without_data_asks_for_them(tmp_path: Path):
+    policy = (
+        "sequence_packing: {enabled: true, train_mb_tokens: 256}, max_total_sequence_length: 64"
+    )
+    (tmp_path / "theirs.yaml").write_text(f"sft: {{}}\npolicy: {{{policy}}}\n")
+    _, settings, notes = translate(tmp_path / "theirs.yaml")
+    assert notes == dict.fromkeys(("model.path", "data.train"), "not given: name it")
+    assert settings["trainer"] == {"sequence_packing": True, "micro_batch_tokens": 256}
+    command = as_yaml(tmp_path / "theirs.yaml").splitlines()[0]
+    assert command == "# nemorl sft --config THIS_FILE --model.path MODEL --data.train ROWS"
+
+
 def test_reinforce_plus_plus_and_scaled_rewards(tmp_path: Path):
     theirs = """
     grpo: {adv_estimator: {name: reinforce_plus_plus, minus_baseline: true},

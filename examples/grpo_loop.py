@@ -7,6 +7,7 @@
 `--help` lists all settings, of one device or many, with either engine.
 """
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +37,12 @@ def main(config: nr.GRPOConfig) -> nr.TrainResult:
 
 def demonstration(folder: Path, *flags: str) -> list[str]:
     """Return the flags with which a model that knows nothing learns to add 1."""
-    from quickstart import save_model, save_tokenizer, write_rows
+    from quickstart import save_model, save_tokenizer
 
     save_model(folder / "model", save_tokenizer(folder / "model"), seed=0)
     sums = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(9)]
-    data = write_rows(folder / "sums.jsonl", sums)
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in sums))
     return [
         f"--model.path={folder / 'model'}", f"--data.train={data}", f"--data.validation={data}",
         f"--run.dir={folder / 'run'}", "--optimizer.lr=3e-3", "--generation.max-new-tokens=1",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nemorl.parallel.plan import ParallelPlan as ParallelPlan
     from nemorl.rollout.environment import EnvironmentInterface as EnvironmentInterface
     from nemorl.rollout.environment import EnvironmentReturn as EnvironmentReturn
+    from nemorl.rollout.environment import FunctionalRewardWrapper as FunctionalRewardWrapper
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
@@ -96,7 +97,11 @@ if TYPE_CHECKING:
 _NAMES = {
     "nemorl.data.batch": ["TokenBatch"],
     "nemorl.data.sources": ["DataModule"],
-    "nemorl.rollout.environment": ["EnvironmentInterface", "EnvironmentReturn"],
+    "nemorl.rollout.environment": [
+        "EnvironmentInterface",
+        "EnvironmentReturn",
+        "FunctionalRewardWrapper",
+    ],
     "nemorl.runtime.watch.loggers.base": ["LoggedRun", "MetricLogger"],
     "nemorl.parallel.backend": ["TrainingBackend"],
     "nemorl.parallel.config": [

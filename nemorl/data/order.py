@@ -1,6 +1,6 @@
 """The order in which training visits rows: seeded, a function of how many were visited."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -70,7 +70,7 @@ class RowOrder:
     @classmethod
     def of(
         cls,
-        rows: Sequence[Mapping[str, Any]],
+        rows: Sequence[Any],
         *,
         weights: Sequence[float] = (),
         seed: int = 0,

@@ -73,7 +73,7 @@ def launched(
     train: Rows = None,
     validation: Rows = None,
     reward: Reward | None = None,
-    callbacks: Sequence[Callback] = (),
+    callbacks: Sequence[Any] = (),
 ) -> Iterator[Launch]:
     """Check and read everything but the model, and hold the run's directory in the block."""
     require(

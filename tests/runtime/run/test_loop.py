@@ -1,0 +1,190 @@
+"""Loops over `open_run`: how they are left, what they may not do, and what goes on of itself."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nemorl
+from nemorl.data.batch import take
+from nemorl.losses import policy
+from nemorl.losses.advantages import to_tokens
+from nemorl.losses.masks import token_mean_weights
+from nemorl.rollout.collect import to_token_batch
+from nemorl.runtime.run import checkpoint
+from tests.parallel.batches import random_batch
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+LOSS = nemorl.policy_loss(policy.clipped)
+
+
+def opened(config, **given):
+    usual = {"train": addition_rows(), "reward": digits}
+    return nemorl.open_run(
+        config, model=tiny_model(scale=2.0), tokenizer=tiny_tokenizer(), **{**usual, **given}
+    )
+
+
+def learn(run, step, prompts) -> Any:
+    """A step that samples and trains; its batch."""
+    responses = step.sample(prompts.next(4), n=2)
+    batch = to_token_batch(responses)
+    advantages = to_tokens(responses.rewards, batch.loss_mask)
+    batch = replace(batch, advantages=advantages, loss_weights=token_mean_weights(batch.loss_mask))
+    step.log(run.trainer.train_step(batch, LOSS), samples=responses)
+    return batch
+
+
+def whole(config, steps: int = 4, **given) -> list[dict[str, Any]]:
+    with opened(config, **given) as run:
+        prompts = run.prompts()
+        for step in run.steps(steps):
+            learn(run, step, prompts)
+    assert run.result is not None
+    return [numbers(line) for line in run.result.history]
+
+
+def test_what_happens_between_steps(tmp_path: Path):
+    seen = []
+
+    class Watch(nemorl.Callback):
+        def on_step_end(self, trainer, step, metrics):
+            seen.append(step)
+            metrics["mine"] = 2.0 * step
+
+        def on_checkpoint(self, trainer, step, path):
+            seen.append(path.name)
+
+    config = grpo_config(tmp_path, run={"val_period": 2, "save_period": 2})
+    history = whole(config, callbacks=[Watch()], validation=addition_rows(3))
+    assert seen == [1, 2, "step_2", 3, 4, "step_4"]
+    train = [line for line in history if line["phase"] == "train"]
+    assert [line["mine"] for line in train] == [2.0, 4.0, 6.0, 8.0]
+    assert all({"reward", "accuracy", "loss", "grad_norm"} <= line.keys() for line in train)
+    assert [line["step"] for line in history if line["phase"] == "validation"] == [2, 4]
+    assert len(list((tmp_path / "samples").iterdir())) == 4
+
+
+@pytest.mark.parametrize("how", ["break", "exception", "KeyboardInterrupt"])
+def test_a_loop_that_is_left_goes_on_where_it_was(how: str, tmp_path: Path):
+    expected = whole(grpo_config(tmp_path / "whole"))
+    errors = {"exception": ArithmeticError, "KeyboardInterrupt": KeyboardInterrupt}
+    config = grpo_config(tmp_path / "left")
+    try:
+        with opened(config) as run:
+            prompts = run.prompts()
+            for step in run.steps(4):
+                if step.number == 3 and how != "break":
+                    prompts.next(3)
+                    raise errors[how]("of the loop")
+                learn(run, step, prompts)
+                if step.number == 2 and how == "break":
+                    break
+    except (ArithmeticError, KeyboardInterrupt) as error:
+        assert how != "break" and "has a checkpoint of step 2" in error.__notes__[0]
+    else:
+        assert how == "break" and run.result.metrics["loss"] == expected[1]["loss"]
+    assert list(checkpoint.present(tmp_path / "left")) == [2]
+    config = replace(config, run=replace(config.run, resume=True))
+    assert whole(config) == expected
+
+
+def test_a_break_before_anything_was_done_is_no_step(tmp_path: Path):
+    with opened(grpo_config(tmp_path)) as run:
+        prompts = run.prompts()
+        for step in run.steps(4):
+            if step.number == 2:
+                break
+            learn(run, step, prompts)
+    assert [line["step"] for line in run.result.history] == [1]
+
+
+def test_several_orders_go_on_after_a_resume(tmp_path: Path):
+    def taken(folder: str, steps: int, **options) -> list[list[int]]:
+        config = grpo_config(tmp_path / folder, run={"save_period": 1, **options})
+        found = []
+        with opened(config) as run:
+            mine, other = run.order(run.rows), run.order(range(7), name="replay")
+            for step in run.steps(steps):
+                found.append([*mine.next(3), *other.next(step.number), step.seed])
+                step.log(run.trainer.train_step(BATCH, LOSS))
+        return found
+
+    assert taken("parts", 2) + taken("parts", 4, resume=True) == taken("whole", 4)
+
+
+def batch_of_rewards() -> nemorl.TokenBatch:
+    batch = random_batch([5, 4])
+    return replace(
+        batch,
+        advantages=torch.where(batch.loss_mask, 1.0, 0.0),
+        generation_logprobs=torch.where(batch.loss_mask, -1.0, 0.0),
+    )
+
+
+BATCH = batch_of_rewards()
+
+
+def test_gradients_add_up_over_two_batches(tmp_path: Path):
+    found = []
+    for name in ("at once", "in two"):
+        with opened(grpo_config(tmp_path / name)) as run:
+            for step in run.steps(1):
+                if name == "at once":
+                    step.log(run.trainer.train_step(BATCH, LOSS))
+                    continue
+                for row in (torch.tensor([0]), torch.tensor([1])):
+                    step.log(run.trainer.forward_backward(take(BATCH, row), LOSS))
+                step.log(run.trainer.optim_step())
+        found.append(run.result.metrics)
+    for name in ("loss", "grad_norm", "num_tokens", "entropy", "token_mult_prob_error"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-4)
+
+
+def test_what_a_loop_may_not_do(tmp_path: Path):
+    with opened(grpo_config(tmp_path / "a")) as run:
+        prompts = run.prompts()
+        with pytest.raises(RuntimeError, match=r"next\(\) belongs to a step: call it inside `for"):
+            prompts.next(1)
+        for step in run.steps(1):
+            with pytest.raises(RuntimeError, match="must be called once in a run, but this is a"):
+                run.steps(1)
+            with pytest.raises(ValueError, match=r"batch\.loss_weights must be given to train"):
+                run.trainer.train_step(replace(BATCH, loss_weights=None), LOSS)
+            learn(run, step, prompts)
+    for use in (lambda: run.trainer, lambda: run.steps(1), lambda: run.frozen_model("model")):
+        with pytest.raises(RuntimeError, match="the run is closed: use it inside `with"):
+            use()
+    with pytest.raises(RuntimeError, match=r"optim_step needs a gradient: call forward_backward"):
+        with opened(grpo_config(tmp_path / "b")) as run:
+            for _ in run.steps(1):
+                run.trainer.optim_step()
+    with pytest.raises(ValueError, match="last_step must be at least 1, but it is 0"):
+        with opened(grpo_config(tmp_path / "c")) as run:
+            run.steps(0)
+
+
+def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
+    with pytest.warns(UserWarning, match="the loop took 2 steps, but trained in none of them"):
+        with opened(grpo_config(tmp_path / "a")) as run:
+            for step in run.steps(2):
+                step.log({"mine": 1.0})
+    with opened(grpo_config(tmp_path / "b")):
+        pass  # nothing is loaded, and nothing is wrong
+
+
+@pytest.mark.parametrize("callback", [print, object()])
+def test_what_is_no_callback_is_refused(callback, tmp_path: Path):
+    with pytest.raises(ValueError, match="callbacks must be instances of classes derived from"):
+        whole(grpo_config(tmp_path), callbacks=[callback])
+
+
+def test_a_hook_that_is_never_called_is_refused(tmp_path: Path):
+    class Typo(nemorl.Callback):
+        def on_step_ends(self, trainer, step, metrics): ...
+
+    with pytest.raises(ValueError, match=r"Typo has on_step_ends; did you mean on_step_end\?"):
+        whole(grpo_config(tmp_path), callbacks=[Typo()])

@@ -1,0 +1,53 @@
+"""Loops as scripts go on with the same numbers after a SIGKILL, without a line of their own."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import nemorl
+from tests.examples import load_example
+from tests.killed_script import config_of
+from tests.runtime.runs import numbers
+
+TWO = ["--parallel.dp-shard=2"]
+VLLM = ["--generation.backend=vllm", "--generation.num-replicas=1"]
+CASES = {
+    "one device": ("grpo_loop", []),
+    "two devices": ("grpo_loop", TWO),
+    "vllm": ("grpo_loop", VLLM),
+    "two devices and vllm": ("grpo_loop", TWO + VLLM),
+    "two models": ("two_models", []),
+    "two models on two devices": ("two_models", TWO),
+    "two models and vllm": ("two_models", VLLM),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [n if n == "one device" else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+)
+def test_a_killed_script_goes_on(case: str, forked: Path, tmp_path: Path):
+    name, more = CASES[case]
+    module, lessons = load_example(name), load_example("grpo_loop").demonstration(tmp_path)
+    if name == "two_models":
+        more = [*more, f"--teacher={tmp_path / 'model'}"]
+
+    def flags(run: str) -> list[str]:
+        short = ["--max-num-steps=4", "--run.save-period=1", "--run.display=none"]
+        return [*lessons, f"--run.dir={tmp_path / run}", *short, "--run.export=false", *more]
+
+    def start(flags: list[str]) -> list[dict]:
+        history = module.main(nemorl.cli(config_of(module), flags)).history
+        return [numbers(line) for line in history]
+
+    whole = start(flags("whole"))
+    command = [forked / "python", "-m", "tests.killed_script", name, "3", *flags("killed")]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert killed.returncode == -9, killed.stderr
+    resumed = start([*flags("killed"), "--run.resume=true"])
+    assert [line["step"] for line in whole if line["phase"] == "train"] == [1, 2, 3, 4]
+    if "vllm" not in case:
+        assert resumed == whole
+    for line, other in zip(resumed, whole, strict=True):
+        assert line["reward"] == other["reward"]
+        assert line.get("loss", 0) == pytest.approx(other.get("loss", 0), abs=1e-5)

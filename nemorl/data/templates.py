@@ -245,7 +245,7 @@ def _limit(source: str) -> None:
     from jinja2 import nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    def call(name: str, *args: nodes.Expr) -> nodes.Call:
+    def call(name: str, *args: Any) -> nodes.Call:
         # An ImportedName can't be assigned to by the template.
         return nodes.Call(nodes.ImportedName(f"{__name__}.{name}"), list(args), [], None, None)
 

@@ -150,6 +150,7 @@ def serve(descriptor: int) -> None:
     while True:
         for ready in wait([caller, *busy]):
             assert isinstance(ready, Connection)
+            answer: bytes | None = None
             try:
                 if ready is caller:
                     waiting.append(caller.recv())
@@ -160,7 +161,8 @@ def serve(descriptor: int) -> None:
                 if ready is caller:
                     os.killpg(0, signal.SIGKILL)
                 late = time.monotonic() - busy[ready][1] >= seconds
-                answer = None if late else pickle.dumps((None, RuntimeError(ENDED)))
+                if not late:
+                    answer = pickle.dumps((None, RuntimeError(ENDED)))
             caller.send((busy.pop(ready)[0], answer))
         while waiting and len(busy) < most:
             worker = idle.pop() if idle else _fork(fn, seconds, [caller, *busy])

@@ -73,14 +73,15 @@ def _count(node: Any, counts: dict[int, float]) -> float:
     """
     if id(node) in counts:
         return counts[id(node)]
-    counts[id(node)], children, problem = math.inf, [], ""
+    children: list[Any] = []
+    counts[id(node)], problem = math.inf, ""
     if isinstance(node, ScalarNode):
-        if node.tag.endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
+        if str(node.tag).endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
             problem = f"a number must have at most {MAX_DIGITS} digits, not {len(node.value)}"
     elif node is not None:
         mapping = isinstance(node, MappingNode)
         children = list(chain.from_iterable(node.value)) if mapping else node.value
-    counts[id(node)] = count = 1 + sum(_count(child, counts) for child in children)
+    counts[id(node)] = count = sum((_count(child, counts) for child in children), 1.0)
     if count > MAX_VALUES:
         problem = (
             f"with its aliases (*name) written out it must have at most {MAX_VALUES} values, and"

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nemorl.rollout.generation import Completion as Completion
     from nemorl.rollout.generation import GenerationBackend as GenerationBackend
     from nemorl.rollout.generation import SamplingParams as SamplingParams
+    from nemorl.rollout.processes import judged_in_processes as judged_in_processes
     from nemorl.runtime.algorithms.policy_loss import policy_loss as policy_loss
     from nemorl.runtime.cli.api import DPOTrainer as DPOTrainer
     from nemorl.runtime.cli.api import GRPOTrainer as GRPOTrainer
@@ -113,6 +114,7 @@ _NAMES = {
     ],
     "nemorl.parallel.plan": ["ParallelPlan"],
     "nemorl.rollout.generation": ["Completion", "GenerationBackend", "SamplingParams"],
+    "nemorl.rollout.processes": ["judged_in_processes"],
     "nemorl.runtime.cli.api": ["DPOTrainer", "GRPOTrainer", "SFTTrainer", "train"],
     "nemorl.runtime.run.callbacks": ["Callback", "StopTraining"],
     "nemorl.runtime.algorithms.policy_loss": ["policy_loss"],

@@ -44,9 +44,9 @@ LoRAConfig ModelConfig ORPOLoss OffPolicyConfig OptimizerConfig OverlongConfig P
 ProfileConfig RayVirtualCluster RayWorkerGroup ReinforceLoss ReinforcePlusPlusAdvantage Run
 RunConfig RuntimeConfig SFTConfig SFTTrainer SamplingParams SimPOLoss StopTraining TokenBatch
 TrainResult TrainerConfig TrainingBackend __version__ data evaluate export generate
-get_algorithm get_generation_backend get_training_backend load_config losses main preset
-register_algorithm register_generation_backend register_logger register_training_backend run
-sync_weights train write_report
+get_algorithm get_generation_backend get_training_backend judged_in_processes load_config losses
+main preset register_algorithm register_generation_backend register_logger
+register_training_backend run sync_weights train write_report
 """
 
 

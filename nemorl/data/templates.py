@@ -2,7 +2,10 @@
 
 import copy
 import json
+import math
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +17,9 @@ Message = Mapping[str, Any]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PASSTHROUGH = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """What `passthrough` stands for: the messages' contents, one behind the other."""
+MAX_SECONDS, MAX_SIZE = 10.0, 10_000_000
+"""Of rendering a conversation; of a text or list that a template assigns to a name."""
+_END = threading.local()
 
 
 def with_chat_template(
@@ -138,11 +144,12 @@ class Template:
         return GENERATION.search(self.source()) is not None
 
     def render(self, messages: Sequence[Message], **options: bool) -> str:
-        with _refusal(messages):
+        source = self.source()
+        with _refusal(messages, source):
             return self.tokenizer.apply_chat_template(
                 list(messages),
                 tokenize=False,
-                chat_template=self.source(),
+                chat_template=source,
                 tools=self._tools(),
                 **options,
                 **self.kwargs,
@@ -163,11 +170,12 @@ class Template:
         """The text, and the character ranges between the template's {% generation %} marks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        with _refusal(messages):
+        source = self.source()
+        with _refusal(messages, source):
             rendered: Any = render_jinja_template(
                 conversations=[list(map(dict, messages))],
                 tools=self._tools(),
-                chat_template=self.source(),
+                chat_template=source,
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self.kwargs},
             )
@@ -213,15 +221,71 @@ class Template:
 
 
 @contextmanager
-def _refusal(messages: Sequence[Message]) -> Iterator[None]:
+def _refusal(messages: Sequence[Message], source: str) -> Iterator[None]:
+    """Render within the limits in the block, with one error for what a template refuses."""
     from jinja2 import TemplateError
 
     try:
+        _limit(source)
+        _END.time = time.monotonic() + MAX_SECONDS
         yield
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         raise ValueError(
             f"the chat template refuses messages with the roles {roles(messages)}: {error}"
         ) from error
+    finally:
+        _END.time = math.inf
+
+
+def _limit(source: str) -> None:
+    """Have a template, as transformers keeps it compiled, check its limits while it renders.
+
+    The sandbox bounds a range, but neither ranges in ranges nor macros that call each other.
+    """
+    from jinja2 import nodes
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    def call(name: str, *args: Any) -> nodes.Call:
+        # An ImportedName can't be assigned to by the template.
+        return nodes.Call(nodes.ImportedName(f"{__name__}.{name}"), list(args), [], None, None)
+
+    compiled: Any = _compile_jinja_template(source)
+    if hasattr(compiled, "limited"):
+        return
+    tree = compiled.environment.parse(source)
+    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Assign)):
+        if isinstance(node, nodes.Assign):
+            node.node = call("_checked_size", node.node)
+            continue
+        node.body.insert(0, nodes.ExprStmt(call("_in_time")))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(call("_in_time"), node.test)
+    tree.set_environment(compiled.environment)
+    twin = compiled.environment.from_string(tree)
+    compiled.root_render_func, compiled.blocks = twin.root_render_func, twin.blocks
+    compiled.limited = True
+
+
+def _in_time() -> bool:
+    from jinja2 import TemplateRuntimeError
+
+    if time.monotonic() > getattr(_END, "time", math.inf):
+        raise TemplateRuntimeError(
+            f"it must end within {MAX_SECONDS:g} s, but it still loops: correct it, or name another"
+            " (--model.chat-template)"
+        )
+    return True
+
+
+def _checked_size(value: Any) -> Any:
+    from jinja2 import TemplateRuntimeError
+
+    if isinstance(value, str | list | tuple | dict) and len(value) > MAX_SIZE:
+        raise TemplateRuntimeError(
+            f"it must assign texts and lists of at most {MAX_SIZE} entries, but one has"
+            f" {len(value)}: correct it, or name another (--model.chat-template)"
+        )
+    return value
 
 
 def roles(messages: Sequence[Message]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nemorl.models.adapters import CONFIG, base_of, has_adapters, merge_adapters, merge_folder
-from nemorl.models.hub import check_supported, loading
+from nemorl.models.hub import check_supported, loading, read_config
 
 
 def load_causal_lm(
@@ -17,19 +17,22 @@ def load_causal_lm(
     *,
     from_scratch: bool = False,
     seed: int = 0,
+    trust_remote_code: bool = False,
     field: str = "model.path",
 ) -> nn.Module:
     """Load a causal language model in float32 on the CPU.
 
     path: a folder or a hub name; of an adapter folder its base model with the adapters merged.
     from_scratch: random weights from `seed`, for the configuration alone.
+    trust_remote_code: run Python code that comes with the model.
     field: the setting that an error names.
 
     Raises: ValueError where the model can't be loaded or is not supported (`check_supported`).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     folder = Path(path)
+    trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if path and (folder / CONFIG).is_file():
         base = base_of(folder)
         if not base:
@@ -37,17 +40,17 @@ def load_causal_lm(
                 f"the adapters in {path} must name their base model, but they don't: nemorl export"
                 " --lora merged --base-model …"
             )
-        model = load_causal_lm(base, field=f"the base model of the adapters in {path}")
+        model = load_causal_lm(base, **trust, field=f"the base model of the adapters in {path}")
         return merge_folder(model, folder)
     with loading(path, field=field):
         if from_scratch:
             torch.manual_seed(seed)
-            config = AutoConfig.from_pretrained(path)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            config = read_config(path, **trust)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
         else:
             with _progress_bar(folder):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    path, dtype=torch.float32, output_loading_info=True
+                    path, dtype=torch.float32, output_loading_info=True, **trust
                 )
             model, report = loaded
             # transformers would fill them with random numbers, and only warn.
@@ -58,19 +61,20 @@ def load_causal_lm(
     return merge_adapters(model) if has_adapters(model) else model
 
 
-def on_meta(source: Any) -> Any:
+def on_meta(source: Any, *, trust_remote_code: bool = False) -> Any:
     """Build a model in float32 on the meta device, without memory.
 
     source: a Hugging Face configuration, or the folder or hub name of a model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
+    trust = {"trust_remote_code": trust_remote_code}
     if isinstance(source, str):
         with loading(source):
-            source = AutoConfig.from_pretrained(source)
+            source = read_config(source, **trust)
     check_supported(source)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(source, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(source, dtype=torch.float32, **trust)
 
 
 @contextmanager

@@ -31,11 +31,37 @@ def cannot_load(
     name: str, reason: object, *, field: str = "model.path", remedy: str = "check it"
 ) -> ValueError:
     """Return the error that names the model, why it can't be loaded, and what to do."""
+    if "trust_remote_code" in str(reason):
+        reason = "it needs Python code of its own, which is not run unless you allow it"
+        remedy = (
+            "read the code, then add --model.trust-remote-code (eval, generate and export:"
+            " --trust-remote-code)"
+        )
     first = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
     return ValueError(
         f"{field} must be a folder with a Hugging Face model or a hub name, but {name!r} could not"
         f" be loaded ({first}): {remedy}"
     )
+
+
+def read_config(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Read the Hugging Face configuration of a folder or hub name."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def has_own_code(part: Any) -> bool:
+    """Return whether a configuration, model or tokenizer is of a class in a model's folder."""
+    return type(part).__module__.startswith("transformers_modules.")
+
+
+def copy_code(folder: Path | str, *parts: Any) -> None:
+    """Copy the code of those that have some into a folder that gets their config.json."""
+    from transformers.dynamic_module_utils import custom_object_save
+
+    for part in filter(has_own_code, parts):
+        custom_object_save(part, folder)
 
 
 @contextmanager

@@ -37,16 +37,16 @@ def model_folder(name: str) -> str:
     return str(path / "hf")
 
 
-def weights_folder(name: str) -> Path | None:
-    """Return the folder with a model's safetensors, downloaded from the hub if necessary; None for
-    adapters and other formats.
+def weights_folder(name: str, *, trust_remote_code: bool = False) -> Path | None:
+    """Return the folder with a model's safetensors, downloaded from the hub if necessary, with its
+    code if that is trusted; None for adapters and other formats.
     """
     with loading(name):
         folder = Path(name)
         if not folder.is_dir():
             from huggingface_hub import snapshot_download
 
-            patterns = ["model*.safetensors", "*.json"]
+            patterns = ["model*.safetensors", "*.json", *["*.py"] * trust_remote_code]
             folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns="*/*"))
         return None if (folder / CONFIG).is_file() or not weight_files(folder) else folder
 
@@ -64,13 +64,13 @@ def weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer of a folder or hub name."""
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a folder or hub name; run no code in it unless that is trusted."""
     from transformers import AutoTokenizer
 
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")
     with loading(name, field="model.tokenizer", files=files):
-        return AutoTokenizer.from_pretrained(name)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:

@@ -26,6 +26,10 @@ class ModelConfig:
     """
     from_scratch: bool = False
     """Initialize the weights at random from the model's configuration instead of loading them."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model or the tokenizer (auto_map). It can do whatever you
+    can: read it first.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,12 @@ from torch import Tensor
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import as_messages, prompt_of
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.rollout.environment import EnvironmentInterface, check_counts, reward_tensor
+from nemorl.rollout.environment import (
+    EnvironmentInterface,
+    check_counts,
+    exit_is_error,
+    reward_tensor,
+)
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 
@@ -116,7 +121,8 @@ def collect(
         for i, c in zip(index, completions, strict=True)
     ]
     size, name = len(logs), type(environment).__name__
-    result = environment.step(logs, [prompts.rows[i] for i in index])
+    with exit_is_error(f"environment {name!r}"):
+        result = environment.step(logs, [prompts.rows[i] for i in index])
     check_counts(result, size, name)
     if not all(result.terminateds):
         raise ValueError(

@@ -1,16 +1,20 @@
 """Where rewards come from: environments, and plain functions made into one."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemorl.checks import closest, short
+from nemorl.checks import closest, require, short
 from nemorl.data.rows import for_rows, origin_of
+from nemorl.rollout.processes import LATE, LIMIT, Processes
 from nemorl.rollout.signature import RESPONSE, columns_of, read_signature
 
 Message = Mapping[str, Any]
@@ -80,6 +84,10 @@ class FunctionalRewardWrapper:
         self.signature = read_signature(fn, batch=batch, name=name)
         self.fn = fn
         self.name = self.signature.name
+        self._processes = Processes(fn) if hasattr(fn, LIMIT) else None
+        one = not (self.signature.batch and self._processes)
+        remedy = "give it one response, or leave judged_in_processes out"
+        require(one, f"reward {self.name!r}", "must be of one response", "of a batch", remedy)
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
@@ -90,10 +98,7 @@ class FunctionalRewardWrapper:
         if self.signature.batch:
             rewards = self._of_batch(texts, metadata) if size else []
         else:
-            rewards = [
-                self._of_one(prompt, response, row)
-                for (prompt, response), row in zip(texts, metadata, strict=True)
-            ]
+            rewards = self._of_each(texts, metadata)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * size,
             metadata=[None] * size,
@@ -134,14 +139,44 @@ class FunctionalRewardWrapper:
                     " row out"
                 )
 
-    def _of_one(self, prompt: str, response: str, row: Metadata) -> float:
-        args, kwargs = self.signature.arguments(prompt, response, row)
+    def _of_each(self, texts: Sequence[tuple[str, str]], rows: Sequence[Metadata]) -> list[float]:
+        calls = [
+            self.signature.arguments(*text, row) for text, row in zip(texts, rows, strict=True)
+        ]
+        results: list[Callable[[], Any]]
+        if self._processes is None:
+            results = [partial(self.fn, *args, **kwargs) for args, kwargs in calls]
+        else:
+            results = [self._processes.start(*call).result for call in calls]
+        rewards: list[float] = []
+        late: list[str] = []
         try:
-            result = self.fn(*args, **kwargs)
-        except Exception as error:
-            error.add_note(f"This was reward {self.name!r} for {_shown(prompt, response)}.")
+            for result, text in zip(results, texts, strict=True):
+                shown = _shown(*text)
+                found = self._result(result, shown)
+                if found is LATE:
+                    late.append(shown)
+                rewards.append(0.0 if found is LATE else self._number(found, *text))
+        except BaseException:
+            if self._processes:
+                self._processes.end()
             raise
-        return self._number(result, prompt, response)
+        if self._processes and late:
+            warnings.warn(
+                f"reward {self.name!r} took longer than {self._processes.seconds:g} s for"
+                f" {len(late)} of {len(texts)} responses, which count 0, as for {late[0]}",
+                stacklevel=2,
+            )
+        return rewards
+
+    def _result(self, call: Callable[[], Any], shown: str) -> Any:
+        """Return what a call returns; what it raises gets a note with the texts."""
+        try:
+            with exit_is_error(f"reward {self.name!r}"):
+                return call()
+        except Exception as error:
+            error.add_note(f"This was reward {self.name!r} for {shown}.")
+            raise
 
     def _of_batch(self, texts: Sequence[tuple[str, str]], rows: Sequence[Metadata]) -> list[float]:
         prompts, responses = ([text[part] for text in texts] for part in (0, 1))
@@ -149,11 +184,7 @@ class FunctionalRewardWrapper:
             prompts, responses, columns_of(rows, self.signature)
         )
         first = f"a batch of {len(texts)} responses, of which the first is for {_shown(*texts[0])}"
-        try:
-            result = self.fn(*args, **kwargs)
-        except Exception as error:
-            error.add_note(f"This was reward {self.name!r} for {first}.")
-            raise
+        result = self._result(partial(self.fn, *args, **kwargs), first)
         numbers = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping):
             raise ValueError(
@@ -180,6 +211,18 @@ class FunctionalRewardWrapper:
                 f" {_shown(prompt, response)}: return 0.0, for example"
             )
         return reward
+
+
+@contextmanager
+def exit_is_error(name: str) -> Iterator[None]:
+    """Raise a RuntimeError for a sys.exit in the block, which would end the run without a word."""
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(
+            f"{name} must not end the run, but it called sys.exit({error.code!r}): raise an"
+            " exception, or return 0.0"
+        ) from error
 
 
 def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> None:

@@ -2,11 +2,13 @@
 ever.
 """
 
+import time
+
 import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
-from nemorl.data.templates import PASSTHROUGH, with_chat_template
+from nemorl.data.templates import PASSTHROUGH, Template, with_chat_template
 from tests.data.tokenizers_small import (
     CHATML,
     FORGETFUL,
@@ -205,3 +207,48 @@ def test_messages_that_are_given_are_not_trained_on():
     assert trained_text(character_tokenizer(), example) == ["d<|im_end|>"], (
         "a template may forget what was thought before"
     )
+
+
+LONG = "range(99999)"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (f"{{% for a in {LONG} %}}{{% for b in {LONG} %}}{{% endfor %}}{{% endfor %}}", "loops"),
+        (
+            f"{{% set l = {LONG} | list %}}{{% for a in l %}}{{% for b in l if false %}}"
+            "{% endfor %}{% endfor %}",
+            "loops",
+        ),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+         "{{ f(90) }}", "loops"),
+        ("{% generation %}" + f"{{% for a in {LONG} %}}" * 3 + "{% endfor %}" * 3
+         + "{% endgeneration %}", "loops"),
+        ("{% set x = namespace(y='a') %}{% for i in range(80) %}{% set x.y = x.y ~ x.y %}"
+         "{% endfor %}", "at most 10000000 entries, but one has 16777216"),
+        ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ],
+)  # fmt: skip
+def test_a_template_without_end_is_stopped(template, reason, monkeypatch):
+    monkeypatch.setattr("nemorl.data.templates.MAX_SECONDS", 0.3)
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=f"the chat template refuses messages .*{reason}"):
+        tokenize_messages(character_tokenizer(template), TALK)
+    assert time.monotonic() - begin < 5
+
+
+def test_limits_change_no_text():
+    """Scopes, loop variables, recursion, filters in loops, and names like those of the limits."""
+    template = (
+        "{% set _in_time = 1 %}{% macro say(m) %}{{ m.role ~ caller() }}{% endmacro %}"
+        "{% for m in messages if m.role != 'b' %}{% call say(m) %}{{ loop.index }}{% endcall %}"
+        "{% set x = [1, [2]] %}{% for y in x recursive %}"
+        "{{ y if y is number else loop(y) }}{% else %}none{% endfor %}"
+        "{% if loop.last %}{% break %}{% endif %}{% else %}empty{% endfor %}{{ _in_time }}"
+    )
+    wanted = character_tokenizer(template).apply_chat_template(TALK, tokenize=False)
+    found = Template(character_tokenizer(template), None, None, {})
+    assert found.render(TALK) == wanted == "user112assistant2121"
+    assert found.render([{"role": "b", "content": "c"}]) == "empty1"

@@ -1,5 +1,7 @@
 """Ranks along the axes of the mesh, and how long their collectives may take."""
 
+import os
+
 import psutil
 import pytest
 import torch
@@ -29,6 +31,20 @@ def test_no_collective_takes_longer_than_it_may():
     found, _ = run_ranks(2, late, fresh=True)
     assert "1000ms" in found[0] and "1000ms" in found[2]
     assert "timeout" in found[1] or "1000ms" in found[1], "it may share the first one's group"
+
+
+def listens_to() -> set[str]:
+    """The addresses that this rank's process listens to."""
+    assert not dist.is_initialized()
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    World.of(ParallelPlan(dp_shard=2), "cpu")
+    assert dist.get_world_size() == 2 and os.environ["GLOO_SOCKET_IFNAME"]
+    found = psutil.Process().net_connections()
+    return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_of_one_machine_listen_to_its_loopback_alone():
+    assert run_ranks(2, listens_to, process_group=False) == [{"127.0.0.1"}] * 2
 
 
 def joined_twice() -> tuple[bool, int]:

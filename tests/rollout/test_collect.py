@@ -57,6 +57,15 @@ def test_a_batch_holds_what_was_sampled(rolled):
         assert rolled.rows[i] is ROWS[i // 3]
 
 
+def test_an_exit_in_an_environment_is_its_error(generator):
+    class Exits(FunctionalRewardWrapper):
+        def step(self, message_log_batch, metadata):
+            raise SystemExit(0)
+
+    with pytest.raises(RuntimeError, match="environment 'Exits' must not end the run, but it"):
+        collect(generator, Exits(first_digit), PROMPTS, SAMPLING, seed=1)
+
+
 def test_a_group_draws_from_its_own_seed(generator, rolled):
     """Evaluated in parts, with the number of each part's first group: the same responses."""
     environment = FunctionalRewardWrapper(first_digit)

@@ -1,5 +1,6 @@
 """Reward functions as environments, rewards by name, and what is refused."""
 
+import sys
 from fractions import Fraction
 
 import numpy as np
@@ -177,6 +178,24 @@ def test_what_a_reward_raises_comes_with_prompt_and_response():
         "This was reward 'mine' for a batch of 2 responses, of which the first is for prompt '1+1='"
         " and response '2'."
     ]
+
+
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_an_exit_in_a_reward_is_its_error(of_batch):
+    """It would end the run with code 0 and no word."""
+    environment = FunctionalRewardWrapper(lambda prompt, response: sys.exit(0), batch=of_batch)
+    with pytest.raises(
+        RuntimeError, match=r"reward 'lambda' must not end the run, but it called sys\.exit\(0\)"
+    ) as caught:
+        environment.step([LOG], [{}])
+    assert "for prompt '1+1=' and response '2'" in caught.value.__notes__[0]
+
+
+def test_an_exit_where_a_reward_is_imported_is_its_error(tmp_path, monkeypatch):
+    (tmp_path / "exits_at_once.py").write_text("raise SystemExit(0)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError, match=r"reward exits_at_once:fn must not end the run, but it"):
+        make_environment("exits_at_once:fn")
 
 
 def test_long_texts_are_shown_by_their_ends():

@@ -104,7 +104,10 @@ class DTensorBackend:
         model: Any = self._given
         if model is None:
             fresh = config.model.from_scratch
-            model = load_causal_lm(path, from_scratch=fresh, seed=config.seed)
+            trust = config.model.trust_remote_code
+            model = load_causal_lm(
+                path, from_scratch=fresh, seed=config.seed, trust_remote_code=trust
+            )
         check_supported(model.config)  # also one that was given
         model = model.to(device=self.device, dtype=torch.float32)
         trainable = [p for p in model.parameters() if p.requires_grad]

@@ -41,10 +41,11 @@ def build(
     fits = not lora.rank or world.plan.tp == 1
     require(fits, "lora.rank", "must be 0 with parallel.tp above 1", lora.rank, remedy)
     fresh = config.model.from_scratch
-    folder = None if fresh or given is not None else weights_folder(path)
+    trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
+    folder = None if fresh or given is not None else weights_folder(path, **trust)
     if folder is None and given is None:
-        given = load_causal_lm(path, from_scratch=fresh, seed=config.seed)
-    model = on_meta(str(folder) if given is None else given.config)
+        given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
+    model = on_meta(str(folder) if given is None else given.config, **trust)
     world.plan.check(model.config)
     if lora.rank:
         add_adapters(model, lora, base=path, seed=config.seed)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -17,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from nemorl.models.causal_lm import usable_device
 from nemorl.parallel.plan import ParallelPlan
 
+LOOPBACK = "127.0.0.1"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SLOWEST_SAVE = timedelta(days=1)
 """A rank may wait this long for others that write; a dead one is noticed at once."""
@@ -140,13 +142,31 @@ def start_process_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        store, rank, size = next(iter(rendezvous("env://")))
+        store, rank, size = next(_meet() if _on_one_machine() else rendezvous("env://"))
         # When torchrun restarts the ranks, its store still has the addresses of the old ones.
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"restart_{restarts}", store)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return device
+
+
+def _on_one_machine() -> bool:
+    """Return whether the ranks are to meet at this machine's loopback, without torchrun's store."""
+    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost") and not theirs
+
+
+def _meet() -> Iterator[tuple[dist.Store, int, int]]:
+    """Yield store, rank and number of ranks, as torch's rendezvous, which listens everywhere."""
+    names = psutil.net_if_addrs().items()
+    here = next(name for name, own in names if any(one.address == LOOPBACK for one in own))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", here)
+    rank, size, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    listening = None
+    if rank == 0:
+        listening = socket.create_server((LOOPBACK, port)).detach()
+    yield dist.TCPStore(LOOPBACK, port, size, rank == 0, master_listen_fd=listening), rank, size
 
 
 def is_started_as_rank() -> bool:

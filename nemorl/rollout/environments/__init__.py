@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import closest
-from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper
+from nemorl.rollout.environment import (
+    EnvironmentInterface,
+    FunctionalRewardWrapper,
+    exit_is_error,
+)
 from nemorl.rollout.environments.answers import (
     contains_answer,
     exact_match,
@@ -98,7 +102,8 @@ def _imported(reward: str) -> Any:
             f"reward must be importable as module:function, but there is no module {module_name!r}"
             f" in {Path.cwd()} or installed"
         )
-    module = importlib.import_module(module_name)
+    with exit_is_error(f"reward {reward}"):
+        module = importlib.import_module(module_name)
     if not hasattr(module, attribute):
         raise ValueError(
             f"reward must be importable as module:function, but {module.__file__} has no"

@@ -1,10 +1,12 @@
 """Rewards that need nothing but the response and the row's `answer`."""
 
 import importlib.util
+import logging
 import re
-import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from nemorl.rollout.processes import judged_in_processes
 
 NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]}])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 """Its sign is no minus or hyphen: it stands behind no digit, letter or closing bracket."""
@@ -92,6 +94,7 @@ def _unreadable(answer: Any) -> ValueError:
     )
 
 
+@judged_in_processes(seconds=5, imports=("math_verify",))
 @checking(_solution)
 def math_equal(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's final answer equals `answer` mathematically, else 0.
@@ -106,12 +109,13 @@ def math_equal(prompt: str, response: str, answer: Any) -> float:
     solution = _solution(answer)
     from math_verify import parse, verify
 
-    # math-verify stops what takes too long by a signal, which only the main thread can have.
-    seconds: Any = 5 if threading.current_thread() is threading.main_thread() else None
-    wanted, given = (parse(text, parsing_timeout=seconds) for text in (solution, response))
+    # Its own time limit is a signal, for which only a main thread can wait. Ours ends the process.
+    untimed: Any = None
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of that
+    wanted, given = (parse(text, parsing_timeout=untimed) for text in (solution, response))
     if not wanted:
         raise _unreadable(answer)
-    return float(verify(wanted, given, timeout_seconds=seconds))
+    return float(verify(wanted, given, timeout_seconds=untimed))
 
 
 def think_format(prompt: str, response: str) -> float:

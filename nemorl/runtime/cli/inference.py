@@ -107,8 +107,10 @@ def export(config: ExportConfig) -> Path:
             f"step must be that of a checkpoint in {directory.checkpoints}, but there is none for"
             f" {config.step}: there are {steps or 'none at all'}{unranked}"
         )
-    output, tokenizer = Path(config.output), load_tokenizer(str(directory.path / "tokenizer"))
-    write_checkpoint(output, found, tokenizer, lora=config.lora, base=config.base_model)
+    trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    output = Path(config.output)
+    tokenizer = load_tokenizer(str(directory.path / "tokenizer"), **trust)
+    write_checkpoint(output, found, tokenizer, lora=config.lora, base=config.base_model, **trust)
     return output.resolve()
 
 
@@ -117,8 +119,9 @@ def _loaded(
     config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Prompts, GenerationBackend]]:
     folder = model_folder(config.model)
+    trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     tokenizer = with_chat_template(
-        load_tokenizer(config.tokenizer or folder),
+        load_tokenizer(config.tokenizer or folder, **trust),
         config.chat_template,
         config.chat_template_kwargs,
     )
@@ -127,7 +130,7 @@ def _loaded(
     device = "cpu" if config.generation.backend == "vllm" else config.device
     backend = get_generation_backend(config.generation.backend)
     generator = backend(
-        model=load_causal_lm(folder).to(usable_device(device)),
+        model=load_causal_lm(folder, **trust).to(usable_device(device)),
         tokenizer=tokenizer,
         precision=config.param_dtype,
     )

@@ -58,7 +58,8 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Rows = 
             model.path,
             "add --model.path, or --model.tokenizer",
         )
-        tokenizer = load_tokenizer(model.tokenizer or model_folder(model.path))
+        name = model.tokenizer or model_folder(model.path)
+        tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
     tokenizer = with_chat_template(tokenizer, model.chat_template, model.chat_template_kwargs)
     kind = kind_of(rows[0]) if config.kind == "auto" else config.kind
     rows = pair_rows(rows) if kind == "pairs" else labelled_rows(rows) if kind == "labels" else rows

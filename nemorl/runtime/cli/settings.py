@@ -64,6 +64,10 @@ class AnswerConfig:
     """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Values for the chat template by name; those of the training are in the tokenizer already."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model or the tokenizer (auto_map). It can do whatever you
+    can: read it first.
+    """
     device: str | None = None
     """torch: cpu, cuda, cuda:1, …. Default: the first GPU if there is one."""
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -185,6 +189,8 @@ class ExportConfig:
     """LoRA: the base model with the adapters merged into it, or a PEFT folder of the adapters."""
     base_model: str | None = None
     """LoRA: folder or hub name of the base model, where the run doesn't know it or it has moved."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the base model or the run's tokenizer."""
 
     def __post_init__(self) -> None:
         at_least(0, step=None if self.step == "best" else self.step)

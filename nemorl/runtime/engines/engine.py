@@ -267,6 +267,7 @@ def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "tensor_parallel_size": spec.tensor_parallel_size,
         "load_format": "dummy",
+        "trust_remote_code": spec.trust_remote_code,
         "weight_transfer_config": {"backend": "nemorl"},
         "worker_extension_cls": "nemorl.runtime.engines.receiver.WorkerExtension",
         "enable_sleep_mode": spec.sleep_level > 0,

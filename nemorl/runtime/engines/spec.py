@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import require
+from nemorl.models.hub import copy_code, has_own_code
 from nemorl.rollout.generation import FinishReason
 from nemorl.runtime.config.generation import GenerationConfig
 
@@ -29,6 +30,7 @@ OURS = {
     "weight_transfer_config": "set generation.weight_transport",
     "worker_extension_cls": "it is what takes the trainer's weights",
     "load_format": "the weights are the trainer's",
+    "trust_remote_code": "set model.trust_remote_code",
     "generation_config": "set generation.temperature and the fields beside it",
     "logprobs_mode": "nemorl needs the logprobs of the distribution that is sampled from",
 }
@@ -49,6 +51,8 @@ class EngineSpec:
     """Of prompt and response together; None: as the engine finds."""
     tensor_parallel_size: int = 1
     sleep_level: int = 0
+    trust_remote_code: bool = False
+    """Whether `files` hold code of the model or tokenizer, which the run was allowed to run."""
     engine: Mapping[str, Any]
     """Further engine arguments, as the user gave them."""
 
@@ -120,6 +124,7 @@ def engine_spec(
         max_model_len=min(lengths) if lengths else None,
         tensor_parallel_size=config.tensor_parallel_size,
         sleep_level=default_level if config.sleep_level is None else config.sleep_level,
+        trust_remote_code=any(map(has_own_code, (model, model.config, tokenizer))),
         engine=dict(config.engine),
     )
 
@@ -134,5 +139,6 @@ def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
+        copy_code(folder, model, model.config)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
     return {**files, "config.json": json.dumps(settings).encode()}

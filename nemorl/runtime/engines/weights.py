@@ -37,7 +37,9 @@ def expected_weights(config: str | bytes) -> dict[str, tuple[int, ...]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**json.loads(config)))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**json.loads(config)), trust_remote_code=False
+        )
     return {name: tuple(tensor.shape) for name, tensor in merged_tensors(model)}
 
 

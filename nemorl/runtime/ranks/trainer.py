@@ -16,6 +16,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics
 from nemorl.models.adapters import CONFIG, base_of
+from nemorl.models.hub import read_config
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
@@ -92,7 +93,8 @@ class RankedTrainer:
         try:
             self._group = self._start()
             self._call("setup", config)
-            self._model = structure(config.model.path)
+            trust = config.model.trust_remote_code
+            self._model = structure(config.model.path, trust_remote_code=trust)
         except BaseException:
             self._end()
             raise
@@ -212,14 +214,15 @@ class RankedTrainer:
             group.shutdown(timeout_s, self.result)
 
 
-def structure(path: str) -> nn.Module:
+def structure(path: str, *, trust_remote_code: bool = False) -> nn.Module:
     """Return the model of a folder or hub name on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     path = base_of(Path(path)) or path if (Path(path) / CONFIG).is_file() else path
+    trust = {"trust_remote_code": trust_remote_code}
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(path)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        config = read_config(path, **trust)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
     with suppress(OSError, ValueError):  # there need not be one
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model

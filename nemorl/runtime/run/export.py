@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from nemorl.checks import require
 from nemorl.models.adapters import CONFIG, WEIGHTS, base_of, merge_folder, merged_tensors
 from nemorl.models.causal_lm import load_causal_lm
+from nemorl.models.hub import copy_code
 from nemorl.models.tensor_files import TensorFiles, write_model_files
 from nemorl.parallel.dtensor.lora import check_base, fingerprint
 from nemorl.runtime.run import checkpoint
@@ -32,6 +33,7 @@ def write_pretrained(
     """
     with replacing(directory) as aside:
         write_model_files(aside, weights)
+        copy_code(aside, model)
         parts: list[Any] = [model.config, getattr(model, "generation_config", None), tokenizer]
         for part in parts:
             if part is not None:
@@ -39,12 +41,19 @@ def write_pretrained(
 
 
 def write_checkpoint(
-    directory: Path, saved: Path, tokenizer: Any, *, lora: str = "merged", base: str | None = None
+    directory: Path,
+    saved: Path,
+    tokenizer: Any,
+    *,
+    lora: str = "merged",
+    base: str | None = None,
+    trust_remote_code: bool = False,
 ) -> None:
     """Write the model in the checkpoint `saved` as a folder that others load.
 
     lora: "merged" adds the adapters to their base model, "adapter" writes them alone.
     base: where that base model is now.
+    trust_remote_code: run its code, if it has any.
 
     Raises:
         ValueError: the base model is unknown or has changed, or the run had none.
@@ -58,8 +67,11 @@ def write_checkpoint(
         _copy_model(directory, saved, tokenizer)
         return
     checkpoint.verify(saved)
-    write = _write_adapter if lora == "adapter" else _write_merged
-    write(directory, trainer, tokenizer, base or base_of(trainer))
+    base = base or base_of(trainer)
+    if lora == "adapter":
+        _write_adapter(directory, trainer, tokenizer, base)
+    else:
+        _write_merged(directory, trainer, tokenizer, base, trust_remote_code)
 
 
 def _write_adapter(directory: Path, trainer: Path, tokenizer: Any, base: str | None) -> None:
@@ -71,7 +83,9 @@ def _write_adapter(directory: Path, trainer: Path, tokenizer: Any, base: str | N
         tokenizer.save_pretrained(aside)
 
 
-def _write_merged(directory: Path, trainer: Path, tokenizer: Any, base: str | None) -> None:
+def _write_merged(
+    directory: Path, trainer: Path, tokenizer: Any, base: str | None, trust_remote_code: bool
+) -> None:
     must = "must name the model that the adapters belong to"
     remedy = (
         "the run was given its model in memory: name the folder or hub name that it came from"
@@ -79,7 +93,7 @@ def _write_merged(directory: Path, trainer: Path, tokenizer: Any, base: str | No
     )
     require(bool(base), "base_model", must, base, remedy)
     try:
-        model = load_causal_lm(str(base))
+        model = load_causal_lm(str(base), trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise ValueError(
             f"base_model {must}, but {error}: say where it is now (--base-model)"

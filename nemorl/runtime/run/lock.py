@@ -9,6 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from nemorl.checks import require
 from nemorl.runtime.run.directory import writing_below
 
 LOCK_NAME = ".lock"
@@ -21,9 +22,12 @@ def locked(directory: Path | str) -> Iterator[None]:
     The operating system frees the lock when the process ends, however it ends.
 
     Raises:
-        ValueError: another run holds the directory, or it cannot be written to.
+        ValueError: another run holds the directory, it cannot be written to, or its lock is a
+            symbolic link, through which a run would overwrite another file.
     """
     path = Path(directory) / LOCK_NAME
+    link = path.is_symlink()
+    require(not link, "run.dir", "must hold no symbolic link as its lock", str(path), "remove it")
     lock = FileLock(path)
     with writing_below(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,7 +40,10 @@ def locked(directory: Path | str) -> Iterator[None]:
                 f" {holder}: wait for it or name another one (--run.dir)"
             ) from error
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        path.write_text(f"process {os.getpid()} on {platform.node()} since {since}")
+        text = f"process {os.getpid()} on {platform.node()} since {since}"
+        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
     owner = os.getpid()
     try:
         yield

@@ -1,6 +1,8 @@
 """Configs from mappings and YAML: what comes back, and what is refused with which words."""
 
 import json
+import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from nemorl import (
 )
 from nemorl.runtime.config.spellings import LIBRARIES, settings_in
 from nemorl.runtime.config.tree import dump_yaml, from_dict, leaves, load_config, merge, to_dict
+from nemorl.runtime.config.yaml_io import ConfigError, read
 
 CONFIGS: list[Any] = [
     SFTConfig(),
@@ -302,3 +305,42 @@ def test_yaml_anchors_and_merge_keys(tmp_path: Path):
     path.write_text("kl: &kl {coef: 0.1}\noptimizer: {<<: {lr: 1e-6}, eps: 1e-9}\n")
     config = load_config(GRPOConfig, path)
     assert (config.kl.coef, config.optimizer.lr, config.optimizer.eps) == (0.1, 1e-6, 1e-9)
+
+
+def bomb(form: str) -> str:
+    """Nine names, each of which is nine times the one before."""
+    lines = ["a0: &a0 {x: 1}"]
+    for number in range(1, 10):
+        lines.append(f"a{number}: &a{number} " + form % ", ".join([f"*a{number - 1}"] * 9))
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "reason"),
+    [
+        (bomb("[%s]"), "line 6", "at most 100000 values, and none may contain itself"),
+        (bomb("{<<: [%s]}"), "line 6", "at most 100000 values"),
+        ("run: &a {dir: *a}", "line 1", "none may contain itself: remove aliases"),
+        ("\nrun: &a\n  - *a", "line 2", "none may contain itself"),
+        ("run:\n  seed: " + "9" * 60_000, "line 2", "at most 400 digits, not 60000"),
+        ("run: {seed: 0x" + "f" * 60_000 + "}", "line 1", "at most 400 digits, not 60002"),
+        ("run: " + "[" * 60_000, "YAML", "brackets are nested more than 100 deep"),
+        ("? [1, 2]\n: 3", "YAML", "keys must be str"),
+        ("run: {dir: 2026-99-99}", "YAML", "month must be in 1..12"),
+        ("run: {seed: !!int x}", "YAML", "invalid literal"),
+    ],
+)
+def test_a_file_that_would_grow_without_end_is_refused_at_once(text, where, reason, tmp_path: Path):
+    path, begin = tmp_path / "a.yaml", time.monotonic()
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"a.yaml.*{where}.*{re.escape(reason)}"):
+        load_config(SFTConfig, path)
+    assert time.monotonic() - begin < 2
+
+
+def test_aliases_and_merges_are_read(tmp_path: Path):
+    (tmp_path / "a.yaml").write_text(
+        "optimizer: &a {lr: 1e-4, beta1: 0.8}\nother: &b {<<: *a, lr: 1e-3}\nlast: *b\n"
+    )
+    plain, _ = read(tmp_path / "a.yaml")
+    assert plain["last"] == plain["other"] == {"lr": 1e-3, "beta1": 0.8}

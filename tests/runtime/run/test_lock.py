@@ -81,6 +81,24 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path):
         pass
 
 
+@pytest.mark.parametrize("when", ["before", "while it is taken"])
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, monkeypatch, when: str):
+    other = tmp_path / "other"
+    other.write_text("mine")
+
+    def link(*_, **__) -> None:
+        (tmp_path / LOCK_NAME).unlink(missing_ok=True)
+        (tmp_path / LOCK_NAME).symlink_to(other)
+
+    if when == "before":
+        link()
+    else:
+        monkeypatch.setattr("nemorl.runtime.run.lock.FileLock.acquire", link)
+    with pytest.raises(ValueError, match=r"run\.dir must .*\.lock"), locked(tmp_path):
+        pass
+    assert other.read_text() == "mine"
+
+
 def test_a_forked_child_leaves_the_lock_alone(tmp_path: Path):
     """Also one that leaves the block, as by an exception."""
     context = locked(tmp_path)

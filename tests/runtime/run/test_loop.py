@@ -158,20 +158,26 @@ def test_what_a_loop_may_not_do(tmp_path: Path):
     for use in (lambda: run.trainer, lambda: run.steps(1), lambda: run.frozen_model("model")):
         with pytest.raises(RuntimeError, match="the run is closed: use it inside `with"):
             use()
-    with pytest.raises(RuntimeError, match=r"optim_step needs a gradient: call forward_backward"):
-        with opened(grpo_config(tmp_path / "b")) as run:
-            for _ in run.steps(1):
-                run.trainer.optim_step()
-    with pytest.raises(ValueError, match="last_step must be at least 1, but it is 0"):
-        with opened(grpo_config(tmp_path / "c")) as run:
-            run.steps(0)
+    with (
+        pytest.raises(RuntimeError, match=r"optim_step needs a gradient: call forward_backward"),
+        opened(grpo_config(tmp_path / "b")) as run,
+    ):
+        for _ in run.steps(1):
+            run.trainer.optim_step()
+    with (
+        pytest.raises(ValueError, match="last_step must be at least 1, but it is 0"),
+        opened(grpo_config(tmp_path / "c")) as run,
+    ):
+        run.steps(0)
 
 
 def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
-    with pytest.warns(UserWarning, match="the loop took 2 steps, but trained in none of them"):
-        with opened(grpo_config(tmp_path / "a")) as run:
-            for step in run.steps(2):
-                step.log({"mine": 1.0})
+    with (
+        pytest.warns(UserWarning, match="the loop took 2 steps, but trained in none of them"),
+        opened(grpo_config(tmp_path / "a")) as run,
+    ):
+        for step in run.steps(2):
+            step.log({"mine": 1.0})
     with opened(grpo_config(tmp_path / "b")):
         pass  # nothing is loaded, and nothing is wrong
 

@@ -1,0 +1,135 @@
+"""Rewards judged in processes: their limits, errors and ends."""
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.environments import make_environment
+from nemorl.rollout.processes import judged_in_processes
+from tests.rollout import slow_rewards
+from tests.rollout.slow_rewards import reward
+
+
+def judged(environment, *responses: str, **columns) -> list[float]:
+    logs = [
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": each}]
+        for each in responses
+    ]
+    return environment.step(logs, [columns] * len(logs)).rewards
+
+
+@pytest.fixture(scope="module")
+def environment():
+    return FunctionalRewardWrapper(reward)
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(processes, timeout=10)[1]
+
+
+def test_rewards_come_in_order_from_other_processes_and_any_thread(environment):
+    numbers = list(map(str, range(50)))
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: judged(environment, *numbers, answer=2.0), range(8)))
+    assert found == [[2.0 * each for each in range(50)]] * 8
+    (pid,) = judged(environment, "process")
+    assert pid != os.getpid() and psutil.Process(int(pid)).parent().parent().pid == os.getpid()
+
+
+@pytest.mark.parametrize("response", ["loop", "in C"])
+def test_what_takes_too_long_counts_0(environment, response):
+    begin = time.monotonic()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        pytest.warns(
+            UserWarning,
+            match=r"'reward' took longer than 1 s for 1 of 3 responses, which count 0, as for"
+            rf" prompt '\?' and response '{response}'",
+        ),
+    ):
+        assert pool.submit(judged, environment, "1", response, "3").result() == [1.0, 0.0, 3.0]
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(
+    ("response", "kind", "message"),
+    [
+        ("raise", KeyError, "score"),
+        ("odd", RuntimeError, "Odd: 1"),
+        ("sys.exit", RuntimeError, r"must not end the run, but it called sys\.exit\(0\)"),
+        ("os._exit", RuntimeError, r"its process ended: it called os\._exit, crashed in C, or"),
+        ("generator", TypeError, "cannot pickle 'generator'"),
+        ("nan", ValueError, "must be a finite number"),
+    ],
+)
+def test_errors_are_those_of_the_reward(environment, response, kind, message):
+    with pytest.raises(kind, match=message) as caught:
+        judged(environment, "1", response, "2")
+    if kind is not ValueError:
+        assert "This was reward 'reward' for prompt '?'" in caught.value.__notes__[-1]
+    assert judged(environment, "4") == [4.0], "others take the place of those that have ended"
+
+
+def test_functions_of_a_notebook_and_those_that_cannot_be_had(monkeypatch):
+    scale = 3.0
+    one = judged_in_processes(seconds=10)(lambda response: scale * len(response))
+    assert judged(FunctionalRewardWrapper(one), "ab") == [6.0]
+    monkeypatch.setattr(reward, "__module__", "nowhere")
+    monkeypatch.setitem(sys.modules, "nowhere", slow_rewards)
+    with pytest.raises(RuntimeError, match="it can't be loaded in another process: ModuleNotFound"):
+        judged(FunctionalRewardWrapper(reward), "1")
+    with pytest.raises(ValueError, match="must be of one response, but it is 'of a batch'"):
+        FunctionalRewardWrapper(judged_in_processes()(lambda responses: [1.0]))
+    with pytest.raises(ValueError, match="seconds must be positive, but it is 0"):
+        judged_in_processes(seconds=0)
+
+
+def test_processes_end_with_the_environment():
+    environment = FunctionalRewardWrapper(reward)
+    (pid,) = judged(environment, "process")
+    worker = psutil.Process(int(pid))
+    processes = [worker, worker.parent()]
+    del environment
+    assert gone(processes)
+
+
+KILLED = """
+import subprocess, sys, time
+from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.processes import judged_in_processes
+@judged_in_processes(seconds=1000)
+def reward(response):
+    subprocess.Popen(["sleep", "1000"])
+    print("busy", flush=True)
+    while True:
+        pass
+log = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+FunctionalRewardWrapper(reward).step([log], [{}])
+"""
+
+
+def test_no_process_outlives_one_that_is_killed():
+    """Nor does one that a reward has started, while it computes."""
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"busy\n"
+        processes = psutil.Process(run.pid).children(recursive=True)
+        assert len(processes) == 3
+        run.kill()
+    assert gone(processes)
+
+
+def test_math_has_a_limit_in_any_thread():
+    environment = make_environment("math")
+    begin = time.monotonic()
+    with ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning, match="longer than 5 s for 1 of"):
+        bomb = r"\boxed{9^{9^{9^9}}}"
+        assert pool.submit(
+            lambda: judged(environment, r"so $\boxed{0.5}$", bomb, "2", answer=r"\frac{1}{2}")
+        ).result() == [1.0, 0.0, 0.0]
+    assert time.monotonic() - begin < 60

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemorl.checks import short
+
 Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -119,10 +121,13 @@ class Template:
 
     def source(self) -> str:
         try:
-            return self.tokenizer.get_chat_template(
+            source = self.tokenizer.get_chat_template(
                 PASSTHROUGH if self.chat_template == "passthrough" else self.chat_template,
                 self.tools,
             )
+            if not isinstance(source, str):
+                raise ValueError(f"its chat_template is no text: {short(source)}")
+            return source
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 "messages need a chat template, and the tokenizer has none to use: pass"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Any
 from nemorl.checks import require
 from nemorl.rollout.generation import FinishReason
 from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.run.temporary import temporary_folder
 
 OURS = {
     "model": "it is the run's, which model.path names",
@@ -131,8 +131,9 @@ def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         **json.loads(model.config.to_json_string()),
         "architectures": model.config.architectures or [name],
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+            tokenizer.save_pretrained(folder / "tokenizer")
+        paths = filter(Path.is_file, folder.glob("tokenizer/*"))
+        files = {path.name: path.read_bytes() for path in paths}
     return {**files, "config.json": json.dumps(settings).encode()}

@@ -1,7 +1,7 @@
 """Where rewards come from: environments, and plain functions made into one."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
@@ -163,12 +163,12 @@ class FunctionalRewardWrapper:
                 f"reward {self.name!r} must return a list with one number per response, but it"
                 f" returned {short(result)} for {first}"
             )
-        numbers = list(islice(numbers, len(texts) + 1))  # an iterator may have no end
+        # An iterator may have no end.
+        numbers = list(numbers if isinstance(numbers, Sized) else islice(numbers, len(texts) + 1))
         if len(numbers) != len(texts):
-            found = "more" if len(numbers) > len(texts) else len(numbers)
             raise ValueError(
                 f"reward {self.name!r} must return one number per response, but it returned"
-                f" {found} for {first}: return as many"
+                f" {len(numbers)} for {first}: return as many"
             )
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 

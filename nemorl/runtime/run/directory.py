@@ -226,9 +226,7 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         file.write(text.encode(errors="backslashreplace"))
 
 
-def read_lines(
-    path: Path, fields: Mapping[str, tuple[type, ...]] = {}
-) -> list[dict[str, Any]]:
+def read_lines(path: Path, fields: Mapping[str, tuple[type, ...]] = {}) -> list[dict[str, Any]]:
     """Return the objects of a JSON lines file, if any, that have `fields` of these types, without a
     torn last one; other lines are warned of.
     """
@@ -247,7 +245,9 @@ def read_lines(
             records.append(record)
         elif number < len(lines):
             what = "is no JSON object" if wrong is None else f"has a wrong {wrong[0]}"
-            warnings.warn(f"{path}, line {number} {what}, and is omitted: {line[:80]!r}", stacklevel=2)
+            warnings.warn(
+                f"{path}, line {number} {what}, and is omitted: {line[:80]!r}", stacklevel=2
+            )
     return records
 
 

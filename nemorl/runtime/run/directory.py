@@ -59,8 +59,8 @@ class RunDirectory:
         self.hf = path / "hf"
         for file in (self.config, self.metrics, self.record, self.log, self.data):
             _require_kind(file, "file")
-        for file in ("latest", "best", "metrics.json"):
-            _require_kind(self.checkpoints / file, "file")
+        for name in ("latest", "best", "metrics.json"):
+            _require_kind(self.checkpoints / name, "file")
         for folder in (self.samples, self.checkpoints, self.tensorboard, self.plots, self.hf):
             _require_kind(folder, "folder")
 

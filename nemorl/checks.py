@@ -60,7 +60,11 @@ def short(value: object, limit: int = 120) -> str:
     >>> short("a" * 1000, 20)
     "'aaaaaaaaa … 982 characters … aaaaaaaaa'"
     """
-    text, half = repr(value), limit // 2
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of too many digits, too deep a nesting
+        text = f"<{type(value).__name__}>"
+    half = limit // 2
     cut = len(text) - 2 * half
     return text if cut <= 0 else f"{text[:half]} … {cut} characters … {text[-half:]}"
 

@@ -7,7 +7,9 @@ error is kept.
 
 import contextlib
 import io
+import itertools
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import nemorl
@@ -167,11 +170,39 @@ def model(
     return Case(message, provoke, **of)
 
 
+def tokenizer(reason: str, name: str, content: str | dict[str, Any] | None) -> Case:
+    """A run whose tokenizer lacks a file (None), or has another, or other settings in it."""
+
+    def provoke(place: Place) -> None:
+        folder = shutil.copytree(place.model, place.folder / "tokenizer")
+        if isinstance(content, dict):
+            json_with(folder / name, **content)
+        else:
+            (folder / name).unlink()
+            if content is not None:
+                (folder / name).write_text(content)
+        nemorl.run(place.sft(model={"tokenizer": str(folder)}))
+
+    message = r"model\.tokenizer must be a folder with a Hugging Face tokenizer or a hub name, but "
+    return Case(rf"{message}.*could not be loaded \({reason}", provoke)
+
+
 def tensors(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def spoil(folder: Path) -> None:
         found = load_file(folder / "model.safetensors")
         change(found)
         save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return spoil
+
+
+def pickled(content: Any) -> Callable[[Path], None]:
+    """Put a pickle, or bytes that are none, in the place of the safetensors."""
+
+    def spoil(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        file = folder / "pytorch_model.bin"
+        file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
 
     return spoil
 
@@ -544,6 +575,21 @@ DATA = [
         "rows.csv",
         "prompt,response\n1,2\n1,2,3\n",
     ),
+    file(
+        r"rows\.jsonl, line 2: a number must have at most 4300 digits, .*: give it as text",
+        "rows.jsonl",
+        LINE + '{"prompt": "1+1=", "answer": %s}\n' % ("9" * 5000),
+    ),
+    file(
+        r"rows\.json, line 2: .*brackets be less than \d+ deep",
+        "rows.json",
+        f'[{LINE}, {{"prompt": {"[" * 10**5}',
+    ),
+    file(
+        r"rows\.jsonl, line 2: text must be Unicode, but it has half a character .*'\\ud800'",
+        "rows.jsonl",
+        LINE + '{"prompt": "\\ud800", "response": "2"}\n',
+    ),
     file(r"rows\.parquet: not a Parquet file that can be read", "rows.parquet", "PAR1"),
     rows(r"data\.train must name rows to train on|holds no rows", []),
     rows(r"data\.train must name rows to train on: add --data\.train FILE", None),
@@ -658,6 +704,17 @@ MODELS = [
         CHAT,
         model={"chat_template": "{% for %}"},
     ),
+    *(
+        sft(
+            rf"row 1: the chat template refuses .*user, assistant: {reason}",
+            CHAT,
+            model={"chat_template": template},
+        )
+        for template, reason in {
+            "{{ 1 / 0 }}": "division by zero",
+            "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "maximum recursion depth",
+        }.items()
+    ),
     sft(
         r"row 1: the chat template refuses.*no system",
         CHAT,
@@ -700,6 +757,33 @@ MODELS = [
         r" check it",
         tensors(lambda found: found.pop("model.layers.1.mlp.up_proj.weight")),
     ),
+    model(
+        r"could not be loaded \(its weights are a damaged pickle, or one that would run code\):"
+        r" have it converted to model\.safetensors",
+        pickled({"weight": Path("a")}),
+    ),
+    model(r"could not be loaded \(its weights are a damaged pickle", pickled(b"no pickle")),
+    model(
+        r"no file named model\.safetensors", lambda folder: (folder / "model.safetensors").unlink()
+    ),
+    model(
+        r"its model\.embed_tokens\.weight is \[42, 32\], where config\.json wants \[77, 32\]",
+        lambda folder: json_with(folder / "config.json", vocab_size=77),
+    ),
+    model(
+        r"model\.path .*\(config\.json is no JSON object\): check it",
+        lambda folder: (folder / "config.json").write_text("null"),
+    ),
+    model(
+        r"generation_config\.json is no JSON object",
+        lambda folder: (folder / "generation_config.json").write_text("[]"),
+    ),
+    tokenizer(r"tokenizer\.json is no JSON object", "tokenizer.json", "[]"),
+    tokenizer("KeyError: 'added_tokens'", "tokenizer.json", "{}"),
+    tokenizer(r"it has no tokenizer\.json, and no tokens for text", "tokenizer.json", None),
+    tokenizer(r"tokenizer_config\.json is no JSON object", "tokenizer_config.json", "null"),
+    tokenizer("TypeError: Special token eos_token", "tokenizer_config.json", {"eos_token": 3}),
+    tokenizer("TypeError", "tokenizer_config.json", {"model_max_length": "long"}),
     model(
         r"the loss of optimizer step 1 must be finite, but it is nan: the weights were left as"
         r" they are",
@@ -791,6 +875,12 @@ REWARDS = [
     reward(
         r"must be a finite number, but it is nan for prompt '\d\+\d=' and response .*return 0\.0",
         lambda prompt, response: float("nan"),
+    ),
+    reward(r"must be a finite number, but it is 1e\+39 for", lambda prompt, response: 1e39),
+    reward(r"must be a finite number, but it is <int> for", lambda prompt, response: 10**5000),
+    reward(
+        r"must return one number per response, but it returned 25 for a batch of 24",
+        lambda prompts, responses: itertools.repeat(1.0),
     ),
     reward(
         r"must be a finite number, but it is None for prompt '\d\+\d='",
@@ -891,6 +981,20 @@ RUNS = [
     resumed_damaged("trainer/model.safetensors", half),
     resumed_damaged("trainer/optimizer.safetensors", flip_a_bit),
     resumed_damaged("state.json", Path.unlink),
+    resumed_damaged("manifest.json", lambda path: (path.unlink(), os.mkfifo(path))),
+    with_run(
+        r"run\.dir must have a file log\.jsonl, but .* is none: move it away, or name another",
+        lambda place, run: (
+            (run / "log.jsonl").unlink(),
+            os.mkfifo(run / "log.jsonl"),
+            nemorl.run(place.sft(run={"resume": True})),
+        ),
+    ),
+    with_run(
+        r"run\.dir must have a folder samples, but .* is none: move it away",
+        lambda place, run: ((run / "samples").touch(), command("report", str(run))),
+        Refused,
+    ),
     with_run(
         r"it has format 99, and this version of nemorl reads format 3",
         another_format,

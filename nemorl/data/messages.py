@@ -157,7 +157,7 @@ def _passed_through(
 
 
 def _plain_prompt(tokenizer: Any, text: str) -> list[int]:
-    ids = list(tokenizer(text)["input_ids"])
+    ids = _ids(tokenizer, text, add_special_tokens=True)
     # Some tokenizers close every text; a prompt goes on.
     if ids and ids[-1] == tokenizer.eos_token_id and not text.endswith(tokenizer.eos_token):
         return ids[:-1]
@@ -175,8 +175,16 @@ def _answer(tokenizer: Any, text: str, add_eos: bool) -> list[int]:
     return ids + end if add_eos and ids[-1:] != end else ids
 
 
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _ids(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            "text must be Unicode, but it has half a character (a lone surrogate) in"
+            f" {text[max(0, error.start - 20) : error.start + 20]!r}: repair the text or leave the"
+            " row out"
+        ) from error
+    return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
 
 def _tokens_before(tokenizer: Any, ids: list[int], text: str, place: int) -> int:

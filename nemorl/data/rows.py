@@ -1,5 +1,6 @@
 """Rows of a data set that know their place, so that errors can name it."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -37,6 +38,19 @@ class Row(dict[str, Any]):
     def but(self, **columns: Any) -> "Row":
         """Return the same row with other values in some columns."""
         return Row({**self, **columns}, origin=self.origin, source=self.source)
+
+
+def own_copy(value: Any) -> Any:
+    """Return a deep copy of a row or column, which may be changed; itself where that can't be.
+
+    >>> row = {"answers": ["2"]}
+    >>> own_copy(row)["answers"].append("3"), row
+    (None, {'answers': ['2']})
+    """
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # each class has its own reason
+        return value
 
 
 def origin_of(row: Mapping[str, Any], index: int) -> str:

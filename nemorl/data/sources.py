@@ -2,6 +2,7 @@
 
 import csv
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -174,23 +175,29 @@ def _read_jsonl(path: Path) -> Iterator[Placed]:
     with path.open(encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
+                place = f"{path}, line {number}"
                 try:
-                    yield f"{path}, line {number}", json.loads(line)
+                    yield place, json.loads(line)
                 except json.JSONDecodeError as error:
                     raise ValueError(
-                        f"{path}, line {number}: not JSON ({error.msg} at column {error.colno}):"
+                        f"{place}: not JSON ({error.msg} at column {error.colno}):"
                         f" {short(line.strip())}"
                     ) from error
+                except (ValueError, RecursionError) as error:
+                    raise _excessive(place, error) from error
 
 
 def _read_json(path: Path) -> Iterator[Placed]:
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
+        rows = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}, line {error.lineno}: not JSON ({error.msg} at column {error.colno}); if it"
             " has one object per line, name it .jsonl"
         ) from error
+    except (ValueError, RecursionError) as error:
+        raise _excessive(f"{path}, line {_line_of_excess(text)}", error) from error
     if not isinstance(rows, list):
         raise ValueError(
             f"{path}, line 1: a .json file must hold a list of objects, got {short(rows)}"
@@ -198,9 +205,30 @@ def _read_json(path: Path) -> Iterator[Placed]:
     return _numbered(rows, f"{path}, ")
 
 
+def _excessive(place: str, error: Exception) -> ValueError:
+    """The error for JSON that Python refuses to read."""
+    return ValueError(
+        f"{place}: a number must have at most {sys.get_int_max_str_digits()} digits, and brackets"
+        f" be less than {sys.getrecursionlimit()} deep ({short(str(error))}): give it as text"
+    )
+
+
+def _line_of_excess(text: str) -> int:
+    """The line of the first element of a list that Python refuses to read."""
+    place = text.find("[") + 1
+    while True:
+        while text[place : place + 1].isspace() or text[place : place + 1] == ",":
+            place += 1
+        try:
+            place = json.JSONDecoder().raw_decode(text, place)[1]
+        except (ValueError, RecursionError):
+            return text.count("\n", 0, place) + 1
+
+
 def _read_csv(path: Path) -> Iterator[Placed]:
     with path.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, strict=True)
+        limit = csv.field_size_limit(2**31 - 1)  # instead of 128 KiB
         try:
             for row in reader:
                 if None in row or None in row.values():
@@ -213,6 +241,8 @@ def _read_csv(path: Path) -> Iterator[Placed]:
                 yield f"{path}, line {reader.line_num}", row
         except csv.Error as error:
             raise ValueError(f"{path}, line {reader.reader.line_num}: not CSV ({error})") from error
+        finally:
+            csv.field_size_limit(limit)
 
 
 def _read_parquet(path: Path) -> Iterator[Placed]:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemorl.checks import short
+
 Message = Mapping[str, Any]
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -125,10 +127,13 @@ class Template:
 
     def source(self) -> str:
         try:
-            return self.tokenizer.get_chat_template(
+            source = self.tokenizer.get_chat_template(
                 PASSTHROUGH if self.chat_template == "passthrough" else self.chat_template,
                 self.tools,
             )
+            if not isinstance(source, str):
+                raise ValueError(f"its chat_template is no text: {short(source)}")
+            return source
         except (AttributeError, ValueError) as error:
             raise ValueError(
                 "messages need a chat template, and the tokenizer has none to use: pass"
@@ -223,13 +228,11 @@ class Template:
 @contextmanager
 def _refusal(messages: Sequence[Message], source: str) -> Iterator[None]:
     """Render within the limits in the block, with one error for what a template refuses."""
-    from jinja2 import TemplateError
-
     try:
         _limit(source)
         _END.time = time.monotonic() + MAX_SECONDS
         yield
-    except (TemplateError, TypeError, OverflowError, RecursionError, MemoryError) as error:
+    except Exception as error:  # what a template may compute may raise anything
         raise ValueError(
             f"the chat template refuses messages with the roles {roles(messages)}: {error}"
         ) from error

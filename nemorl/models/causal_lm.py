@@ -10,6 +10,7 @@ from torch import nn
 
 from nemorl.models.adapters import CONFIG, base_of, has_adapters, merge_adapters, merge_folder
 from nemorl.models.hub import check_supported, loading, read_config
+from nemorl.models.tensor_files import INDEX
 
 
 def load_causal_lm(
@@ -42,7 +43,7 @@ def load_causal_lm(
             )
         model = load_causal_lm(base, **trust, field=f"the base model of the adapters in {path}")
         return merge_folder(model, folder)
-    with loading(path, field=field):
+    with loading(path, field=field, files=("config.json", INDEX, "generation_config.json")):
         if from_scratch:
             torch.manual_seed(seed)
             config = read_config(path, **trust)
@@ -50,9 +51,17 @@ def load_causal_lm(
         else:
             with _progress_bar(folder):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
-                    path, dtype=torch.float32, output_loading_info=True, **trust
+                    path,
+                    dtype=torch.float32,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # for an error that says which
+                    **trust,
                 )
             model, report = loaded
+            for key, found, wanted in sorted(report["mismatched_keys"]):
+                raise ValueError(
+                    f"its {key} is {list(found)}, where config.json wants {list(wanted)}"
+                )
             # transformers would fill them with random numbers, and only warn.
             if missing := sorted(report["missing_keys"]):
                 names = ", ".join(missing[:3])

@@ -109,6 +109,8 @@ def read_manifest(folder: Path) -> dict[str, Checksum]:
     Raises: DamagedFile where it cannot be read, has another format, or a file is missing or cut.
     """
     try:
+        if not (folder / MANIFEST).is_file():  # opening a FIFO would wait for ever
+            raise OSError("no file")
         values = json.loads((folder / MANIFEST).read_bytes())
         version = values["format"]
         files = {

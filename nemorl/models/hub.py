@@ -1,12 +1,16 @@
 """Which models are supported, and the one error for what can't be loaded. Free of torch."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from safetensors import SafetensorError
 
+PLAIN = (OSError, ValueError, SafetensorError)
+"""Errors that say what is wrong."""
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
 
@@ -31,16 +35,19 @@ def cannot_load(
     name: str, reason: object, *, field: str = "model.path", remedy: str = "check it"
 ) -> ValueError:
     """Return the error that names the model, why it can't be loaded, and what to do."""
+    first = next(iter(str(reason).strip().splitlines()), "")
+    if isinstance(reason, Exception) and not isinstance(reason, PLAIN):  # KeyError: 'added_tokens'
+        first = f"{type(reason).__name__}: {first}".removesuffix(": ")
+    kind = "tokenizer" if field.endswith("tokenizer") else "model"
     if "trust_remote_code" in str(reason):
-        reason = "it needs Python code of its own, which is not run unless you allow it"
+        first = "it needs Python code of its own, which is not run unless you allow it"
         remedy = (
             "read the code, then add --model.trust-remote-code (eval, generate and export:"
             " --trust-remote-code)"
         )
-    first = next(iter(str(reason).strip().splitlines()), type(reason).__name__)
     return ValueError(
-        f"{field} must be a folder with a Hugging Face model or a hub name, but {name!r} could not"
-        f" be loaded ({first}): {remedy}"
+        f"{field} must be a folder with a Hugging Face {kind} or a hub name, but {name!r} could not"
+        f" be loaded ({first or type(reason).__name__}): {remedy}"
     )
 
 
@@ -64,6 +71,14 @@ def copy_code(folder: Path | str, *parts: Any) -> None:
         custom_object_save(part, folder)
 
 
+def is_object(file: Path) -> bool:
+    """Return whether a file holds a JSON object."""
+    try:
+        return isinstance(json.loads(file.read_bytes()), dict)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
 @contextmanager
 def loading(
     name: str, *, field: str = "model.path", files: tuple[str, ...] = ("config.json",)
@@ -71,7 +86,7 @@ def loading(
     """Load the model or tokenizer `name` in the block, with one error for all that goes wrong.
 
     field: the setting that the error names.
-    files: the hub's cache has the model if it has one of these.
+    files: JSON objects, of which the hub's cache has one if it has the model.
     """
     if not name:
         raise ValueError(
@@ -82,7 +97,14 @@ def loading(
         require_hub(name, *files, field=field)
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except UnpicklingError as error:  # whose text advises to run it
+        reason = "its weights are a damaged pickle, or one that would run code"
+        remedy = "have it converted to model.safetensors by whoever made it"
+        raise cannot_load(name, reason, field=field, remedy=remedy) from error
+    except Exception as error:  # transformers refuses broken files with any
+        for file in map(Path(name).joinpath, files):
+            if file.is_file() and not is_object(file):
+                raise cannot_load(name, f"{file.name} is no JSON object", field=field) from error
         raise cannot_load(name, error, field=field) from error
 
 

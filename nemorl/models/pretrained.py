@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from nemorl.models.adapters import CONFIG
-from nemorl.models.hub import cannot_load, loading, require_hub
+from nemorl.models.hub import cannot_load, is_object, loading, require_hub
 from nemorl.models.tensor_files import INDEX
 
 
@@ -24,6 +24,8 @@ def model_folder(name: str) -> str:
         if name.count("/") != 1 or name.startswith((".", "/", "~")) or in_a_folder:
             raise cannot_load(name, f"there is no folder {name}", remedy="check the path")
         require_hub(name, "config.json", CONFIG)
+    if (path / "config.json").is_file() and not is_object(path / "config.json"):
+        raise cannot_load(name, "config.json is no JSON object")
     has_model = any((path / file).exists() for file in ("config.json", CONFIG))
     if has_model and not (path / "config.yaml").exists():
         return name
@@ -59,7 +61,7 @@ def weight_files(folder: Path) -> list[Path]:
         return []
     try:
         names = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise cannot_load(str(folder), f"{INDEX} can't be read: {error!r}") from error
     return [folder / name for name in sorted(names)]
 
@@ -70,14 +72,21 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
     files = ("tokenizer_config.json", "tokenizer.json", "config.json")
     with loading(name, field="model.tokenizer", files=files):
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+        # Without its file, transformers makes one that knows its special tokens alone.
+        lacks = Path(name).is_dir() and not (Path(name) / "tokenizer.json").is_file()
+        ids = tokenizer("a 0" if lacks else "", add_special_tokens=False)["input_ids"]
+        if lacks and not ids:
+            raise ValueError("it has no tokenizer.json, and no tokens for text")
+    return tokenizer
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
-    """Raise ValueError if a token, other than the one that pads, has no embedding in the model."""
+    """Raise ValueError if a token, other than one that only pads, has no embedding in the model."""
     rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
-    used = (index for index in tokenizer.get_vocab().values() if index != tokenizer.pad_token_id)
-    highest = max(used, default=0)
+    names = ("eos_token_id", "bos_token_id", "unk_token_id")
+    unused = {tokenizer.pad_token_id} - {getattr(tokenizer, name, None) for name in names}
+    highest = max(set(tokenizer.get_vocab().values()) - unused, default=0)
     if highest >= rows:
         raise ValueError(
             "model.tokenizer must be made for the model, which has embeddings for the tokens 0 …"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import as_messages, prompt_of
+from nemorl.data.rows import own_copy
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.environment import (
     EnvironmentInterface,
@@ -122,7 +123,7 @@ def collect(
     ]
     size, name = len(logs), type(environment).__name__
     with exit_is_error(f"environment {name!r}"):
-        result = environment.step(logs, [prompts.rows[i] for i in index])
+        result = environment.step(logs, [own_copy(prompts.rows[i]) for i in index])
     check_counts(result, size, name)
     if not all(result.terminateds):
         raise ValueError(

@@ -2,10 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -22,6 +23,8 @@ MessageLog = Sequence[Message]
 """A conversation: {"role": "user", "content": text}, ..."""
 Metadata = Mapping[str, Any]
 """Of a conversation: at first the data set's row."""
+LARGEST = torch.finfo(torch.float32).max
+REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,12 +189,13 @@ class FunctionalRewardWrapper:
         first = f"a batch of {len(texts)} responses, of which the first is for {_shown(*texts[0])}"
         result = self._result(partial(self.fn, *args, **kwargs), first)
         numbers = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping):
+        if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping | Set):
             raise ValueError(
                 f"reward {self.name!r} must return a list with one number per response, but it"
-                f" returned {result!r} for {first}"
+                f" returned {short(result)} for {first}"
             )
-        numbers = list(numbers)
+        # An iterator may have no end.
+        numbers = list(numbers if isinstance(numbers, Sized) else islice(numbers, len(texts) + 1))
         if len(numbers) != len(texts):
             raise ValueError(
                 f"reward {self.name!r} must return one number per response, but it returned"
@@ -200,15 +204,11 @@ class FunctionalRewardWrapper:
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 
     def _number(self, result: Any, prompt: str, response: str) -> float:
-        try:
-            number = result.item() if hasattr(result, "item") else result
-            reward = float(number) if hasattr(number, "__float__") else math.nan
-        except (TypeError, ValueError, RuntimeError):  # an array or tensor of several numbers
-            reward = math.nan
-        if not math.isfinite(reward):
+        reward = as_number(result)
+        if math.isnan(reward):
             raise ValueError(
-                f"reward {self.name!r} must be a finite number, but it is {result!r} for"
-                f" {_shown(prompt, response)}: return 0.0, for example"
+                f"reward {self.name!r} must be a finite number, but it is {short(result)} for"
+                f" {_shown(prompt, response)}: {REMEDY}"
             )
         return reward
 
@@ -251,21 +251,43 @@ def reward_tensor(
     ValueError: environment 'mine' must return finite rewards, but it returned nan for ...
     """
     _require_count(values, count, name, field_name)
-    rewards = torch.as_tensor(values, dtype=torch.float32)
-    if not rewards.isfinite().all():
-        wrong = int((~rewards.isfinite()).nonzero()[0])
-        raise ValueError(
-            f"environment {name!r} must return finite {field_name}, but it returned"
-            f" {values[wrong]} for conversation {wrong}: return 0.0, for example"
-        )
-    return rewards
+    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    rewards = list(map(as_number, values))
+    for index, reward in enumerate(rewards):
+        if math.isnan(reward):
+            raise ValueError(
+                f"environment {name!r} must return finite {field_name}, but it returned"
+                f" {short(values[index])} for conversation {index}: {REMEDY}"
+            )
+    return torch.tensor(rewards, dtype=torch.float32)
+
+
+def as_number(value: Any) -> float:
+    """Return a value as a float, or nan unless it is one number that float32 holds.
+
+    >>> as_number(True), as_number("1"), as_number(1e39)
+    (1.0, nan, nan)
+    """
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several numbers, or a huge one
+        return math.nan
+    return number if abs(number) <= LARGEST else math.nan
 
 
 def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
-    if len(values) != count:
+    try:
+        found = len(values)
+    except TypeError as error:
+        raise ValueError(
+            f"environment {name!r} must return {field_name} as a list, but it returned"
+            f" {short(values)}: return a list"
+        ) from error
+    if found != count:
         raise ValueError(
             f"environment {name!r} must return one of {field_name} per conversation, but it"
-            f" returned {len(values)} for {count} conversations"
+            f" returned {found} for {count} conversations"
         )
 
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nemorl.data.rows import own_copy
+
 PROMPT = ("prompt", "prompts")
 RESPONSE = ("response", "responses", "completion", "completions")
 PLURAL = ("prompts", "responses", "completions")
@@ -30,9 +32,9 @@ class Signature:
     def arguments(
         self, prompt: Any, response: Any, columns: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return what to call the function with: `fn(*args, **kwargs)`."""
+        """Return what to call the function with: `fn(*args, **kwargs)`, columns as copies."""
         values = {
-            name: value
+            name: own_copy(value)
             for name, value in columns.items()
             if name in self.columns or (self.any_columns and name not in (*PROMPT, *RESPONSE))
         }

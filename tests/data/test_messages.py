@@ -10,6 +10,7 @@ from hypothesis import given
 from transformers import ByT5Tokenizer
 
 from nemorl.data.batch import Example
+from nemorl.data.datasets import to_examples, to_prompts
 from nemorl.data.lengths import limit_length
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
 from tests.data.tokenizers_small import (
@@ -56,6 +57,20 @@ def test_trained_tokens_are_what_a_sampler_would_have_returned(template, content
     assert list(example.response_mask) == [
         place >= first for place in range(len(example.input_ids))
     ]
+
+
+HALF = "half \ud800 of it"
+
+
+@pytest.mark.parametrize("tokenizer", [CHARACTERS, ByT5Tokenizer()], ids=["fast", "slow"])
+def test_half_a_character_is_refused_with_its_row(tokenizer):
+    row, template = {"prompt": "1+1", "response": "2"}, {"chat_template": "passthrough"}
+    message = r"row 2: text must be Unicode, .*lone surrogate\) in 'half \\ud800 of it': repair"
+    with pytest.raises(ValueError, match=message):
+        to_prompts([row, {"prompt": HALF}], tokenizer)
+    for wrong in ({**row, "response": HALF}, {"messages": talk("1", HALF)}):
+        with pytest.raises(ValueError, match=message):
+            to_examples([row, wrong], tokenizer, **template)
 
 
 def test_marks_and_rendering_agree():

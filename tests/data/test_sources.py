@@ -1,5 +1,6 @@
 """Rows from everywhere, each with its place, and errors that name file and line."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -117,12 +118,31 @@ def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
         ),
         ("bad.csv", 'a,b\n1,"2\n', r"bad\.csv, line 2: not CSV"),
         ("bad.csv", "a,b\n", "holds no rows"),
+        (
+            "bad.jsonl",
+            '{"a": 1}\n{"a": %s}\n' % ("9" * 5000),
+            r"bad\.jsonl, line 2: a number must have at most 4300 digits.*: give it as text",
+        ),
+        (
+            "bad.jsonl",
+            '{"a": %s}\n' % ("[" * 10**5),
+            r"bad\.jsonl, line 1: .*brackets be less than",
+        ),
+        ("bad.json", '[{"a": 1},\n{"a": %s}]' % ("9" * 5000), r"bad\.json, line 2: a number must"),
+        ("bad.json", '[{"a": "["},\n\n%s]' % ("[" * 10**5), r"bad\.json, line 3: .*brackets"),
+        ("bad.json", "[" * 10**5, r"bad\.json, line 1: .*brackets"),
         ("bad.parquet", "PAR0", r"bad\.parquet: not a Parquet file"),
     ],
 )
 def test_malformed_files_are_named_with_their_line(tmp_path, name, text, message):
     with pytest.raises(ValueError, match=message):
         load_rows(write(tmp_path / name, text))
+
+
+def test_a_csv_field_may_be_long(tmp_path):
+    limit = csv.field_size_limit()
+    rows = load_rows(write(tmp_path / "rows.csv", "prompt,answer\n1+1," + "x" * 200_000 + "\n"))
+    assert len(rows[0]["answer"]) == 200_000 and csv.field_size_limit() == limit
 
 
 def test_text_that_is_not_utf8_is_named(tmp_path):

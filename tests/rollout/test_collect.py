@@ -162,6 +162,18 @@ def test_the_environment_sees_the_batch_and_changes_it(generator):
     assert rolled.metrics == {"best": max(len(c.text) for c in rolled.completions)}
 
 
+def test_an_environment_that_changes_a_row_changes_its_own_copy(generator):
+    class Changing(FunctionalRewardWrapper):
+        def step(self, message_log_batch, metadata):
+            for row in metadata:
+                row["answer"] = row.pop("answer") + "x"
+                assert len(row["answer"]) == 2
+            return super().step(message_log_batch, metadata)
+
+    rolled = collect(generator, Changing(lambda prompt, response: 0.0), PROMPTS, SAMPLING, seed=1)
+    assert [row["answer"] for row in rolled.rows[::3]] == ["1", "2", "4"]
+
+
 def test_an_environment_that_forgets_a_conversation_is_refused(generator):
     class Forgetful(FunctionalRewardWrapper):
         def step(self, message_log_batch, metadata) -> EnvironmentReturn:

@@ -1,12 +1,15 @@
 """Reward functions as environments, rewards by name, and what is refused."""
 
 import sys
+import threading
 from fractions import Fraction
+from itertools import repeat
 
 import numpy as np
 import pytest
 import torch
 
+from nemorl.checks import short
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -92,10 +95,15 @@ NO_NUMBERS = [
     np.ones(2),
     np.float64("nan"),
     torch.tensor(np.inf),
+    1e39,
+    np.float64(-1e39),
+    10**400,
+    Fraction(10**400),
+    10**5000,
 ]
 
 
-@pytest.mark.parametrize("value", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize("value", NO_NUMBERS, ids=lambda value: short(value, 20))
 def test_a_reward_must_be_finite(value):
     message = r"^reward 'lambda' must be a finite number, but it is .+ for prompt '1\+{}=' and"
     with pytest.raises(ValueError, match=message.format(1)):
@@ -123,7 +131,9 @@ def test_a_batch_function_returns_a_list_or_an_array(values):
     assert all(type(reward) is float for reward in rewards)
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [1.0] * 3, torch.ones(1), np.ones(3)], ids=str)
+@pytest.mark.parametrize(
+    "values", [[], [1.0], [1.0] * 3, torch.ones(1), np.ones(3), repeat(1.0)], ids=str
+)
 def test_a_batch_function_returns_one_number_per_response(values):
     message = (
         r"one number per response, but it returned \d for a batch of 2 responses, of which the"
@@ -133,11 +143,26 @@ def test_a_batch_function_returns_one_number_per_response(values):
         FunctionalRewardWrapper(lambda prompts, responses: values).step([LOG, OTHER], [{}, {}])
 
 
-@pytest.mark.parametrize("value", [1.0, None, "12", {"score": 1.0}, torch.tensor(1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [1.0, None, "12", {"score": 1.0}, {1.0, 2.0}, torch.tensor(1.0)], ids=repr
+)
 def test_a_batch_function_returns_a_list_and_nothing_else(value):
     message = "must return a list with one number per response, but it returned .* for a batch of 2"
     with pytest.raises(ValueError, match=message):
         FunctionalRewardWrapper(lambda prompts, responses: value).step([LOG, OTHER], [{}, {}])
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_reward_that_changes_a_column_changes_its_own_copy(batch):
+    def change(prompt, response, tags, **columns):
+        for kept in (tags, columns["info"]) if not batch else (*tags, *columns["info"]):
+            assert kept == ["a"]
+            kept.append("b")
+        return [0.0, 0.0] if batch else 0.0
+
+    rows = [{"tags": ["a"], "info": ["a"], "lock": threading.Lock()} for _ in "12"]
+    FunctionalRewardWrapper(change, batch=batch).step([LOG, OTHER], rows)
+    assert all(row["tags"] == row["info"] == ["a"] for row in rows)
 
 
 def test_a_batch_function_gets_columns_as_lists():
@@ -297,6 +322,23 @@ def test_what_an_environment_returns_is_checked(part, message):
         wrong = EnvironmentReturn(**{**sound, **part})
         check_counts(wrong, 2, "mine")
         reward_tensor(wrong.rewards, 2, "mine")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0, 1e39], r"finite rewards, but it returned 1e\+39 for conversation 1: return 0"),
+        ([10**400, 1.0], r"finite rewards, but it returned 10+ .* for conversation 0"),
+        ([1.0, None], "finite rewards, but it returned None for conversation 1"),
+        (torch.zeros(2, 2), r"returned \[0\.0, 0\.0\] for conversation 0"),
+        (repeat(1.0), r"return rewards as a list, but it returned repeat\(1\.0\)"),
+        (torch.tensor(1.0), "return rewards as a list, but it returned tensor"),
+    ],
+    ids=lambda value: short(value, 20),
+)
+def test_rewards_of_an_environment_are_numbers(values, message):
+    with pytest.raises(ValueError, match=message):
+        reward_tensor(values, 2, "mine")
 
 
 def test_a_missing_column_is_named():

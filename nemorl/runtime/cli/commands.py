@@ -29,7 +29,7 @@ def evaluate(config: EvalConfig) -> None:
         output = Path(config.output)
         output.parent.mkdir(parents=True, exist_ok=True)
         rows = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in result["answers"])
-        output.write_text("".join(rows), encoding="utf-8")
+        output.write_text("".join(rows), encoding="utf-8", errors="backslashreplace")
     _print_evaluation(config, result)
     if config.output is not None:
         print(f"answers written to {config.output}")
@@ -69,7 +69,7 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
 
 def _short(value: Any, limit: int = 200) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    text = "" if value is None else text
+    text = "" if value is None else text.encode(errors="backslashreplace").decode()
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

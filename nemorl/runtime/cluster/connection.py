@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 import ray._private.worker  # see `_quiet`
 from ray.exceptions import AuthenticationError
+
+from nemorl.runtime.run.temporary import claim, sweep_temporary
 
 STARTED = {
     "RAY_prestart_worker_first_driver": "0",  # or an idle interpreter for each CPU
@@ -63,6 +66,8 @@ class ClusterLost(RayClusterError):
 
 _LOCK = threading.RLock()
 _STATE = {"users": 0, "ours": False}
+_SESSION = ExitStack()
+"""Of Ray's folder, where the cluster was started here: it goes with a later start."""
 _GUARDS: list[subprocess.Popen] = []
 
 
@@ -78,12 +83,16 @@ def connect(
     with _LOCK:
         if not ray.is_initialized():
             address = address or os.environ.get("RAY_ADDRESS")
+            sweep_temporary()
             before = set(psutil.Process().children(recursive=True))
             _initialize(address, num_cpus, num_gpus)
             _STATE["ours"] = True
             if address is None:
                 begun = set(psutil.Process().children(recursive=True)) - before
-                start_guard(*(one.pid for one in begun))  # Ray's agents live on for a minute
+                owner = claim(Path(ray._private.worker._global_node.get_session_dir_path()))
+                _SESSION.callback(os.close, owner)
+                # Ray's agents live on for a minute
+                start_guard(*(one.pid for one in begun), owner=owner)
         _STATE["users"] += 1
 
 
@@ -94,18 +103,25 @@ def release() -> None:
         if not _STATE["users"] and _STATE["ours"]:
             _STATE["ours"] = False
             ray.shutdown()
+            _SESSION.close()
 
 
-def start_guard(*others: int, group: int = 0) -> None:
+def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
     """Start a process that waits for the end of this one, however it comes, and then ends the
-    others, and those of a process group.
+    others, and those of a process group. As long as it lives it is an `owner`: see `claim`.
     """
     _GUARDS[:] = [one for one in _GUARDS if one.poll() is None]
     command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))]
     none = subprocess.DEVNULL
     _GUARDS.append(
         subprocess.Popen(
-            command, start_new_session=True, cwd="/", stdin=none, stdout=none, stderr=none
+            command,
+            start_new_session=True,
+            cwd="/",
+            stdin=none,
+            stdout=none,
+            stderr=none,
+            pass_fds=() if owner is None else (owner,),
         )
     )
 

@@ -8,6 +8,8 @@ import math
 import os
 import re
 import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -20,6 +22,7 @@ from nemorl.checks import closest
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
+from nemorl.runtime.run.temporary import temporary_folder
 
 REPORT_TOKENS = 16
 """A sample's tokens are looked at after the first one and every so many."""
@@ -38,6 +41,7 @@ QUIET = {
     "vllm.v1.core.block_pool": logging.WARNING,
 }
 """Loggers with harmless messages at every start or update."""
+TMPDIR = tempfile.gettempdir()
 
 
 def environment(cpus: int, *, eager: bool, cuda: bool) -> dict[str, str]:
@@ -76,6 +80,8 @@ class Engine:
     def __init__(self, spec: EngineSpec) -> None:
         self.usable, self.partial = False, 0
         self._requests: dict[int, list[_Tokens]] = {}
+        self._folder = ExitStack()
+        self._folder.enter_context(_own_folder())
         try:
             with tempfile.TemporaryDirectory(prefix="nemorl-engine-") as folder:
                 for name, content in spec.files.items():
@@ -83,9 +89,11 @@ class Engine:
                 self._start(spec, folder)
         except EngineStartError:
             _unlink_memory()
+            self._folder.close()
             raise
         except Exception as error:
             _unlink_memory()
+            self._folder.close()
             raise EngineStartError(
                 f"{_reason(error)} (so the vLLM engine could not start)"
             ) from error
@@ -252,6 +260,24 @@ class Engine:
     def shutdown(self) -> None:
         """End it and its processes."""
         self._llm.engine_core.shutdown()
+        self._folder.close()
+
+
+@contextmanager
+def _own_folder() -> Iterator[None]:
+    """Have the temporary files of this process and its children in one folder that goes with it."""
+    with suppress(ImportError):
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        cache_dir()  # compiled code stays where later engines find it
+    with temporary_folder() as folder:
+        tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+        try:
+            yield
+        finally:
+            if tempfile.tempdir == str(folder):  # not another engine's
+                tempfile.tempdir = TMPDIR
+                os.environ |= {"TMPDIR": TMPDIR}
 
 
 def _arguments(spec: EngineSpec, folder: str) -> dict[str, Any]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import tempfile
 import threading
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ from nemorl.runtime.engines.engine import environment
 from nemorl.runtime.engines.spec import EngineSpec, Place, Sample
 from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout, death
+from nemorl.runtime.run.temporary import temporary_folder
 
 TICK_S = 0.5
 """How often a driver that waits looks for replicas without weights, and whether Ray is there."""
@@ -119,8 +119,9 @@ class Replicas:
         require(works, "generation.weight_transport", "needs GPUs", transport, "remove it")
         self._expected = expected_weights(spec.files["config.json"])
         self._cluster, self._placement = self._reserved()
-        self._own_logs = config.log_dir is None
-        self._log_dir = Path(config.log_dir or tempfile.mkdtemp(prefix="nemorl-")).absolute()
+        self._own_logs = ExitStack()
+        log_dir = config.log_dir or self._own_logs.enter_context(temporary_folder())
+        self._log_dir = Path(log_dir).absolute()
         ranks = range(config.num_replicas)
         self._replicas = [Replica(rank, self._log_dir / f"replica-{rank}.log") for rank in ranks]
         self._loop = asyncio.new_event_loop()
@@ -421,8 +422,7 @@ class Replicas:
             self._loop.close()
         finally:
             self._cluster.shutdown()
-            if self._own_logs:
-                shutil.rmtree(self._log_dir, ignore_errors=True)
+            self._own_logs.close()
 
     async def _end_all(self) -> None:
         for keeper in self._keepers:

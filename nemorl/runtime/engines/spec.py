@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from nemorl.checks import require
 from nemorl.models.hub import copy_code, has_own_code
 from nemorl.rollout.generation import FinishReason
 from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.run.temporary import temporary_folder
 
 OURS = {
     "model": "it is the run's, which model.path names",
@@ -136,9 +136,10 @@ def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
         **json.loads(model.config.to_json_string()),
         "architectures": model.config.architectures or [name],
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-        copy_code(folder, model, model.config)
-        files = {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+            tokenizer.save_pretrained(folder / "tokenizer")
+        copy_code(folder / "tokenizer", model, model.config)
+        paths = filter(Path.is_file, folder.glob("tokenizer/*"))
+        files = {path.name: path.read_bytes() for path in paths}
     return {**files, "config.json": json.dumps(settings).encode()}

@@ -40,6 +40,7 @@ from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.run.files import TEMPORARY, flush, write_atomically
 from nemorl.runtime.run.rng import RandomState, random_state, restore_generators
 from nemorl.runtime.run.state import LoopState, Run
+from nemorl.runtime.run.temporary import sweep_temporary
 
 T = TypeVar("T")
 SMALL = 1 << 20
@@ -236,7 +237,10 @@ def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
 
 
 def sweep(directory: Path) -> None:
-    """Remove what killed processes left unfinished. No other process may write there."""
+    """Remove what killed processes left unfinished, there, where no other process may write, and in
+    the temporary folder.
+    """
+    sweep_temporary()
     for folder in (Path(directory), Path(directory) / "checkpoints"):
         for path in folder.glob(f"{TEMPORARY}*"):
             if path.is_dir():

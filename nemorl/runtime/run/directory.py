@@ -33,6 +33,8 @@ from nemorl.runtime.config.yaml_io import dump
 from nemorl.runtime.run.files import write_atomically
 
 Phase = Literal["train", "validation"]
+DEEPEST, LONGEST_BITS = 50, 10_000
+"""What is written of nested values, and of integers."""
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
 
 
@@ -55,6 +57,12 @@ class RunDirectory:
         self.tensorboard = path / "tensorboard"
         self.plots = path / "plots"
         self.hf = path / "hf"
+        for file in (self.config, self.metrics, self.record, self.log, self.data):
+            _require_kind(file, "file")
+        for name in ("latest", "best", "metrics.json"):
+            _require_kind(self.checkpoints / name, "file")
+        for folder in (self.samples, self.checkpoints, self.tensorboard, self.plots, self.hf):
+            _require_kind(folder, "folder")
 
     @classmethod
     def create(cls, path: Path | str, config_yaml: str, *, resume: bool = False) -> "RunDirectory":
@@ -108,7 +116,7 @@ class RunDirectory:
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl."""
-        return read_lines(self.metrics)
+        return read_lines(self.metrics, {"step": (int,), "time": (int, float), "phase": (str,)})
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append lines to samples/step_N.jsonl."""
@@ -116,13 +124,22 @@ class RunDirectory:
         append_lines(self.samples / f"step_{step}.jsonl", samples)
 
     def truncate(self, step: int) -> None:
-        """Remove metrics and samples of steps after `step`, which a resumed run writes again."""
+        """Remove metrics and samples of steps after `step`, which a resumed run writes again; warn
+        where those of `step` are missing.
+        """
+        kept = [line for line in self.read_metrics() if line["step"] <= step]
+        if step > 0 and not any(line["step"] == step for line in kept):
+            warnings.warn(
+                f"{self.metrics} must have a line of step {step}, which the run goes on from, but"
+                " it has none (was it emptied?): reports and plots will lack earlier steps",
+                stacklevel=3,
+            )
         if self.metrics.exists():
-            kept = [line for line in self.read_metrics() if line.get("step", 0) <= step]
             lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             write_atomically(self.metrics, "".join(lines))
         for file in self.samples.glob("step_*.jsonl"):
             if step_of(file) > step:
+                _require_kind(file, "file")
                 file.unlink()
 
 
@@ -205,39 +222,61 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             text = text if file.read(1) == b"\n" else f"\n{text}"
-        file.write(text.encode())
+        # Half a character, which has no UTF-8: as the escape that JSON has for it.
+        file.write(text.encode(errors="backslashreplace"))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file, if any, without a torn last one; other damaged lines
-    are warned of.
+def read_lines(path: Path, fields: Mapping[str, tuple[type, ...]] = {}) -> list[dict[str, Any]]:
+    """Return the objects of a JSON lines file, if any, that have `fields` of these types, without a
+    torn last one; other lines are warned of.
     """
+    _require_kind(path, "file")
     if not path.exists():
         return []
     records = []
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
         try:
-            records.append({**json.loads(line)})
-        except (ValueError, TypeError):
-            if number < len(lines):
-                problem = f"{path}, line {number} is no JSON object and is omitted: {line[:80]!r}"
-                warnings.warn(problem, stacklevel=2)
+            record = {**json.loads(line)}
+            wrong = [name for name in fields if type(record.get(name)) not in fields[name]]
+        except (ValueError, TypeError, RecursionError):
+            wrong = None
+        if not wrong and wrong is not None:
+            records.append(record)
+        elif number < len(lines):
+            what = "is no JSON object" if wrong is None else f"has a wrong {wrong[0]}"
+            warnings.warn(
+                f"{path}, line {number} {what}, and is omitted: {line[:80]!r}", stacklevel=2
+            )
     return records
 
 
-def to_json(value: Any) -> Any:
-    """Return a value for strict JSON: tensors as lists, nan and inf as None, other objects as text.
+def _require_kind(path: Path, kind: str) -> None:
+    """Raise ValueError where a "file" or "folder" of a run is something else."""
+    if path.exists() and not (path.is_file() if kind == "file" else path.is_dir()):
+        raise ValueError(
+            f"run.dir must have a {kind} {path.name}, but {path} is none: move it away, or name"
+            " another folder (--run.dir)"
+        )
+
+
+def to_json(value: Any, depth: int = DEEPEST) -> Any:
+    """Return a value for strict JSON: tensors as lists, nan and inf as None, other objects as text;
+    "…" below `depth` levels, and integers of more digits than Python reads in hexadecimal.
 
     >>> to_json({"reward": float("nan"), "tokens": (1, 2)})
     {'reward': None, 'tokens': [1, 2]}
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
+    if isinstance(value, Mapping | list | tuple | set | frozenset) and not depth:
+        return "…"
     if isinstance(value, Mapping):
-        return {str(key): to_json(item) for key, item in value.items()}
+        return {str(key): to_json(item, depth - 1) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(item) for item in value]
+        return [to_json(item, depth - 1) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if isinstance(value, int) and value.bit_length() > LONGEST_BITS:
+        return hex(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)

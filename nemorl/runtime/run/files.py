@@ -20,7 +20,7 @@ def write_atomically(path: Path, text: str) -> None:
     """Replace a file's contents so that a reader sees the old or the new ones, never a mixture."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
         flush(temporary)
         temporary.replace(path)
     except BaseException:

@@ -102,11 +102,12 @@ def launched(
         with recorded(directory, algorithm=name) as log:
             checkpoint.sweep(directory.path)
             path = model_folder(config.model.path)
-            of_model = model_config_of(path if model is None else model)
+            trust = {"trust_remote_code": config.model.trust_remote_code}
+            of_model = model_config_of(path if model is None else model, **trust)
             devices.check_model(of_model)
             config = with_response_length(within_positions(config, of_model))
             tokenizer = with_chat_template(
-                tokenizer or load_tokenizer(config.model.tokenizer or path),
+                tokenizer or load_tokenizer(config.model.tokenizer or path, **trust),
                 config.model.chat_template,
                 config.model.chat_template_kwargs,
             )

@@ -13,9 +13,10 @@ from torch import nn
 
 from nemorl.checks import require
 from nemorl.models.causal_lm import usable_device
+from nemorl.models.hub import has_own_code
 from nemorl.models.pretrained import check_vocabulary, model_folder
 from nemorl.parallel.backend import as_training_backend
-from nemorl.parallel.config import BackendConfig, ModelConfig
+from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.grpo import GapConfig
@@ -148,7 +149,7 @@ def frozen_model(launch: Launch, path: str) -> Iterator[Any]:
         backend = make_trainer(
             config, make, devices.plan, launch.directory.path / "logs" / "frozen"
         )
-    model = ModelConfig(path=model_folder(path), tokenizer=config.model.tokenizer)
+    model = replace(config.model, path=model_folder(path), from_scratch=False)
     generators = random_state()
     try:
         backend.setup(BackendConfig(model=model, trainer=config.trainer, parallel=devices.plan))
@@ -190,7 +191,9 @@ def whole_model(model: Any, device: str | None) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     with no_init_weights(), torch.device(usable_device(device)):
-        whole = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+        whole = AutoModelForCausalLM.from_config(
+            model.config, dtype=torch.float32, trust_remote_code=has_own_code(model.config)
+        )
     whole.tie_weights()  # not done where no weights are made
     if getattr(model, "generation_config", None) is not None:
         whole.generation_config = model.generation_config

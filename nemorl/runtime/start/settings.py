@@ -10,6 +10,7 @@ from torch import nn
 
 from nemorl.checks import require
 from nemorl.models.adapters import CONFIG, base_of
+from nemorl.models.hub import read_config
 from nemorl.parallel.config import BackendConfig, ProfileConfig
 from nemorl.parallel.profiling import profile_folder
 from nemorl.rollout.environment import EnvironmentInterface
@@ -46,18 +47,16 @@ def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | Non
     return replace(config, reward=named(reward) or f"given in Python ({functions})")
 
 
-def model_config_of(model: nn.Module | str) -> Any:
+def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) -> Any:
     """Return the Hugging Face configuration of a model, folder or hub name.
 
     None where it can't be read: loading the model will say what is wrong.
     """
-    from transformers import AutoConfig
-
     if not isinstance(model, str):
         return model.config
     try:
         name = (base_of(Path(model)) or "") if (Path(model) / CONFIG).is_file() else model
-        return AutoConfig.from_pretrained(name)
+        return read_config(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
 

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ from nemorl.runtime.cluster.connection import ClusterLost, RayClusterError
 from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 from nemorl.runtime.run.errors import WorkerDied
+from nemorl.runtime.run.temporary import sweep_temporary
 from tests.runtime.cluster.conftest import TARGET
 
 
@@ -26,13 +28,17 @@ def lost() -> None:
     """The cluster's head is killed while a call is in flight."""
     cluster = RayVirtualCluster({"a": [Bundle()]}, num_cpus=2)
     group = RayWorkerGroup(cluster.placement("a"), TARGET)
+    sweep_temporary()  # leaves the living alone
+    session = ray._private.worker._global_node.get_session_dir_path()
+    alive = Path(session, "logs").is_dir()
     start = time.monotonic()
     head = next(one for one in psutil.Process().children() if one.name() == "gcs_server")
     head.kill()
     try:
         group.run_all("sleep", 600)
     except ClusterLost as error:
-        show(error=str(error), took=time.monotonic() - start)
+        took = time.monotonic() - start
+        show(error=str(error), took=took, session=session, alive=alive)
 
 
 def found() -> None:

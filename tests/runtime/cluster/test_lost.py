@@ -3,12 +3,15 @@
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from nemorl.runtime.run.temporary import sweep_temporary
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,13 +38,19 @@ def facts_of(process: subprocess.Popen) -> dict[str, Any]:
     return json.loads(line)
 
 
-def test_a_lost_cluster_is_an_error(forked: Path):
+def test_a_lost_cluster_is_an_error_and_its_files_go_with_the_next_start(forked: Path):
     with driver(forked, "lost") as process:
         facts = facts_of(process)
     assert (
         facts["error"].startswith("the Ray cluster is lost: the cluster's head (")
         and facts["took"] < 10
     )
+    assert facts["alive"]
+    deadline = time.monotonic() + 30
+    while Path(facts["session"]).exists() and time.monotonic() < deadline:
+        time.sleep(0.2)  # until its guard has ended what was left of it
+        sweep_temporary()
+    assert not Path(facts["session"]).exists()
 
 
 @pytest.mark.slow

@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from nemorl.runtime.engines.engine import Engine, EngineStartError, _last_error, _sample, _Tokens
 from nemorl.runtime.engines.spec import vocabulary_hash
+from nemorl.runtime.run.temporary import MARK
 from tests.runtime.engines.shared import (
     CACHE,
     SharedEngine,
@@ -45,6 +48,15 @@ def greedy(model: Any, prompt: list[int], length: int = 8) -> list[int]:
 def started() -> SharedEngine:
     """So that those that can't start are not the first of their process."""
     return SharedEngine(small_model())
+
+
+def test_temporary_files_are_in_a_folder_that_goes_with_the_next_start(started: SharedEngine):
+    def files(engines: Any) -> tuple[str, list[str]]:
+        folder = Path(tempfile.gettempdir())
+        return os.environ["TMPDIR"], [str(folder), *(path.name for path in folder.iterdir())]
+
+    variable, (folder, *names) = ray.get(shared_actor().call.remote("apply", files))
+    assert variable == folder and MARK in names
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import json
 import math
+import os
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from nemorl.runtime.run.directory import (
     to_json,
 )
 from nemorl.runtime.run.files import write_atomically
+
+LACKING = pytest.mark.filterwarnings("ignore:.*must have a line of step")
 
 
 @pytest.fixture
@@ -86,6 +89,7 @@ def test_metrics_are_lines_of_strict_json(directory):
     assert validation["phase"] == "validation" and validation["accuracy"] == 0.25
 
 
+@LACKING
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(-1, 20), st.text(max_size=30))
 def test_truncate_keeps_exactly_what_was_before(steps, step, torn):
     with tempfile.TemporaryDirectory() as folder:
@@ -110,6 +114,7 @@ def test_a_damaged_line_is_left_out_with_a_warning_and_costs_no_later_one(direct
         assert [line["step"] for line in directory.read_metrics()] == [1, 2]
 
 
+@LACKING
 def test_samples_take_tensors_and_go_with_the_steps_after(directory):
     sample = {
         "tokens": torch.tensor([1, 2]),
@@ -125,6 +130,76 @@ def test_samples_take_tensors_and_go_with_the_steps_after(directory):
     assert left == ["step_1.jsonl", "step_2.jsonl"]
     directory.truncate(-1)
     assert list(directory.samples.iterdir()) == []
+
+
+def test_a_sample_that_utf8_or_json_has_no_words_for_is_written(directory):
+    deep: list = []
+    cycle: dict = {"deep": deep}
+    for _ in range(900):
+        deep = [deep]
+    cycle["itself"] = cycle
+    sample = {"text": "half \ud800", "half \udc00": 1, "deep": deep, "cycle": cycle}
+    directory.append_samples(1, [{**sample, "digits": 10**5000}])
+    (written,) = read_lines(directory.samples / "step_1.jsonl")
+    assert written["text"] == "half \ud800" and written["half \udc00"] == 1
+    assert written["digits"] == hex(10**5000) and "…" in json.dumps(written, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ('{"step": "2", "time": 1.0, "phase": "train"}', "has a wrong step"),
+        ('{"step": 1.5, "time": 1.0, "phase": "train"}', "has a wrong step"),
+        ('{"step": true, "time": 1.0, "phase": "train"}', "has a wrong step"),
+        ('{"step": 2, "phase": "train"}', "has a wrong time"),
+        ('{"step": 2, "time": 1.0, "phase": []}', "has a wrong phase"),
+        ("[" * 10**5, "is no JSON object"),
+    ],
+)
+def test_a_line_that_is_no_step_is_left_out_with_a_warning(directory, line, what):
+    directory.append_metrics(1, {"loss": 1.0})
+    with directory.metrics.open("a") as file:
+        file.write(f"{line}\n")
+    with pytest.warns(UserWarning, match=rf"metrics.jsonl, line 2 {what}, and is omitted"):
+        directory.truncate(1)
+    assert [line["step"] for line in directory.read_metrics()] == [1]
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": 2, "time": 1.0, "phase": "train"}\n'])
+def test_metrics_that_lack_the_step_to_go_on_from_are_warned_of(directory, content):
+    if content is not None:
+        directory.metrics.write_text(content)
+    with pytest.warns(UserWarning, match=r"must have a line of step 3, .* \(was it emptied\?\)"):
+        directory.truncate(3)
+    directory.append_metrics(3, {})
+    directory.truncate(3)  # without a word
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "checkpoints/latest", "samples"])
+@pytest.mark.parametrize("kind", ["fifo", "other"])
+def test_what_is_no_file_or_no_folder_is_refused(directory, name, kind):
+    path = directory.path / name
+    path.parent.mkdir(exist_ok=True)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif name == "samples":
+        path.touch()
+    else:
+        path.mkdir()
+    right = "folder" if name == "samples" else "file"
+    message = rf"run\.dir must have a {right} {path.name}, but .*/{name} is none: move it away"
+    for use in (RunDirectory.open, lambda folder: RunDirectory.create(folder, "", resume=True)):
+        with pytest.raises(ValueError, match=message):
+            use(directory.path)
+
+
+@LACKING
+def test_a_sample_file_that_is_none_is_refused(directory):
+    (directory.samples / "step_2.jsonl").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"must have a file step_2\.jsonl"):
+        directory.truncate(1)
+    with pytest.raises(ValueError, match=r"must have a file step_2\.jsonl"):
+        read_lines(directory.samples / "step_2.jsonl")
 
 
 def test_to_json_takes_anything():

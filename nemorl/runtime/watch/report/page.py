@@ -118,8 +118,7 @@ def write_page(
     page = render(*runs, refresh=refresh)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A sample may hold half a surrogate pair.
-        write_atomically(target, page.encode("utf-8", "replace").decode("utf-8"))
+        write_atomically(target, page)
     except OSError as error:
         raise ValueError(
             f"output must be a file that can be written, but {target} can't ({error}): name another"

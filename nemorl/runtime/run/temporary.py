@@ -1,0 +1,61 @@
+"""Folders in the temporary folder that the next start removes if a kill has left them."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+MARK = ".nemorl"
+"""A file by which a folder is ours, locked as long as an owner lives: the operating system ends the
+lock with the last process that has the file open, also where process ids mean nothing (containers).
+"""
+OURS, RAYS = "nemorl-*", "ray/session_*"
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a folder for the block; a later call removes it where the process was killed."""
+    sweep_temporary()
+    folder = Path(tempfile.mkdtemp(prefix=OURS.rstrip("*")))
+    owner = claim(folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(owner)
+
+
+def claim(folder: Path) -> int:
+    """Mark a folder as one to remove once no process has the returned file descriptor open."""
+    hidden = folder / f"{MARK}-{os.getpid()}"
+    owner = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    with suppress(OSError):  # of file systems without locks
+        fcntl.flock(owner, fcntl.LOCK_EX)
+        hidden.rename(folder / MARK)  # nobody sees it unlocked
+    return owner
+
+
+def sweep_temporary() -> None:
+    """Remove folders of this user that were claimed, by processes that are all dead."""
+    for parent, pattern in (
+        (tempfile.gettempdir(), OURS),
+        (os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", RAYS),
+    ):
+        for mark in Path(parent).glob(f"{pattern}/{MARK}"):
+            with suppress(OSError):
+                _remove_if_dead(mark)
+
+
+def _remove_if_dead(mark: Path) -> None:
+    """Raises OSError where the owner lives, or it is another user's."""
+    descriptor = os.open(mark, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        users = {os.fstat(descriptor).st_uid, mark.parent.lstat().st_uid}
+        if users == {os.geteuid()} and not mark.parent.is_symlink():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(mark.parent)
+    finally:
+        os.close(descriptor)

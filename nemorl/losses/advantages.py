@@ -170,8 +170,7 @@ def whiten(values: PerToken, mask: TokenMask, *, ddof: int = 1) -> PerToken:
     """Return (V − mean) / (σ + 1e-6) over all masked tokens of the step, 0 elsewhere.
 
     Values that are all exactly equal give exactly 0. σ divides by the count − `ddof`.
-    Source: verl `masked_whiten` (1e-8, under the root); NeMo RL's
-    REINFORCE++ has ddof=0.
+    Source: verl `masked_whiten` (1e-8, under the root); NeMo RL's REINFORCE++ has ddof=0.
 
     >>> whiten(torch.tensor([[1.0, 3.0, float("nan")]]), torch.tensor([[True, True, False]]))
     tensor([[-0.7071,  0.7071,  0.0000]])
@@ -200,6 +199,7 @@ def reinforce_plus_plus(
     kl_coef: float,
     group_id: ResponseIds | None = None,
     kl_to_go: bool = True,
+    ddof: int = 1,
 ) -> PerToken:
     """Return advantages of REINFORCE++, whitened over the masked tokens of the batch.
 
@@ -212,6 +212,7 @@ def reinforce_plus_plus(
         mask: the response's tokens.
         group_id: b = the mean of the prompt's group ("REINFORCE++-baseline"); None: b = 0.
         kl_to_go: False charges a token with its own kl only, as NeMo RL does.
+        ddof: of `whiten`; 0 in NeMo RL.
     Source: OpenRLHF `--advantage_estimator reinforce` and `reinforce_baseline`, NeMo RL
     `adv_estimator.name=reinforce_plus_plus` with `minus_baseline`.
 
@@ -225,7 +226,7 @@ def reinforce_plus_plus(
     cost = masked(mask, kl)
     if kl_to_go:
         cost = cost.flip(-1).cumsum(-1).flip(-1)
-    return whiten(at_least_float32(outcome)[:, None] - kl_coef * cost, mask)
+    return whiten(at_least_float32(outcome)[:, None] - kl_coef * cost, mask, ddof=ddof)
 
 
 def _scan_back(values: Tensor, decay: Tensor) -> Tensor:

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.losses.kl import divergence
-from nemorl.losses.masked import masked, mean_of, require_one_of, share_of, weighted_sum
+from nemorl.losses.masked import (
+    masked,
+    mean_of,
+    require_all,
+    require_one_of,
+    share_of,
+    weighted_sum,
+)
 from nemorl.losses.types import LossOutput, PerToken
 
 OUTSIDE = ("renormalize", "rest_mass", "zero")
@@ -80,7 +87,7 @@ def distillation_topk(
             renormalized; `rest_mass`: all other tokens are one more outcome; `zero`: the teacher is
             renormalized and 0 outside (e^-100 in the reverse direction), the student is its whole
             distribution.
-    Metrics, Raises: as `distillation`.
+    Metrics: as `distillation`. Raises: as `distillation`, and for k = 0 and ids that repeat.
     Source: NeMo RL `zero_outside_topk=False` is `renormalize`, `True` is `zero`.
 
     >>> student = torch.tensor([[[0.25, 0.25, 0.5], [1.0, 1.0, 1.0]]]).log()
@@ -97,7 +104,15 @@ def distillation_topk(
     scaled = masked(mask.expand_as(student_logits[:, :-1]), student_logits[:, :-1]) / temperature
     teacher = masked(mask.expand_as(teacher_logprobs[:, 1:]), teacher_logprobs[:, 1:].detach())
     present = teacher > float("-inf")
-    ids = torch.where(mask & present, teacher_ids[:, 1:], 0).long()
+    used = mask & present
+    ids = torch.where(used, teacher_ids[:, 1:], 0).long()
+    k = ids.shape[-1]
+    require(k > 0, "teacher_ids", "must name at least one token each", k, "use nll without them")
+    places = torch.where(used, ids, torch.arange(-k, 0, device=ids.device)).sort(-1).values
+    remedy = "give each once, and -inf as the logprob of an empty place"
+    require_all(
+        places.diff() != 0, f"teacher_ids must differ at a token, but some repeat: {remedy}"
+    )
 
     if outside == "renormalize":
         log_p, log_q = teacher.log_softmax(-1), _gather(scaled, ids, present).log_softmax(-1)

@@ -3,7 +3,16 @@
 import torch
 
 from nemorl.checks import require
-from nemorl.losses.masked import masked, max_of, mean_of, min_of, require_one_of, share_of
+from nemorl.losses.masked import (
+    MAX_LOG_RATIO,
+    bounded_exp,
+    masked,
+    max_of,
+    mean_of,
+    min_of,
+    require_one_of,
+    share_of,
+)
 from nemorl.losses.segments import segment_mean, segment_sum
 from nemorl.losses.types import Metrics, PerToken, TokenIds, TokenMask
 
@@ -27,7 +36,8 @@ def importance_weights(
     With d_t = log π_prev − log π_gen over a sequence's trained tokens, w_t = exp d_t
     (level="token"), exp Σ d_t ("sequence") or exp mean d_t ("geometric"). Outside [min, max] w is
     clamped (mode="truncate") or 0 ("mask"); with "sequence_mask" it is 0 in every sequence whose
-    *geometric* ratio is outside, and other sequences keep their w, however large.
+    *geometric* ratio is outside, and other sequences keep their w, however large. Ratios are
+    bounded at e²⁰ (`masked.bounded_exp`), which a long sequence's product soon exceeds.
 
     A trained token whose sampler logprob is not finite has w = 0 and no part in its sequence's
     ratio. A NaN in prev_logprobs is passed on. Weights are constants, 0 off the mask; dropped
@@ -58,10 +68,11 @@ def importance_weights(
         usable, generation_logprobs.detach()
     )
     total = segment_sum(log_weight, segment_ids)
-    geometric = (total / segment_sum(usable, segment_ids).clamp(min=1)).exp()
-    weight = {"token": log_weight.exp(), "sequence": total.exp(), "geometric": geometric}[level]
+    geometric = total / segment_sum(usable, segment_ids).clamp(min=1)
+    logs = {"token": log_weight, "sequence": total, "geometric": geometric}
+    weight = bounded_exp(logs[level])
 
-    judged = geometric if mode == "sequence_mask" else weight
+    judged = bounded_exp(geometric) if mode == "sequence_mask" else weight
     outside = (judged < min) | (judged > max)
     bounded = weight.clamp(min, max) if mode == "truncate" else torch.where(outside, 0.0, weight)
     metrics: Metrics = {
@@ -82,7 +93,8 @@ def sampler_gap(
 ) -> Metrics:
     """Return metrics of how far the sampler's logprobs are from the trainer's for the same weights.
 
-    With d = log π_prev − log π_gen over the tokens whose sampler logprob is finite:
+    With d = log π_prev − log π_gen over the tokens whose sampler logprob is finite, and e^d
+    bounded at e²⁰:
     `token_mult_prob_error` = mean exp|d| (1.02 = 2 % off); `gen_kl_error` = mean (eᵈ − 1 − d), the
     k3 estimate of KL(π_gen‖π_prev) in nats; `generation_nonfinite_fraction`, the share of other
     tokens; `token_mult_prob_error_max`, `gen_kl_error_max`: the same means over one sequence, where
@@ -98,7 +110,10 @@ def sampler_gap(
     """
     usable = loss_mask & generation_logprobs.isfinite()
     gap = masked(usable, prev_logprobs.detach()) - masked(usable, generation_logprobs.detach())
-    errors = {"token_mult_prob_error": gap.abs().exp(), "gen_kl_error": gap.expm1() - gap}
+    errors = {
+        "token_mult_prob_error": bounded_exp(gap.abs()),
+        "gen_kl_error": gap.clamp(max=MAX_LOG_RATIO).expm1() - gap,
+    }
     return {
         **{name: mean_of(error, usable) for name, error in errors.items()},
         **{

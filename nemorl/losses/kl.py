@@ -34,12 +34,13 @@ def kl(
     """Return an estimate of KL(π‖π_ref) at every token, in nats; 0 off the mask.
 
     With d = log π_ref − log π clamped to ±`input_clamp`: k1 = −d, k2 = d²/2, k3 = eᵈ − 1 − d (never
-    negative), clamped to ±`output_clamp` (None = no clamp; a clamped token has no gradient).
+    negative), clamped to ±`output_clamp` (None = no clamp; a clamped estimate has no gradient).
 
     `gradient`: "pathwise" is the estimate's own (in expectation over π, k2 has the gradient of
     KL(π‖π_ref), k3 that of KL(π_ref‖π), k1 none); "score" that of the estimate ·
     exp(log π − sg log π), which adds the score-function term; "importance" that of the estimate ·
-    π/π_gen, for tokens drawn from π_gen (log ratio clamped to ±`input_clamp`).
+    π/π_gen, for tokens drawn from π_gen (log ratio clamped to ±`input_clamp`, and the product to
+    ±`output_clamp`).
 
     Raises: ValueError for an unknown estimator or gradient, or unless `generation_logprobs` and
     gradient="importance" come together.
@@ -71,7 +72,7 @@ def kl(
         value = value * (logprobs - logprobs.detach()).exp()
     elif generation_logprobs is not None:
         log_ratio = logprobs - masked(loss_mask, generation_logprobs.detach())
-        value = value * _clamp(log_ratio, input_clamp).exp()
+        value = _clamp(value * _clamp(log_ratio, input_clamp).exp(), output_clamp)
     return value
 
 

@@ -128,7 +128,7 @@ def _outside_support(
     min_p: float | Tensor,
     keep: Tensor | None,
 ) -> Tensor:
-    """True for the tokens that the filters exclude: thresholds, so equal logits stay together."""
+    """True for the tokens that the filters exclude."""
     top = scaled.amax(-1, keepdim=True)
     threshold = torch.full_like(top, -math.inf)
     if _is_on(min_p, 0.0):
@@ -136,22 +136,23 @@ def _outside_support(
             top + torch.as_tensor(_column(min_p), dtype=scaled.dtype, device=scaled.device).log()
         )
     if isinstance(top_k, Tensor) or _is_on(top_p, 1.0):
-        order = scaled.sort(-1, descending=True).values
+        order, index = scaled.sort(dim=-1, stable=True)
         if _is_on(top_k, 0):
             k = torch.as_tensor(_column(top_k), device=scaled.device).long().expand(top.shape)
-            kth = order.gather(-1, (k - 1).clamp(0, scaled.shape[-1] - 1))
+            kth = order.gather(-1, (order.shape[-1] - k).clamp(0, order.shape[-1] - 1))
             threshold = torch.where(k > 0, torch.maximum(threshold, kth), threshold)
+        outside = order < threshold
         if _is_on(top_p, 1.0):
-            # The mass of what the filters before left, as the samplers do. A token is needed while
-            # those above it hold less than top_p.
-            mass = torch.where(order >= threshold, order, -math.inf).softmax(-1)
+            # The mass of what the filters before left, from the least likely token, as in vLLM. The
+            # most likely one stays.
+            mass = torch.where(outside, -math.inf, order).softmax(-1).cumsum(-1)
             p = torch.as_tensor(_column(top_p), dtype=scaled.dtype, device=scaled.device)
-            needed = (mass.cumsum(-1) - mass < p) | (p >= 1)
-            smallest = torch.where(needed, order, math.inf).amin(-1, keepdim=True)
-            threshold = torch.maximum(threshold, smallest)
-    elif _is_on(top_k, 0) and top_k < scaled.shape[-1]:
-        threshold = torch.maximum(threshold, scaled.topk(top_k, dim=-1).values[..., -1:])
-    outside = scaled < threshold
+            outside = outside | pad(((mass <= 1 - p) & (p < 1))[..., :-1], (0, 1))
+        outside = torch.zeros_like(outside).scatter(-1, index, outside)
+    else:
+        if _is_on(top_k, 0) and top_k < scaled.shape[-1]:
+            threshold = torch.maximum(threshold, scaled.topk(top_k, dim=-1).values[..., -1:])
+        outside = scaled < threshold
     return outside if keep is None else outside.scatter(-1, keep[..., None].long(), False)
 
 
@@ -167,10 +168,11 @@ def filter_logits(
     """Return the logits that are sampled from: divided by `temperature`, -inf outside the support.
 
     In vLLM's order: temperature; `min_p` keeps tokens with at least min_p times the largest
-    probability; `top_k` keeps the k largest (0 = off); `top_p` keeps the fewest largest tokens
-    whose mass, within what is left, reaches top_p. (Hugging Face applies min_p last.) Tokens with
-    equal logits stay or go together. Options that are off cost nothing. `keep`: a token per row
-    that is never excluded, as the drawn one, which another engine's rounding may exclude.
+    probability; `top_k` keeps the k largest (0 = off) and those that equal the last of them;
+    `top_p` keeps the fewest largest tokens whose mass, within what is left, reaches top_p, of equal
+    ones the last. (Hugging Face applies min_p last; of equal ones vLLM keeps as many, but leaves to
+    its sort which.) Options that are off cost nothing. `keep`: a token per row that is never
+    excluded, as the drawn one, which another engine's rounding may exclude.
 
     >>> filter_logits(torch.tensor([2.0, 1.0, 0.0]), temperature=0.5, top_k=2).tolist()
     [4.0, 2.0, -inf]
@@ -198,10 +200,16 @@ def _filtered(logits: Tensor, kind: LogprobKind, keep: Tensor | None) -> Tensor:
 
 def _predictions(logits: Tensor, segment_ids: Tensor | None) -> Tensor:
     """The logits that predict tokens 1.. of each row, in float32 at least, or 0."""
+    _require_tokens(logits)
     logits = at_least_float32(logits[:, :-1])
     if segment_ids is None:
         return logits
     return torch.where(same_segment(segment_ids)[:, 1:, None], logits, 0.0)
+
+
+def _require_tokens(values: Tensor) -> None:
+    length = values.shape[1]
+    require(length > 0, "seq", "must be at least 1", length, "leave out rows without a token")
 
 
 def _describe(values: Tensor, segment_ids: Tensor | None) -> Tensor:
@@ -257,6 +265,7 @@ def token_logprobs(
         logits: as a causal model gives them.
         input_ids: valid ids, on padding too (-100 is none).
         kind: the distribution that the tokens were drawn from; its support includes the token.
+    Raises: ValueError for rows without a token (seq = 0).
 
     >>> logits = torch.tensor([[[0.0, 0.0], [0.0, 9.0]]])
     >>> token_logprobs(logits, torch.tensor([[1, 1]])).tolist()
@@ -418,6 +427,7 @@ def linear_token_logprobs(
     >>> linear_token_logprobs(hidden, weight, torch.tensor([[1, 1]]), with_entropy=True)
     (tensor([[ 0.0000, -0.6931]]), tensor([[0.0000, 0.6931]]))
     """
+    _require_tokens(hidden)
     states = hidden[:, :-1]
     if segment_ids is not None:
         states = torch.where(same_segment(segment_ids)[:, 1:, None], states, 0.0)

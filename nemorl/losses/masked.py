@@ -7,6 +7,20 @@ from torch import Tensor
 from nemorl.losses.segments import at_least_float32
 from nemorl.losses.types import Max, Mean, Min, Scalar
 
+MAX_LOG_RATIO = 20.0
+
+
+def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """Return exp of log ratios, bounded at e²⁰ ≈ 5e8 (verl's bound), above which the gradient is 0.
+
+    A gradient's norm overflows in float32 at e⁴⁴, whose square is the last that it holds. The bound
+    leaves a factor of 4e10 for advantages, weights and the model's own derivatives.
+
+    >>> bounded_exp(torch.tensor([0.0, 100.0]))
+    tensor([1.0000e+00, 4.8517e+08])
+    """
+    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
+
 
 def masked(
     mask: Bool[Tensor, "*shape"], values: Float[Tensor, "*shape"], fill: float = 0.0
@@ -68,6 +82,22 @@ def min_of(values: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Min
     """
     kept = masked(mask, values.detach(), float("inf"))
     return Min(kept.min() if kept.numel() else kept.new_full((), float("inf")))
+
+
+def require_all(condition: Bool[Tensor, "*shape"], message: str) -> None:
+    """Raise a ValueError with `message` unless all of `condition` holds.
+
+    On a GPU, for which the host must not wait, and in compiled code it is an assertion of the
+    device; under `torch.func`, which has none, nothing.
+
+    >>> require_all(torch.tensor([True, False]), "k must be above 0")
+    Traceback (most recent call last):
+    ValueError: k must be above 0
+    """
+    if torch.compiler.is_compiling() or condition.device.type != "cpu":
+        torch._assert_async(condition.all(), message)
+    elif not torch._C._functorch.is_functorch_wrapped_tensor(condition) and not condition.all():
+        raise ValueError(message)
 
 
 def require_one_of(field: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,7 +1,7 @@
 """Policy-gradient losses (docs/numerics.md, Policy losses): each is Σ_t w_t · v_t · ℓ_t.
 
-log r = log π − log π_prev, sg = stop-gradient. r is bounded at e⁸⁰, which float32 holds, so that a
-clipped or dropped token has gradient 0 and not NaN however far π has moved (verl: log r in ±20).
+log r = log π − log π_prev, sg = stop-gradient. r is bounded at e²⁰ (`masked.bounded_exp`), so that
+the gradient and its norm are finite however far π has moved, and 0 for a clipped or dropped token.
 
 Arguments that all losses here share:
     token_logprobs: log π, the only argument that gets a gradient.
@@ -21,11 +21,17 @@ import torch
 from torch import Tensor
 
 from nemorl.checks import at_least, require
-from nemorl.losses.masked import masked, max_of, mean_of, min_of, share_of
+from nemorl.losses.masked import (
+    MAX_LOG_RATIO,
+    bounded_exp,
+    masked,
+    max_of,
+    mean_of,
+    min_of,
+    share_of,
+)
 from nemorl.losses.segments import at_least_float32, segment_mean
 from nemorl.losses.types import LossOutput, Metrics, PerToken, TokenIds, TokenMask
-
-MAX_LOG_RATIO = 80.0
 
 
 def on_policy(token_logprobs: PerToken) -> PerToken:
@@ -77,7 +83,7 @@ def clipped(
     mask = loss_weights != 0
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
-    ratio = _ratio(log_ratio)
+    ratio = bounded_exp(log_ratio)
     clipped_ratio = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = torch.maximum(-A * ratio, -A * clipped_ratio)
     fractions = {
@@ -208,7 +214,7 @@ def cispo(
     mask = loss_weights != 0
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
-    ratio = _ratio(log_ratio.detach())
+    ratio = bounded_exp(log_ratio.detach())
     low, high = 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high
     losses = -A * ratio.clamp(low, high) * masked(mask, token_logprobs)
     metrics = _metrics(
@@ -238,18 +244,13 @@ def reinforce(
     mask = loss_weights != 0
     A = masked(mask, advantages.detach())
     log_ratio = _log_ratio(token_logprobs, prev_logprobs, mask)
-    ratio = _ratio(log_ratio.detach())
+    ratio = bounded_exp(log_ratio.detach())
     losses = -A * (ratio + _zero_with_gradient(token_logprobs, mask))
     return _weighted(losses, loss_weights, importance_weights, _metrics(ratio, log_ratio, mask))
 
 
 def _log_ratio(token_logprobs: PerToken, prev_logprobs: PerToken, mask: TokenMask) -> PerToken:
     return masked(mask, token_logprobs) - masked(mask, prev_logprobs.detach())
-
-
-def _ratio(log_ratio: PerToken) -> PerToken:
-    """exp, held below infinity: 0 · inf (A = 0, or a clipped token's gradient) would be NaN."""
-    return log_ratio.clamp(max=MAX_LOG_RATIO).exp()
 
 
 def _zero_with_gradient(token_logprobs: PerToken, mask: TokenMask) -> PerToken:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from nemorl.checks import require
-from nemorl.losses.masked import masked, mean_of, share_of, weighted_sum
+from nemorl.losses.masked import masked, mean_of, require_all, share_of, weighted_sum
 from nemorl.losses.segments import at_least_float32
 from nemorl.losses.types import LossOutput, PerPair, PerToken, Scalar, TokenIds, TokenMask
 
@@ -38,7 +38,8 @@ def sequence_logprobs(
 
     A row is one sequence. With `segment_ids` (0 = padding, 1.. = the sequences of a row) the result
     is [num_sequences], the number of segments in the batch, row by row. A sequence without any
-    token has 0. Raises: ValueError if only one of segment_ids and num_sequences is given.
+    token has 0. Raises: ValueError if only one of segment_ids and num_sequences is given, and for
+    another number of segments.
     Source: TRL, NeMo RL `preference_average_log_probs`.
 
     >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
@@ -57,6 +58,11 @@ def sequence_logprobs(
         total, count = values.sum(-1), counts.sum(-1)
     else:
         in_row = segment_ids.amax(-1)
+        require_all(
+            in_row.sum() == num_sequences,
+            "num_sequences must be the number of segments in segment_ids, but it is"
+            f" {num_sequences}: pass int(segment_ids.amax(-1).sum())",
+        )
         before = in_row.cumsum(-1) - in_row
         # Place 0 collects the padding and is cut off.
         place = torch.where(segment_ids > 0, before[:, None] + segment_ids, 0).flatten()

@@ -11,6 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from nemorl.checks import require
+
 Scalar = Float[Tensor, ""]
 PerToken = Float[Tensor, "batch seq"]
 TokenMask = Bool[Tensor, "batch seq"]
@@ -148,15 +150,19 @@ for _class in (Mean, Sum, Max, Min, LossOutput):
 def merge(a: Metrics, b: Metrics) -> Metrics:
     """Return the metrics of two shards combined; a name that only one side has is kept.
 
+    Raises: ValueError for a name that has metrics of two kinds.
+
     >>> one, two = Sum(torch.tensor(1.0)), Sum(torch.tensor(2.0))
     >>> finalize(merge({"x": one}, {"x": two, "y": two}))
     {'x': 3.0, 'y': 2.0}
     """
-    both = {
-        name: a[name] + metric  # type: ignore[operator]
-        for name, metric in b.items()
-        if name in a
-    }
+    both: dict[str, Any] = {}
+    for name in b:
+        if name in a:
+            kind, other = type(a[name]).__name__, type(b[name]).__name__
+            requirement = f"must be a {kind} as in the other shard"
+            require(kind == other, f"metric {name}", requirement, other, "give it another name")
+            both[name] = a[name] + b[name]  # type: ignore[operator]
     return {**a, **b, **both}
 
 

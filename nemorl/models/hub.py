@@ -9,10 +9,15 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from nemorl.checks import require
+
 PLAIN = (OSError, ValueError, SafetensorError)
 """Errors that say what is wrong."""
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary frequencies that are the model's alone. With "dynamic" and "longrope" they follow from the
+longest sequence in the batch, so a token's logprob would depend on its neighbors."""
 
 
 def check_supported(config: Any) -> None:
@@ -23,12 +28,24 @@ def check_supported(config: Any) -> None:
     reason = ""
     if config.model_type in SUPPORTED:
         if not window and types == {"full_attention"}:
-            return
+            return _check_rope(config)
         reason = f" and it has a sliding attention window of {window} tokens"
     raise ValueError(
         f"the model must be one of {', '.join(SUPPORTED)} with full attention, but it is"
         f" {config.model_type!r}{reason}"
     )
+
+
+def _check_rope(config: Any) -> None:
+    # `transformers` 4 wrote rope_scaling.
+    given: Any = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    given = given or {}
+    for rope in (given, *given.values()):  # one for all layers, or one for each type of layer
+        if isinstance(rope, dict):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            requirement = f"must be one of {', '.join(ROPE_TYPES)}"
+            remedy = "its numbers depend on the longest sequence in a batch; take another model"
+            require(kind in ROPE_TYPES, "the model's rope_type", requirement, kind, remedy)
 
 
 def cannot_load(

@@ -489,8 +489,8 @@ def test_reinforce_plus_plus_by_hand():
     rewards = torch.tensor([2.0, 1.0])
     to_go = torch.tensor([2 - 0.5 * 3, 2 - 0.5 * 1, 1.0])  # 0.5, 1.5, 1
     own = torch.tensor([2 - 0.5 * 2, 2 - 0.5 * 1, 1.0])  # 1, 1.5, 1
-    for options, raw in (({}, to_go), ({"kl_to_go": False}, own)):
-        expected = (raw - raw.mean()) / raw.std()
+    for options, raw in (({}, to_go), ({"kl_to_go": False}, own), ({"ddof": 0}, to_go)):
+        expected = (raw - raw.mean()) / raw.std(correction=options.get("ddof", 1))
         result = reinforce_plus_plus(rewards, kl, mask, kl_coef=0.5, **options)
         assert (
             result[mask].tolist() == pytest.approx(expected.tolist(), abs=1e-5)

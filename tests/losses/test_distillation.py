@@ -320,6 +320,23 @@ def test_an_unknown_outside_is_named():
 
 
 @pytest.mark.parametrize("outside", OUTSIDE)
+def test_no_ids_and_ids_that_repeat_are_refused(outside):
+    student, weights = random_logits(0)[0], torch.tensor([[0.0, 0.5, 0.5, 0.0]])
+    logprobs, ids = (
+        torch.zeros(1, 4, 3),
+        torch.tensor([[[0, 0, 0], [0, 1, 2], [3, 1, 3], [0, 0, 0]]]),
+    )
+    student = student[:1, :4]
+    options = {"outside": outside}
+    with pytest.raises(ValueError, match=r"teacher_ids must name at least one token .* it is 0"):
+        distillation_topk(student, logprobs[..., :0], ids[..., :0], weights, **options)
+    with pytest.raises(ValueError, match="teacher_ids must differ at a token, but some repeat"):
+        distillation_topk(student, logprobs, ids, weights, **options)
+    weights[0, 2] = 0.0  # what is not trained on may be anything
+    assert distillation_topk(student, logprobs, ids, weights, **options).loss.isfinite()
+
+
+@pytest.mark.parametrize("outside", OUTSIDE)
 def test_topk_of_other_types_and_its_agreement(outside):
     """Ids of 16 bits, a float32 teacher of a float64 student; both think token 1 (the second of the
     list) most likely in two of three.

@@ -8,6 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.losses.importance import LEVELS, MODES, importance_weights, sampler_gap
+from nemorl.losses.masks import token_mean_weights
+from nemorl.losses.policy import reinforce
 from nemorl.losses.types import finalize
 
 NAN, INF = float("nan"), float("inf")
@@ -143,6 +145,24 @@ def test_equal_policies_give_one_everywhere(level, mode, seed):
         logprobs, logprobs, mask, SEGMENTS.expand(2, 6), level=level, mode=mode, min=1.0, max=1.0
     )
     assert torch.equal(weights, mask.float())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", LEVELS)
+def test_long_sequences_and_far_policies_stay_finite(level, mode):
+    """2,000 tokens with a gap of 0.05 nats each, and ten with 60 nats each."""
+    gaps = torch.zeros(2, 2000)
+    gaps[0], gaps[1, :10] = 0.05, 60.0
+    mask = gaps != 0
+    weights, metrics = importance_weights(
+        gaps, torch.zeros_like(gaps), mask, level=level, mode=mode, max=INF
+    )
+    now = gaps.clone().requires_grad_()
+    output = reinforce(now, gaps, torch.ones_like(gaps), token_mean_weights(mask), weights)
+    measured = {**metrics, **output.metrics, **sampler_gap(gaps, torch.zeros_like(gaps), mask)}
+    assert weights.isfinite().all() and output.loss.isfinite()
+    assert torch.linalg.vector_norm(torch.autograd.grad(output.loss, now)[0]).isfinite()
+    assert all(math.isfinite(value) for value in finalize(measured).values())
 
 
 def test_sampler_gap_by_hand():

@@ -208,6 +208,8 @@ def test_the_ratio_of_the_importance_form_is_clamped_as_well():
     mask, reference = torch.tensor([[True]]), torch.tensor([[-2.0]])
     logprobs, generation = torch.tensor([[-1.0]]), torch.tensor([[-31.0]])
     options = {"estimator": "k1", "gradient": "importance", "generation_logprobs": generation}
+    assert kl(logprobs, reference, mask, **options).item() == 10, "and so is the product"
+    options["output_clamp"] = None
     value = kl(logprobs, reference, mask, **options)
     assert value.item() == pytest.approx(math.exp(20), rel=1e-5), (
         "the ratio is clamped at 20 as well"

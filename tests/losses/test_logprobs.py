@@ -109,6 +109,21 @@ def test_short_and_empty_batches():
                 assert values.shape == (batch, seq) and not values.any()
 
 
+def test_rows_without_a_token_are_refused():
+    logits, ids = torch.zeros(2, 0, 4), torch.zeros(2, 0, dtype=torch.long)
+    for call in (
+        lambda: token_logprobs(logits, ids),
+        lambda: token_logprobs_and_entropy(logits, ids, segment_ids=ids),
+        lambda: entropy(logits),
+        lambda: linear_token_logprobs(logits, torch.eye(4), ids),
+        lambda: vocab_parallel_token_logprobs(logits, ids),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^seq must be at least 1, but it is 0: leave out rows"
+        ):
+            call()
+
+
 # Filters
 
 
@@ -215,10 +230,16 @@ def test_whole_numbers_may_have_16_bits():
     )
 
 
-def test_equal_logits_stay_or_go_together():
+def test_of_equal_logits_top_k_keeps_all_and_top_p_as_many_as_it_needs():
     logits = torch.tensor([1.0, 2.0, 1.0, 0.0])
     assert filter_logits(logits, top_k=2).tolist() == [1, 2, 1, -INF]
-    assert filter_logits(logits, top_p=0.6).tolist() == [1, 2, 1, -INF]
+    assert filter_logits(logits, top_k=torch.tensor(2)).tolist() == [1, 2, 1, -INF]
+    assert filter_logits(logits, top_p=0.6).tolist() == [-INF, 2, 1, -INF]
+    assert filter_logits(torch.zeros(4), top_p=0.4).tolist() == [-INF, -INF, 0, 0]
+    assert filter_logits(torch.zeros(2, 4), top_p=1e-9, top_k=3).isfinite().sum(-1).tolist() == [
+        1,
+        1,
+    ]
 
 
 @given(
@@ -236,6 +257,9 @@ def test_each_filter_is_that_of_transformers(seed, spread, top_k, top_p, min_p):
     assert torch.equal(filter_logits(logits, min_p=min_p), MinPLogitsWarper(min_p)(ids, logits))
     both = TopPLogitsWarper(top_p)(ids, TopKLogitsWarper(top_k)(ids, logits))
     assert torch.equal(filter_logits(logits, top_k=top_k, top_p=top_p), both)
+    equal = logits.round()  # which of equal ones is left to its sort
+    theirs = TopPLogitsWarper(top_p)(ids, equal).sort(-1).values
+    assert torch.equal(filter_logits(equal, top_p=top_p).sort(-1).values, theirs)
 
 
 @given(SEEDS, st.lists(KINDS, min_size=1, max_size=4), st.booleans())

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemorl.losses import policy, terms
 from nemorl.losses.masks import sequence_mean_weights
@@ -129,6 +129,20 @@ def test_a_clipped_token_has_gradient_zero_however_far_the_policy_has_moved(
         math.isfinite(value) for value in finalize(output.metrics).values()
     )
     assert gradient(output, now) == [-0.5 * advantage, 0.0]
+
+
+@pytest.mark.parametrize("gap", [19.0, 60.0, 100.0])
+@pytest.mark.parametrize("loss", RATIO_LOSSES)
+def test_the_gradients_norm_is_finite_however_far_the_policy_has_moved(loss, gap):
+    """Also where the policy moved the wrong way, whose ratio `clipped` leaves as it is, and through
+    derivatives of the model that make it larger.
+    """
+    parameter = torch.ones(1, 1000, requires_grad=True)
+    now = 1000 * (parameter - 1)
+    weights = torch.full_like(now, 1e-3)
+    output = loss(now, torch.full_like(now, -gap), torch.full_like(now, -2.0), weights)
+    assert output.loss.isfinite()
+    assert nn.utils.get_total_norm(torch.autograd.grad(output.loss, parameter)).isfinite()
 
 
 @pytest.mark.parametrize("loss", RATIO_LOSSES)

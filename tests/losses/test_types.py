@@ -92,6 +92,15 @@ def test_metrics_add_up():
     assert both.loss.item() == 3.0 and finalize(both.metrics) == expected
 
 
+@pytest.mark.parametrize("other", [Mean(number(6.0), number(2.0)), Max(number(1.0))])
+def test_two_kinds_under_one_name_are_refused(other):
+    for one, two in ((Sum(number(1.0)), other), (other, Sum(number(1.0)))):
+        with pytest.raises(
+            ValueError, match=r"metric x must be a \w+ as in the other .*, but it is"
+        ):
+            merge({"x": one, "y": two}, {"x": two})
+
+
 def test_outputs_are_pytrees():
     output = LossOutput(
         number(1.0), {"mean": Mean(number(6.0), number(2.0)), "max": Max(number(3.0))}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemorl.losses.types import finalize
+from nemorl.losses.types import LossOutput, finalize
 from nemorl.losses.value import explained_variance, value_loss
 
 NAN = float("nan")
@@ -90,6 +90,30 @@ def test_explained_variance_of_equal_returns_is_zero():
         )
         == 0.0
     )
+
+
+def test_explained_variance_of_large_returns_does_not_cancel():
+    """Returns of 1000 ± 0.1, in shards, and a critic that is worse than their mean."""
+    random = torch.Generator().manual_seed(0)
+    returns = 1000 + 0.1 * torch.randn(16, 64, generator=random)
+    values = returns + 0.11 * torch.randn(16, 64, generator=random)
+    total = LossOutput(torch.zeros(()), {})
+    for v, g in zip(values.split(1), returns.split(1), strict=True):
+        total += value_loss(v, v, g, torch.ones_like(v))
+    exact, error = returns.double(), (returns - values).double()
+    expected = 1 - error.var(correction=0) / exact.var(correction=0)
+    assert expected < -0.1
+    assert explained_variance(finalize(total.metrics)) == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_rounding_is_neither_clipping_nor_variance():
+    random = torch.Generator().manual_seed(0)
+    old, returns = 10 * torch.randn(2, 1, 4000, generator=random)
+    values = old + 0.19 * (2 * torch.rand(1, 4000, generator=random) - 1)
+    output = value_loss(values, old, returns, torch.ones_like(old), clip=0.2)
+    assert finalize(output.metrics)["value_clip_fraction"] == 0
+    same = torch.full_like(old, 1000.1)
+    assert explained_variance(finalize(value_loss(values, old, same, same).metrics)) == 0.0
 
 
 def test_bad_clip_is_named():

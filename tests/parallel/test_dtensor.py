@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig
 
 from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
@@ -23,6 +23,7 @@ from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.optimizer import learning_rate
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
@@ -146,6 +147,21 @@ def test_a_model_that_would_give_wrong_numbers_is_refused_by_name():
     gpt = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=1, n_head=2))
     with pytest.raises(ValueError, match=r"one of llama, .* with full attention, but it is 'gpt2'"):
         set_up(gpt)
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_batch_are_refused(kind, key):
+    short = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 16, **short}
+    with pytest.raises(ValueError, match=f"the model's rope_type must be .* but it is '{kind}'"):
+        check_supported(LlamaConfig(hidden_size=16, num_attention_heads=2, **{key: rope}))
+    with pytest.raises(ValueError, match=f"the model's rope_type must be .* but it is '{kind}'"):
+        model_shape({"model_type": "llama", key: {"full_attention": rope}})
+    with pytest.raises(ValueError, match="rope_type must be one of default, linear, llama3, yarn"):
+        model_shape({"model_type": "llama", "rope_scaling": {"type": kind}})  # as it was once
+    rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
+    check_supported(LlamaConfig(hidden_size=16, num_attention_heads=2, **{key: rope}))
 
 
 def test_loading(tmp_path):

@@ -253,6 +253,14 @@ def test_a_checkpoint_continues_bit_for_bit(make, backend_name, tmp_path: Path):
     other.load_checkpoint(tmp_path / "saved")
     assert two_more(other) == expected
     assert_same_weights(weights(other), weights(backend), atol=0)
+    backend.save_checkpoint(tmp_path / "unbroken")
+    other.save_checkpoint(tmp_path / "resumed")
+    unbroken, resumed = (saved_tensors(tmp_path / name) for name in ("unbroken", "resumed"))
+    assert unbroken == resumed != {}, "the files have the same tensors in the same order"
+
+
+def saved_tensors(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
 def test_a_checkpoint_in_the_background_is_of_the_moment_when_it_was_asked_for(
@@ -266,10 +274,7 @@ def test_a_checkpoint_in_the_background_is_of_the_moment_when_it_was_asked_for(
     backend.train_step(random_batch(LENGTHS, seed=1), nll_loss)
     backend.wait_for_checkpoint()
     backend.wait_for_checkpoint()  # there is nothing to wait for
-    at_once, meanwhile = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
-        for name in ("at once", "meanwhile")
-    )
+    at_once, meanwhile = (saved_tensors(tmp_path / name) for name in ("at once", "meanwhile"))
     assert at_once == meanwhile != {}
 
 

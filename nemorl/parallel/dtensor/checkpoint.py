@@ -142,14 +142,18 @@ class CheckpointWriter:
             self._thread.join()
 
     def _optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> File:
-        """Return this rank's pieces of the optimizer's state. Ranks with the same take turns."""
+        """Return this rank's pieces of the optimizer's state. Ranks with the same take turns.
+
+        In the order of its parameters: that of its own table would be another one after a load.
+        """
         names = {id(parameter): name for name, parameter in live_tensors(model).items()}
         pieces: list[Piece] = []
         values: list[Tensor] = []
         entries = [
             (f"{names[id(parameter)]}.{what}", tensor)
-            for parameter, state in optimizer.state.items()
-            for what, tensor in state.items()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for what, tensor in sorted(optimizer.state.get(parameter, {}).items())
         ]
         for number, (name, tensor) in enumerate(entries):
             local, offsets = own_part(tensor)

@@ -4,12 +4,16 @@ import importlib.util
 import logging
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, TypeVar
 
 from nemorl.rollout.processes import judged_in_processes
 
-NUMBER = re.compile(r"(?:(?<![0-9A-Za-z)\]}])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-"""Its sign is no minus or hyphen: it stands behind no digit, letter or closing bracket."""
+NUMBER = re.compile(
+    r"(?:(?<![0-9A-Za-z)\]}])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,9}(?!\w))?"
+)
+"""Its sign is no minus or hyphen: it stands behind no digit, letter or closing bracket. Of a longer
+exponent `Decimal` could not hold the number."""
 
 Function = TypeVar("Function", bound=Callable[..., float])
 
@@ -53,27 +57,32 @@ def contains_answer(prompt: str, response: str, answer: Any) -> float:
     return float(_some_text(answer) in response)
 
 
-def _number_of(answer: Any) -> float:
+def _number_of(answer: Any) -> Decimal:
     found = NUMBER.findall(str(answer))
     if not found:
         raise ValueError(
             f"last_number needs an answer with a number in it, but the answer is {answer!r}: use"
             " exact_match"
         )
-    return float(found[-1].replace(",", ""))
+    return _decimal(found[-1])
+
+
+def _decimal(number: str) -> Decimal:
+    return Decimal(number.replace(",", ""))
 
 
 @checking(_number_of)
 def last_number(prompt: str, response: str, answer: Any) -> float:
     """Return 1 if the response's last number equals the answer's (or GSM8K solution's), else 0.
 
-    A minus is a sign where no digit, letter or closing bracket stands before it.
+    Numbers are compared exactly, whatever their size. A minus is a sign where no digit, letter or
+    closing bracket stands before it; 1e5 is 100000.
 
     >>> last_number("", "So it costs $1,000.50 today.", "500 + 500.5 = 1000.5 #### 1000.5")
     1.0
     """
     given, wanted = NUMBER.findall(response), _number_of(answer)
-    return float(bool(given) and float(given[-1].replace(",", "")) == wanted)
+    return float(bool(given) and _decimal(given[-1]) == wanted)
 
 
 def _solution(answer: Any) -> str:

@@ -71,7 +71,9 @@ def make_advantages(config: GRPOConfig) -> Advantages:
             assert batch.prev_logprobs is not None and batch.reference_logprobs is not None
             kl = torch.where(mask, batch.prev_logprobs - batch.reference_logprobs, 0.0)
         groups = group_id if choice.group_baseline else None
-        return adv.reinforce_plus_plus(rewards, kl, mask, kl_coef=choice.kl_coef, group_id=groups)
+        return adv.reinforce_plus_plus(
+            rewards, kl, mask, kl_coef=choice.kl_coef, group_id=groups, ddof=choice.ddof
+        )
 
     return advantages
 

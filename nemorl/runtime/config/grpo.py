@@ -103,6 +103,8 @@ class ReinforcePlusPlusAdvantage:
     """Weight of the penalty log π_prev - log π_ref per token. Above 0, a reference is kept."""
     group_baseline: bool = False
     """Subtract the group's mean reward first (REINFORCE++-baseline)."""
+    ddof: Literal[0, 1] = 1
+    """The standard deviation divides by n - ddof; NeMo RL's by n."""
 
     def __post_init__(self) -> None:
         at_least(0, advantage__kl_coef=self.kl_coef)

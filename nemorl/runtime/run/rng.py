@@ -10,6 +10,13 @@ RandomState = tuple[dict[str, Any], dict[str, torch.Tensor]]
 """JSON values of Python's and numpy's generators, and tensors of torch's."""
 
 
+def seed_generators(seed: int) -> None:
+    """Seed every global random generator, from which rewards and environments may draw."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def random_state() -> RandomState:
     """Return the present state of every global random generator."""
     kind, keys, *rest = np.random.get_state()

@@ -38,10 +38,23 @@ def test_every_reward_is_of_the_usual_kind():
         (r"x=-4, so \boxed{-4}", -4, 1.0),
         ("10 - -.5", -0.5, 1.0),
         ("-7", "5-12 = -7", 1.0),
+        ("0.1000000000000000000001", 0.1, 0.0),
+        ("1e5", "5", 0.0),
+        ("1e5", 100_000, 1.0),
+        ("about 1.5E-3.", 0.0015, 1.0),
+        ("10000000000000000", 1e16, 1.0),  # which Python writes as 1e+16
+        ("1e999999999", "2e999999999", 0.0),
+        ("1e99999999999999999999", "5", 0.0),
+        ("2e", 2, 1.0),
     ],
 )
 def test_last_number(response, answer, expected):
     assert last_number("", response, answer) == expected
+
+
+def test_last_number_compares_what_no_float_can_hold():
+    assert last_number("", "9" * 400, "8" * 400) == 0.0
+    assert last_number("", "9" * 400, "9" * 400) == 1.0
 
 
 def test_last_number_needs_one():

@@ -256,6 +256,17 @@ def test_advantages_by_hand():
     assert values[2:].tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(("ddof", "expected"), [(0, 1.0), (1, (11 / 12) ** 0.5)])
+def test_the_deviation_of_reinforce_plus_plus_is_a_choice(ddof, expected):
+    """Rewards of ±1/2 around their mean, on twelve tokens."""
+    rolled = rollouts([1.0, 0.0, 0.0, 1.0])
+    choice = nemorl.ReinforcePlusPlusAdvantage(ddof=ddof)
+    batch = to_token_batch(rolled)
+    values = make_advantages(nemorl.GRPOConfig(advantage=choice))(rolled, batch)
+    assert batch.loss_mask.sum() == 12
+    assert values[:, 2].tolist() == pytest.approx([expected, -expected, -expected, expected], 1e-5)
+
+
 def test_overlong_responses_lose_reward_and_leave_the_loss():
     overlong = nemorl.OverlongConfig(buffer=0.5, penalty=1.0, filter=True)
     config = nemorl.GRPOConfig(

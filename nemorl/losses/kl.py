@@ -39,7 +39,8 @@ def kl(
     `gradient`: "pathwise" is the estimate's own (in expectation over π, k2 has the gradient of
     KL(π‖π_ref), k3 that of KL(π_ref‖π), k1 none); "score" that of the estimate ·
     exp(log π − sg log π), which adds the score-function term; "importance" that of the estimate ·
-    π/π_gen, for tokens drawn from π_gen (log ratio clamped to ±`input_clamp`).
+    π/π_gen, for tokens drawn from π_gen (log ratio clamped to ±`input_clamp`; 0 where log π_gen is
+    not finite).
 
     Raises: ValueError for an unknown estimator or gradient, or unless `generation_logprobs` and
     gradient="importance" come together.
@@ -70,8 +71,9 @@ def kl(
     if gradient == "score":
         value = value * (logprobs - logprobs.detach()).exp()
     elif generation_logprobs is not None:
-        log_ratio = logprobs - masked(loss_mask, generation_logprobs.detach())
-        value = value * _clamp(log_ratio, input_clamp).exp()
+        known = generation_logprobs.isfinite()
+        log_ratio = logprobs - masked(loss_mask & known, generation_logprobs.detach())
+        value = torch.where(known, value * _clamp(log_ratio, input_clamp).exp(), 0.0)
     return value
 
 

@@ -8,9 +8,11 @@ autograd, torch's AdamW. It uses no function of nemorl. A scripted engine gives 
 import copy
 import json
 import math
+import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,6 +83,11 @@ STREAM += [STREAM[i] for i in (3, 4, 10, 1, 5, 4, 3, 0, 8, 6)]
 
 
 def small_model() -> torch.nn.Module:
+    return copy.deepcopy(first_model())
+
+
+@cache
+def first_model() -> torch.nn.Module:
     return tiny_model(
         scale=3.0,
         hidden_size=16,
@@ -109,6 +116,11 @@ def logprobs_of(
 
 def written(temperature: float = 1.0) -> list[list[Response]]:
     """The script's groups, with sampler's logprobs that are some way off the first model's."""
+    return copy.deepcopy(first_written(temperature))
+
+
+@cache
+def first_written(temperature: float) -> list[list[Response]]:
     draw = torch.Generator().manual_seed(0)
     tokenizer, groups = tiny_tokenizer(), []
     for number, entries in enumerate(STREAM):
@@ -130,7 +142,7 @@ def written(temperature: float = 1.0) -> list[list[Response]]:
     everyone = [r for group in groups for r in group]
     with torch.no_grad():
         for r, (logprobs, _) in zip(
-            everyone, logprobs_of(small_model(), everyone, temperature), strict=True
+            everyone, logprobs_of(first_model(), everyone, temperature), strict=True
         ):
             r.sampled = logprobs + 0.5 * torch.randn(len(r), generator=draw)
     return groups
@@ -214,7 +226,8 @@ class Updates(nemorl.Callback):
     def __init__(self, groups: list[list[Response]], monkeypatch) -> None:
         self.steps: list[list[list[tuple[int, int]]]] = []
         known = {(*r.prompt, *r.tokens): (r.group, r.number) for group in groups for r in group}
-        assert len(known) == sum(map(len, groups))
+        full = [(*r.prompt, *r.tokens) for group in groups for r in group if len(r)]
+        assert len(set(full)) == len(full)
         train_step = DTensorBackend.train_step
 
         def watched(backend, batch, loss_fn):
@@ -250,7 +263,7 @@ def trained_by_nemorl(
         data={"shuffle": False, "max_total_sequence_length": 16},
         optimizer={"lr": LR, "eps": EPS, "max_grad_norm": MAX_NORM},
         trainer=options.pop("trainer", {}) | {"device": "cpu"},
-        run=run_config(folder, save_period=0),
+        run=run_config(folder, save_period=0, samples_per_step=options.pop("samples", 0)),
         gap={"warn": None},
         num_prompts_per_step=PROMPTS,
         num_generations_per_prompt=GROUP,
@@ -372,7 +385,8 @@ def compared(baseline: str = "group_mean", scale: str = "group_std", ddof: int =
                     "leave_one_out": statistics.fmean(others),
                     "batch_mean": statistics.fmean(batch),
                     "none": 0.0,
-                    "length_weighted": sum(len(o) * o.shaped for o in group) / sum(map(len, group)),
+                    "length_weighted": sum(len(o) * o.shaped for o in group)
+                    / max(1, sum(map(len, group))),
                 }[baseline]
                 measured = {
                     "group_std": rewards,
@@ -400,7 +414,7 @@ def reinforce_plus_plus(kl_coef: float = 0.0, group_baseline: bool = False):
                 r.A = r.shaped - mean - kl_coef * to_go
                 if box.trains_on(r):
                     trained.append(r)
-        values = torch.cat([r.A for r in trained]).double()
+        values = torch.cat([r.A for r in trained or group]).double()
         for r in trained:
             r.A = (r.A - values.mean()) / (values.std() + 1e-6) if differ(values.tolist()) else 0.0
 
@@ -427,8 +441,10 @@ class Box:
     """Each token's loss."""
     advantages: Callable[["Box", list[Responses]], None] = field(default_factory=compared)
     reduce: Callable[[Responses, Responses, Losses], Tensor] = sequence_mean
-    weight: Callable[[Response], Tensor] | None = None
-    """By which the policy's loss of each token is multiplied."""
+    weight: Callable[..., Tensor] | None = None
+    """By which the policy's loss of each token is multiplied; with `bounded=False` before its
+    bounds are applied.
+    """
     kl: Callable[[Response], Tensor] | None = None
     kl_coef: float = 0.0
     kl_factor: Callable[[Response], Tensor] | None = None
@@ -449,6 +465,12 @@ class Box:
 
     def trains_on(self, r: Response) -> bool:
         return len(r) > 0 and not (self.filters and r.truncated)
+
+    def penalty(self, r: Response) -> Tensor:
+        """The KL estimate, which nemorl, like NeMo RL, clamps to ±10."""
+        assert self.kl is not None
+        estimate = self.kl(r).clamp(-10, 10)
+        return estimate if self.kl_factor is None else (estimate * self.kl_factor(r)).clamp(-10, 10)
 
     def sampled(self, stream: Iterator[Responses]) -> tuple[list[Responses], list[Responses]]:
         """The groups to train on, and all that were sampled."""
@@ -474,8 +496,7 @@ class Box:
                 if self.weight is not None:
                     loss = loss * self.weight(r)
                 if self.kl is not None:
-                    factor = 1.0 if self.kl_factor is None else self.kl_factor(r)
-                    loss = loss + self.kl_coef * self.kl(r) * factor
+                    loss = loss + self.kl_coef * self.penalty(r)
                 losses.append(loss - self.entropy_coef * r.entropy)
             results.append(self.reduce(rows, trained, losses))
         return results[0], results[1]
@@ -490,7 +511,7 @@ def follow(
     box: Box, groups: list[Responses], updates: list[list[list[tuple[int, int]]]]
 ) -> tuple[torch.nn.Module, list[dict[str, float]]]:
     """Do what the box says; `updates` says which responses an optimizer step is on."""
-    model, reference = small_model(), small_model()
+    model, reference = small_model(), first_model()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=(0.9, 0.95), eps=EPS, weight_decay=0.0
     )
@@ -521,6 +542,7 @@ def follow(
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
             seen["loss"].append(float(reported.detach()))
             seen["grad_norm"].append(float(norm))
+            seen.setdefault("num_tokens", []).append(sum(len(r.prompt) + len(r) for r in rows))
             measure(box, rows, seen)
             optimizer.step()
         # Every response that teaches something has its part in every pass, and none has more.
@@ -535,22 +557,28 @@ def measure(box: Box, rows: Responses, seen: dict[str, list[Any]]) -> None:
     """Add each trained token's values to the step's."""
     for r in (r for r in rows if box.trains_on(r)):
         with torch.no_grad():
-            s, gap = box.s(r), r.old - r.sampled
+            s, known = box.s(r), r.sampled.isfinite()
+            gap = (r.old - r.sampled)[known]
             values = {
                 "entropy": r.entropy,
                 "ratio_mean": s,
                 "approx_kl_k1": r.old - r.now,
                 "approx_kl_k3": ratio(r) - 1 - (r.now - r.old),
+                "generation_nonfinite_fraction": (~known).float(),
                 "token_mult_prob_error": gap.abs().exp(),
                 "gen_kl_error": gap.exp() - 1 - gap,
                 **{f"clip_fraction_{end}": x.float() for end, x in box.clips(r, s).items()},
             }
             if box.kl is not None:
-                factor = torch.ones(len(r)) if box.kl_factor is None else box.kl_factor(r)
-                values["kl"] = box.kl(r) * factor
+                values["kl"] = box.penalty(r)
             if box.weight is not None:
-                values["importance_weight_mean"] = box.weight(r)
-                values["masked_fraction"] = (box.weight(r) == 0).float()
+                w = box.weight(r)
+                values["importance_weight_mean"] = w
+                values["importance_ratio_mean"] = box.weight(r, bounded=False)[known]
+                values["masked_fraction"] = (w == 0).float()
+            for name in ("token_mult_prob_error", "gen_kl_error"):
+                if known.any():
+                    seen.setdefault(name + "_max", []).append(float(values[name].mean()))
         for name, value in values.items():
             seen.setdefault(name, []).extend(value.tolist())
 
@@ -558,11 +586,13 @@ def measure(box: Box, rows: Responses, seen: dict[str, list[Any]]) -> None:
 def summary(box: Box, everything: list[Responses], seen: dict[str, list[Any]]) -> dict[str, float]:
     """The step's metrics: of the optimizer steps, and of all that was sampled."""
     means = {name: statistics.fmean(values) if values else 0.0 for name, values in seen.items()}
-    ends = {}
-    if ratios := seen.get("ratio_mean"):
-        ends = {"ratio_min": min(ratios), "ratio_max": max(ratios)}
-    if weights := seen.get("importance_weight_mean"):
-        ends["importance_weight_max"] = max(weights)
+    ends = {name: max(values) for name, values in seen.items() if name.endswith("_max")}
+    for name in {"ratio_mean", "importance_ratio_mean", "importance_weight_mean"} & seen.keys():
+        ends[name.replace("mean", "max")] = max(seen[name])
+        if name != "importance_weight_mean":
+            ends[name.replace("mean", "min")] = min(seen[name])
+    if "num_tokens" in seen:
+        ends["num_tokens"] = sum(seen["num_tokens"])
     sampled = [r for group in everything for r in group]
     informative = statistics.fmean([differ([r.reward for r in group]) for group in everything])
     rewards = [r.reward for r in sampled]
@@ -639,13 +669,22 @@ BOXES = {
         advantages=reinforce_plus_plus(0.01), reduce=token_mean, clips=clipped_at(0.2, 0.2)
     ),
 }
+
+
+def quick(cases: Sequence[Any], *chosen: Any) -> list[Any]:
+    """The cases as parameters; all but the chosen ones are slow."""
+    return [pytest.param(case, marks=() if case in chosen else pytest.mark.slow) for case in cases]
+
+
 SEVERAL = {"num_updates_per_batch": 2, "train_global_batch_size": 6}
 
 
-def assert_agree(box: Box, folder: Path, monkeypatch, **options: Any) -> Outcome:
+def assert_agree(
+    box: Box, folder: Path, monkeypatch, *, groups: Any = None, **options: Any
+) -> Outcome:
     """Train by nemorl and by the oracle; compare weights and metrics."""
     box = replace(box, passes=options.get("num_updates_per_batch", 1))
-    groups = written(box.temperature)
+    groups = groups or written(box.temperature)
     outcome = trained_by_nemorl(groups, folder, monkeypatch, **options)
     model, log = follow(box, groups, outcome.updates)
     assert len(log) == len(outcome.steps) == options.get("max_num_steps", STEPS)
@@ -656,16 +695,24 @@ def assert_agree(box: Box, folder: Path, monkeypatch, **options: Any) -> Outcome
         assert ("shaped_reward" in found) == ("shaped_reward" in expected)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(outcome.weights[name], weight.detach(), **CLOSE)
-    start = dict(small_model().named_parameters())
+    start = dict(first_model().named_parameters())
     assert any((start[n] - w).abs().max() > LR for n, w in outcome.weights.items())
     return outcome
 
 
-@pytest.mark.parametrize("updates", [{}, SEVERAL], ids=["one_update", "several_updates"])
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_a_preset_is_the_algorithm_of_its_paper(name, updates, tmp_path: Path, monkeypatch):
+def preset_agrees(name: str, folder: Path, monkeypatch, **updates: Any) -> None:
     more = {"max_num_steps": 5, "max_sampling_rounds": 2} if name == "dapo" else {}
-    assert_agree(BOXES[name], tmp_path, monkeypatch, preset=name, **updates, **more)
+    assert_agree(BOXES[name], folder, monkeypatch, preset=name, **updates, **more)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_is_the_algorithm_of_its_paper(name, tmp_path: Path, monkeypatch):
+    preset_agrees(name, tmp_path, monkeypatch, **SEVERAL)
+
+
+@pytest.mark.parametrize("name", quick(sorted(PRESETS), "dapo", "gspo", "reinforce_plus_plus"))
+def test_a_preset_with_one_update_per_batch(name, tmp_path: Path, monkeypatch):
+    preset_agrees(name, tmp_path, monkeypatch)
 
 
 def test_a_step_without_an_informative_group_updates_nothing(tmp_path: Path, monkeypatch):
@@ -679,7 +726,7 @@ def test_a_step_without_an_informative_group_updates_nothing(tmp_path: Path, mon
             states[-1] = copy.deepcopy(states[-1])
 
     groups = written()
-    options = {"preset": "dapo", "max_num_steps": 5, "max_sampling_rounds": 2}
+    options = {"preset": "dapo", "max_num_steps": 5, "max_sampling_rounds": 2, "samples": 12}
     outcome = trained_by_nemorl(groups, tmp_path, monkeypatch, callbacks=[Watch()], **options)
     assert [line["num_updates"] for line in outcome.steps] == [1, 1, 1, 0, 1]
     skipped = outcome.steps[3]
@@ -764,11 +811,9 @@ ALL_PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("baseline", "scale", "ddof"),
-    [pytest.param(*case, marks=() if case in PAIRS else pytest.mark.slow) for case in ALL_PAIRS],
-)
-def test_baselines_and_scales(baseline, scale, ddof, tmp_path: Path, monkeypatch):
+@pytest.mark.parametrize("case", quick(ALL_PAIRS, *PAIRS), ids=str)
+def test_baselines_and_scales(case, tmp_path: Path, monkeypatch):
+    baseline, scale, ddof = case
     advantage = {"name": "group", "baseline": baseline, "scale": scale, "ddof": ddof}
     box = Box(advantages=compared(baseline, scale, ddof))
     assert_agree(box, tmp_path, monkeypatch, advantage=advantage)
@@ -790,38 +835,87 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("gradient", FACTORS)
-@pytest.mark.parametrize("estimator", [k1, k2, k3], ids=lambda k: k.__name__)
-def test_kl(estimator, gradient, tmp_path: Path, monkeypatch):
-    box = Box(kl=estimator, kl_coef=0.5, kl_factor=FACTORS[gradient])
-    kl = {"coef": 0.5, "estimator": estimator.__name__, "gradient": gradient}
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
+PENALTIES = [(estimator, gradient) for estimator in ESTIMATORS for gradient in FACTORS]
+QUICK_PENALTIES = [("k1", "score"), ("k2", "pathwise"), ("k3", "score"), ("k3", "importance")]
+
+
+@pytest.mark.parametrize("case", quick(PENALTIES, *QUICK_PENALTIES), ids=str)
+def test_kl(case, tmp_path: Path, monkeypatch):
+    estimator, gradient = case
+    box = Box(kl=ESTIMATORS[estimator], kl_coef=0.5, kl_factor=FACTORS[gradient])
+    kl = {"coef": 0.5, "estimator": estimator, "gradient": gradient}
     assert_agree(box, tmp_path, monkeypatch, kl=kl)
 
 
 def off_policy(mode: str, level: str, low: float, high: float):
     """w = π_old / π_sampler of the token, the sequence, or its geometric mean."""
 
-    def weight(r: Response) -> Tensor:
-        gap = r.old - r.sampled
-        mean = gap.mean().exp()
-        w = {"token": gap.exp(), "sequence": gap.sum().exp(), "geometric": mean}[level]
-        w = w.expand(len(r))
-        judged = mean.expand(len(r)) if mode == "sequence_mask" else w
-        if mode == "truncate":
-            return w.clamp(low, high)
-        return torch.where((judged < low) | (judged > high), 0.0, w)
+    def weight(r: Response, *, bounded: bool = True) -> Tensor:
+        known = r.sampled.isfinite()
+        gap = torch.where(known, r.old - r.sampled, 0.0)
+        mean = (gap.sum() / max(1, int(known.sum()))).exp().expand(len(r))
+        w = {"token": gap.exp(), "sequence": gap.sum().exp().expand(len(r)), "geometric": mean}
+        if not bounded:
+            return w[level]
+        judged = mean if mode == "sequence_mask" else w[level]
+        kept = known & ((judged >= low) & (judged <= high) | (mode == "truncate"))
+        return torch.where(kept, w[level].clamp(low, high) if mode == "truncate" else w[level], 0.0)
 
     return weight
 
 
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("mode", ["truncate", "mask", "sequence_mask"])
-def test_off_policy_corrections(mode, level, tmp_path: Path, monkeypatch):
+LEVELS = ("token", "sequence", "geometric")
+
+
+MODES = ("truncate", "mask", "sequence_mask")
+CORRECTIONS = [(mode, level) for mode in MODES for level in LEVELS]
+QUICK_CORRECTIONS = [
+    ("truncate", "token"),
+    ("truncate", "sequence"),
+    ("mask", "token"),
+    ("mask", "geometric"),
+    ("sequence_mask", "sequence"),
+]
+
+
+@pytest.mark.parametrize("case", quick(CORRECTIONS, *QUICK_CORRECTIONS), ids=str)
+def test_off_policy_corrections(case, tmp_path: Path, monkeypatch):
     """The correction multiplies the policy's loss and not the penalty; denominators stay."""
+    mode, level = case
     section = {"mode": mode, "level": level, "min": 0.8, "max": 1.2}
     box = Box(weight=off_policy(mode, level, 0.8, 1.2), kl=k3, kl_coef=0.1, reduce=token_mean)
     options = {"off_policy": section, "kl": {"coef": 0.1}, "reduction": "token_mean", **SEVERAL}
     assert_agree(box, tmp_path, monkeypatch, **options)
+
+
+@pytest.mark.parametrize("level", quick(LEVELS, "sequence"))
+def test_tokens_without_a_sampler_logprob(level, tmp_path: Path, monkeypatch):
+    """They are left out by the correction and by a penalty that needs it."""
+    groups = written()
+    for n, value in ((0, math.nan), (2, -math.inf), (7, math.nan), (9, math.inf)):
+        for r in groups[n][:3]:
+            r.sampled[-1:] = value
+
+    def factor(r: Response) -> Tensor:
+        known = r.sampled.isfinite()
+        return (r.now - r.sampled.where(known, torch.tensor(0.0))).exp() * known
+
+    section = {"mode": "truncate", "level": level, "min": 0.8, "max": 1.2}
+    box = Box(weight=off_policy("truncate", level, 0.8, 1.2), kl=k3, kl_coef=0.1, kl_factor=factor)
+    kl = {"coef": 0.1, "gradient": "importance"}
+    options = {"off_policy": section, "kl": kl, **SEVERAL}
+    assert_agree(box, tmp_path, monkeypatch, groups=groups, **options)
+
+
+def test_a_batch_of_empty_responses_updates_nothing(tmp_path: Path, monkeypatch):
+    groups = written()
+    for r in (r for group in groups[3:6] for r in group):
+        r.tokens, r.sampled, r.reward = [], torch.zeros(0), float(r.number)
+    box = Box(kl=k3, kl_coef=0.1, entropy_coef=0.1)
+    options = {"kl": {"coef": 0.1}, "entropy_coef": 0.1}
+    outcome = assert_agree(box, tmp_path, monkeypatch, groups=groups, **options)
+    assert [line["num_updates"] for line in outcome.steps] == [1, 0, 1, 1]
 
 
 @pytest.mark.parametrize("passes", [1, 3])
@@ -875,3 +969,58 @@ def test_weighted_rewards(tmp_path: Path, monkeypatch):
         torch.testing.assert_close(outcome.weights[name], weight.detach(), **CLOSE)
     for found, expected in zip(outcome.steps, log, strict=True):
         assert found["reward"] == pytest.approx(expected["reward"])
+
+
+def drawn(seed: int) -> tuple[Box, dict[str, Any]]:
+    """One of each option's values, and their box."""
+    draw = random.Random(seed)
+
+    def one(*values: Any) -> Any:
+        return draw.choice(values)
+
+    case = draw.choice(list(LOSSES))
+    constants, box = LOSSES[case]
+    options: dict[str, Any] = {"loss": {"name": case.partition("-")[0], **constants}}
+    if one(True, True, False):
+        baseline, scale, ddof = draw.choice(ALL_PAIRS)
+        advantages = compared(baseline, scale, ddof)
+        options["advantage"] = {"baseline": baseline, "scale": scale, "ddof": ddof}
+    else:
+        kl_coef, group_baseline = one(0.0, 0.2), one(True, False)
+        advantages = reinforce_plus_plus(kl_coef, group_baseline)
+        options["advantage"] = {
+            "name": "reinforce_plus_plus",
+            "kl_coef": kl_coef,
+            "group_baseline": group_baseline,
+        }
+    reduction, buffer, filters = draw.choice(list(REDUCTIONS)), one(0.0, 0.4), one(True, False)
+    box = replace(box, advantages=advantages, reduce=REDUCTIONS[reduction], filters=filters)
+    options |= {"reduction": reduction, "overlong": {"buffer": buffer, "filter": filters}}
+    if buffer:
+        box = replace(box, shaped=soft_punishment(buffer))
+    if one(True, False):
+        estimator, gradient = draw.choice(PENALTIES)
+        box = replace(box, kl=ESTIMATORS[estimator], kl_coef=0.2, kl_factor=FACTORS[gradient])
+        options["kl"] = {"coef": 0.2, "estimator": estimator, "gradient": gradient}
+    if one(True, False):
+        mode, level = draw.choice(CORRECTIONS)
+        box = replace(box, weight=off_policy(mode, level, 0.7, 1.3))
+        options["off_policy"] = {"mode": mode, "level": level, "min": 0.7, "max": 1.3}
+    if one(True, False):
+        box = replace(box, rounds=2)
+        options |= {"dynamic_sampling": True, "max_sampling_rounds": 2, "max_num_steps": 5}
+    box = replace(box, entropy_coef=one(0.0, 0.2), temperature=one(1.0, 0.8))
+    options |= {
+        "entropy_coef": box.entropy_coef,
+        "generation": {"temperature": box.temperature},
+        "num_updates_per_batch": one(1, 2),
+        "train_global_batch_size": one(None, 4, 6),
+        "trainer": one({}, {"train_micro_batch_size": 3}, {"sequence_packing": True}),
+    }
+    return box, options
+
+
+@pytest.mark.parametrize("seed", quick(range(60), 0, 1, 2))
+def test_combinations(seed, tmp_path: Path, monkeypatch):
+    box, options = drawn(seed)
+    assert_agree(box, tmp_path, monkeypatch, **options)

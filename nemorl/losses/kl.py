@@ -40,7 +40,7 @@ def kl(
     KL(π‖π_ref), k3 that of KL(π_ref‖π), k1 none); "score" that of the estimate ·
     exp(log π − sg log π), which adds the score-function term; "importance" that of the estimate ·
     π/π_gen, for tokens drawn from π_gen (log ratio clamped to ±`input_clamp`, and the product to
-    ±`output_clamp`).
+    ±`output_clamp`; 0 where log π_gen is not finite).
 
     Raises: ValueError for an unknown estimator or gradient, or unless `generation_logprobs` and
     gradient="importance" come together.
@@ -71,8 +71,10 @@ def kl(
     if gradient == "score":
         value = value * (logprobs - logprobs.detach()).exp()
     elif generation_logprobs is not None:
-        log_ratio = logprobs - masked(loss_mask, generation_logprobs.detach())
-        value = _clamp(value * _clamp(log_ratio, input_clamp).exp(), output_clamp)
+        known = generation_logprobs.isfinite()
+        log_ratio = logprobs - masked(loss_mask & known, generation_logprobs.detach())
+        product = _clamp(value * _clamp(log_ratio, input_clamp).exp(), output_clamp)
+        value = torch.where(known, product, 0.0)
     return value
 
 

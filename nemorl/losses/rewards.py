@@ -84,8 +84,9 @@ def informative_groups(rewards: PerResponse, group_id: ResponseIds) -> ResponseM
     """Return True for every member of a group whose rewards are not all equal.
 
     A group of one is never informative. `group_id`: any integers. Give it the task's own rewards,
-    before shaping by length.
-    Source: DAPO's dynamic sampling; NeMo RL `use_dynamic_sampling`.
+    before shaping by length: DAPO's condition is on correct answers.
+    Source: DAPO's dynamic sampling, equation 11; verl `filter_groups`; NeMo RL
+    `use_dynamic_sampling`.
 
     >>> informative_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([5, 8, 5, 8])).tolist()
     [True, False, True, False]

@@ -13,9 +13,11 @@ from nemorl.losses.rewards import informative_groups, overlong_filter
 from nemorl.rollout.collect import Rollouts, join, select, to_token_batch
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.algorithms.policy_loss import (
+    Shaping,
     make_advantages,
     make_loss,
     make_loss_weights,
+    make_shaping,
 )
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
@@ -23,35 +25,69 @@ from nemorl.runtime.run.samples import Samples, measured, samples_of, whole_grou
 
 
 def grpo(run: OpenRun) -> None:
-    """Sample groups of responses, score them, compare them, and update the policy on them."""
+    """Sample groups of responses, score them, compare them, and update the policy on them.
+
+    An optimizer step from which nothing can be learned is not taken: Adam's momentum would move the
+    weights all the same.
+    """
     config, prompts = run.config, run.prompts()
-    advantages, loss_weights = make_advantages(config), make_loss_weights(config)
-    loss_fn = make_loss(config)
+    shaping, advantages = make_shaping(config), make_advantages(config)
+    loss_weights, loss_fn = make_loss_weights(config), make_loss(config)
     responses = config.num_prompts_per_step * config.num_generations_per_prompt
     updates = updates_per_batch(config, responses)
     for step in run.steps(config.max_num_steps, updates_per_step=updates):
         rollouts, everything, informative = roll_out(run, step, prompts)
         with step.timed("train"):
             batch = with_logprobs(run, to_token_batch(rollouts))
-            if config.overlong.filter:
-                mask = overlong_filter(batch.loss_mask, rollouts.truncated)
-                batch = replace(batch, loss_mask=mask)
+            batch = replace(batch, loss_mask=trained_tokens(config, rollouts, batch))
             batch = replace(batch, advantages=advantages(rollouts, batch))
-            step.log({}, samples=compared_samples(run, rollouts, batch))
+            step.log({}, samples=compared_samples(run, rollouts, batch, shaping))
+            num_updates = 0
             for rows in minibatches(len(batch), config, seed=step.seed):
                 part = take(batch, rows)
-                weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
-                part = replace(part, loss_weights=weights)
-                step.log(run.trainer.train_step(part, loss_fn))
+                if teaches(config, part):
+                    weights = loss_weights(part.loss_mask, rollouts.group_id[rows])
+                    part = replace(part, loss_weights=weights)
+                    step.log(run.trainer.train_step(part, loss_fn))
+                    num_updates += 1
         share = float(informative.float().mean())
         step.log(measured(everything))
+        if config.overlong.buffer:
+            step.log({"shaped_reward": float(shaping(everything).mean())})
+        if not num_updates:
+            step.log({"loss": 0.0, "grad_norm": 0.0})
         step.log(
             {
                 "reward_std": float(everything.rewards.std(correction=0)),
                 "informative_groups": share,
                 "groups_kept": share if config.dynamic_sampling else 1.0,
+                "num_updates": float(num_updates),
             }
         )
+
+
+def trained_tokens(
+    config: GRPOConfig, rollouts: Rollouts, batch: TokenBatch
+) -> Bool[Tensor, "batch seq"]:
+    """Return the loss mask without truncated responses and without groups that dynamic sampling
+    rejects (the last round's, where it found no other).
+    """
+    mask = batch.loss_mask
+    if config.overlong.filter:
+        mask = overlong_filter(mask, rollouts.truncated)
+    if config.dynamic_sampling:
+        mask = mask & informative_groups(rollouts.rewards, rollouts.group_id)[:, None]
+    return mask
+
+
+def teaches(config: GRPOConfig, batch: TokenBatch) -> bool:
+    """Return whether the batch's loss has a gradient: an advantage, a KL penalty or an entropy
+    bonus of a trained token.
+    """
+    assert batch.advantages is not None
+    if config.kl.coef or config.entropy_coef:
+        return bool(batch.loss_mask.any())
+    return bool((batch.advantages != 0).any())
 
 
 def roll_out(
@@ -59,8 +95,8 @@ def roll_out(
 ) -> tuple[Rollouts, Rollouts, Bool[Tensor, "batch"]]:
     """Return the responses to train on, all that were sampled, and which are in informative groups.
 
-    Dynamic sampling replaces groups whose rewards are all equal by fresh ones, in rounds. Where it
-    finds no other, the last round is trained on, with advantages of 0.
+    Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal by fresh
+    ones, in rounds. Where it finds no other, it returns the last round.
     """
     config = run.config
     kept: list[Rollouts] = []
@@ -106,8 +142,11 @@ def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Ten
     return logprobs.values
 
 
-def compared_samples(run: OpenRun, rollouts: Rollouts, batch: TokenBatch) -> Samples:
-    """Return groups for the sample log with the trainer's logprobs before the update.
+def compared_samples(
+    run: OpenRun, rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
+) -> Samples:
+    """Return groups for the sample log with the trainer's logprobs before the update, and with the
+    rewards that are compared where shaping changes them.
 
     In a batch with `prev_logprobs` the response on which the sampler's differ most is among them.
     """
@@ -121,7 +160,11 @@ def compared_samples(run: OpenRun, rollouts: Rollouts, batch: TokenBatch) -> Sam
     part = trim(take(batch, rows))
     if part.prev_logprobs is None:
         part = with_prev_logprobs(run, part)
-    samples = samples_of(select(rollouts, rows), part, len(rows))
+    shown = select(rollouts, rows)
+    samples = samples_of(shown, part, len(rows))
+    if run.config.overlong.buffer:
+        shaped = shaping(shown).tolist()
+        samples = [s | {"shaped_reward": x} for s, x in zip(samples, shaped, strict=True)]
     return [{**sample, "worst_tokens": worst_tokens(sample, run.tokenizer)} for sample in samples]
 
 

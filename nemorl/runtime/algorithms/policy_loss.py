@@ -29,6 +29,8 @@ LossWeights = Callable[[Bool[Tensor, "batch seq"], Int[Tensor, "batch"]], Tensor
 """Weights per token from the loss mask and the responses' groups."""
 Advantages = Callable[[Rollouts, TokenBatch], Tensor]
 """Advantages per token."""
+Shaping = Callable[[Rollouts], Float[Tensor, "batch"]]
+"""The rewards that are compared."""
 
 
 def make_loss_weights(config: GRPOConfig) -> LossWeights:
@@ -45,17 +47,26 @@ def make_loss_weights(config: GRPOConfig) -> LossWeights:
             return masks.group_mean_weights
 
 
+def make_shaping(config: GRPOConfig) -> Shaping:
+    """Return the function that shapes rewards by length."""
+    overlong, limit = config.overlong, config.generation.longest_response
+    if not overlong.buffer:
+        return lambda rollouts: rollouts.rewards
+    buffer = max(1, round(overlong.buffer * limit))
+    return lambda rollouts: (
+        rollouts.rewards
+        + overlong_penalty(
+            rollouts.lengths, max_length=limit, buffer=buffer, penalty=overlong.penalty
+        )
+    )
+
+
 def make_advantages(config: GRPOConfig) -> Advantages:
     """Return the function that turns rewards, shaped by length, into advantages."""
-    choice, overlong, limit = config.advantage, config.overlong, config.generation.longest_response
-    buffer = max(1, round(overlong.buffer * limit))
+    choice, shaped = config.advantage, make_shaping(config)
 
     def advantages(rollouts: Rollouts, batch: TokenBatch) -> Float[Tensor, "batch seq"]:
-        rewards, group_id, mask = rollouts.rewards, rollouts.group_id, batch.loss_mask
-        if overlong.buffer:
-            rewards = rewards + overlong_penalty(
-                rollouts.lengths, max_length=limit, buffer=buffer, penalty=overlong.penalty
-            )
+        rewards, group_id, mask = shaped(rollouts), rollouts.group_id, batch.loss_mask
         if isinstance(choice, GroupAdvantage):
             per_response = adv.advantages(
                 rewards,

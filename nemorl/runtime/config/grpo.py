@@ -230,9 +230,11 @@ class GRPOConfig(BaseConfig):
     num_updates_per_batch: int = 1
     """Passes over each rollout batch."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards are all equal by fresh ones (DAPO)."""
+    """Replace groups whose rewards, before shaping, are all equal by fresh ones (DAPO)."""
     max_sampling_rounds: int = 4
-    """Rounds after which dynamic sampling continues with the groups that it has."""
+    """Rounds after which dynamic sampling continues with the groups that it has. With none, the
+    step updates nothing.
+    """
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 

@@ -11,12 +11,24 @@ from nemorl.runtime.run.state import Run
 
 
 class SignalWatch(Callback):
-    """Warn when for `patience` steps the rewards differed in no group: nothing is learned."""
+    """Warn when for `patience` steps the rewards differed in no group, and of the first, second,
+    fourth, eighth, … step that updated nothing.
+    """
 
     def __init__(self, patience: int = 10) -> None:
-        self.patience, self.silent = patience, 0
+        self.patience, self.silent, self.skipped = patience, 0, 0
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        if metrics.get("num_updates") == 0:
+            self.skipped += 1
+            if self.skipped.bit_count() == 1:
+                warnings.warn(
+                    f"step {step}: there was nothing to learn from, so weights and optimizer were"
+                    " left as they are (num_updates 0): no group of responses had rewards that"
+                    " differ, or all were cut off and filtered; so far in"
+                    f" {self.skipped} of the steps",
+                    stacklevel=2,
+                )
         self.silent = self.silent + 1 if metrics.get("informative_groups") == 0 else 0
         if self.silent == self.patience:
             warnings.warn(

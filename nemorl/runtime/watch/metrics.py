@@ -24,6 +24,7 @@ class Metric(NamedTuple):
 SECTIONS = {
     "Learning": {
         "reward": Metric("Reward", "mean reward of the responses", "reward"),
+        "shaped_reward": Metric("Shaped reward", "mean reward after shaping by length"),
         "accuracy": Metric(
             "Accuracy",
             "share with reward ≥ 1 (pairs: chosen above rejected)",
@@ -65,6 +66,7 @@ SECTIONS = {
         ),
     },
     "Updates": {
+        "num_updates": Metric("Updates", "optimizer steps; 0: nothing to learn from"),
         "lr": Metric("Learning rate", "of the optimizer step", "lr"),
         "grad_norm": Metric("Gradient norm", "before clipping"),
         "approx_kl_k1": Metric("KL of the update, k1", "policy before against after, nats"),

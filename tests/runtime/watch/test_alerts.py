@@ -28,3 +28,15 @@ def test_a_run_without_a_signal_is_warned_of_once():
         for step, share in enumerate(informative, start=1):
             watch.on_step_end(tiny_run(step=step), step, {"informative_groups": float(share)})
     assert len(caught) == 1
+
+
+def test_steps_that_update_nothing_are_warned_of_ever_more_rarely():
+    watch = SignalWatch()
+    with pytest.warns(UserWarning, match="nothing to learn from") as caught:
+        for step, updates in enumerate([2, 0, 0, 2, 0, 0, 0, 0], start=1):
+            watch.on_step_end(tiny_run(step=step), step, {"num_updates": float(updates)})
+    assert [str(warning.message).split(":")[0] for warning in caught] == [
+        "step 2",
+        "step 3",
+        "step 6",
+    ]

@@ -164,7 +164,8 @@ class TransformersBackend:
             copy_weights(self.model, weights)
 
     def sleep(self) -> None:
-        self.scheduler.asleep = True
+        with self.scheduler.lock:  # not in the middle of a request
+            self.scheduler.asleep = True
 
     def wake(self) -> None:
         self.scheduler.asleep = False

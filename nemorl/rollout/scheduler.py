@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 from nemorl.rollout.generation import Completion, SamplingParams, check_in_flight
 
@@ -56,12 +57,13 @@ class Scheduler:
         """Held during a step, and by all that must not happen during one."""
         self._new: deque[Request] = deque()
         self._open: list[Request] = []
-        self._loops: set[asyncio.AbstractEventLoop] = set()
+        self._loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
         """Event loops in which a turn is due."""
 
     @property
     def busy(self) -> bool:
-        return bool(self._new or self._open)
+        """Whether an answer is awaited."""
+        return any(not request.future.done() for request in (*self._new, *self._open))
 
     def check(self) -> None:
         """Raise RuntimeError where nothing can be generated."""

@@ -273,7 +273,7 @@ class WrappedBackend:
             fits = f"must return a logprob for each of {len(ids)} tokens"
             remedy = "return None where there is none"
             require(len(logprobs) == len(ids), f"{name}.generate", fits, len(logprobs), remedy)
-        reason = parts.get("finish_reason")
+        reason: Any = parts.get("finish_reason")
         if reason is None:
             reason = "length" if len(ids) >= params.max_new_tokens else "stop"
         ends = ("stop", "length")

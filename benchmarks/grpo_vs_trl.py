@@ -106,16 +106,20 @@ class Ours:
         self.folder, self.rows = folder, rows
 
         ended = TorchGenerationBackend._finish_reason
+        orders: dict[Any, dict[Any, int]] = {}
+        """Requests of each step, by their place."""
 
         def forced(engine: Any, slot: Any, token: int) -> Any:
             if (
                 slot.params.temperature == 0
             ):  # the comparison with the trainer before the first step
                 return ended(engine, slot, token)
+            order = orders.setdefault(engine.policy_version, {})
+            index = order.setdefault(slot.request, len(order))
             ends = lengths.known.get(engine.policy_version) or lengths.of(engine.policy_version)
             return (
                 "stop"
-                if len(slot.token_ids) >= ends[slot.request * options.group_size + slot.sample]
+                if len(slot.token_ids) >= ends[index * options.group_size + slot.sample]
                 else None
             )
 

@@ -1,5 +1,6 @@
 """An engine of your own that generates, chosen by its name: `generation.backend`. Here
-transformers' `generate`, one request at a time.
+transformers' `generate`, one request at a time. `Scheduler` keeps the requests of scripts and event
+loops; an engine that is a server needs none, only an `async def sample`.
 
     python examples/custom_backend.py        the little demonstration below
 
@@ -18,6 +19,8 @@ import nemorl
 from nemorl.models.causal_lm import end_tokens
 from nemorl.rollout.generation import Completion, SamplingParams, checked_requests, text_before
 from nemorl.rollout.random import derive_seed
+from nemorl.rollout.scheduler import Request, Scheduler
+from nemorl.rollout.torch_backend import copy_weights
 
 
 @nemorl.register_generation_backend("transformers")
@@ -32,39 +35,52 @@ class TransformersBackend:
         self, *, model: torch.nn.Module, tokenizer=None, precision: str = "float32"
     ) -> None:
         self.model, self.tokenizer, self.precision = model, tokenizer, precision
-        self.policy_version, self.asleep = 0, False
+        self.waiting: list[Request] = []
+        self.scheduler = Scheduler(self._step)
+
+    @property
+    def policy_version(self) -> int | None:
+        return self.scheduler.policy_version
 
     def setup(self, config: nemorl.GenerationConfig) -> None: ...  # the place to start an engine
+
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self.scheduler.check()
+        return await self.scheduler.sample(*self._requests([prompt], params))
 
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        if self.asleep or self.policy_version is None:
-            raise RuntimeError(
-                "the engine sleeps, or an update of its weights has failed: call wake(), or call"
-                " update_weights() with all of them"
-            )
+        self.scheduler.check()
+        return self.scheduler.generate(self._requests(prompts, sampling_params))
+
+    def _requests(self, prompts, sampling_params) -> list[Request]:
         sizes = {
             "vocab_size": self.model.config.vocab_size,
             "max_positions": self.model.config.max_position_embeddings,
         }
-        requests = zip(prompts, checked_requests(prompts, sampling_params, **sizes), strict=True)
-        training, _ = self.model.training, self.model.eval()
+        params = checked_requests(prompts, sampling_params, **sizes)
+        return [Request(*one) for one in zip(prompts, params, strict=True)]
+
+    def _step(self, new: list[Request], dropped: list[Request]) -> None:
+        """Answer one of the requests that wait; the next step is after whatever else is due."""
+        self.waiting = [one for one in self.waiting + new if one not in dropped]
+        if not self.waiting:
+            return
+        request, training = self.waiting.pop(0), self.model.training
+        self.model.eval()
+        bfloat16 = torch.autocast(
+            self.model.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"
+        )
         try:
-            with (
-                torch.random.fork_rng(),
-                torch.autocast(
-                    self.model.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"
-                ),
-            ):
+            with torch.random.fork_rng(), bfloat16:
                 # A request draws from its own seed, and leaves the trainer's generator alone.
-                return [
-                    completion
-                    for prompt, params in requests
-                    for completion in self._answer(list(prompt), params)
-                ]
+                request.answer(self._answer(list(request.prompt), request.params))
+        except BaseException:
+            self.waiting = []  # all requests get this error
+            raise
         finally:
             self.model.train(training)
 
@@ -130,7 +146,7 @@ class TransformersBackend:
                     logprobs=tuple(logprobs),
                     finish_reason=reason,
                     text=text,
-                    policy_version=self.policy_version,
+                    policy_versions=(self.policy_version,) * length,
                 )
             )
         return completions
@@ -141,32 +157,25 @@ class TransformersBackend:
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        own, self.policy_version = (
-            dict(self.model.named_parameters()),
-            None,
-        )  # until all of them are there
-        for name, tensor in weights:
-            if name not in own or own[name].shape != tensor.shape:
-                raise ValueError(
-                    f"weights must be those of the generator's model, but {name!r} does not fit:"
-                    " use the same model on both sides"
-                )
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].data.copy_(tensor)
-        self.policy_version = version
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: str = "keep"
+    ) -> None:
+        with self.scheduler.updating(version, in_flight):
+            copy_weights(self.model, weights)
 
     def sleep(self) -> None:
-        self.asleep = True
+        with self.scheduler.lock:  # not in the middle of a request
+            self.scheduler.asleep = True
 
     def wake(self) -> None:
-        self.asleep = False
+        self.scheduler.asleep = False
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def shutdown(self) -> None:
-        self.model = None
+        self.scheduler.shutdown()
+        self.waiting, self.model = [], None
 
 
 def demonstrate(folder: Path, steps: int = 20) -> None:

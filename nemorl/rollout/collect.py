@@ -151,10 +151,16 @@ def collect(
         rewards=reward_tensor(changed["rewards"], size, name),
         group_id=torch.tensor(index, dtype=torch.long) + first_group,
         answers=result.answers or [None] * len(completions),
-        kind=kind_of(sampling, version=completions[0].policy_version if completions else 0),
+        kind=kind_of(sampling, version=_version(completions)),
         metrics=metrics,
         components=components,
     )
+
+
+def _version(completions: Sequence[Completion]) -> int | None:
+    """The version that sampled all tokens, if it is one."""
+    versions = {version for c in completions for version in c.policy_versions} or {0}
+    return versions.pop() if len(versions) == 1 else None
 
 
 def kind_of(sampling: SamplingParams, *, version: int | None = None) -> LogprobKind:

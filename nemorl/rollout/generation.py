@@ -1,7 +1,7 @@
 """Requests to a generation engine, its answers, and the Protocol of engines."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from nemorl.checks import at_least, require
@@ -61,16 +61,28 @@ class Completion:
     token_ids: tuple[int, ...]
     """With the stop token, if one ended it."""
     logprobs: tuple[float, ...]
-    """Under the distribution that each was sampled from, filters included."""
+    """Under the distribution that each token was sampled from, filters included."""
     finish_reason: FinishReason
     """stop: a stop token or string came; length: max_new_tokens was reached."""
     text: str
     """Without special tokens, up to a stop string."""
-    policy_version: int = 0
+    policy_versions: tuple[int, ...] = ()
+    """Of the weights that sampled each token."""
+
+    @property
+    def policy_version(self) -> int:
+        """Return the oldest version that sampled a token."""
+        return min(self.policy_versions, default=0)
 
     @property
     def truncated(self) -> bool:
         return self.finish_reason == "length"
+
+
+def check_in_flight(in_flight: str) -> None:
+    """Raise a ValueError unless it is "keep" or "wait"."""
+    fits, remedy = in_flight in ("keep", "wait"), "keep changes the weights at once"
+    require(fits, "in_flight", "must be 'keep' or 'wait'", in_flight, remedy)
 
 
 def checked_requests(
@@ -117,6 +129,22 @@ def checked_requests(
     return params
 
 
+def seeded(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """Return parameters with a seed, drawn from torch's generator if they have none.
+
+    Raises: ValueError for stop strings without a tokenizer.
+    """
+    if params.stop_strings and tokenizer is None:
+        raise ValueError(
+            "stop_strings need a tokenizer: give the backend one, or use stop_token_ids"
+        )
+    if params.seed is not None:
+        return params
+    import torch
+
+    return replace(params, seed=int(torch.randint(2**62, ())))
+
+
 def text_before(stop_strings: Sequence[str], text: str) -> str:
     """Return a text up to the first of its stop strings.
 
@@ -130,7 +158,11 @@ def text_before(stop_strings: Sequence[str], text: str) -> str:
 
 @runtime_checkable
 class GenerationBackend(Protocol):
-    """An engine that turns prompts into completions (tests: test_generation_conformance.py)."""
+    """An engine that turns prompts into completions (tests: test_generation_conformance.py).
+
+    `as_generation_backend` adds what a class lacks that has only `setup`, `update_weights`,
+    `shutdown`, and `sample` or `generate`.
+    """
 
     policy_version: int | None
     """Of its weights. None: an update failed."""
@@ -145,22 +177,41 @@ class GenerationBackend(Protocol):
     def setup(self, config: Any) -> None:
         """Load what is needed to generate. The first call."""
 
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
+        """Return `params.n` completions of a prompt (token ids).
+
+        Any number of requests at once, from any event loop. To cancel the task that awaits ends
+        the request. Raises: RuntimeError while asleep, after a failed update or `shutdown`.
+        """
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        """Return `n` completions for each prompt (token ids), in the order given."""
+        """Return `n` completions for each prompt, in the order given: `sample` for scripts.
 
-    def update_weights(self, weights: Iterable[tuple[str, "Tensor"]], version: int) -> None:
-        """Take new weights (Hugging Face names); completions carry `version` from now on.
+        Blocks, also where an event loop runs, as in a notebook.
+        """
 
-        After a failed update nothing is generated. Until the next update the weights can be
-        iterated again, for an engine that starts anew, and do not change.
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, "Tensor"]],
+        version: int,
+        in_flight: str = "keep",
+    ) -> None:
+        """Take new weights (Hugging Face names); tokens carry `version` from now on.
+
+        Unfinished requests go on with them ("keep"), or finish with the old ones first ("wait").
+        After a failed update they fail, and nothing is generated. Until the next update the weights
+        can be iterated again, for an engine that starts anew, and do not change.
         """
 
     def sleep(self) -> None:
-        """Free memory while the trainer works; generating is an error then. May be repeated."""
+        """Free memory while the trainer works. May be repeated.
+
+        A new request is an error then; unfinished ones may pause until `wake`.
+        """
 
     def wake(self) -> None:
         """Be ready to generate again. May be repeated."""
@@ -169,4 +220,4 @@ class GenerationBackend(Protocol):
         """Return measurements since the last call, logged as generation/NAME."""
 
     def shutdown(self) -> None:
-        """Free everything. The last call."""
+        """Free everything; unfinished requests fail. The last call."""

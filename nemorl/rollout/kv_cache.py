@@ -23,6 +23,14 @@ class SlotCache:
         self._width = 0
         self._lines: Tensor | None = None
 
+    def grow(self, num_slots: int, length: int) -> None:
+        """Make room for more or longer sequences, with the same contents."""
+        for stores in (self.keys, self.values):
+            for i, old in enumerate(stores):
+                stores[i] = old.new_zeros(num_slots, old.shape[1], length, old.shape[3])
+                stores[i][: self.num_slots, :, : self.length] = old
+        self.num_slots, self.length = num_slots, length
+
     def prefill(self, slots: Tensor, sources: Tensor) -> None:
         """Announce a pass of whole prompts: slot `slots[i]` keeps a copy of prompt `sources[i]`."""
         self._prefill = (slots, sources)

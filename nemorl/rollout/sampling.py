@@ -12,6 +12,7 @@ from torch import Tensor
 from nemorl.losses.logprobs import filter_logits
 from nemorl.rollout.generation import FinishReason, SamplingParams
 from nemorl.rollout.random import uniform
+from nemorl.rollout.scheduler import Request
 
 FILTERS_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -20,21 +21,23 @@ FILTERS_OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 class Slot:
     """A response in progress, on the host."""
 
-    request: int
+    request: Request
     sample: int
-    params: SamplingParams
-    seed: int
-    prompt_length: int
     limit: int
     """Its most tokens."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
     @property
-    def position(self) -> int:
-        """Of the newest token, prompt included."""
-        return self.prompt_length + len(self.token_ids) - 1
+    def params(self) -> SamplingParams:
+        return self.request.params
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt included."""
+        return len(self.request.prompt) + len(self.token_ids)
 
 
 @dataclass
@@ -69,7 +72,7 @@ class SlotTensors:
         greedy = [p.temperature == 0 for p in params]
         return cls(
             slots=slots,
-            seeds=column([s.seed for s in slots]),
+            seeds=column([p.seed for p in params]),
             samples=column([s.sample for s in slots]),
             greedy=column(greedy, torch.bool) if any(greedy) else None,
             filters={
@@ -80,9 +83,9 @@ class SlotTensors:
                 for name, off in FILTERS_OFF.items()
             },
             places=column([len(s.token_ids) for s in slots]),
-            positions=column([s.position for s in slots]),
+            positions=column([s.length - 1 for s in slots]),
             tokens=column([s.token_ids[-1] if s.token_ids else 0 for s in slots]),
-            width=max(s.position for s in slots) + 1,
+            width=max(s.length for s in slots),
         )
 
     def advance(self, tokens: Tensor) -> None:

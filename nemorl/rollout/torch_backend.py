@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,20 +22,25 @@ from nemorl.rollout.generation import (
     FinishReason,
     SamplingParams,
     checked_requests,
+    seeded,
     text_before,
 )
 from nemorl.rollout.kv_cache import SlotCache
 from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
+from nemorl.rollout.scheduler import Request, Scheduler
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of a pass, padding included."""
+STEP_S = 0.05
+"""Seconds of a step, of several tokens: an event loop waits so long; its start takes 0.5 ms."""
 
 
 class TorchGenerationBackend:
     """`GenerationBackend` "torch" on the trainer's own model: no copy, nothing to sync.
 
     Decoding is continuous: waiting prompts take the slots of finished sequences. A prompt is
-    computed once for all its samples.
+    computed once for all its samples. After an update, and after sleep, the cache of unfinished
+    sequences is computed anew: each token has the logprob of its version's weights for all before.
     """
 
     def __init__(
@@ -46,11 +53,18 @@ class TorchGenerationBackend:
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.model_path, self.precision = model_path, precision
-        self.policy_version: int | None = 0
         self.end_tokens: set[int] = set()
         self.max_batch_size = 256
         self.cache: SlotCache | None = None
-        self.asleep = False
+        self._scheduler = Scheduler(self._step)
+        self._waiting: deque[list[Slot]] = deque()
+        """Samples that share a prefill."""
+        self._active: list[Slot] = []
+        self._batch: SlotTensors | None = None
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._scheduler.policy_version
 
     def setup(self, config: Any) -> None:
         self.max_batch_size = config.max_batch_size
@@ -59,40 +73,58 @@ class TorchGenerationBackend:
         check_supported(self.model.config)
         self.end_tokens = end_tokens(self.model, self.tokenizer)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy what is not the same memory already."""
-        own, adapted = self._model.state_dict(keep_vars=True), has_adapters(self._model)
-        self.policy_version = None  # until all of them are there
-        with torch.no_grad():
-            for name, tensor in weights:
-                if adapted and name in own and own[name].data_ptr() == tensor.data_ptr():
-                    break  # merged adapters are for others
-                if adapted:
-                    raise ValueError(
-                        "a generator whose model has adapters must share it with the trainer, but"
-                        " these weights are of another"
-                    )
-                if name not in own or own[name].shape != tensor.shape:
-                    expected = f"has shape {tuple(own[name].shape)}" if name in own else "lacks it"
-                    raise ValueError(
-                        f"weights must be those of the generator's model, but {name!r} does not fit"
-                        f" (shape {tuple(tensor.shape)}; the model {expected})"
-                    )
-                if own[name].data_ptr() != tensor.data_ptr():
-                    own[name].copy_(tensor)
-        self.policy_version = version
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self._scheduler.check()
+        return await self._scheduler.sample(self._requests([prompt], params)[0])
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+    ) -> list[Completion]:
+        self._scheduler.check()
+        return self._scheduler.generate(self._requests(prompts, sampling_params))
+
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        in_flight: str = "keep",
+    ) -> None:
+        """Copy what is not the same memory already.
+
+        Raises: RuntimeError for "wait" where requests are in flight and it is the same memory: the
+        old weights are gone.
+        """
+        weights = iter(weights)
+        first = next(weights, None)
+        own = dict(self._model.named_parameters())
+        same = first is not None and first[0] in own and shared(own[first[0]], first[1])
+        if in_flight == "wait" and same and self._scheduler.busy:
+            raise RuntimeError(
+                "in_flight='wait' needs the old weights, but this engine computes on the trainer's"
+                " own: await the requests before the trainer's step, or use in_flight='keep'"
+            )
+        with self._scheduler.updating(version, in_flight):
+            self._preempt()
+            copy_weights(self._model, weights if first is None else chain([first], weights))
 
     def sleep(self) -> None:
-        self.cache, self.asleep = None, True
+        with self._scheduler.lock:
+            self._preempt()
+            self.cache, self._scheduler.asleep = None, True
 
     def wake(self) -> None:
-        self.asleep = False
+        self._scheduler.asleep = False
 
     def metrics(self) -> dict[str, float]:
         return {}
 
     def shutdown(self) -> None:
-        self.cache = self.model = None
+        with self._scheduler.lock:
+            self._scheduler.shutdown()
+            self._forget()
+            self.model = None
 
     @property
     def _model(self) -> nn.Module:
@@ -104,110 +136,118 @@ class TorchGenerationBackend:
     def _device(self) -> torch.device:
         return head_weight(self._model).device
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
-    ) -> list[Completion]:
-        if self.asleep:
-            raise RuntimeError("the generation backend sleeps: call wake() before generate()")
-        if self.policy_version is None:
-            raise RuntimeError(
-                "the generation backend's weights are incomplete, because an update failed: call"
-                " update_weights() again"
-            )
-        waiting = self._requests(prompts, sampling_params)
-        finished: list[Slot] = []
-        active: list[Slot] = []
-        batch: SlotTensors | None = None
-        try:
-            autocast = torch.autocast(
-                self._device.type, torch.bfloat16, enabled=self.precision != "float32"
-            )
-            with torch.no_grad(), decoding(self._model), autocast:
-                self._make_cache(waiting)
-                while waiting or active:
-                    while self._room_for(waiting, len(active)):
-                        active = self._retire(
-                            active + self._admit(prompts, waiting, len(active)), finished
-                        )
-                    if active:
-                        if batch is None or batch.slots is not active:
-                            batch = SlotTensors.of(active, self._device)
-                        self._decode(batch)
-                        active = self._retire(active, finished)
-        except BaseException:
-            self.cache = None  # it must not get into later answers
-            raise
-        finished.sort(key=lambda s: (s.request, s.sample))
-        texts = [""] * len(finished)
-        if self.tokenizer is not None and finished:
-            texts = self._decode_texts([s.token_ids for s in finished])
-        return [
-            Completion(
-                token_ids=tuple(s.token_ids),
-                logprobs=tuple(s.logprobs),
-                finish_reason=s.finish_reason or "length",
-                text=text_before(s.params.stop_strings, text),
-                policy_version=self.policy_version,
-            )
-            for s, text in zip(finished, texts, strict=True)
-        ]
-
     def _requests(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
-    ) -> deque[list[Slot]]:
-        """The samples of each prompt that share a prefill; short prompts first, to pad least."""
-        positions = getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
+    ) -> list[Request]:
         params = checked_requests(
             prompts,
             sampling_params,
             vocab_size=head_weight(self._model).shape[0],
-            max_positions=positions,
+            max_positions=self._positions,
         )
-        waiting: deque[list[Slot]] = deque()
-        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            seed = int(torch.randint(2**62, ())) if p.seed is None else p.seed
-            limit = min(p.max_new_tokens, positions - len(prompt))
-            samples = [Slot(index, j, p, seed, len(prompt), limit) for j in range(p.n)]
-            waiting.extend(
-                samples[i : i + self.max_batch_size] for i in range(0, p.n, self.max_batch_size)
-            )
-        return deque(sorted(waiting, key=lambda group: group[0].prompt_length))
+        return [
+            Request(prompt, seeded(p, self.tokenizer))
+            for prompt, p in zip(prompts, params, strict=True)
+        ]
 
-    def _make_cache(self, waiting: deque[list[Slot]]) -> None:
-        slots = min(self.max_batch_size, sum(len(group) for group in waiting))
-        length = max((s.prompt_length + s.limit for group in waiting for s in group), default=0)
-        if self.cache is None or self.cache.num_slots < slots or self.cache.length < length:
+    @property
+    def _positions(self) -> int:
+        return getattr(self._model.config, "max_position_embeddings", None) or sys.maxsize
+
+    def _step(self, new: list[Request], dropped: list[Request]) -> None:
+        """Decode for STEP_S, or until nothing is left."""
+        end = time.monotonic() + STEP_S
+        autocast = torch.autocast(
+            self._device.type, torch.bfloat16, enabled=self.precision != "float32"
+        )
+        try:
+            self._queue(new, dropped)
+            with torch.no_grad(), decoding(self._model), autocast:
+                while self._waiting or self._active:
+                    while self._room():
+                        self._admit()
+                        self._retire()
+                    if self._active:
+                        self._decode()
+                        self._retire()
+                    if time.monotonic() >= end:
+                        break
+        except BaseException:
+            self._forget()  # it must not get into later answers
+            raise
+
+    def _forget(self) -> None:
+        self.cache = self._batch = None
+        self._active = []
+        self._waiting.clear()
+
+    def _preempt(self) -> None:
+        """Have the cache of unfinished sequences computed anew, from their tokens so far."""
+        self._waiting.extendleft([one] for one in reversed(self._active))
+        self._active, self._batch = [], None
+
+    def _queue(self, new: list[Request], dropped: list[Request]) -> None:
+        """Take requests, short prompts first, to pad least; and let go of others."""
+        size, groups = self.max_batch_size, []
+        for request in new:
+            n, length = request.params.n, len(request.prompt)
+            limit = min(request.params.max_new_tokens, self._positions - length)
+            request.parts = [Slot(request, j, limit) for j in range(n)]
+            groups += [request.parts[i : i + size] for i in range(0, n, size)]
+        self._waiting.extend(sorted(groups, key=lambda group: group[0].length))
+        if dropped:
+            gone = set(dropped)
+            for slot in self._active:
+                if slot.request in gone:
+                    slot.finish_reason = "stop"
+            self._retire()
+            self._waiting = deque(group for group in self._waiting if group[0].request not in gone)
+        if self._waiting and (new or self.cache is None):
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Make the cache large enough for all requests, or for a full batch of them."""
+        everything = [s for group in self._waiting for s in group] + self._active
+        length = max(len(s.request.prompt) + s.limit for s in everything)
+        slots = min(self.max_batch_size, len(everything))
+        if self.cache is None:
             self.cache = SlotCache(slots, length)
+        elif self.cache.num_slots < slots or self.cache.length < length:
+            if self._active:  # requests come one by one: not a copy for each
+                slots = min(self.max_batch_size, max(slots, 2 * self.cache.num_slots))
+                length = max(length, self.cache.length)
+                self.cache.grow(max(slots, self.cache.num_slots), length)
+            else:
+                self.cache = SlotCache(slots, length)
 
-    def _room_for(self, waiting: deque[list[Slot]], num_active: int) -> bool:
+    def _room(self) -> bool:
         """Whether to admit a group now: while others decode, once an eighth is free."""
+        if not self._waiting:
+            return False
         assert self.cache is not None
-        free = self.cache.num_slots - num_active
-        return bool(waiting) and free >= (
-            max(len(waiting[0]), self.cache.num_slots // 8) if num_active else 1
+        free = self.cache.num_slots - len(self._active)
+        return free >= (
+            max(len(self._waiting[0]), self.cache.num_slots // 8) if self._active else 1
         )
 
-    def _admit(
-        self, prompts: Sequence[Sequence[int]], waiting: deque[list[Slot]], num_active: int
-    ) -> list[Slot]:
-        """Compute waiting prompts in one pass of up to PREFILL_TOKENS and sample."""
+    def _admit(self) -> None:
+        """Compute waiting sequences in one pass of up to PREFILL_TOKENS, and sample."""
         assert self.cache is not None
+        num_active, device = len(self._active), self._device
         free = self.cache.num_slots - num_active
         groups: list[list[Slot]] = []
-        while (
-            waiting
-            and len(waiting[0]) <= free
-            and (not groups or (len(groups) + 1) * waiting[0][0].prompt_length <= PREFILL_TOKENS)
-        ):
-            free -= len(waiting[0])
-            groups.append(waiting.popleft())
-        device = self._device
+        width = 0
+        while self._waiting and len(self._waiting[0]) <= free:
+            width = max(width, self._waiting[0][0].length)
+            if groups and (len(groups) + 1) * width > PREFILL_TOKENS:
+                break
+            free -= len(self._waiting[0])
+            groups.append(self._waiting.popleft())
         input_ids, lengths = pad(
-            [torch.tensor(prompts[group[0].request]) for group in groups], value=0
+            [torch.tensor([*first.request.prompt, *first.token_ids]) for first, *_ in groups],
+            value=0,
         )
         new = [s for group in groups for s in group]
         sources = torch.tensor(
@@ -220,10 +260,13 @@ class TorchGenerationBackend:
         hidden = self._forward(input_ids.to(device), positions, causal)
         last = hidden[torch.arange(len(groups), device=device), lengths.to(device) - 1]
         self._sample(self._logits(last)[sources], SlotTensors.of(new, device))
-        return new
+        self._active = self._active + new
 
-    def _decode(self, batch: SlotTensors) -> None:
+    def _decode(self) -> None:
         assert self.cache is not None
+        batch = self._batch
+        if batch is None or batch.slots is not self._active:
+            batch = self._batch = SlotTensors.of(self._active, self._device)
         self.cache.decode(batch.positions, batch.width)
         visible = (torch.arange(batch.width, device=self._device) <= batch.positions[:, None])[
             :, None, None
@@ -250,9 +293,12 @@ class TorchGenerationBackend:
             raise FloatingPointError(
                 "the model's logits are not finite: its weights hold NaN or infinity"
             )
+        version = self.policy_version
+        assert version is not None
         for s, token, logprob in zip(batch.slots, tokens.tolist(), logprobs.tolist(), strict=True):
             s.token_ids.append(token)
             s.logprobs.append(logprob)
+            s.versions.append(version)
             s.finish_reason = self._finish_reason(s, token)
         batch.advance(tokens)
 
@@ -261,20 +307,19 @@ class TorchGenerationBackend:
             return "stop"
         if s.params.stop_strings:
             # It began at most its length in bytes earlier.
-            tail = self._decode_texts(
-                [s.token_ids[-max(len(stop.encode()) for stop in s.params.stop_strings) - 4 :]]
-            )[0]
+            longest = max(len(stop.encode()) for stop in s.params.stop_strings)
+            tail = self.tokenizer.decode(s.token_ids[-longest - 4 :], skip_special_tokens=True)
             if any(stop in tail for stop in s.params.stop_strings):
                 return "stop"
         return "length" if len(s.token_ids) >= s.limit else None
 
-    def _retire(self, active: list[Slot], finished: list[Slot]) -> list[Slot]:
+    def _retire(self) -> None:
         """Take finished sequences out; the last active ones move into their slots."""
-        assert self.cache is not None
+        active = self._active
         done = [s for s in active if s.finish_reason]
         if not done:
-            return active
-        finished += done
+            return
+        assert self.cache is not None
         remaining = len(active) - len(done)
         gaps = [slot for slot in range(remaining) if active[slot].finish_reason]
         movers = [slot for slot in range(remaining, len(active)) if not active[slot].finish_reason]
@@ -284,11 +329,57 @@ class TorchGenerationBackend:
         kept = active[:remaining]
         for gap, mover in zip(gaps, movers, strict=True):
             kept[gap] = active[mover]
-        return kept
+        self._active = kept
+        self._answer(list(dict.fromkeys(s.request for s in done)))
 
-    def _decode_texts(self, token_ids: list[list[int]]) -> list[str]:
-        if self.tokenizer is None:
-            raise ValueError(
-                "stop_strings need a tokenizer: give the backend one, or use stop_token_ids"
+    def _answer(self, requests: list[Request]) -> None:
+        """Answer the requests of which all samples are finished."""
+        whole = [request for request in requests if all(s.finish_reason for s in request.parts)]
+        samples = [s for request in whole for s in request.parts]
+        texts = [""] * len(samples)
+        if self.tokenizer is not None and samples:
+            ids = [s.token_ids for s in samples]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        made = [
+            Completion(
+                token_ids=tuple(s.token_ids),
+                logprobs=tuple(s.logprobs),
+                finish_reason=s.finish_reason or "length",
+                text=text_before(s.params.stop_strings, text),
+                policy_versions=tuple(s.versions),
             )
-        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+            for s, text in zip(samples, texts, strict=True)
+        ]
+        rest = iter(made)
+        for request in whole:
+            request.answer(list(islice(rest, request.params.n)))
+
+
+def shared(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are the same memory."""
+    return a.data_ptr() == b.data_ptr()
+
+
+def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy into a model what is not the same memory already.
+
+    Raises: ValueError for weights of another model.
+    """
+    own, adapted = model.state_dict(keep_vars=True), has_adapters(model)
+    with torch.no_grad():
+        for name, tensor in weights:
+            if adapted and name in own and shared(own[name], tensor):
+                break  # merged adapters are for others
+            if adapted:
+                raise ValueError(
+                    "a generator whose model has adapters must share it with the trainer, but"
+                    " these weights are of another"
+                )
+            if name not in own or own[name].shape != tensor.shape:
+                expected = f"has shape {tuple(own[name].shape)}" if name in own else "lacks it"
+                raise ValueError(
+                    f"weights must be those of the generator's model, but {name!r} does not fit"
+                    f" (shape {tuple(tensor.shape)}; the model {expected})"
+                )
+            if not shared(own[name], tensor):
+                own[name].copy_(tensor)

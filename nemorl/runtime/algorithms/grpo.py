@@ -160,10 +160,10 @@ def compared_samples(
     part = trim(take(batch, rows))
     if part.prev_logprobs is None:
         part = with_prev_logprobs(run, part)
-    shown = select(rollouts, rows)
-    samples = samples_of(shown, part, len(rows))
+    compared = select(rollouts, rows)
+    samples = samples_of(compared, part, len(rows))
     if run.config.overlong.buffer:
-        shaped = shaping(shown).tolist()
+        shaped = shaping(compared).tolist()
         samples = [s | {"shaped_reward": x} for s, x in zip(samples, shaped, strict=True)]
     return [{**sample, "worst_tokens": worst_tokens(sample, run.tokenizer)} for sample in samples]
 

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.models.adapters import merged_tensors
 from nemorl.models.causal_lm import end_tokens
-from nemorl.rollout.generation import Completion, SamplingParams, checked_requests, text_before
+from nemorl.rollout.generation import (
+    Completion,
+    SamplingParams,
+    check_in_flight,
+    checked_requests,
+    seeded,
+    text_before,
+)
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.spec import engine_spec
 
 if TYPE_CHECKING:
     from nemorl.runtime.engines.replicas import Replicas, Request
+    from nemorl.runtime.engines.spec import Sample
 
 
 class VLLMGenerationBackend:
@@ -31,6 +39,8 @@ class VLLMGenerationBackend:
         self.policy_version: int | None = None
         """None: there are no weights yet, or an update of them failed."""
         self.updated = self.asleep = False
+        self._lock = threading.RLock()
+        """Held while weights change."""
         self._engines: Replicas | None = None
 
     def setup(self, config: GenerationConfig) -> None:
@@ -50,25 +60,21 @@ class VLLMGenerationBackend:
             ) from error
         self._engines = Replicas(config, spec)
 
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
+        requests = self._requests([prompt], params)
+        return self._completions(requests, [await self._running.sample(*requests[0])])
+
     def generate(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Completion]:
-        engines = self._running
-        if self.asleep:
-            raise RuntimeError("the generation backend sleeps: call wake() before generate()")
         requests = self._requests(prompts, sampling_params)
-        if not requests:
-            return []
-        if self.policy_version is None and self.updated:
-            raise RuntimeError(
-                "the generation backend's weights are incomplete, because an update failed: call"
-                " update_weights() with all of them"
-            )
-        if self.policy_version is None:
-            self.update_weights(list(merged_tensors(self.model)), 0)
-        groups = engines.generate(requests)
+        return self._completions(requests, self._running.generate(requests) if requests else [])
+
+    def _completions(
+        self, requests: Sequence[Request], groups: Sequence[tuple[Sample, ...]]
+    ) -> list[Completion]:
         made = [
             (params, sample)
             for (_, params), samples in zip(requests, groups, strict=True)
@@ -84,20 +90,29 @@ class VLLMGenerationBackend:
                 logprobs=sample.logprobs,
                 finish_reason=sample.finish_reason,
                 text=text_before(params.stop_strings, text),
-                policy_version=self.policy_version or 0,
+                policy_versions=sample.policy_versions,
             )
             for (params, sample), text in zip(made, texts, strict=True)
         ]
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(
+        self,
+        weights: Iterable[tuple[str, Tensor]],
+        version: int,
+        in_flight: str = "keep",
+    ) -> None:
         """Raises ValueError for weights that are not the model's; then nothing is generated until
         an update succeeds.
         """
-        if self.asleep:
-            raise RuntimeError("the generation backend sleeps: call wake() before update_weights()")
-        self.policy_version, self.updated = None, True
-        self._running.update_weights(weights, version)
-        self.policy_version = version
+        check_in_flight(in_flight)
+        with self._lock:
+            if self.asleep:
+                raise RuntimeError(
+                    "the generation backend sleeps: call wake() before update_weights()"
+                )
+            self.policy_version, self.updated = None, True
+            self._running.update_weights(weights, version, in_flight)
+            self.policy_version = version
 
     def sleep(self) -> None:
         if not self.asleep:
@@ -126,12 +141,27 @@ class VLLMGenerationBackend:
             )
         return self._engines
 
+    def _check(self) -> None:
+        """Raise RuntimeError where nothing can be generated."""
+        engines = self._running
+        if self.asleep:
+            raise RuntimeError("the generation backend sleeps: call wake() before generate()")
+        with self._lock:
+            if self.policy_version is None and self.updated:
+                raise RuntimeError(
+                    "the generation backend's weights are incomplete, because an update failed:"
+                    " call update_weights() with all of them"
+                )
+            if engines.version is None:
+                self.update_weights(merged_tensors(self.model), 0)
+
     def _requests(
         self,
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
-        """Complete the requests: seeds, end tokens, lengths that fit."""
+        """Complete the requests: seeds, end tokens, lengths that fit. The engines get weights."""
+        self._check()
         params = checked_requests(
             prompts,
             sampling_params,
@@ -141,13 +171,8 @@ class VLLMGenerationBackend:
         requests = []
         for prompt, p in zip(prompts, params, strict=True):
             check_sampling(p)
-            if p.stop_strings and self.tokenizer is None:
-                raise ValueError(
-                    "stop_strings need a tokenizer: give the backend one, or use stop_token_ids"
-                )
             complete = replace(
-                p,
-                seed=int(torch.randint(2**62, ())) if p.seed is None else p.seed,
+                seeded(p, self.tokenizer),
                 stop_token_ids=(*p.stop_token_ids, *self._ends),
                 max_new_tokens=min(p.max_new_tokens, self._positions - len(prompt)),
             )

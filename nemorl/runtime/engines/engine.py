@@ -71,6 +71,8 @@ class _Tokens:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    versions: tuple[int, ...] = ()
+    """Known when it is finished."""
     finish_reason: str | None = None
 
 
@@ -78,7 +80,7 @@ class Engine:
     """A vLLM engine for one thread, usable once it has weights. Raises EngineStartError."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        self.usable, self.partial = False, 0
+        self.usable, self.asleep, self.partial = False, False, 0
         self._requests: dict[int, list[_Tokens]] = {}
         self._folder = ExitStack()
         self._folder.enter_context(_own_folder())
@@ -148,6 +150,7 @@ class Engine:
 
     def _try(self) -> None:
         """Generate a token: some models start that can't be computed."""
+        self._llm.set_weight_version("0")
         self.add(-1, (0,), SamplingParams(temperature=0.0, max_new_tokens=1, seed=0))
         while self._requests:
             self.step()
@@ -155,7 +158,7 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether there is something to compute, and weights for it."""
-        return self.usable and bool(self._requests)
+        return self.usable and not self.asleep and bool(self._requests)
 
     def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
         """Begin the samples of a prompt."""
@@ -207,6 +210,11 @@ class Engine:
                     " weights hold NaN or infinity"
                 )
             sample.finish_reason = part.finish_reason
+            sample.versions = tuple(
+                int(span.version)
+                for span in part.weight_versions or ()
+                for _ in range(span.start, span.end)
+            )
             self.partial += part.finish_reason is not None
             if all(one.finish_reason for one in request):
                 finished[int(name)] = tuple(map(_sample, self._requests.pop(int(name))))
@@ -237,9 +245,10 @@ class Engine:
     def load_weights(self, info: dict[str, Any]) -> None:
         self._llm.collective_rpc("update_weights", args=(info,))
 
-    def finish_weights(self) -> None:
+    def finish_weights(self, version: int) -> None:
         """Use the new weights, also for unfinished samples, whose cache is computed anew."""
         self._llm.collective_rpc("finish_weight_update")
+        self._llm.set_weight_version(str(version))
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
                 "the engine's cache must be empty before new weights are used, but vLLM keeps a"
@@ -248,14 +257,16 @@ class Engine:
         self.usable = True
 
     def sleep(self) -> None:
-        """Give memory back; at level 2 that of the weights, too."""
+        """Give memory back, at level 2 that of the weights, too; unfinished samples pause."""
         if self._sleep_level:
-            self._llm.sleep(self._sleep_level)
+            self._llm.sleep(self._sleep_level, mode="keep")
+            self.asleep = True
             self.usable = self.usable and self._sleep_level < 2
 
     def wake(self) -> None:
         if self._sleep_level:
             self._llm.wake_up()
+            self.asleep = False
 
     def shutdown(self) -> None:
         """End it and its processes."""
@@ -314,6 +325,7 @@ def _sample(tokens: _Tokens) -> Sample:
     return Sample(
         token_ids=tuple(tokens.token_ids),
         logprobs=tuple(tokens.logprobs),
+        policy_versions=tokens.versions,
         finish_reason=reason,  # type: ignore[arg-type]
     )
 

@@ -9,11 +9,12 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import ray
 import torch
@@ -35,6 +36,7 @@ from nemorl.runtime.run.temporary import temporary_folder
 TICK_S = 0.5
 """How often a driver that waits looks for replicas without weights, and whether Ray is there."""
 SHUTDOWN_S = 10.0
+SHUT_DOWN = "the generation backend was shut down before it answered"
 
 Weights = Iterable[tuple[str, Tensor]]
 Request = tuple[tuple[int, ...], SamplingParams]
@@ -94,9 +96,9 @@ class Replica:
 class Replicas:
     """Engines that share the prompts, follow the trainer's weights and outlive their processes.
 
-    All state belongs to an event loop on a thread of its own; weights are sent from the thread of
-    `generate` or `update_weights`, the trainer's. What a replica had not answered when it died or
-    hung is done by the others, with the same results: seeds belong to requests.
+    All state belongs to an event loop on a thread of its own; weights are sent from the threads of
+    `generate`, `sample` and `update_weights`, the trainer's. What a replica had not answered when
+    it died or hung is done by the others, with the same results: seeds belong to requests.
     """
 
     actor: type[EngineActor] = EngineActor
@@ -108,9 +110,20 @@ class Replicas:
         self._over: ChildProcessError | None = None
         """All replicas have been given up."""
         self._keepers: list[asyncio.Future[None]] = []
-        self._seconds = 0.0
+        self._tasks: set[asyncio.Task[Any]] = set()
+        """Requests in flight."""
+        self._stopped: Exception | None = None
+        """Why they are cancelled, if not by who made them."""
+        self._asked: set[Future[Any]] = set()
+        """Those that came by `sample`."""
+        self._tended: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+        """Callers' event loops that look after replicas."""
+        self._seconds, self._since = 0.0, 0.0
+        """With requests in flight; the last time that there were none."""
         self._turn, self._freed, self._awake = asyncio.Lock(), asyncio.Event(), asyncio.Event()
+        self._sending, self._admitting = threading.RLock(), asyncio.Event()
         self._awake.set()
+        self._admitting.set()
         python = config.python
         found = python is None or shutil.which(python) is not None
         require(found, "generation.python", "must be an interpreter", python, "name one")
@@ -137,15 +150,53 @@ class Replicas:
 
     def generate(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
         """Return the samples of each request, in order. After an error nothing goes on."""
-        begin = time.monotonic()
-        try:
-            self._supply()
-            return self._do(self._sample_all(requests), meanwhile=self._supply)
-        finally:
-            self._seconds += time.monotonic() - begin
+        self._supply()
+        return self._do(self._sample_all(requests), meanwhile=self._supply)
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
+        """Return the samples of one prompt, for a task of any event loop."""
+        future = asyncio.run_coroutine_threadsafe(self._sample(prompt, params), self._loop)
+        self._asked.add(future)
+        future.add_done_callback(self._asked.discard)
+        loop = asyncio.get_running_loop()
+        if loop not in self._tended:
+            self._tended.add(loop)
+            loop.call_soon(self._tend, loop)
+        return await asyncio.wrap_future(future)
+
+    def _tend(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Do on a caller's event loop now and then what `generate` does while it waits."""
+        if not self._asked or self._loop.is_closed():
+            self._tended.discard(loop)
+            return
+        try:
+            self._cluster.check()
+            self._supply_others()
+        except Exception as error:
+            asyncio.run_coroutine_threadsafe(self._stop(error), self._loop)
+        loop.call_later(TICK_S, self._tend, loop)
+
+    async def _sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
         """Return the samples of one prompt, by whichever replica has room. On the event loop."""
+        task = asyncio.current_task()
+        assert task is not None
+        if not self._tasks:
+            self._since = time.monotonic()
+        self._tasks.add(task)
+        try:
+            await self._admitting.wait()
+            return await self._answer(prompt, params)
+        except asyncio.CancelledError:
+            if self._stopped is None:
+                raise
+            raise self._stopped from None
+        finally:
+            self._tasks.discard(task)
+            if not self._tasks:
+                self._seconds += time.monotonic() - self._since
+            self._freed.set()
+
+    async def _answer(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
         while True:
             life = await self._room(params.n)
             replica, call = life.replica, life.actor.sample.remote(prompt, params)
@@ -171,7 +222,7 @@ class Replicas:
                 self._freed.set()
 
     async def _sample_all(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
-        tasks = [asyncio.ensure_future(self.sample(*request)) for request in requests]
+        tasks = [asyncio.ensure_future(self._sample(*request)) for request in requests]
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -290,7 +341,8 @@ class Replicas:
                 now, late = before, 1
             except RayError as error:
                 raise replica.died(str(error)) from None
-            idle = idle + 1 + late if now == before and life.open else 0
+            works = life.open and life.version is not None and self._awake.is_set()
+            idle = idle + 1 + late if now == before and works else 0
             before = now
             if idle >= 4:
                 hangs = f"made no progress for {self.config.timeout_s:g} s (generation.timeout_s)"
@@ -324,26 +376,67 @@ class Replicas:
                 ray.kill(replica.actor)
         replica.actor = None
 
-    def update_weights(self, weights: Weights, version: int) -> None:
+    def update_weights(self, weights: Weights, version: int, in_flight: str = "keep") -> None:
         """Give all that are up these weights; the others get them before they are used.
 
-        Raises what was wrong with them; then nothing can be generated until an update succeeds.
+        Raises what was wrong with them; then nothing can be generated until an update succeeds, and
+        requests in flight fail.
         """
-        self._weights = list(weights) if iter(weights) is weights else weights
-        self.version = version
-        for life in self._lives():
-            life.version = None
-        while not any(life.version == version for life in self._lives()):
-            if self._over:
-                raise self._over
-            if not self._supply():
-                self._pause()
+        try:
+            if in_flight == "wait":
+                self._do(self._drained(), meanwhile=self._supply_others)
+            with self._sending:
+                self._weights = list(weights) if iter(weights) is weights else weights
+                self.version = version
+                for life in self._lives():
+                    life.version = None
+            while not any(life.version == version for life in self._lives()):
+                if self._over:
+                    raise self._over
+                if not self._supply():
+                    self._pause()
+        except BaseException as error:
+            failed = f"an update of the weights failed while the request was in flight: {error}"
+            with suppress(Exception):
+                self._do(self._stop(RuntimeError(failed)))
+            raise
+        finally:
+            self._loop.call_soon_threadsafe(self._admitting.set)
+
+    async def _drained(self) -> None:
+        """Wait for the requests in flight; new ones wait for the update."""
+        self._admitting.clear()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _stop(self, error: Exception) -> None:
+        """End all requests in flight with an error."""
+        self._stopped, tasks = error, list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._stopped = None
+
+    def _supply_others(self) -> None:
+        """Send weights to replicas that came back. It may fail while others have them: where the
+        trainer has gone on since, the next update is for all.
+        """
+        try:
+            if self._awake.is_set():
+                self._supply()
+        except Exception:
+            if not any(life.version == self.version for life in self._lives()):
+                raise
 
     def _supply(self) -> bool:
         """Send the present weights to replicas that lack them; return whether there were any."""
-        lives = {life.replica.rank: life for life in self._lives() if life.version != self.version}
-        if not lives:
-            return False
+        with self._sending:
+            lives = {one.replica.rank: one for one in self._lives() if one.version != self.version}
+            if lives:
+                self._send(lives)
+            return bool(lives)
+
+    def _send(self, lives: Mapping[int, Life]) -> None:
         sender = WeightSender(
             actors={rank: life.actor for rank, life in lives.items()},
             places={rank: life.place for rank, life in lives.items()},
@@ -352,12 +445,12 @@ class Replicas:
             transport=self.config.weight_transport,
             processes=self.config.tensor_parallel_size,
             timeout_s=self.config.timeout_s,
+            version=self.version or 0,
         )
         send = getattr(self._weights, "send", None)
         failed = sender(self._weights) if send is None else send(sender, dtype=sender.dtype)
         self._cluster.check()
         self._do(self._supplied(lives, failed))
-        return True
 
     async def _supplied(self, lives: Mapping[int, Life], failed: Mapping[int, str]) -> None:
         """Note which replicas have new weights: all that were sent them, or none."""
@@ -368,7 +461,7 @@ class Replicas:
         self._freed.set()
 
     def sleep(self) -> None:
-        """Give memory back; no replica may start and take memory meanwhile."""
+        """Give memory back; no replica may start and take memory meanwhile. Requests pause."""
         if self.spec.sleep_level:
             while not all(one.life or one.given_up for one in self._replicas):
                 self._pause()
@@ -399,15 +492,17 @@ class Replicas:
     def metrics(self) -> dict[str, float]:
         """Return each replica's tokens, restarts and busy share of the time since the last call."""
         measured: dict[str, float] = {}
+        now = time.monotonic()
+        seconds = self._seconds + (now - self._since if self._tasks else 0.0)
         for one in self._replicas:
             name = f"replica_{one.rank}"
             measured[f"{name}/tokens"] = one.usage["tokens"]
             measured[f"{name}/restarts"] = one.usage["restarts"]
-            if self._seconds:
-                measured[f"{name}/busy"] = min(1.0, one.usage["busy_s"] / self._seconds)
-                measured[f"{name}/tokens_per_second"] = one.usage["tokens"] / self._seconds
+            if seconds:
+                measured[f"{name}/busy"] = min(1.0, one.usage["busy_s"] / seconds)
+                measured[f"{name}/tokens_per_second"] = one.usage["tokens"] / seconds
             one.usage.clear()
-        self._seconds = 0.0
+        self._seconds, self._since = 0.0, now
         return measured
 
     def shutdown(self) -> None:
@@ -416,6 +511,7 @@ class Replicas:
             return
         try:
             with suppress(Exception):  # the cluster may be gone
+                self._do(self._stop(RuntimeError(SHUT_DOWN)))
                 self._do(self._end_all())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -63,6 +63,7 @@ class Sample:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
+    policy_versions: tuple[int, ...]
     finish_reason: FinishReason
 
 

@@ -131,6 +131,8 @@ class WeightSender:
     processes: int = 1
     """Of each engine."""
     timeout_s: float = 300.0
+    version: int = 0
+    """Of the policy; the engines' tokens carry it."""
     failed: dict[int, str] = field(default_factory=dict)
     """Why engines failed, also where the trainer's own end of a transfer hangs."""
 
@@ -193,7 +195,7 @@ class WeightSender:
         self.wait(self.start("load_weights", info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.wait(self.start("finish_weights"))
+        self.wait(self.start("finish_weights", self.version))
 
     def _send_buckets(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send through Ray's object store, which engines on this machine map."""

@@ -2,6 +2,7 @@
 what it would have been, or an error says why.
 """
 
+import asyncio
 import contextlib
 import json
 import os
@@ -290,3 +291,81 @@ def test_twenty_kills_at_random_times(tmp_path):
                 pair.update(rounds % 4, rounds % 4)
                 assert pair.replicas.generate(batches[rounds % 4]) == expected[rounds % 4]
                 rounds += 1
+
+
+def sampled(made: Toys, asked, begin=lambda: None):
+    """The answers to requests that come from an event loop, or their errors."""
+
+    async def main():
+        tasks = [asyncio.ensure_future(made.replicas.sample(*one)) for one in asked]
+        await asyncio.sleep(0.1)
+        begin()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def test_requests_of_an_event_loop_outlive_a_replica(whole):
+    expected = whole.replicas.generate(requests(60))
+    with pytest.warns(UserWarning, match="replica 0 is started again"):
+        assert sampled(whole, requests(60), lambda: whole.kill(0)) == expected
+
+
+def test_requests_of_an_event_loop_have_a_replica_that_came_back(whole):
+    """Both die, so that all wait for a new one, which gets the present weights."""
+    whole.update(2.0, version=2)
+    expected = whole.replicas.generate(requests(40))
+
+    def kill_both():
+        whole.kill(0)
+        whole.kill(1)
+
+    with pytest.warns(UserWarning, match="is started again"):
+        assert sampled(whole, requests(40), kill_both) == expected
+
+
+def test_requests_in_flight_when_a_replica_takes_weights_and_dies(whole):
+    """Each is answered whole: by the old weights, the new, or first one and then the other."""
+    asked = requests(40, max_new_tokens=60)
+    old = whole.replicas.generate(asked)
+    whole.update(2.0, version=2)
+    new = whole.replicas.generate(asked)
+    whole.update(1.0, version=1)
+    whole.fault("begin", 0)
+    with pytest.warns(UserWarning, match="replica 0 is started again"):
+        found = sampled(whole, asked, lambda: whole.update(2.0, version=2))
+    assert whole.happened("begin", 0)
+    tokens = [[[sample.token_ids for sample in one] for one in some] for some in (found, old, new)]
+    assert all(one in pair for one, *pair in zip(*tokens, strict=True))
+    assert new != found != old
+
+
+def test_weights_that_the_trainer_no_longer_has(whole):
+    """A replica that comes back then waits for the next update, while the other works; where none
+    has weights, the requests fail.
+    """
+    expected = whole.replicas.generate(requests(40))
+    gone = whole.replicas._weights
+
+    class Gone:
+        def __iter__(self):
+            raise RuntimeError("weights must be read before the trainer's next step")
+
+    try:
+        whole.replicas._weights = Gone()
+        with pytest.warns(UserWarning, match="replica 0 is started again"):
+            assert sampled(whole, requests(40), lambda: whole.kill(0)) == expected
+        with pytest.warns(UserWarning, match="replica 1 is started again"):
+            found = sampled(whole, requests(40), lambda: whole.kill(1))
+        failed = [one for one in found if isinstance(one, Exception)]
+        assert failed and all("before the trainer's next step" in str(one) for one in failed)
+    finally:
+        whole.replicas._weights = gone
+
+
+def test_the_requests_of_an_event_loop_fail_where_no_replica_is_left(tmp_path):
+    ray_cpus()
+    with toys(tmp_path, step_s=(0.005,), max_restarts=0) as one:
+        found = sampled(one, requests(10, max_new_tokens=500), lambda: one.kill(0))
+        failed = [each for each in found if isinstance(each, Exception)]
+        assert failed and all("replica 0 has ended 1 times" in str(each) for each in failed)

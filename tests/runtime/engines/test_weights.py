@@ -244,7 +244,7 @@ def test_a_part_that_can_not_be_loaded_ends_the_update(tied, engine):
     expected = {"model.embed_tokens.weight": (3, 4)}
     failed = engine.sender(expected=expected)([(*expected, torch.zeros(3, 4))])
     assert list(failed) == [0]
-    error = raised(engine.actor.call.remote("finish_weights"))
+    error = raised(engine.actor.call.remote("finish_weights", 0))
     assert "without a matching start_weight_update" in str(error)
     engine.give(model)
     assert gap(engine, model) < CLOSE["float32"]
@@ -268,7 +268,7 @@ class Store:
         for name, tensor in unpacked(info["bucket"]):
             self.sums[name] = float(tensor.double().sum()), tensor.dtype
 
-    def finish_weights(self):
+    def finish_weights(self, version):
         self.whole = True
 
     def state(self):
@@ -398,10 +398,10 @@ def gpu_sender(monkeypatch, transport, *actors, **options):
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkeypatch):
     actors = [Recorder.options(num_cpus=0).remote() for _ in range(2)]
-    sender = gpu_sender(monkeypatch, transport, *actors)
+    sender = gpu_sender(monkeypatch, transport, *actors, version=3)
     for _ in range(2):
         assert sender(random_weights(0)) == {}
-    update = [("begin_weights",), ("load_weights", {"names": list(SHAPES)}), ("finish_weights",)]
+    update = [("begin_weights",), ("load_weights", {"names": list(SHAPES)}), ("finish_weights", 3)]
     for index, actor in enumerate(actors):
         first, *others = ray.get(actor.seen.remote())
         assert others == 2 * update

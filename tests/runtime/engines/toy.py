@@ -19,7 +19,9 @@ from nemorl.runtime.engines.weights import unpacked
 RANK = 0
 
 
-def answer(prompt: tuple[int, ...], params: SamplingParams, weights: float, j: int) -> Sample:
+def answer(
+    prompt: tuple[int, ...], params: SamplingParams, weights: float, version: int, j: int
+) -> Sample:
     """A response that depends on the prompt, the seed, the weights and the number of the sample: up
     to max_new_tokens, more often short.
     """
@@ -27,11 +29,14 @@ def answer(prompt: tuple[int, ...], params: SamplingParams, weights: float, j: i
     length = 1 + digest[0] * digest[1] % params.max_new_tokens
     tokens = tuple(digest[i % 32] % 42 for i in range(length))
     logprobs = tuple(-float(token) for token in tokens)
-    return Sample(token_ids=tokens, logprobs=logprobs, finish_reason="length")
+    versions = (version,) * length
+    return Sample(
+        token_ids=tokens, logprobs=logprobs, policy_versions=versions, finish_reason="length"
+    )
 
 
 class ToyEngine:
-    partial, peak = 0, 0
+    partial, peak, version = 0, 0, 0
 
     def __init__(self, spec: EngineSpec) -> None:
         self.step_s, self.faults = spec.engine["step_s"][RANK], Path(spec.engine["faults"])
@@ -63,7 +68,9 @@ class ToyEngine:
         return self.usable and bool(self.requests)
 
     def add(self, id: int, prompt: tuple[int, ...], params: SamplingParams) -> None:
-        samples = tuple(answer(prompt, params, self.weights, j) for j in range(params.n))
+        samples = tuple(
+            answer(prompt, params, self.weights, self.version, j) for j in range(params.n)
+        )
         self.requests[id] = samples, 0
         unfinished = sum(len(samples) for samples, _ in self.requests.values())
         self.peak = max(self.peak, unfinished)
@@ -92,8 +99,8 @@ class ToyEngine:
         _, tensor = next(unpacked(info["bucket"]))
         self.weights = float(tensor.flatten()[0])
 
-    def finish_weights(self) -> None:
-        self.usable = True
+    def finish_weights(self, version: int) -> None:
+        self.usable, self.version = True, version
 
     def shutdown(self) -> None:
         self.fault("shutdown")

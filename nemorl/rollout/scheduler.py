@@ -1,0 +1,179 @@
+"""Requests to an engine that computes in the threads of its callers: scripts and event loops."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakSet
+
+from nemorl.rollout.generation import Completion, SamplingParams, check_in_flight
+
+PAUSE_S = 0.01
+"""How often a request looks whether a sleeping engine is awake."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt, which gets `params.n` completions."""
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    future: Future[list[Completion]] = field(default_factory=Future)
+    """Cancelled where nobody awaits the answer any more."""
+    parts: list[Any] = field(default_factory=list)
+    """The engine's own: its samples."""
+
+    def answer(self, completions: list[Completion]) -> None:
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_result(completions)
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, Exception):  # an interrupt is the interrupted thread's
+            self.future.cancel()
+        elif not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+
+class Scheduler:
+    """The one place from which an engine is stepped.
+
+    `step(new, dropped)` takes new requests, drops others, computes for a moment, and answers what
+    is finished. An event loop with open requests has a step done in each of its turns, and
+    `generate` does them itself: so nothing is computed while the caller's own thread trains.
+    """
+
+    def __init__(self, step: Callable[[list[Request], list[Request]], None]) -> None:
+        self.step = step
+        self.policy_version: int | None = 0
+        self.asleep = self.closed = False
+        self.lock = threading.RLock()
+        """Held during a step, and by all that must not happen during one."""
+        self._new: deque[Request] = deque()
+        self._open: list[Request] = []
+        self._loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
+        """Event loops in which a turn is due."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether an answer is awaited."""
+        return any(not request.future.done() for request in (*self._new, *self._open))
+
+    def check(self) -> None:
+        """Raise RuntimeError where nothing can be generated."""
+        if self.closed:
+            raise RuntimeError(
+                "the generation backend must not be used after shutdown(): make a new one"
+            )
+        if self.asleep:
+            raise RuntimeError("the generation backend sleeps: call wake() before it generates")
+        if self.policy_version is None:
+            raise RuntimeError(
+                "the generation backend's weights are incomplete, because an update failed: call"
+                " update_weights() with all of them"
+            )
+
+    async def sample(self, request: Request) -> list[Completion]:
+        """Return the answer to a request, while other tasks of the event loop go on."""
+        self.check()
+        self._new.append(request)
+        self._due(asyncio.get_running_loop())
+        return await asyncio.wrap_future(request.future)
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Return the answers to several requests, in order; after an error none goes on."""
+        self.check()
+        self._new.extend(requests)
+        waiting = list(requests)
+        try:
+            while waiting:
+                self._turn_once()
+                while waiting and waiting[-1].future.done():
+                    waiting.pop()
+                if self.asleep and waiting:
+                    time.sleep(PAUSE_S)
+            return [completion for request in requests for completion in request.future.result()]
+        finally:
+            for request in requests:
+                request.future.cancel()
+
+    @contextmanager
+    def updating(self, version: int, in_flight: str) -> Iterator[None]:
+        """Change the weights inside the block, between two steps; no step sees a failed change."""
+        check_in_flight(in_flight)
+        with self.lock:
+            if in_flight == "wait" and self.busy:
+                self.check()
+                self._advance(self._taken())
+                while self._open:
+                    self._advance([])
+            self.policy_version = None
+            try:
+                yield
+            except BaseException:
+                self.fail(
+                    RuntimeError(
+                        "an update of the weights failed while the request was in flight: call"
+                        " update_weights() with all of them, and sample again"
+                    )
+                )
+                raise
+            self.policy_version = version
+
+    def shutdown(self) -> None:
+        """Fail all requests, open and future. May be repeated."""
+        with self.lock:
+            self.closed = True
+            self.fail(RuntimeError("the generation backend was shut down before it answered"))
+            self._open = []
+
+    def fail(self, error: BaseException) -> None:
+        """End all requests; what the engine has of them it drops in its next step."""
+        with self.lock:
+            for request in (*self._open, *self._taken()):
+                request.fail(error)
+
+    def _due(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Have a step done in the event loop's next turn."""
+        if loop not in self._loops:
+            self._loops.add(loop)
+            loop.call_later(PAUSE_S if self.asleep else 0, self._turn, loop)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loops.discard(loop)
+        self._turn_once()
+        if self.busy:
+            self._due(loop)
+
+    def _turn_once(self) -> None:
+        with self.lock:
+            if self.closed:
+                self.shutdown()
+            elif not self.asleep:
+                self._advance(self._taken())
+
+    def _taken(self) -> list[Request]:
+        new = []
+        while self._new:
+            new.append(self._new.popleft())
+        self._open += new
+        return new
+
+    def _advance(self, new: list[Request]) -> None:
+        """Do a step for the open requests; its error is theirs."""
+        if not self._open:
+            return
+        dropped = [request for request in self._open if request.future.done()]
+        try:
+            self.step(new, dropped)
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, Exception):
+                raise
+        self._open = [request for request in self._open if not request.future.done()]

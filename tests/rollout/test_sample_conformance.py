@@ -1,0 +1,275 @@
+"""What `sample` of every GenerationBackend must do: many requests at once, while weights change."""
+
+import asyncio
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from nemorl.rollout.generation import SamplingParams
+from tests.rollout import test_generation_conformance as conformance
+from tests.rollout.test_generation_conformance import greedy, reference_logprobs
+from tests.runtime.engines.shared import small_model as tiny_model
+from tests.tiny_models import random_prompts
+
+make, pytest_generate_tests = conformance.make, conformance.pytest_generate_tests
+PROMPTS = random_prompts(8, seed=3)
+PARAMS = [SamplingParams(seed=i, n=1 + i % 3, max_new_tokens=4 + 5 * i) for i in range(8)]
+LONG = [SamplingParams(seed=i, max_new_tokens=100) for i in range(8)]
+
+
+def begin(backend, prompts=PROMPTS, params=PARAMS):
+    return [
+        asyncio.ensure_future(backend.sample(*one)) for one in zip(prompts, params, strict=True)
+    ]
+
+
+async def in_the_middle(backend, params=LONG):
+    """Requests of which some are unfinished."""
+    tasks = begin(backend, PROMPTS, params)
+    await asyncio.sleep(0.1)
+    assert not all(task.done() for task in tasks)
+    return tasks
+
+
+def tokens(answers):
+    return [[c.token_ids for c in answer] for answer in answers]
+
+
+def grouped(completions, params):
+    rest = iter(completions)
+    return [[next(rest) for _ in range(p.n)] for p in params]
+
+
+def weights(model):
+    return [(name, p.detach().clone()) for name, p in model.named_parameters()]
+
+
+def in_flight(backend):
+    engines = getattr(backend, "_engines", None)
+    scheduler = getattr(backend, "_scheduler", None) or getattr(backend, "scheduler", None)
+    return bool(engines._tasks) if engines else scheduler.busy
+
+
+def test_the_tokens_are_the_same_whatever_else_is_in_flight(make):
+    model, draw = tiny_model(scale=2.0), random.Random(0)
+    expected = grouped(make(model).generate(PROMPTS, PARAMS), PARAMS)
+    backend = make(model, 4)
+
+    async def later(i):
+        await asyncio.sleep(draw.uniform(0, 0.2))
+        return await backend.sample(PROMPTS[i], PARAMS[i])
+
+    async def main():
+        return await asyncio.gather(*map(later, range(8)))
+
+    for _ in range(3):
+        assert tokens(asyncio.run(main())) == tokens(expected)
+
+
+def test_requests_go_on_with_new_weights_and_each_token_has_its_version(make):
+    models = {0: tiny_model(scale=3.0), 7: tiny_model(seed=1, scale=3.0)}
+    backend = make(tiny_model(scale=3.0))
+
+    async def main():
+        tasks = await in_the_middle(backend)
+        backend.update_weights(weights(models[7]), version=7)
+        return await asyncio.gather(*tasks)
+
+    completions = [c for (c,) in asyncio.run(main())]
+    assert 7 in {version for c in completions for version in c.policy_versions}
+    for prompt, c in zip(PROMPTS, completions, strict=True):
+        assert len(c.policy_versions) == len(c.token_ids) == len(c.logprobs)
+        assert list(c.policy_versions) == sorted(c.policy_versions)
+        assert c.policy_version == c.policy_versions[0]
+        for version, model in models.items():
+            own = torch.tensor(c.policy_versions) == version
+            expected = reference_logprobs(model, prompt, c.token_ids, 1.0)[own]
+            torch.testing.assert_close(torch.tensor(c.logprobs)[own], expected, atol=1e-4, rtol=0)
+
+
+def test_requests_finish_with_the_old_weights_first(make):
+    backend = make(tiny_model(scale=3.0))
+    expected = grouped(backend.generate(PROMPTS, LONG), LONG)
+
+    async def main():
+        tasks = await in_the_middle(backend)
+        backend.update_weights(weights(tiny_model(seed=1, scale=3.0)), 7, in_flight="wait")
+        after = await backend.sample(PROMPTS[0], LONG[0])
+        return await asyncio.gather(*tasks), after
+
+    answers, (after,) = asyncio.run(main())
+    assert tokens(answers) == tokens(expected)
+    assert {version for (c,) in answers for version in c.policy_versions} == {0}
+    assert set(after.policy_versions) == {7}
+
+
+def test_the_same_weights_in_the_middle_change_no_token(make):
+    model = tiny_model(scale=3.0)
+    backend = make(model)
+    expected = grouped(backend.generate(PROMPTS, LONG), LONG)
+
+    async def main():
+        tasks = await in_the_middle(backend)
+        backend.update_weights(weights(model), version=1)
+        return await asyncio.gather(*tasks)
+
+    assert tokens(asyncio.run(main())) == tokens(expected)
+
+
+def test_requests_in_flight_fail_with_an_update_that_fails(make):
+    model = tiny_model(scale=3.0)
+    backend, sound = make(model), weights(model)
+
+    async def main():
+        tasks = await in_the_middle(backend)
+        with pytest.raises(ValueError, match="does not fit"):
+            backend.update_weights([*sound[:-1], (sound[-1][0], torch.zeros(3))], version=1)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    failed = [one for one in asyncio.run(main()) if isinstance(one, Exception)]
+    assert failed
+    assert all("an update of the weights failed while" in str(error) for error in failed)
+    backend.update_weights(sound, version=1)
+    assert backend.generate([[5]], greedy(3))[0].policy_versions == (1, 1, 1)
+
+
+def test_how_requests_in_flight_go_on_is_checked(make):
+    with pytest.raises(ValueError, match=r"in_flight must be 'keep' or 'wait', but it is 'abort'"):
+        make().update_weights([], 1, in_flight="abort")
+
+
+def test_a_cancelled_request_makes_room(make):
+    backend = make(tiny_model(scale=3.0), 4)
+    expected = backend.generate([[5]], greedy(3))
+
+    async def main():
+        tasks = await in_the_middle(backend)
+        for task in tasks:
+            task.cancel()
+        assert await backend.sample([5], greedy(3)) == expected
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert any(isinstance(one, asyncio.CancelledError) for one in ended)
+        deadline = time.monotonic() + 20
+        while in_flight(backend) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        assert not in_flight(backend)
+
+    asyncio.run(main())
+    assert backend.generate([[5]], greedy(3)) == expected
+
+
+def test_of_a_thousand_requests_each_is_answered_once(make):
+    model = tiny_model(scale=3.0)
+    backend, draw = make(model), random.Random(1)
+    prompts = [[draw.randrange(2, 42) for _ in range(6)] for _ in range(1000)]
+    answers = {}
+
+    async def ask(i):
+        (completion,) = await backend.sample(prompts[i], greedy(1))
+        assert i not in answers
+        answers[i] = completion.token_ids[0]
+
+    async def main():
+        await asyncio.gather(*map(ask, range(1000)))
+
+    asyncio.run(main())
+    with torch.no_grad():
+        expected = model(torch.tensor(prompts), use_cache=False).logits[:, -1].argmax(-1)
+    assert [answers[i] for i in range(1000)] == expected.tolist()
+
+
+def test_after_shutdown_there_is_nothing(make):
+    backend = make(tiny_model(scale=3.0))
+
+    async def main():
+        tasks = await in_the_middle(backend)
+        backend.shutdown()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        failed = [one for one in ended if isinstance(one, Exception)]
+        assert failed and all("was shut down before it answered" in str(one) for one in failed)
+        with pytest.raises(RuntimeError, match=r"after shutdown\(\)"):
+            await backend.sample([5], greedy(3))
+
+    asyncio.run(main())
+    with pytest.raises(RuntimeError, match=r"after shutdown\(\)"):
+        backend.generate([[5]], greedy(3))
+
+
+def test_two_event_loops_and_a_script_at_once(make):
+    model = tiny_model(scale=2.0)
+    expected = grouped(make(model).generate(PROMPTS, PARAMS), PARAMS)
+    backend = make(model)
+
+    async def main():
+        return await asyncio.gather(*begin(backend))
+
+    with ThreadPoolExecutor(2) as threads:
+        others = [threads.submit(asyncio.run, main()) for _ in range(2)]
+        ours = backend.generate(PROMPTS, PARAMS)
+        answers = [tokens(other.result()) for other in others]
+    assert answers == 2 * [tokens(expected)]
+    assert tokens(grouped(ours, PARAMS)) == tokens(expected)
+
+
+def test_generate_where_an_event_loop_runs(make):
+    """As in a notebook; and requests in flight there come through."""
+    backend = make(tiny_model(scale=3.0))
+    expected = [backend.generate(PROMPTS, params) for params in (LONG, PARAMS)]
+
+    async def main():
+        tasks = await in_the_middle(backend)
+        blocking = backend.generate(PROMPTS, PARAMS)
+        return [c for (c,) in await asyncio.gather(*tasks)], blocking
+
+    found = asyncio.run(main())
+    assert [[c.token_ids for c in some] for some in found] == [
+        [c.token_ids for c in some] for some in expected
+    ]
+
+
+def test_requests_in_flight_outlast_a_sleep(make):
+    backend = make(tiny_model(scale=3.0))
+    expected = grouped(backend.generate(PROMPTS, LONG), LONG)
+
+    async def main():
+        tasks = await in_the_middle(backend)
+        backend.sleep()
+        with pytest.raises(RuntimeError, match="wake"):
+            await backend.sample([5], greedy(3))
+        await asyncio.sleep(0.1)
+        backend.wake()
+        return await asyncio.gather(*tasks)
+
+    assert tokens(asyncio.run(main())) == tokens(expected)
+
+
+def test_wrong_requests_are_refused_alone(make):
+    backend = make(tiny_model(scale=3.0))
+    prompts, params = [[5], [42], [6]], [greedy(3)] * 3
+
+    async def main():
+        tasks = begin(backend, prompts, params)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, wrong, last = asyncio.run(main())
+    assert isinstance(wrong, ValueError) and "prompt 0 has 42" in str(wrong)
+    assert [*first, *last] == backend.generate([[5], [6]], greedy(3))
+
+
+def test_errors_of_a_computation_reach_every_request(make):
+    model = tiny_model(scale=3.0)
+    backend, sound = make(model), weights(model)
+    broken = [(name, torch.full_like(p, float("nan"))) for name, p in sound]
+
+    async def main():
+        tasks = begin(backend, PROMPTS, [greedy(3)] * 8)
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    backend.update_weights(broken, version=1)
+    ended = asyncio.run(main())
+    assert all(isinstance(one, FloatingPointError) for one in ended)
+    backend.update_weights(sound, version=0)
+    assert [len(answer) for answer in asyncio.run(main())] == [1] * 8

@@ -1,0 +1,127 @@
+"""What only the embedded engine has: memory that it shares with the trainer, and one thread."""
+
+import asyncio
+import signal
+
+import pytest
+import torch
+
+from nemorl.rollout import torch_backend as module
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.config.generation import GenerationConfig
+from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
+
+LONG = SamplingParams(seed=1, max_new_tokens=200)
+
+
+def made(model, **options):
+    backend = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
+    backend.setup(GenerationConfig(**options))
+    return backend
+
+
+def tokens(completions):
+    return [c.token_ids for c in completions]
+
+
+@pytest.fixture(autouse=True)
+def short_steps(monkeypatch):
+    """One token each."""
+    monkeypatch.setattr(module, "STEP_S", 0.0)
+
+
+def test_between_two_steps_the_model_is_the_trainers():
+    """In training mode and with its own attention; nothing is computed while a script computes."""
+    model = tiny_model(scale=2.0).train()
+    backend, attention = made(model), model.config._attn_implementation
+
+    async def main():
+        task = asyncio.ensure_future(backend.sample([5, 6], LONG))
+        for _ in range(20):
+            await asyncio.sleep(0)
+            assert model.training and model.config._attn_implementation == attention
+        assert 5 < len(backend._active[0].token_ids) < 25
+        task.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_trainers_step_in_the_middle():
+    """Its memory is the engine's: the requests go on with what it has written."""
+    model = tiny_model(scale=2.0)
+    backend = made(model)
+
+    async def main():
+        tasks = [asyncio.ensure_future(backend.sample(p, LONG)) for p in random_prompts(4)]
+        await asyncio.sleep(0.05)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        with pytest.raises(RuntimeError, match="'wait' needs the old weights, but this engine"):
+            backend.update_weights(model.named_parameters(), 1, in_flight="wait")
+        backend.update_weights(model.named_parameters(), 1)
+        return await asyncio.gather(*tasks)
+
+    for (completion,) in asyncio.run(main()):
+        assert set(completion.policy_versions) == {0, 1}
+    backend.update_weights(model.named_parameters(), 2, in_flight="wait")  # none is in flight
+    assert backend.policy_version == 2
+
+
+def test_the_cache_grows_under_sequences_that_are_in_it():
+    model, prompts = tiny_model(scale=2.0), random_prompts(9, seed=4)
+    params = [SamplingParams(seed=i, max_new_tokens=20 + 15 * i) for i in range(9)]
+    expected = [tokens(made(model).generate([p], q)) for p, q in zip(prompts, params, strict=True)]
+    backend = made(model, max_batch_size=7)
+
+    async def main():
+        tasks = []
+        for request in zip(prompts, params, strict=True):
+            tasks.append(asyncio.ensure_future(backend.sample(*request)))
+            for _ in range(5):
+                await asyncio.sleep(0)
+        return [tokens(answer) for answer in await asyncio.gather(*tasks)]
+
+    assert asyncio.run(main()) == expected
+    assert backend.cache.num_slots == 7
+
+
+def test_other_tasks_have_their_turn_in_every_step():
+    backend = made(tiny_model(scale=2.0))
+    ticks = 0
+
+    async def main():
+        nonlocal ticks
+        task = asyncio.ensure_future(backend.sample([5], LONG))
+        while not task.done():
+            await asyncio.sleep(0)
+            ticks += 1
+        return await task
+
+    asyncio.run(main())
+    assert ticks >= 200
+
+
+def test_after_an_interrupt_the_same_event_loop_can_go_on(monkeypatch):
+    """As in a notebook, whose loop outlives the interrupt."""
+    backend = made(tiny_model(scale=2.0))
+    expected = backend.generate([[5, 6]], LONG)
+    decode = TorchGenerationBackend._decode
+
+    def interrupted(self):
+        monkeypatch.setattr(TorchGenerationBackend, "_decode", decode)
+        signal.raise_signal(signal.SIGINT)
+
+    loop = asyncio.new_event_loop()
+    try:
+        monkeypatch.setattr(TorchGenerationBackend, "_decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run_until_complete(backend.sample([5, 6], LONG))
+        assert loop.run_until_complete(backend.sample([5, 6], LONG)) == expected
+        monkeypatch.setattr(TorchGenerationBackend, "_decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            backend.generate([[5, 6]], LONG)
+        assert backend.generate([[5, 6]], LONG) == expected
+    finally:
+        loop.close()

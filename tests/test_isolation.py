@@ -2,15 +2,30 @@
 `import nemorl` not even that.
 """
 
+import json
+import shutil
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 ENGINES = ("ray", "vllm")
 OF_RAY = tuple(f"nemorl.runtime.{room}." for room in ("cluster", "engines", "ranks"))
 """The rooms whose modules may need Ray or vLLM to be imported: only runs that use these do."""
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+}
 BLOCKED = (
     *ENGINES,
     "torchtitan",
@@ -99,6 +114,45 @@ def test_importing_nemorl_does_not_import_torch():
         "import sys, nemorl; heavy = {'torch', 'numpy', 'transformers', 'jaxtyping'} &"
         " set(sys.modules); assert not heavy, heavy"
     )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run with samples and a tokenizer."""
+    from tests.runtime.runs import grpo_config, start
+
+    folder = tmp_path_factory.mktemp("runs") / "sums"
+    start(grpo_config(folder, steps=2))
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 3)
+    return folder
+
+
+WITHOUT_TORCH = {
+    "report {run} {run}/../sums2": "written to",
+    "plan --model {run}/model --gpus 2 --gpu-memory 80": "GPUs",
+    "data inspect --data.train {run}/rows.jsonl --model.tokenizer {run}/tokenizer": "trained on",
+    "data inspect --data.train {run}/none.jsonl --model.tokenizer {run}/tokenizer": "none.jsonl",
+    "grpo --data.train {run}/rows.jsonl": "model.path",
+    "grpo --model.path {run} --loss.clip-low -1": "clip_low",
+    "report {run}/nothing": "must be the folder of a run",
+}
+"""Commands that need no tensor, and what they say."""
+
+
+@pytest.mark.parametrize("command", WITHOUT_TORCH)
+def test_what_needs_no_tensor_does_not_import_torch(run: Path, command: str):
+    """Also where transformers would: `data inspect` tokenizes."""
+    (run / "model").mkdir(exist_ok=True)
+    (run / "model" / "config.json").write_text(json.dumps(MODEL))
+    if not (run.parent / "sums2").exists():
+        shutil.copytree(run, run.parent / "sums2")
+    args = command.format(run=run).split()
+    found = _python(
+        f"import sys; sys.argv = ['nemorl', *{args!r}]\n"
+        "from nemorl.runtime.cli.main import main\n"
+        "main(); assert sys.modules.get('torch') is None, 'torch was imported'"
+    )
+    assert WITHOUT_TORCH[command] in found.stdout + found.stderr
 
 
 def test_importing_nemorl_is_fast():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import closest, short
-from nemorl.data.batch import Example
+from nemorl.data.example import Example
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
 from nemorl.data.rows import COLUMNS, Row, for_rows
 from nemorl.data.sources import read_rows, sources_of

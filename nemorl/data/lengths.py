@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from nemorl.data.batch import Example
+from nemorl.data.example import Example
 from nemorl.data.preferences import Pair
 from nemorl.data.rows import origin_of
 

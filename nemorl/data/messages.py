@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from nemorl.data.batch import Example
+from nemorl.data.example import Example
 from nemorl.data.templates import Message, Template, roles
 
 

@@ -1,10 +1,8 @@
 """Packing of several sequences into one row, by a plan of which share it, and back."""
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from nemorl.checks import at_least
 from nemorl.data.batch import TokenBatch
+from nemorl.data.bins import best_fit_decreasing
 
 Plan = tuple[tuple[int, ...], ...]
 """Per row (or rank, or microbatch) the indices of what it holds; each index is in exactly one."""
@@ -43,42 +42,12 @@ def pack_plan(lengths: Lengths, capacity: int, *, num_rows_multiple: int = 1) ->
             f"sequence {sizes.index(max(sizes))} has {max(sizes)} tokens, but a row holds"
             f" {capacity}: raise the capacity, or drop or truncate the sequence"
         )
-    rows = _with_multiple(_best_fit_decreasing(sizes, capacity), sizes, num_rows_multiple)
+    rows = _with_multiple(best_fit_decreasing(sizes, capacity), sizes, num_rows_multiple)
     empty = [index for index, size in enumerate(sizes) if not size]
     if empty:  # sequences without a token go anywhere
         rows = rows or [[] for _ in range(num_rows_multiple)]
         rows[0] += empty
     return tuple(tuple(sorted(row)) for row in rows)
-
-
-def _best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Longest first, each into the row with the least room that it fits into."""
-    rows: list[list[int]] = []
-    rooms: list[int] = []  # the rooms that some row has, ascending
-    rows_with: dict[int, list[int]] = {}
-    order = np.argsort(-np.asarray(sizes, dtype=np.int64), kind="stable").tolist()
-    for size, run in groupby(order, key=sizes.__getitem__):
-        same, done = list(run) if size else [], 0
-        while done < len(same):
-            place = bisect_left(rooms, size)
-            if place == len(rooms):
-                room, row = capacity, len(rows)
-                rows.append([])
-            else:
-                room = rooms[place]
-                row = rows_with[room].pop()
-                if not rows_with[room]:
-                    del rows_with[room], rooms[place]
-            # The tightest row remains it: it takes as many of this size as fit.
-            moved = same[done : done + room // size]
-            done += len(moved)
-            rows[row] += moved
-            room -= len(moved) * size
-            if room not in rows_with:
-                rows_with[room] = []
-                insort(rooms, room)
-            rows_with[room].append(row)
-    return rows
 
 
 def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:

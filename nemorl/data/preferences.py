@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from nemorl.checks import short
-from nemorl.data.batch import Example
 from nemorl.data.datasets import answered, as_messages, messages_of, prompt_of, with_standard_names
+from nemorl.data.example import Example
 from nemorl.data.rows import Row, for_rows, origin_of
 
 VERDICTS = {"true": True, "false": False, "1": True, "0": False}

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nemorl.data.packing import pack_plan
+from nemorl.data.bins import best_fit_decreasing
 
 SAMPLE = 20_000
 """Sequences whose packed fill is computed; of more it is estimated."""
@@ -84,7 +84,7 @@ def length_statistics(lengths: Lengths) -> LengthStatistics:
 
 def _packed_fill(tokens: np.ndarray, capacity: int) -> float:
     sample = tokens[:: -(-len(tokens) // SAMPLE)] if len(tokens) else tokens
-    rows = len(pack_plan(sample.tolist(), capacity)) if len(sample) else 0
+    rows = len(best_fit_decreasing(sample.tolist(), capacity))
     return int(sample.sum()) / (rows * capacity) if rows else 0.0
 
 

@@ -10,8 +10,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""PEFT's names of the files in an adapter folder."""
+from nemorl.models.hub import CONFIG
+
+WEIGHTS = "adapter_model.safetensors"
+"""PEFT's name of the file in an adapter folder, beside CONFIG."""
 
 
 def require_peft(what: str) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemorl.models.adapters import CONFIG, base_of, has_adapters, merge_adapters, merge_folder
-from nemorl.models.hub import check_supported, loading, read_config
-from nemorl.models.tensor_files import INDEX
+from nemorl.models.adapters import base_of, has_adapters, merge_adapters, merge_folder
+from nemorl.models.hub import CONFIG, INDEX, check_supported, loading, read_config
 
 
 def load_causal_lm(

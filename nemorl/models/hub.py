@@ -13,6 +13,8 @@ from nemorl.checks import require
 
 PLAIN = (OSError, ValueError, SafetensorError)
 """Errors that say what is wrong."""
+CONFIG, INDEX = "adapter_config.json", "model.safetensors.index.json"
+"""Files of a folder with PEFT's adapters, and of one with a model in several files."""
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -1,14 +1,12 @@
-"""Models and tokenizers as Hugging Face folders: where they are, and what their files are."""
+"""Models and tokenizers as Hugging Face folders: where they are, and what their files are.
+Free of torch.
+"""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from nemorl.models.adapters import CONFIG
-from nemorl.models.hub import cannot_load, is_object, loading, require_hub
-from nemorl.models.tensor_files import INDEX
+from nemorl.models.hub import CONFIG, INDEX, cannot_load, is_object, loading, require_hub
 
 
 def model_folder(name: str) -> str:
@@ -81,9 +79,9 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+def check_vocabulary(model: Any, tokenizer: Any) -> None:
     """Raise ValueError if a token, other than one that only pads, has no embedding in the model."""
-    rows = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
+    rows = model.get_input_embeddings().weight.shape[0]
     names = ("eos_token_id", "bos_token_id", "unk_token_id")
     unused = {tokenizer.pad_token_id} - {getattr(tokenizer, name, None) for name in names}
     highest = max(set(tokenizer.get_vocab().values()) - unused, default=0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nemorl.models.checked_files import CheckedFile, CheckedWriter, Checksum, DamagedFile
+from nemorl.models.hub import INDEX
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -24,7 +25,6 @@ NAMES = {
 """The names of number types in the format."""
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
 OFFSETS, VERSION = "DCP_SHARDING_INFO", "DCP_VERSION"
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)

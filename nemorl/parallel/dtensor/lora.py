@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.checks import require
-from nemorl.models.adapters import CONFIG, adapted_layers, full_tensor
+from nemorl.models.adapters import adapted_layers, full_tensor
+from nemorl.models.hub import CONFIG
 from nemorl.parallel.config import LoRAConfig
 
 NAME = "default"

@@ -1,9 +1,11 @@
 """What the commands besides the algorithms do and print."""
 
 import json
+import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
@@ -164,6 +166,10 @@ def _print_runs(runs: Sequence["Gathered"], *, shown: int = 3) -> None:
 
 def inspect(config: InspectConfig) -> None:
     """Print training data as a model sees them."""
+    if sys.argv[1:3] == ["data", "inspect"]:
+        # In a process for this alone, torch, which transformers loads, would take half of the time.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        sys.modules.setdefault("torch", cast(Any, None))
     from nemorl.runtime.cli.inspect import inspect_data, print_inspection
 
     print_inspection(config, inspect_data(config))

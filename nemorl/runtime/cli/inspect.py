@@ -6,15 +6,14 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemorl.checks import require
-from nemorl.data.batch import Example
-from nemorl.data.datasets import to_examples, to_prompts
+from nemorl.data.datasets import load_rows, to_examples, to_prompts
+from nemorl.data.example import Example
 from nemorl.data.lengths import num_tokens
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
-from nemorl.data.rows import Row
+from nemorl.data.rows import COLUMNS, Row
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template
 from nemorl.runtime.cli.settings import InspectConfig
-from nemorl.runtime.run.data import Rows, read_rows
 from nemorl.runtime.start.lengths import print_lengths
 
 if TYPE_CHECKING:
@@ -42,14 +41,15 @@ class Inspection:
     tokenizer: Any
 
 
-def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Rows = None) -> Inspection:
+def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = None) -> Inspection:
     """Return the rows of `data.train` (or `train`) as tokens; nothing is cut."""
     from nemorl.models.pretrained import load_tokenizer, model_folder
 
     model, data = config.model, config.data
     given = train is not None or bool(data.train)
     require(given, "data.train", "must be given", data.train, "add --data.train FILE")
-    rows = read_rows(data, "train", train) or []
+    columns = {f"{name}_column": getattr(data, f"{name}_column") for name in COLUMNS}
+    rows = load_rows(data.train if train is None else train, split=data.split, **columns)
     if tokenizer is None:
         require(
             bool(model.path or model.tokenizer),

@@ -95,7 +95,7 @@ use what was trained
   nemorl eval --model runs/rl --data test.jsonl --output answers.jsonl
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
   nemorl report runs/rl                                    curves and samples as a web page
-  nemorl report runs/rl runs/other                         the same of several runs, side by side
+  nemorl report runs/sft runs/rl                           the same of several runs, side by side
 
 find out how a model fits on GPUs, and how fast each way is
   nemorl plan --model Qwen/Qwen3-32B --gpus 16 --gpu-memory 80

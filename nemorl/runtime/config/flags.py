@@ -200,7 +200,9 @@ def _with_defaults(
                 )
                 how |= {"name": "", "help": about}
                 hint = Literal[tuple(members)]
-            aliases = [each for marker in markers for each in getattr(marker, "aliases", ())]
+            aliases = [
+                each for marker in markers for each in getattr(marker, "aliases", None) or ()
+            ]
             how["aliases"] = aliases or None
             hint = Annotated[
                 (hint, tyro.conf.arg(**how), *([] if visible(key) else [tyro.conf.Suppress]))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import Metrics
-from nemorl.models.adapters import CONFIG, base_of
-from nemorl.models.hub import read_config
+from nemorl.models.adapters import base_of
+from nemorl.models.hub import CONFIG, read_config
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from nemorl.checks import require
-from nemorl.models.adapters import CONFIG, base_of
-from nemorl.models.hub import read_config
+from nemorl.models.adapters import base_of
+from nemorl.models.hub import CONFIG, read_config
 from nemorl.parallel.config import BackendConfig, ProfileConfig
 from nemorl.parallel.profiling import profile_folder
 from nemorl.rollout.environment import EnvironmentInterface

@@ -21,7 +21,11 @@ BRIEFLY = {
     "several_devices.py": ("2", "the trained model, whole again: runs/several_devices/run/hf"),
 }
 """The number of steps of a short run, and what its output has to hold."""
-ELSEWHERE = {"quickstart.py": "tests/test_documentation.py"}
+ELSEWHERE = {
+    "quickstart.py": "tests/test_documentation.py",
+    "grpo_loop.py": "tests/test_scripts.py",
+    "two_models.py": "tests/test_scripts.py",
+}
 
 
 @pytest.fixture

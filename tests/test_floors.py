@@ -38,15 +38,17 @@ ONLY_ONE_FILE = ("torchtitan",)
 MAX_FUNCTION_LINES = 80
 PUBLIC = """
 BaseConfig Bundle CISPOLoss Callback ClippedLoss Completion DPOConfig DPOLoss DPOTrainer
-DataConfig EvalConfig ExportConfig GRPOConfig GRPOTrainer GSPOLoss GapConfig GenerateConfig
-GenerationBackend GenerationConfig GroupAdvantage HingeLoss IPOLoss Inputs Job KLConfig KTOLoss
-LoRAConfig ModelConfig ORPOLoss OffPolicyConfig OptimizerConfig OverlongConfig ParallelPlan
-ProfileConfig RayVirtualCluster RayWorkerGroup ReinforceLoss ReinforcePlusPlusAdvantage Run
-RunConfig RuntimeConfig SFTConfig SFTTrainer SamplingParams SimPOLoss StopTraining TokenBatch
-TrainResult TrainerConfig TrainingBackend __version__ data evaluate export generate
-get_algorithm get_generation_backend get_training_backend judged_in_processes load_config losses
-main preset register_algorithm register_generation_backend register_logger
-register_training_backend run sync_weights train write_report
+DataConfig DataModule EnvironmentInterface EnvironmentReturn EvalConfig ExportConfig
+FunctionalRewardWrapper GRPOConfig GRPOTrainer GSPOLoss GapConfig GenerateConfig
+GenerationBackend GenerationConfig GroupAdvantage HingeLoss IPOLoss KLConfig KTOLoss LoRAConfig
+LoggedRun MetricLogger ModelConfig ORPOLoss OffPolicyConfig OpenRun OptimizerConfig
+OverlongConfig ParallelPlan ProfileConfig RayVirtualCluster RayWorkerGroup ReinforceLoss
+ReinforcePlusPlusAdvantage Run RunConfig RuntimeConfig SFTConfig SFTTrainer SamplingParams
+SimPOLoss Step StopTraining TokenBatch TrainResult TrainerConfig TrainingBackend __version__ cli
+data evaluate export generate get_algorithm get_generation_backend get_training_backend
+judged_in_processes load_config losses main open_run policy_loss preset register_algorithm
+register_generation_backend register_logger register_training_backend run sync_weights train
+write_report
 """
 
 

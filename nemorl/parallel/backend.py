@@ -111,6 +111,15 @@ NEEDED = (
 """The methods without which a class is no training backend."""
 
 
+def check_training_backend(cls: type) -> None:
+    """Raise ValueError for a class that lacks one of the `NEEDED` methods."""
+    if missing := [name for name in NEEDED if name not in own_methods(cls, TrainingBackend)]:
+        raise ValueError(
+            f"a training backend must have the methods {', '.join(NEEDED)}, but {cls.__name__} has"
+            f" no {', '.join(missing)}: add what is missing"
+        )
+
+
 def as_training_backend(backend: Any) -> Any:
     """Return a backend that may have only the `NEEDED` methods in the form that loops use: with
     `step`, `Logprobs`, and no method that would do nothing.

@@ -18,6 +18,7 @@ from nemorl.models.pretrained import check_vocabulary, model_folder
 from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.generation import GenerationBackend
+from nemorl.rollout.wrapped import as_generation_backend
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
@@ -168,7 +169,7 @@ def live_generator(
         yield None
         return
     config, model = launch.config, trainer.model
-    backend = get_generation_backend(engines.backend)
+    backend = as_generation_backend(get_generation_backend(engines.backend))
     if launch.devices.ranked and getattr(backend, "shares_model", True):
         # Where the ranks have GPUs, this machine may have none.
         model = whole_model(model, "cpu" if config.trainer.device == "cpu" else None)

@@ -6,7 +6,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemorl.checks import closest, own_methods, require
+from nemorl.checks import closest, require
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
@@ -70,7 +70,7 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop
                 f"config must belong to one algorithm, but {config.__name__} is that of {other!r}:"
                 " derive one of its own"
             )
-    register = _register(name, ALGORITHMS, "algorithm")
+    register = _register(name, ALGORITHMS)
 
     def decorate(loop: Loop) -> Loop:
         register(Algorithm(config, loop))
@@ -83,26 +83,25 @@ def register_training_backend(name: str) -> Callable[[type[Registered]], type[Re
     """Register a class with the methods of `TrainingBackend` that its docstring names as
     `trainer.backend=name`.
     """
-    from nemorl.parallel.backend import NEEDED, TrainingBackend
+    from nemorl.parallel.backend import check_training_backend
 
-    return _register(name, TRAINING_BACKENDS, "training backend", TrainingBackend, NEEDED)
+    return _register(name, TRAINING_BACKENDS, check_training_backend)
 
 
 def register_generation_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
     """Register a class with the methods of `GenerationBackend` that its docstring names as
     `generation.backend=name`.
     """
-    from nemorl.rollout.generation import GenerationBackend
+    from nemorl.rollout.wrapped import as_generation_backend
 
-    needed = ("setup", "generate", "update_weights", "shutdown")
-    return _register(name, GENERATION_BACKENDS, "generation backend", GenerationBackend, needed)
+    return _register(name, GENERATION_BACKENDS, as_generation_backend)
 
 
 def register_logger(name: str) -> Callable[[Registered], Registered]:
     """Register a class with the methods of `MetricLogger`, made with a `LoggedRun`, as a name of
     `run.loggers`.
     """
-    return _register(name, LOGGERS, "logger")
+    return _register(name, LOGGERS)
 
 
 def get_algorithm(name: str) -> Algorithm:
@@ -192,19 +191,11 @@ def _get(name: str, known: dict[str, Any], kind: str) -> Any:
 
 
 def _register(
-    name: str,
-    known: dict[str, Any],
-    kind: str,
-    protocol: type = object,
-    needed: Sequence[str] = (),
+    name: str, known: dict[str, Any], check: Callable[[Any], Any] | None = None
 ) -> Callable[[Any], Any]:
     def decorate(value: Any) -> Any:
-        missing = [method for method in needed if method not in own_methods(value, protocol)]
-        if missing:
-            raise ValueError(
-                f"a {kind} must have the methods {', '.join(needed)}, but {name!r} has no"
-                f" {', '.join(missing)}"
-            )
+        if check is not None:
+            check(value)
         known[name] = value
         return value
 

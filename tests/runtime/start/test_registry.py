@@ -57,21 +57,9 @@ def test_a_backend_without_a_method_is_refused_when_it_registers():
 
         def generate(self, prompts, sampling_params): ...
 
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"must have the methods setup, .*, but 'half' has no update_weights,"
-            r" shutdown"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"generation backend .* Half has no update_weights, shut"):
         nemorl.register_generation_backend("half")(Half)
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"a training backend must have the methods setup, train_step, .* but 'half' has no"
-            r" train_step"
-        ),
-    ):
+    with pytest.raises(ValueError, match=r"a training backend .* but Half has no train_step, get_"):
         nemorl.register_training_backend("half")(Half)
     assert "half" not in {**registry.GENERATION_BACKENDS, **registry.TRAINING_BACKENDS}
 

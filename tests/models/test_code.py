@@ -144,3 +144,23 @@ def test_engines_and_exports_get_the_code_that_was_allowed(folder, tmp_path):
             nemorl.GenerationConfig(backend="vllm", engine={"trust_remote_code": True}),
             precision="float32",
         )
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_training_runs_code_where_it_is_allowed(folder, marker, tmp_path, monkeypatch, allowed):
+    monkeypatch.setattr("builtins.input", lambda *_: "yes")
+    rows = [{"prompt": "1+1=", "response": "2"}]
+    config = nemorl.SFTConfig(
+        model=nemorl.ModelConfig(path=str(folder), trust_remote_code=allowed),
+        trainer=nemorl.TrainerConfig(device="cpu"),
+        run=nemorl.RunConfig(dir=str(tmp_path / "run"), display="none"),
+        max_num_steps=1,
+    )
+    if allowed:
+        assert type(nemorl.run(config, train=rows).model).__name__ == "OwnModel"
+        assert (tmp_path / "run" / "hf" / "own_code.py").exists()
+    else:
+        with pytest.raises(ValueError, match=r"add --model\.trust-remote-code"):
+            nemorl.run(config, train=rows)
+    assert marker.exists() == allowed

@@ -83,7 +83,8 @@ def _check_engine(config: AnswerConfig) -> None:
         from nemorl.runtime.start.settings import model_config_of
 
         if samples_with_vllm_on_cpu(config.generation):
-            check_heads(model_config_of(model_folder(config.model)))
+            trust = config.trust_remote_code
+            check_heads(model_config_of(model_folder(config.model), trust_remote_code=trust))
 
 
 def generate(config: GenerateConfig) -> None:

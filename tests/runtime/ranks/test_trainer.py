@@ -54,7 +54,7 @@ class Group:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "structure", lambda path: None)
+    monkeypatch.setattr(module, "structure", lambda path, **_: None)
 
     def make(group: Group, **options: Any) -> RankedTrainer:
         trainer = RankedTrainer(lambda: group)

@@ -1,5 +1,4 @@
-"""The training algorithms: what one step of SFT, GRPO or DPO computes, and its loss.
+"""The training algorithms: a loop over an open run for each of SFT, GRPO and DPO, and its loss.
 
-Each has `prepare(config, inputs) -> Job`. Algorithms of your own use `loop` and the helpers of
-`common`.
+Others use `sft`, `grpo` and `dpo`, and `policy_loss`.
 """

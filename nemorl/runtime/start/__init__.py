@@ -1,4 +1,4 @@
 """Builds and starts a run from its settings.
 
-`launch.run` starts a run. `registry` knows algorithms, backends and loggers by name.
+`open_run` opens a run for a loop, and `run` runs a registered one. `registry` knows algorithms, backends and loggers by name.
 """

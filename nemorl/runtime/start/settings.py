@@ -57,7 +57,7 @@ def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) 
     try:
         name = (base_of(Path(model)) or "") if (Path(model) / CONFIG).is_file() else model
         return read_config(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError):
+    except Exception:  # transformers raises what a wrong value leads to
         return None
 
 

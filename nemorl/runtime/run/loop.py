@@ -427,7 +427,9 @@ class Steps(Iterator[Step]):
         self._ended = True
         if self.validate and self.run.state.step != self._validated:
             self._validation()
-        if self.run.state.step > self._first and self.run.trainer.step == self._updates:
+        trained = self.run.trainer.step > self._updates
+        # A loop that counts its updates has itself decided against them.
+        if self.run.state.step > self._first and not trained and "num_updates" not in self._metrics:
             warnings.warn(
                 f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
                 " them: call run.trainer.train_step(batch, loss_fn)",

@@ -795,13 +795,10 @@ PAIRS = [
     ("group_mean", "group_std", 0),
     ("group_mean", "leave_one_out_std", 1),
     ("group_mean", "batch_std", 0),
-    ("leave_one_out", "group_std", 1),
     ("leave_one_out", "leave_one_out_std", 0),
     ("batch_mean", "batch_std", 1),
-    ("batch_mean", "group_std", 1),
     ("none", "leave_one_out_std", 1),
     ("length_weighted", "none", 1),
-    ("length_weighted", "batch_std", 1),
 ]
 ALL_PAIRS = [
     (baseline, scale, ddof)
@@ -837,7 +834,7 @@ FACTORS = {
 
 ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 PENALTIES = [(estimator, gradient) for estimator in ESTIMATORS for gradient in FACTORS]
-QUICK_PENALTIES = [("k1", "score"), ("k2", "pathwise"), ("k3", "score"), ("k3", "importance")]
+QUICK_PENALTIES = [("k1", "score"), ("k2", "pathwise"), ("k3", "importance")]
 
 
 @pytest.mark.parametrize("case", quick(PENALTIES, *QUICK_PENALTIES), ids=str)
@@ -906,6 +903,18 @@ def test_tokens_without_a_sampler_logprob(level, tmp_path: Path, monkeypatch):
     kl = {"coef": 0.1, "gradient": "importance"}
     options = {"off_policy": section, "kl": kl, **SEVERAL}
     assert_agree(box, tmp_path, monkeypatch, groups=groups, **options)
+
+
+def test_a_run_that_never_learns_keeps_its_weights(tmp_path: Path, monkeypatch):
+    groups = written()
+    for r in (r for group in groups for r in group):
+        r.reward = 0.1
+    outcome = trained_by_nemorl(groups, tmp_path, monkeypatch, max_num_steps=1)
+    torch.testing.assert_close(
+        outcome.weights, dict(first_model().named_parameters()), rtol=0, atol=0
+    )
+    warned = [json.loads(line) for line in outcome.warnings if '"WARNING"' in line.upper()]
+    assert ["nothing to learn from" in line["message"] for line in warned] == [True], warned
 
 
 def test_a_batch_of_empty_responses_updates_nothing(tmp_path: Path, monkeypatch):
@@ -1020,7 +1029,7 @@ def drawn(seed: int) -> tuple[Box, dict[str, Any]]:
     return box, options
 
 
-@pytest.mark.parametrize("seed", quick(range(60), 0, 1, 2))
+@pytest.mark.parametrize("seed", quick(range(60), 0, 2))
 def test_combinations(seed, tmp_path: Path, monkeypatch):
     box, options = drawn(seed)
     assert_agree(box, tmp_path, monkeypatch, **options)

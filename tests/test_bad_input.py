@@ -460,7 +460,9 @@ def command_with_rows(place: Place) -> None:
         assert "Traceback" in (place.run_folder / "log.jsonl").read_text()
 
 
-NO_RUN = r"error: run must be the folder of a run, but no/run holds no config\.yaml.*check the path"
+NO_RUN = (
+    r"error: runs? must be the folder of a run, but no/run holds no config\.yaml.*check the path"
+)
 FLAGS = {
     NO_RUN: "report no/run",
     r"gpus must be at least 1, but it is 0": "plan --model {place.model} --gpus 0",

@@ -25,6 +25,7 @@ SAME = {
     "max_rows": "run.max_val_samples",
     "seed": "run.seed",
     "run": "run.dir",
+    "runs": "run.dir",
     "lora": "lora.export",
     "seq_len": "data.max_total_sequence_length",
     "micro_batch_rows": "trainer.train_micro_batch_size",

@@ -87,6 +87,7 @@ def names_of(cls: type, same: Mapping[str, str]) -> dict[str, str]:
     return (
         {_last(dotted): key for dotted, key in others.items()}
         | {section: key for section, key in MAIN.items() if key in keys}
+        | {section: others[key] for section, key in MAIN.items() if key in others}
         | {_last(key): key for key in keys if times[_last(key)] == 1}
         | others
         | {key: key for key in keys}

@@ -108,7 +108,7 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
         if field.name == "name":
             assert re.search(rf"{flag.removesuffix('.name')} \{{.*{field.default}.*\}}", text), flag
             continue
-        positional = field.name == "run" and issubclass(owner, ReportConfig)
+        positional = field.name == "runs" and issubclass(owner, ReportConfig)
         if issubclass(cls, AnswerConfig) and field.name in FOR_TRAINING:
             assert flag not in text
             continue
@@ -314,7 +314,7 @@ def test_a_setting_has_its_flag_in_every_command():
     exported = cli.parse("export", ["--run.dir", "r", "--output", "o", "--lora.export", "adapter"])
     assert (exported.run, exported.lora) == ("r", "adapter")
     for name in (["r"], ["--run", "r"], ["--run.dir=r"]):
-        assert cli.parse("report", name).run == "r"
+        assert cli.parse("report", name).runs == ("r",)
     plan = cli.parse("plan", ["--model.path", "m", "--gpus", "8", "--parallel.tp", "2"])
     assert (plan.model, plan.tp) == ("m", 2)
     inspected = cli.parse("data inspect", ["--model", "m", "--data", "d", "--rows", "2"])
@@ -325,7 +325,7 @@ def test_an_error_names_the_setting_as_this_command_does(launched, tmp_path: Pat
     launched.result = ValueError("model.path must be a folder, but 'nope' is none")
     assert "error: model must be a folder" in refused(capsys, "eval", *NEEDED["eval"])
     assert "error: model.path must be a folder" in refused(capsys, "grpo", *NEEDED["grpo"])
-    assert "error: run must be the folder of a run" in refused(capsys, "report", str(tmp_path))
+    assert "error: runs must be the folder of a run" in refused(capsys, "report", str(tmp_path))
 
 
 def test_the_later_of_several_configs_wins(tmp_path: Path):

@@ -133,7 +133,7 @@ def collect(
     texts = ["\n".join(str(message["content"]) for message in log[:-1]) for log in logs]
     changed, metrics = environment.global_post_process_and_metrics(
         {
-            "rewards": result.rewards,
+            "rewards": reward_tensor(result.rewards, size, name),
             "components": result.components,
             "texts": texts,
             "truncated": [c.truncated for c in completions],
@@ -150,9 +150,9 @@ def collect(
         completions=completions,
         rewards=reward_tensor(changed["rewards"], size, name),
         group_id=torch.tensor(index, dtype=torch.long) + first_group,
-        answers=result.answers or [None] * len(completions),
+        answers=list(result.answers) or [None] * len(completions),
         kind=kind_of(sampling, version=_version(completions)),
-        metrics=metrics,
+        metrics={key: float(value) for key, value in metrics.items()},
         components=components,
     )
 

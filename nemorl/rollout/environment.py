@@ -37,8 +37,8 @@ class EnvironmentReturn:
     """Returned to the environment with the next step."""
     next_stop_strings: list[tuple[str, ...] | None]
     """Additional stop strings of the next response."""
-    rewards: list[float]
-    terminateds: list[bool]
+    rewards: Sequence[float] | Tensor
+    terminateds: Sequence[bool] | Tensor
     """True: the conversation is over."""
     answers: list[str | None] = field(default_factory=list)
     """What was read as the answer, for the sample log."""
@@ -60,7 +60,7 @@ class EnvironmentInterface(Protocol):
     ) -> tuple[Mapping[str, Any], dict[str, float]]:
         """Return the batch, maybe changed, and metrics to log.
 
-        It has "rewards", "components", "texts" and "truncated".
+        It has "rewards" as a tensor [batch], "components", "texts" and "truncated".
         """
 
 
@@ -234,8 +234,12 @@ def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> N
 
 def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:
     """Raise a ValueError unless an environment returned one of everything per conversation."""
-    lists = {"rewards": result.rewards, "terminateds": result.terminateds, **result.components}
-    if result.answers:
+    lists: dict[str, Any] = {
+        "rewards": result.rewards,
+        "terminateds": result.terminateds,
+        **result.components,
+    }
+    if len(result.answers):
         lists["answers"] = result.answers
     for field_name, values in lists.items():
         _require_count(values, count, name, field_name)

@@ -154,7 +154,7 @@ def test_the_environment_sees_the_batch_and_changes_it(generator):
 
         def global_post_process_and_metrics(self, batch):
             assert list(batch) == ["rewards", "components", "texts", "truncated"]
-            ranks = torch.tensor(batch["rewards"]).argsort().argsort()
+            ranks = batch["rewards"].argsort().argsort()
             return {**batch, "rewards": ranks}, {"best": max(batch["rewards"])}
 
     rolled = collect(generator, Ranked(lambda response: len(response)), PROMPTS, SAMPLING, seed=1)
@@ -248,3 +248,26 @@ def test_derived_seeds_do_not_meet():
     }
     assert len(seeds) == 3000
     assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+class OfTensors:
+    """An environment that works with tensors: what it returns, and what it gets."""
+
+    def step(self, message_log_batch, metadata):
+        count = len(message_log_batch)
+        return EnvironmentReturn(
+            observations=[{}] * count,
+            metadata=[None] * count,
+            next_stop_strings=[None] * count,
+            rewards=torch.arange(float(count)),
+            terminateds=torch.ones(count, dtype=torch.bool),
+        )
+
+    def global_post_process_and_metrics(self, batch):
+        return batch, {"mean": batch["rewards"].mean().item()}
+
+
+def test_an_environment_of_tensors(generator):
+    rollouts = collect(generator, OfTensors(), PROMPTS, SAMPLING, seed=1)
+    assert rollouts.rewards.tolist() == list(range(9))
+    assert rollouts.metrics == {"mean": 4.0}

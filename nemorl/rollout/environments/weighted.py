@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -68,7 +70,7 @@ class WeightedRewards:
                     f"reward {name!r} must end every conversation after the first response to be"
                     " one of several rewards: use it alone"
                 )
-        components = {name: result.rewards for name, result in returns.items()}
+        components = {name: _listed(result.rewards) for name, result in returns.items()}
         answers = [
             next((answer for answer in found if answer is not None), None)
             for found in zip(
@@ -89,10 +91,14 @@ class WeightedRewards:
         metrics: dict[str, float] = {}
         for name, environment in self.environments.items():
             changed, found = environment.global_post_process_and_metrics(
-                {**batch, "rewards": batch["components"][name], "components": {}}
+                {
+                    **batch,
+                    "rewards": torch.tensor(batch["components"][name], dtype=torch.float32),
+                    "components": {},
+                }
             )
             components[name] = [float(reward) for reward in changed["rewards"]]
-            metrics |= {f"{name}/{key}": value for key, value in found.items()}
+            metrics |= {f"{name}/{key}": float(value) for key, value in found.items()}
         return {**batch, "rewards": self.total(components), "components": components}, metrics
 
     def total(self, components: Mapping[str, Sequence[float]]) -> list[float]:
@@ -104,3 +110,7 @@ class WeightedRewards:
             )
             for of_one in zip(*components.values(), strict=True)
         ]
+
+
+def _listed(values: Any) -> list[Any]:
+    return values.tolist() if hasattr(values, "tolist") else list(values)

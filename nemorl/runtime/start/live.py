@@ -28,7 +28,7 @@ from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.export import ExportCallback
 from nemorl.runtime.run.loop import OpenRun, Parts
-from nemorl.runtime.run.rng import random_state, restore_generators
+from nemorl.runtime.run.rng import random_state, restore_generators, seed_generators
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
@@ -108,8 +108,7 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
             config.trainer.backend,
             "add it",
         )
-        if devices.ranked:  # a backend in this process seeds the generators that a reward uses
-            torch.manual_seed(config.run.seed)
+        seed_generators(config.run.seed)  # those that a reward or a loop may use
         if model is not None:
             check_vocabulary(model, launch.tokenizer)
         yield trainer

@@ -332,3 +332,17 @@ def test_a_replica_is_the_model(kind, tied):
     ids = torch.arange(2, 12)[None]
     assert torch.equal(replica(ids).logits, model(ids).logits)
     assert not any(parameter.requires_grad for parameter in replica.parameters())
+
+
+def test_the_seed_is_that_of_every_generator(tmp_path: Path):
+    def drawn(name: str) -> list[float]:
+        def reward(response):
+            return random.random() + float(np.random.random()) + float(torch.rand(()))
+
+        result = start(grpo_config(tmp_path / name, steps=2), reward=reward)
+        return [line["reward"] for line in result.history]
+
+    first = drawn("first")
+    random.seed(5)
+    np.random.seed(5)
+    assert drawn("second") == first

@@ -129,12 +129,13 @@ def as_training_backend(backend: Any) -> Any:
 
 
 class SmallBackend:
-    """A backend that has few methods. `step` is counted, and is part of its checkpoints; a tensor
-    from get_logprobs has the batch's `logprob_kind`. What the backend lacks is an AttributeError.
+    """A backend that has few methods. A `step` that it has not is counted, and is part of its
+    checkpoints; a tensor from get_logprobs has the batch's `logprob_kind`. A method that it lacks
+    is an AttributeError.
     """
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.step = inner, 0
+        self.inner, self._count = inner, 0
         self._has = own_methods(inner, FullTrainingBackend)
 
     def __getattr__(self, name: str) -> Any:
@@ -145,9 +146,13 @@ class SmallBackend:
             return partial(self._logprobs, name)
         return getattr(inner, name)
 
+    @property
+    def step(self) -> int:
+        return getattr(self.inner, "step", self._count)
+
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Any:
         metrics = self.inner.train_step(batch, loss_fn)
-        self.step = getattr(self.inner, "step", self.step + 1)
+        self._count += 1
         return metrics
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
@@ -156,11 +161,13 @@ class SmallBackend:
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         options = {"background": True} if background else {}
         self.inner.save_checkpoint(path, **options)
-        (path / "step.json").write_text(json.dumps(self.step))
+        if not hasattr(self.inner, "step"):
+            (path / "step.json").write_text(json.dumps(self.step))
 
     def load_checkpoint(self, path: Path) -> None:
         self.inner.load_checkpoint(path)
-        self.step = json.loads((path / "step.json").read_bytes())
+        if not hasattr(self.inner, "step"):
+            self._count = json.loads((path / "step.json").read_bytes())
 
     def _logprobs(self, method: str, batch: TokenBatch) -> Logprobs:
         found = getattr(self.inner, method)(batch)

@@ -1,12 +1,10 @@
-"""An engine of your own that generates, chosen by its name: `generation.backend`. Here
-transformers' `generate`, one request at a time. `Scheduler` keeps the requests of scripts and event
-loops; an engine that is a server needs none, only an `async def sample`.
+"""An engine of your own, chosen by its name: `generation.backend`. Here transformers' `generate`,
+one request at a time. `Scheduler` keeps the requests; a server needs only `async def sample`.
 
-    python examples/custom_backend.py        the little demonstration below
+    python examples/custom_backend.py        a small demonstration
 
-`nemorl.GenerationBackend` says what each method must do, and
-tests/rollout/test_generation_conformance.py is what every engine passes, this one, too: run it on
-yours. A training backend is made likewise: see custom_training_backend.py.
+`nemorl.GenerationBackend` says what each method must do;
+tests/rollout/test_generation_conformance.py tests every engine: run it on yours.
 """
 
 import sys
@@ -25,11 +23,7 @@ from nemorl.rollout.torch_backend import copy_weights
 
 @nemorl.register_generation_backend("transformers")
 class TransformersBackend:
-    """Made with the trainer's live model, whose weights need no sending, its tokenizer, and
-    parallel.param_dtype. For evaluation without the latter.
-
-    Not for LoRA, whose adapters it doesn't know; generation.max_batch_size means nothing to it.
-    """
+    """Made with the trainer's live model, whose weights need no sending. Not for LoRA."""
 
     def __init__(
         self, *, model: torch.nn.Module, tokenizer=None, precision: str = "float32"

@@ -993,7 +993,7 @@ RUNS = [
         ),
     ),
     with_run(
-        r"run\.dir must have a folder samples, but .* is none: move it away",
+        r"runs must have a folder samples, but .* is none: move it away",
         lambda place, run: ((run / "samples").touch(), command("report", str(run))),
         Refused,
     ),

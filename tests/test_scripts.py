@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import nemorl
-from tests.examples import load_example
+from tests.examples import load_example, visiting
 from tests.killed_script import config_of
 from tests.runtime.runs import numbers
 
@@ -28,7 +28,9 @@ CASES = {
 )
 def test_a_killed_script_goes_on(case: str, forked: Path, tmp_path: Path):
     name, more = CASES[case]
-    module, lessons = load_example(name), load_example("grpo_loop").demonstration(tmp_path)
+    module, example = load_example(name), load_example("grpo_loop")
+    with visiting():
+        lessons = example.demonstration(tmp_path)
     if name == "two_models":
         more = [*more, f"--teacher={tmp_path / 'model'}"]
 

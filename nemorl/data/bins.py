@@ -11,7 +11,7 @@ def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Return rows of indices: the longest first, each into the row with the least room for it.
 
     >>> best_fit_decreasing([4, 8, 1, 4, 2, 1], 10)
-    [[1, 4], [0, 3, 2, 5]]
+    [[1, 2, 5], [0, 3, 4]]
     """
     rows: list[list[int]] = []
     rooms: list[int] = []  # the rooms that some row has, ascending

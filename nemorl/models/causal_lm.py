@@ -57,7 +57,7 @@ def load_causal_lm(
                     **trust,
                 )
             model, report = loaded
-            for key, found, wanted in sorted(report["mismatched_keys"]):
+            for key, found, wanted in sorted(report.get("mismatched_keys", ())):
                 raise ValueError(
                     f"its {key} is {list(found)}, where config.json wants {list(wanted)}"
                 )

@@ -204,7 +204,7 @@ def test_errors_name_file_and_line(tmp_path):
     path.write_text('{"text": "a"}\n')
     with pytest.raises(
         ValueError,
-        match=r"rows\.jsonl, line 1: a row needs a prompt .*got columns text.*data\.prompt_column",
+        match=r"rows\.jsonl, line 1: a row needs a prompt .*got columns text.*prompt_column",
     ):
         to_prompts(load_rows(path), TOKENIZER)
 

@@ -332,7 +332,9 @@ def test_step_tells_whether_an_update_has_begun(make, tmp_path: Path):
 
 
 def test_weights_must_be_given(make):
-    with pytest.raises(ValueError, match=r"batch\.loss_weights, but they are None"):
+    with pytest.raises(
+        ValueError, match=r"batch\.loss_weights must be given to train, but they are None"
+    ):
         make().train_step(replace(random_batch([5]), loss_weights=None), nll_loss)
 
 

@@ -41,7 +41,7 @@ class Comparisons:
 def dpo(run: OpenRun) -> None:
     """Train on the preferences of `run.rows`."""
     config = run.config
-    train, kept, run.lengths["train"] = comparisons(config, run.training_rows, run.tokenizer)
+    train, kept, run.lengths["train"] = comparisons(config, run.rows, run.tokenizer)
     held_out, _, run.lengths["validation"] = comparisons(
         config, run.validation_rows, run.tokenizer, in_pairs=True
     )

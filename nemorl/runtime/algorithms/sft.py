@@ -22,7 +22,7 @@ from nemorl.runtime.run.samples import Samples
 def sft(run: OpenRun) -> None:
     """Train on the demonstrations of `run.rows`."""
     config = run.config
-    examples, rows = demonstrations(run, "train", run.training_rows)
+    examples, rows = demonstrations(run, "train", run.rows)
     validate = validation(run)
     order = run.order(rows)
     for step in run.steps(num_steps(config, len(examples)), validate=validate):

@@ -10,6 +10,7 @@ from torch import nn
 from nemorl.checks import closest, require
 from nemorl.models.pretrained import load_tokenizer
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.flags import MAIN
 from nemorl.runtime.config.presets import preset_overrides
 from nemorl.runtime.config.tree import construct, dotted_keys, layer, to_dict
 from nemorl.runtime.config.yaml_io import ConfigError
@@ -97,12 +98,14 @@ def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> tup
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
     keys = dotted_keys(cls)
-    # A whole section, a top-level setting, or another library's spelling of one.
-    if name in {key.partition(".")[0] for key in keys}:
+    own = [key for key, ours in keys.items() if ours]
+    if name in {key.partition(".")[0] for key in own}:  # a whole section, or a setting in none
         return name, value
-    found = [name.replace("__", ".")]
-    if found[0] not in keys:
-        found = [key for key, own in keys.items() if own and key.rpartition(".")[2] == name]
+    found = [MAIN.get(name, name.replace("__", "."))]
+    if found[0] not in own:
+        found = [key for key in own if key.rpartition(".")[2] == name]
+    if not found and name in keys:  # another library's, which is refused with ours
+        return name, value
     if len(found) > 1:
         spelled = " or ".join(key.replace(".", "__") for key in found)
         raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)

@@ -33,7 +33,7 @@ from nemorl.runtime.config.yaml_io import ConfigError
 Extra = tuple[str, Any, Any, str]
 """A flag that is no setting: name, type, default and help."""
 
-MAIN = {"model": "model.path", "data": "data.train", "run": "run.dir"}
+MAIN = {"model": "model.path", "data": "data.train", "run": "run.dir", "dir": "run.dir"}
 """The setting that a section's name alone stands for, where the section is one."""
 
 

@@ -81,7 +81,7 @@ class VLLMGenerationBackend:
             for sample in samples
         ]
         texts = [""] * len(made)
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and made:
             ids = [sample.token_ids for _, sample in made]
             texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [

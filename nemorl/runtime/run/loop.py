@@ -103,7 +103,7 @@ class OpenRun:
         The number of prompts taken is saved under `name` with every checkpoint. Raises ValueError
         for rows that the environment can't judge.
         """
-        rows = self.training_rows if rows is None else rows
+        rows = self.rows if rows is None else rows
         if self.environment is not None:
             check_rows(self.environment, rows)
         prompts, self.lengths[name] = tokenised_prompts(self.config, rows, self.tokenizer)
@@ -231,13 +231,6 @@ class OpenRun:
 
     def close(self) -> None:
         self._over = True
-
-    @property
-    def training_rows(self) -> Sequence[Row]:
-        """The rows to train on. Raises ValueError where there are none."""
-        if not self.rows:
-            raise ValueError("data.train must name rows to train on: add --data.train FILE")
-        return self.rows
 
     def _open(self) -> None:
         if self._over:

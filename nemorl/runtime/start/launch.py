@@ -93,6 +93,8 @@ def launched(
     rows, held_out = read_data(
         config.data, train=train, validation=validation, seed=config.run.seed
     )
+    if not rows:
+        raise ValueError("data.train must name rows to train on: add --data.train FILE")
     if not held_out:
         config.run.require_training_metrics()
     resume, folder = config.run.resume or devices.restarted, config.run.dir or free_directory(name)

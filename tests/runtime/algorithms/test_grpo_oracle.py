@@ -165,24 +165,21 @@ class Scripted:
 
     def setup(self, config) -> None: ...
 
-    def generate(self, prompts, sampling_params) -> list[nemorl.Completion]:
-        if not isinstance(sampling_params, list):  # a probe whether it has the trainer's weights
-            return [self._greedy(list(prompt)) for prompt in prompts]
-        completions = []
-        for prompt, params in zip(prompts, sampling_params, strict=True):
-            answers = self.script[tuple(prompt)]
-            assert params.n == len(answers)
-            completions += [
-                nemorl.Completion(
-                    token_ids=tuple(r.tokens),
-                    logprobs=tuple(r.sampled.tolist()),
-                    finish_reason="length" if r.truncated else "stop",
-                    text=str(number),  # which one it is, for the reward
-                    policy_version=self.policy_version,
-                )
-                for number, r in enumerate(answers)
-            ]
-        return completions
+    async def sample(self, prompt, params) -> list[nemorl.Completion]:
+        if params.temperature == 0:  # a probe whether it has the trainer's weights
+            return [self._greedy(list(prompt))]
+        answers = self.script[tuple(prompt)]
+        assert params.n == len(answers)
+        return [
+            nemorl.Completion(
+                token_ids=tuple(r.tokens),
+                logprobs=tuple(r.sampled.tolist()),
+                finish_reason="length" if r.truncated else "stop",
+                text=str(number),  # which one it is, for the reward
+                policy_versions=(self.policy_version,) * len(r.tokens),
+            )
+            for number, r in enumerate(answers)
+        ]
 
     def _greedy(self, prompt: list[int]) -> nemorl.Completion:
         with torch.no_grad():
@@ -193,18 +190,11 @@ class Scripted:
             logprobs=(float(logprobs[token]),),
             finish_reason="length",
             text="",
-            policy_version=self.policy_version,
+            policy_versions=(self.policy_version,),
         )
 
-    def update_weights(self, weights, version: int) -> None:
+    def update_weights(self, weights, version: int, in_flight: str = "keep") -> None:
         self.policy_version = version
-
-    def sleep(self) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def metrics(self) -> dict[str, float]:
-        return {}
 
     def shutdown(self) -> None: ...
 

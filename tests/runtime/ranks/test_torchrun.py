@@ -60,7 +60,8 @@ def test_any_error_ends_the_job_and_all_processes(
 
 
 def test_a_wrong_setting_is_an_error_of_the_job(forked: Path, tmp_path: Path):
-    command = ["-m", "nemorl", "sft", "--model.path", "model", "--data.train", "rows.jsonl"]
+    (rows := tmp_path / "rows.jsonl").touch()
+    command = ["-m", "nemorl", "sft", "--model.path", "model", "--data.train", str(rows)]
     code, text = torchrun(
         forked, *command, "--parallel.tp", "3", "--run.dir", str(tmp_path / "run")
     )

@@ -94,7 +94,7 @@ def test_what_lies_about_does_not_make_a_run_of_a_model(tmp_path: Path, monkeypa
     for file in ("config.json", "adapter_config.json"):
         folder = tmp_path / file.partition(".")[0]
         (folder / "checkpoints").mkdir(parents=True)
-        (folder / file).touch()
+        (folder / file).write_text("{}")
         assert model_folder(str(folder)) == str(folder)
 
 

@@ -3,6 +3,7 @@ ranks die. The ranks are stand-ins here.
 """
 
 import json
+import random
 import re
 import warnings
 from contextlib import nullcontext
@@ -23,6 +24,7 @@ from nemorl.runtime.run.errors import WorkerTimeout
 from nemorl.runtime.start import live
 from nemorl.runtime.start.live import whole_model
 from nemorl.runtime.start.open_run import failed_ranks
+from tests.runtime import runs
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
 from tests.tiny_models import KINDS, tiny_model, tiny_tokenizer
@@ -339,7 +341,7 @@ def test_the_seed_is_that_of_every_generator(tmp_path: Path):
         def reward(response):
             return random.random() + float(np.random.random()) + float(torch.rand(()))
 
-        result = start(grpo_config(tmp_path / name, steps=2), reward=reward)
+        result = runs.start(grpo_config(tmp_path / name, steps=2), reward=reward)
         return [line["reward"] for line in result.history]
 
     first = drawn("first")

@@ -179,6 +179,12 @@ class OpenRun:
                 "run.steps must be called once in a run, but this is a second loop: open another"
                 " run for it, in a directory of its own"
             )
+        if self.live is not None and self.num_updates != last_step * updates_per_step:
+            raise RuntimeError(
+                f"run.steps must take {self.num_updates} optimizer steps, as the schedule of the"
+                f" learning rate was made for them, but takes {last_step * updates_per_step}: call"
+                " it before the first use of run.trainer, or change max_num_steps"
+            )
         if validate is None and self.generates:
             validate = self.questions(self.validation_rows)
         self.num_steps, self.num_updates = last_step, last_step * updates_per_step

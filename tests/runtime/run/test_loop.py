@@ -171,6 +171,18 @@ def test_what_a_loop_may_not_do(tmp_path: Path):
         run.steps(0)
 
 
+def test_the_schedule_is_of_the_steps_that_are_taken(tmp_path: Path):
+    with (
+        pytest.raises(RuntimeError, match=r"must take 4 optimizer steps, .* but takes 6: call"),
+        opened(grpo_config(tmp_path / "a", steps=4)) as run,
+    ):
+        assert run.trainer.step == 0
+        run.steps(3, updates_per_step=2)
+    with opened(grpo_config(tmp_path / "b", steps=4)) as run:
+        assert run.trainer.step == 0
+        run.steps(4)
+
+
 def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
     with (
         pytest.warns(UserWarning, match="the loop took 2 steps, but trained in none of them"),

@@ -29,7 +29,7 @@ from nemorl.runtime.watch.waiting import waiting_for_engines
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """Return accuracy, mean rewards and length of a model's answers to data, and the answers."""
-    environment = make_environment(config.reward, config.reward_weights)
+    environment = make_environment(config.reward, config.reward_weights, config.reward_kwargs)
     data = DataConfig(
         validation=config.data,
         validation_split=config.split or ("test" if has_splits(config.data) else None),

@@ -112,6 +112,8 @@ class EvalConfig(AnswerConfig):
     """Rewards by name, or module:function of your own, as in training."""
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
     max_rows: int | None = None
     """Number of rows that are answered, from the top. Default: all."""
     split: str | None = None

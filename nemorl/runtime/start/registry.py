@@ -11,6 +11,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.tree import add_own
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import TrainingBackend
@@ -77,6 +78,33 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop
         return loop
 
     return decorate
+
+
+def register_loss(name: str) -> Callable[[Registered], Registered]:
+    """Register a policy loss as a name of GRPO's `loss`; its keyword parameters are settings.
+
+    The decorated function is fn(token_logprobs, prev_logprobs, advantages, loss_weights, *,
+    your_setting=0.1), with tensors [batch, seq]. It returns Σ loss_weights · its terms over all
+    tokens, a scalar or a `LossOutput`, and is called for parts of a batch, whose losses are added
+    up. Parameters called importance_weights and segment_ids are given (see `nemorl.losses.policy`).
+    """
+    return _register_own("loss", name)
+
+
+def register_advantage(name: str) -> Callable[[Registered], Registered]:
+    """Register a function as a name of GRPO's `advantage`; its keyword parameters are settings.
+
+    The decorated function is fn(rewards, group_id, *, your_setting=0.1), with tensors [batch], and
+    returns advantages [batch] or [batch, seq]. Parameters called lengths and loss_mask are given.
+    """
+    return _register_own("advantage", name)
+
+
+def register_reward(name: str) -> Callable[[Registered], Registered]:
+    """Register a reward function, or an environment, as a name of `reward`."""
+    from nemorl.rollout.environments import REWARDS
+
+    return _register(name, REWARDS)
 
 
 def register_training_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
@@ -180,6 +208,14 @@ def load(target: Any) -> Any:
         return target
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
+
+
+def _register_own(section: str, name: str) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        add_own(GRPOConfig, section, name, function)
+        return function
+
+    return decorate
 
 
 def _get(name: str, known: dict[str, Any], kind: str) -> Any:

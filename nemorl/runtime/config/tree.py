@@ -54,8 +54,9 @@ def dump_yaml(config: Any, *, comments: bool = False) -> str:
 
 def _comments(config: Any, prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
-    docs = field_docs(type(config))
-    for field, hint in fields_of(type(config)):
+    cls: Any = type(config)
+    docs = field_docs(cls)
+    for field, hint in fields_of(cls):
         value, about = getattr(config, field.name), docs.get(field.name, "")
         literals = [part for part in kinds(hint) if typing.get_origin(part) is typing.Literal]
         choices = [each for part in literals for each in typing.get_args(part)]
@@ -68,6 +69,7 @@ def _comments(config: Any, prefix: str = "") -> dict[str, str]:
     return found
 
 
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, as one line."""
     from docstring_parser import parse_from_object

@@ -90,7 +90,7 @@ class FullTrainingBackend(TrainingBackend, Protocol):
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         """Return those of the frozen reference model; an error where none is kept."""
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter under its Hugging Face name, tied ones once."""
 
     def wait_for_checkpoint(self) -> None:

@@ -261,7 +261,7 @@ class DTensorBackend:
                 return self._logprobs(self.model, batch)
         return self._logprobs(self._reference, batch)
 
-    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the live tensors; adapted ones are merged copies.
 
         Those of a sharded model are gathered one by one: all ranks go through them together.

@@ -16,7 +16,6 @@ from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
-from nemorl.rollout.wrapped import as_generation_backend
 from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.run import checkpoint
@@ -129,7 +128,7 @@ def _loaded(
     token_ids = to_prompts(rows, tokenizer)
     # An engine with a copy of its own needs the GPU for that.
     device = "cpu" if config.generation.backend == "vllm" else config.device
-    backend = as_generation_backend(get_generation_backend(config.generation.backend))
+    backend: Any = get_generation_backend(config.generation.backend)
     generator = backend(
         model=load_causal_lm(folder, **trust).to(usable_device(device)),
         tokenizer=tokenizer,

@@ -26,7 +26,7 @@ from nemorl.runtime.start.registry import (
     algorithm_of,
     chosen_loggers,
     get_generation_backend,
-    get_training_backend,
+    training_backend_class,
 )
 from nemorl.runtime.start.settings import (
     as_given,
@@ -84,7 +84,7 @@ def launched(
         "omit it, or name the model's folder (--model.path)",
     )
     check_callbacks(callbacks)
-    get_training_backend(config.trainer.backend)  # or an error that lists the known names
+    training_backend_class(config.trainer.backend)  # or an error that lists the known names
     get_generation_backend(config.generation.backend)
     devices, name = Devices.of(config), algorithm_of(config)
     devices.check_given(model)

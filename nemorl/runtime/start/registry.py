@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import closest, require
@@ -14,7 +15,7 @@ from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.tree import add_own
 
 if TYPE_CHECKING:
-    from nemorl.parallel.backend import TrainingBackend
+    from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
     from nemorl.rollout.generation import GenerationBackend
     from nemorl.runtime.run.loop import OpenRun
     from nemorl.runtime.watch.loggers.base import LoggerFactory
@@ -169,14 +170,40 @@ def loop_of(config: Any) -> Loop:
     return load(ALGORITHMS[name].loop)
 
 
-def get_training_backend(name: str) -> "type[TrainingBackend]":
-    """Return the class of a training backend."""
+def get_training_backend(name: str, model: Any = None) -> "FullTrainingBackend":
+    """Return a new training backend, of a loaded model or of what `setup(BackendConfig(…))` names.
+
+    One with few methods counts its steps and returns `Logprobs`; a method that it lacks is an
+    AttributeError.
+
+    >>> backend = get_training_backend("dtensor")
+    >>> backend.step
+    0
+    """
+    from nemorl.parallel.backend import as_training_backend
+
+    make: Any = training_backend_class(name)
+    try:
+        return as_training_backend(make() if model is None else make(model))
+    except TypeError as error:
+        if model is None or signature(make).parameters:
+            raise
+        raise ValueError(
+            f"trainer.backend {name!r} can't be made with a loaded model: name the model's folder"
+            " (--model.path), or give __init__ a parameter model=None"
+        ) from error
+
+
+def training_backend_class(name: str) -> "type[TrainingBackend]":
+    """Return the class of a training backend as it was registered."""
     return load(_get(name, TRAINING_BACKENDS, "training backend"))
 
 
 def get_generation_backend(name: str) -> "type[GenerationBackend]":
-    """Return the class of a generation backend."""
-    return load(_get(name, GENERATION_BACKENDS, "generation backend"))
+    """Return the class of a generation backend, made with model=, tokenizer= and precision=."""
+    from nemorl.rollout.wrapped import as_generation_backend
+
+    return as_generation_backend(load(_get(name, GENERATION_BACKENDS, "generation backend")))
 
 
 def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":

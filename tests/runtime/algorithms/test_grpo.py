@@ -31,9 +31,7 @@ class Recorder(Callback):
         self.epochs: list[tuple[str, int]] = []
 
     def on_step_begin(self, trainer, step) -> None:
-        self.weights.append(
-            {name: tensor.clone() for name, tensor in trainer.trainer.export_weights()}
-        )
+        self.weights.append({name: tensor.clone() for name, tensor in trainer.trainer.weights()})
 
     def on_samples(self, trainer, step, samples) -> None:
         self.samples.append(samples)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nemorl.checks import require
 from nemorl.data.sources import has_splits
-from nemorl.runtime.config.tree import construct, layer
+from nemorl.runtime.config.tree import construct, layer, nested
 from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.start.registry import get_algorithm
 
@@ -720,7 +720,7 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     blockers = "; ".join(f"{key} {why}" for key, why in notes.items() if isinstance(why, Blocker))
     if not {"data.validation", "data.held_out"} & {*settings, *notes}:
         settings = {key: setting for key, setting in settings.items() if key not in VALIDATED}
-    nested = as_tree(settings)
+    ours = nested(settings)
     cls = get_algorithm(algorithm).config
     for key in ("model.path", "data.train"):
         if key not in settings:
@@ -728,18 +728,10 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     try:
         if blockers:
             raise ValueError(blockers)
-        construct(cls, layer(cls, {}, nested))
+        construct(cls, layer(cls, {}, ours))
     except ValueError as error:
         raise ValueError(f"{path} can't be trained here: {error}") from error
-    return algorithm, nested, notes
-
-
-def as_tree(settings: Settings) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
-    return tree
+    return algorithm, ours, notes
 
 
 def translated(algorithm: str, key: str, value: Any, flat: Flat) -> Settings | str:

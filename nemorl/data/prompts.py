@@ -67,7 +67,11 @@ def with_prompt(
 
 
 def warn_of_strings(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> None:
-    """Warn of prompts that are strings where the tokenizer has a chat template."""
+    """Warn of prompts that are strings where the tokenizer has a chat template.
+
+    >>> from transformers import ByT5Tokenizer
+    >>> warn_of_strings([{"prompt": "1+1="}], ByT5Tokenizer())  # which has none
+    """
     if getattr(tokenizer, "chat_template", None) in (None, "", PASSTHROUGH):
         return
     chats = ("messages", "response", "chosen")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.data.datasets import load_rows, to_prompts
-from nemorl.data.prompts import warn_of_strings
+from nemorl.data.prompts import parts_of, warn_of_strings
 from nemorl.data.sources import has_splits
 from nemorl.data.templates import with_chat_template
 from nemorl.models.causal_lm import load_causal_lm, usable_device
@@ -73,8 +73,10 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
 def generate(config: GenerateConfig) -> list[dict[str, Any]]:
     """Return answers to prompts, each with its log-probability in nats."""
     texts = config.prompts()
+    columns = {name for _, name in parts_of(config.prompt_template or "{prompt}") if name}
+    column = columns.pop() if len(columns) == 1 else "prompt"  # a run's may have another name
     rows = load_rows(
-        [{"prompt": text} for text in texts],
+        [{column: text} for text in texts],
         prompt_template=config.prompt_template,
         system_prompt=config.system_prompt,
         chat=config.chat,

@@ -236,7 +236,7 @@ def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monk
     tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + m.content }} {% endfor %}"
     tokenizer.save_pretrained(tmp_path / "model")
     tiny_model().save_pretrained(tmp_path / "model")
-    row = {"prompt": "2", "answer": "4", "response": "4", "chosen": "4", "rejected": "5"}
+    row = {"q": "2", "answer": "4", "response": "4", "chosen": "4", "rejected": "5"}
     rows, model = write(tmp_path / "rows.jsonl", [row] * 2), str(tmp_path / "model")
     tokenized: list[str] = []
     encode = messages._ids
@@ -257,7 +257,7 @@ def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monk
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         return tokenized
 
-    template = ["--data.prompt-template", "{prompt}+2="]
+    template = ["--data.prompt-template", "{q}+2="]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         found = texts(*template, "--data.system-prompt", "add", "--chat")

@@ -19,11 +19,23 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
-from nemorl.runtime.cli.settings import FOR_TRAINING, SAME, AnswerConfig
+from nemorl.runtime.cli.settings import FOR_TRAINING, OF_RUN, SAME, AnswerConfig
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig, require_files
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.tree import construct, dump_yaml, flat, layer, leaves, unions, yaml_layer
+from nemorl.runtime.config.tree import (
+    construct,
+    defaults,
+    dump_yaml,
+    flat,
+    layer,
+    leaves,
+    nested,
+    to_dict,
+    unions,
+    yaml_layer,
+)
+from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.ranks.environment import is_follower
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import Terminated
@@ -262,6 +274,8 @@ def parse(command: str, args: Sequence[str]) -> Any:
     paths = peek(args, "--config") or _config_of_resumed_run(command, args)
     if len(paths) > 1:
         warnings.warn(f"of several --config the later wins: {' < '.join(paths)}", stacklevel=2)
+    of_run = _settings_of_run(cls, args, paths) if issubclass(cls, AnswerConfig) else {}
+    tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path)
     shown = set(COMMON)
@@ -294,7 +308,30 @@ def parse(command: str, args: Sequence[str]) -> Any:
         print(dump_yaml(config, comments=True), end="")
         return None
     _check_given(config, resumable=bool(paths))
+    final = flat(to_dict(config))
+    if kept := [f"{key} {value!r}" for key, value in of_run.items() if final[key] == value]:
+        print(f"settings of the run {config.model}: {', '.join(kept)}", file=sys.stderr)
     return config
+
+
+def _settings_of_run(cls: type, args: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
+
+    With --reward, the run's weights are of no use.
+    """
+    from nemorl.runtime.config.flags import peek
+
+    models = peek(args, "--model") or [str(read(path)[0].get("model", "")) for path in paths]
+    directory = RunDirectory(Path(*models[-1:]))
+    if not (any(models) and directory.config.exists() and directory.holds_results()):
+        return {}
+    theirs, usual = flat(read(directory.config)[0]), flat(defaults(cls))
+    unused = ("reward", "reward_weights") if peek(args, "--reward") else ()
+    found = {}
+    for key in (key for key in OF_RUN if key in usual and key not in unused):
+        value = theirs.get(SAME.get(key, key)) or usual[key]
+        found[key] = tuple(value) if isinstance(value, list) else value
+    return {key: value for key, value in found.items() if value != usual[key]}
 
 
 def _prog(command: str) -> str:

@@ -96,6 +96,19 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return settings
 
 
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key as sections.
+
+    >>> nested({"optimizer.lr": 1e-5, "max_num_steps": 4})
+    {'optimizer': {'lr': 1e-05}, 'max_num_steps': 4}
+    """
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return tree
+
+
 def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
     """Return `override` laid over `base`. A section whose `name` changes starts afresh.
 

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from nemorl.checks import require
+from nemorl.data.prompts import warn_of_strings
 from nemorl.data.rows import Row
 from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
@@ -113,6 +115,7 @@ def launched(
                 config.model.chat_template,
                 config.model.chat_template_kwargs,
             )
+            warn_of_strings(chain(rows, held_out), tokenizer)
             yield Launch(
                 config=config,
                 devices=devices,

@@ -106,22 +106,14 @@ class Ours:
         self.folder, self.rows = folder, rows
 
         ended = TorchGenerationBackend._finish_reason
-        orders: dict[Any, dict[Any, int]] = {}
-        """Requests of each step, by their place."""
 
         def forced(engine: Any, slot: Any, token: int) -> Any:
-            if (
-                slot.params.temperature == 0
-            ):  # the comparison with the trainer before the first step
+            if slot.params.temperature == 0:  # compared with the trainer before the first step
                 return ended(engine, slot, token)
-            order = orders.setdefault(engine.policy_version, {})
-            index = order.setdefault(slot.request, len(order))
-            ends = lengths.known.get(engine.policy_version) or lengths.of(engine.policy_version)
-            return (
-                "stop"
-                if len(slot.token_ids) >= ends[index * options.group_size + slot.sample]
-                else None
-            )
+            order = vars(engine).setdefault("order", {})  # of all requests of this run
+            step, index = divmod(order.setdefault(slot.request, len(order)), options.num_prompts)
+            end = lengths.of(step)[index * options.group_size + slot.sample]
+            return "stop" if len(slot.token_ids) >= end else None
 
         TorchGenerationBackend._finish_reason = forced  # type: ignore[assignment, method-assign]
         self.config = nemorl.GRPOConfig(

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
-from nemorl.runtime.cli.settings import FOR_TRAINING, SAME, AnswerConfig
+from nemorl.runtime.cli.settings import FOR_TRAINING, SAME, AnswerConfig, ExportConfig
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.data import DataConfig, require_files
+from nemorl.runtime.config.data import DataConfig, require_files, require_rows
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import construct, dump_yaml, flat, layer, leaves, unions, yaml_layer
 from nemorl.runtime.ranks.environment import is_follower
@@ -184,7 +184,7 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
         config = parse(command, args)
         if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
             return 0
-        _require_data(config)
+        _require_inputs(command, config)
         if use is not None:
             use(config)
         elif command in COMMANDS:
@@ -334,14 +334,23 @@ def _check_given(config: Any, *, resumable: bool) -> None:
         require(bool(config.model.path), "model.path", "must be given", "", remedy)
 
 
-def _require_data(config: Any) -> None:
-    """Raise ValueError for a data file that is missing."""
-    data = getattr(config, "data", None)
+def _require_inputs(command: str, config: Any) -> None:
+    """Raise ValueError for data, a model or a run that is missing. Without torch: it takes seconds
+    to import.
+    """
+    from nemorl.models.pretrained import model_folder
+
+    data, model = getattr(config, "data", None), getattr(config, "model", "")
     if isinstance(data, DataConfig):
         require_files("data.train", data.train)
         require_files("data.validation", data.validation)
     elif data is not None:
         require_files("data", data)
+    if command in ALGORITHMS:
+        require_rows(config.data.train)
+    elif isinstance(config, ExportConfig):
+        RunDirectory.open(config.run)
+    model_folder(model if isinstance(model, str) else model.path)
 
 
 def _help(

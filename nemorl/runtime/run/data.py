@@ -13,7 +13,7 @@ from nemorl.data.sources import DataModule, has_splits, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.collect import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
-from nemorl.runtime.config.data import DataConfig
+from nemorl.runtime.config.data import DataConfig, require_files
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
@@ -58,6 +58,7 @@ def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | N
     source = given if given is not None else getattr(data, which)
     if source is None:
         return None
+    require_files(f"data.{which}", source)
     splits = [data.split for _ in sources_of(source)]
     if which == "validation":
         splits = [

@@ -14,6 +14,7 @@ from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.data import require_rows
 from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
@@ -93,8 +94,7 @@ def launched(
     rows, held_out = read_data(
         config.data, train=train, validation=validation, seed=config.run.seed
     )
-    if not rows:
-        raise ValueError("data.train must name rows to train on: add --data.train FILE")
+    require_rows(rows)
     if not held_out:
         config.run.require_training_metrics()
     resume, folder = config.run.resume or devices.restarted, config.run.dir or free_directory(name)

@@ -501,10 +501,12 @@ def test_bad_flags(args: list[str], message: str, capsys):
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stands for nemorl.runtime.start.open_run and nemorl.runtime.cli.inference: remembers the
-    config, returns `result`, or raises it.
+    config, returns `result`, or raises it. There is a folder m.
     """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
     seen = types.SimpleNamespace(config=None, result=None)
 
     def answer(config: Any) -> Any:

@@ -620,6 +620,13 @@ def test_generate(launched, tmp_path: Path, capsys):
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == launched.result
 
 
+def test_more_engines_than_devices_are_refused_before_the_start(launched, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    command = ["generate", "--model", "m", "--prompt", "1", "--backend", "vllm"]
+    assert "this machine has for engines" in refused(capsys, *command, "--num-replicas", "9999")
+    assert launched.config is None
+
+
 def test_prompt_files_that_can_not_be(tmp_path: Path):
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(ValueError, match="file must hold a prompt"):

@@ -1,7 +1,9 @@
 """Loops over `open_run`: how they are left, what they may not do, and what goes on of itself."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from nemorl.losses.advantages import to_tokens
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
 from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.data import warn_of_unknown
 from tests.parallel.batches import random_batch
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -206,3 +209,16 @@ def test_a_hook_that_is_never_called_is_refused(tmp_path: Path):
 
     with pytest.raises(ValueError, match=r"Typo has on_step_ends; did you mean on_step_end\?"):
         whole(grpo_config(tmp_path), callbacks=[Typo()])
+
+
+def test_prompts_of_unknown_tokens_only_are_warned_of(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("1+É=", "ÉÉ", "a", "Ü")))
+    message = r"rows\.jsonl, line 2: the prompt has unknown tokens \(<pad>\) only, like 2 of 4 pr"
+    config = grpo_config(tmp_path / "run")
+    with pytest.warns(UserWarning, match=message), opened(config, train=str(rows)) as run:
+        run.prompts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpt2s = SimpleNamespace(unk_token_id=0, eos_token_id=0)  # has bytes for every text
+        warn_of_unknown([{}], [[0]], gpt2s)

@@ -399,21 +399,13 @@ def _more_help(command: str, cls: type) -> str:
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     """Return the config.yaml of a run that is resumed without --config, if that is so."""
     from nemorl.runtime.config.flags import peek
-    from nemorl.runtime.run.record import read_record
+    from nemorl.runtime.run.record import check_algorithm, script_with
 
     directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
     if "--run.resume" not in args or not directory.config.exists():
         return []
-    record = read_record(directory)
-    expected = algorithm_of(SCRIPTS[command]) if command in SCRIPTS else command
-    algorithm = expected if record is None else record.algorithm
-    require(
-        algorithm == expected,
-        "run.dir",
-        f"must be that of a run of {expected}",
-        f"one of {algorithm}",
-        f"nemorl {algorithm} --run.dir {directory.path} --run.resume goes on with it",
-    )
+    own = SCRIPTS.get(command)  # which may use `open_run` or `run`
+    check_algorithm(directory, *([script_with(own), algorithm_of(own)] if own else [command]))
     return [str(directory.config)]
 
 

@@ -21,6 +21,7 @@ from nemorl.runtime.run.callbacks import Callback, check_callbacks
 from nemorl.runtime.run.data import Reward, Rows, read_data
 from nemorl.runtime.run.directory import RunDirectory, free_directory
 from nemorl.runtime.run.lock import locked
+from nemorl.runtime.run.record import check_algorithm
 from nemorl.runtime.run.signals import signals_raise
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.registry import (
@@ -68,6 +69,7 @@ class Launch:
 @contextmanager
 def launched(
     config: BaseConfig,
+    algorithm: str,
     *,
     model: nn.Module | None = None,
     tokenizer: Any = None,
@@ -76,7 +78,10 @@ def launched(
     reward: Reward | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Iterator[Launch]:
-    """Check and read everything but the model, and hold the run's directory in the block."""
+    """Check and read everything but the model, and hold the run's directory in the block.
+
+    algorithm: its name, or the script, that may resume the run.
+    """
     require(
         model is None or not config.model.from_scratch,
         "model.from_scratch",
@@ -101,7 +106,9 @@ def launched(
     config = replace(config, run=replace(config.run, resume=resume, dir=folder))
     with locked(Path(folder)), signals_raise():
         directory = RunDirectory.create(folder, dump_yaml(config), resume=resume)
-        with recorded(directory, algorithm=name) as log:
+        if directory.holds_results():
+            check_algorithm(directory, algorithm)
+        with recorded(directory, algorithm=algorithm) as log:
             checkpoint.sweep(directory.path)
             path = model_folder(config.model.path)
             trust = {"trust_remote_code": config.model.trust_remote_code}

@@ -18,7 +18,7 @@ from nemorl.rollout.collect import to_token_batch
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.data import warn_of_unknown
 from tests.parallel.batches import random_batch
-from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 LOSS = nemorl.policy_loss(policy.clipped)
@@ -201,6 +201,24 @@ def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
 def test_what_is_no_callback_is_refused(callback, tmp_path: Path):
     with pytest.raises(ValueError, match="callbacks must be instances of classes derived from"):
         whole(grpo_config(tmp_path), callbacks=[callback])
+
+
+def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
+    config = grpo_config(tmp_path / "script", steps=2)
+    whole(config, 1)
+    again = replace(config, run=replace(config.run, resume=True))
+    theirs = "run.dir must be that of a run of grpo, but it is 'one of a script with GRPOConfig'"
+    with pytest.raises(ValueError, match=f"{theirs}: resume it with that script"):
+        start(again)
+    assert nemorl.main(["grpo", "--run.dir", config.run.dir, "--run.resume"]) == 2
+    assert theirs in capsys.readouterr().err
+    assert len(whole(again, 2)) == 2
+
+    config = grpo_config(tmp_path / "grpo", steps=1)
+    start(config)
+    ours = "must be that of a run of a script with GRPOConfig, but it is 'one of grpo': nemorl grpo"
+    with pytest.raises(ValueError, match=ours):
+        whole(replace(config, run=replace(config.run, resume=True)))
 
 
 def test_a_hook_that_is_never_called_is_refused(tmp_path: Path):

@@ -135,6 +135,7 @@ WITHOUT_TORCH = {
     "grpo --data.train {run}/rows.jsonl": "model.path",
     "grpo --model.path {run} --loss.clip-low -1": "clip_low",
     "sft --model.path {run}": "data.train must name rows",
+    "sft --model.path {run} --data.train d --run.dir {run}": "already holds one",
     "dpo --model.path {run}/none --data.train {run}/rows.jsonl": "there is no folder",
     "eval --model {run}/none --data {run}/rows.jsonl": "error: model must be a folder",
     "export --run {run}/nothing --output {run}/out": "error: run must be the folder of a run",

@@ -25,7 +25,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig, require_files, require_rows
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import construct, dump_yaml, flat, layer, leaves, unions, yaml_layer
-from nemorl.runtime.ranks.environment import is_follower
+from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of
@@ -335,8 +335,8 @@ def _check_given(config: Any, *, resumable: bool) -> None:
 
 
 def _require_inputs(command: str, config: Any) -> None:
-    """Raise ValueError for data, a model or a run that is missing. Without torch: it takes seconds
-    to import.
+    """Raise ValueError for data, a model or a run that is missing, or a run in the way of another.
+    Without torch: it takes seconds to import.
     """
     from nemorl.models.pretrained import model_folder
 
@@ -348,6 +348,8 @@ def _require_inputs(command: str, config: Any) -> None:
         require_files("data", data)
     if command in ALGORITHMS:
         require_rows(config.data.train)
+        if config.run.dir and not config.run.resume and torchrun_size() is None:  # which restarts
+            RunDirectory(Path(config.run.dir)).require_no_results()
     elif isinstance(config, ExportConfig):
         RunDirectory.open(config.run)
     model_folder(model if isinstance(model, str) else model.path)

@@ -110,6 +110,31 @@ class Devices:
         if self.vllm_on_cpu:
             check_heads(config)
 
+    def check_cluster(self, config: BaseConfig, engines: GenerationConfig) -> None:
+        """Raise ValueError where the Ray cluster at RAY_ADDRESS has no room for ranks and engines
+        together: engines come last, after the model has been loaded.
+        """
+        if engines.backend != "vllm" or not os.environ.get("RAY_ADDRESS"):
+            return
+        from torch.cuda import is_available
+
+        from nemorl.runtime.cluster.connection import connect, release
+        from nemorl.runtime.cluster.placement import RayVirtualCluster, ResourcesError
+        from nemorl.runtime.engines.replicas import engine_bundles
+        from nemorl.runtime.ranks.actors import rank_bundles
+
+        ranks = self.plan.num_ranks if self.ranked and not self.torchrun else 0
+        connect()
+        try:
+            bundles = {"rank": rank_bundles(config, ranks)} if ranks else {}
+            bundles |= engine_bundles(engines, cuda=is_available())
+            RayVirtualCluster(bundles).shutdown()
+        except ResourcesError as error:
+            fields = "parallel and generation.num_replicas" if ranks else "generation.num_replicas"
+            raise ResourcesError(f"{fields} must leave room for all: {error}") from None
+        finally:
+            release()
+
     def check_given(self, model: Any) -> None:
         """Raise ValueError for a model in memory where ranks have to load their parts of it."""
         require(

@@ -48,6 +48,8 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     config, directory = launch.config, launch.directory
     directory_lengths = show_lengths(run.lengths, quiet=launch.quiet)
     engines = generation_config(config, directory, launch.devices) if run.generates else None
+    if engines is not None:
+        launch.devices.check_cluster(config, engines)
     found = checkpoint.latest(directory.path) if config.run.resume else None
     trainer = stack.enter_context(live_trainer(launch, run, found))
     generator = stack.enter_context(live_generator(launch, engines, trainer))

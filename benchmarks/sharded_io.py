@@ -115,7 +115,7 @@ def measure(
         return function if rank == 0 else lambda: None
 
     def export() -> int:
-        return sum(tensor.nbytes for _, tensor in backend.export_weights())
+        return sum(tensor.nbytes for _, tensor in backend.weights())
 
     def copied() -> None:
         shutil.copytree(target, copy)

@@ -1,5 +1,5 @@
-"""An optimizer step on packed rows against the plainest PyTorch loop on the same tokens, and packed
-rows against padded ones on skewed lengths.
+"""An optimizer step on packed rows against the plainest PyTorch loop on the same tokens, packed
+rows against padded ones on skewed lengths, and shared prompts against each on its own.
 
     python benchmarks/train_step.py
 
@@ -58,6 +58,23 @@ def batch_of(lengths: list[int]) -> TokenBatch:
         )
         for length in lengths
     ]
+    batch = collate(examples)
+    return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
+
+
+def groups_of(count: int) -> TokenBatch:
+    rng, examples = np.random.default_rng(0), []
+    for _ in range(count):
+        prompt = rng.integers(2, VOCABULARY, 45).tolist()
+        mask = [False] * 45 + [True] * 14
+        examples += [
+            Example(
+                input_ids=prompt + rng.integers(2, VOCABULARY, 14).tolist(),
+                loss_mask=mask,
+                response_mask=mask,
+            )
+            for _ in range(8)
+        ]
     batch = collate(examples)
     return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
 
@@ -144,6 +161,20 @@ def main(options: Options) -> None:
         print(
             f"padded {statistics.median(padded_times):.3f} s, packed is"
             f" {median_ratio(ours, padded_times):.2f} times as fast"
+        )
+
+        batch = groups_of(options.num_sequences // 8)
+        shared, alone = interleaved(
+            [
+                our_step(folder, batch, replace(packed, share_prompts=share))
+                for share in (True, False)
+            ],
+            options.rounds,
+        )
+        print(
+            f"groups of 8, prompts of 45 tokens, responses of 14: shared prompts"
+            f" {statistics.median(shared):.3f} s, each on its own {statistics.median(alone):.3f} s,"
+            f" shared are {median_ratio(shared, alone):.2f} times as fast"
         )
 
 

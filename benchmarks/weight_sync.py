@@ -68,7 +68,7 @@ class Trainer:
     def __init__(self, model: Any) -> None:
         self.model, self.step = model, 0
 
-    def export_weights(self) -> Any:
+    def weights(self) -> Any:
         from nemorl.models.adapters import merged_tensors
 
         return merged_tensors(self.model)

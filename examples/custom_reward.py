@@ -1,8 +1,8 @@
 """Rewards of your own, alone and together.
 
-    python examples/custom_reward.py                                             the little
-    demonstration below nemorl grpo … --reward custom_reward:right custom_reward:brief
-    --reward-weights 1 0.3       the same on the command line
+    python examples/custom_reward.py                             a small demonstration
+    nemorl grpo … --reward examples/custom_reward.py:right examples/custom_reward.py:brief
+                  --reward-weights 1 0.3                         the same on the command line
 
 A reward is a function. Its parameters say what it is given: `prompt` and `response` (texts), and
 columns of the data by their names, here `answer`. With `responses` in the plural it is called once

@@ -50,7 +50,7 @@ class WatchedBackend:
         )
 
     def _weights(self) -> dict[str, torch.Tensor]:
-        return {name: weight.detach().clone() for name, weight in self.inner.export_weights()}
+        return {name: weight.detach().clone() for name, weight in self.inner.weights()}
 
     @property
     def step(self) -> int:
@@ -67,8 +67,8 @@ class WatchedBackend:
     def get_reference_logprobs(self, batch: nemorl.TokenBatch) -> Logprobs:
         return self.inner.get_reference_logprobs(batch)
 
-    def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.inner.export_weights()
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.inner.weights()
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """What it knows besides goes along, or a resumed run would go on with other numbers (the

@@ -83,11 +83,14 @@ if TYPE_CHECKING:
     from nemorl.runtime.start.registry import get_algorithm as get_algorithm
     from nemorl.runtime.start.registry import get_generation_backend as get_generation_backend
     from nemorl.runtime.start.registry import get_training_backend as get_training_backend
+    from nemorl.runtime.start.registry import register_advantage as register_advantage
     from nemorl.runtime.start.registry import register_algorithm as register_algorithm
     from nemorl.runtime.start.registry import (
         register_generation_backend as register_generation_backend,
     )
     from nemorl.runtime.start.registry import register_logger as register_logger
+    from nemorl.runtime.start.registry import register_loss as register_loss
+    from nemorl.runtime.start.registry import register_reward as register_reward
     from nemorl.runtime.start.registry import register_training_backend as register_training_backend
     from nemorl.runtime.watch.loggers.base import LoggedRun as LoggedRun
     from nemorl.runtime.watch.loggers.base import MetricLogger as MetricLogger
@@ -157,9 +160,12 @@ _NAMES = {
         "get_algorithm",
         "get_generation_backend",
         "get_training_backend",
+        "register_advantage",
         "register_algorithm",
         "register_generation_backend",
         "register_logger",
+        "register_loss",
+        "register_reward",
         "register_training_backend",
     ],
     "nemorl.runtime.run.result": ["TrainResult"],

@@ -7,10 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+from nemorl.runtime.config import tree
+from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.start import registry
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def forget_own(known: dict[str, Any]) -> None:
+    """Take back what was added to the variants of sections of GRPO."""
+    for section, hint in known.items():
+        GRPOConfig.__annotations__[section] = hint
+        GRPOConfig.__dataclass_fields__[section].type = hint
+    tree._adapter.cache_clear()
 
 
 @contextmanager
@@ -19,6 +30,7 @@ def visiting() -> Iterator[None]:
 
     What it registers is taken back, so that other tests see the names of nemorl alone.
     """
+    owned = {name: GRPOConfig.__annotations__[name] for name in ("loss", "advantage")}
     tables = [
         getattr(registry, table)
         for table in ("ALGORITHMS", "TRAINING_BACKENDS", "GENERATION_BACKENDS")
@@ -32,6 +44,7 @@ def visiting() -> Iterator[None]:
         for table, known in zip(tables, before, strict=True):
             table.clear()
             table.update(known)
+        forget_own(owned)
 
 
 def load_example(name: str) -> ModuleType:

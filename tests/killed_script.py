@@ -1,21 +1,32 @@
-"""An example's loop that is killed amid a step: python -m tests.killed_script NAME STEP FLAGS…"""
+"""An example that is killed amid a step: python -m tests.killed_script NAME STEP FLAGS…"""
 
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import nemorl
 from nemorl.runtime.run.loop import Step
-from tests.examples import load_example
+from tests.examples import load_example, run_example
+from tests.runtime.runs import numbers
 
 
-def config_of(module: Any) -> type:
-    return module.main.__annotations__["config"]
+def start(name: str, flags: list[str]) -> list[dict[str, Any]]:
+    """Run an example and return the lines of its metrics."""
+    module = load_example(name)
+    if hasattr(module, "main"):
+        module.main(nemorl.cli(module.main.__annotations__["config"], flags))
+    else:
+        assert run_example(f"{name}.py", *flags) == 0
+    folder = [flag.partition("=")[2] for flag in flags if flag.startswith("--run.dir=")][-1]
+    lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+    return [numbers(json.loads(line)) for line in lines]
 
 
 def main(name: str, last: str, *flags: str) -> None:
-    module, log = load_example(name), Step.log
+    log = Step.log
 
     def dying(self: Step, *args: Any, **kwargs: Any) -> None:
         log(self, *args, **kwargs)
@@ -23,7 +34,7 @@ def main(name: str, last: str, *flags: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Step.log = dying  # type: ignore[method-assign]
-    module.main(nemorl.cli(config_of(module), flags))
+    start(name, list(flags))
 
 
 if __name__ == "__main__":

@@ -857,10 +857,10 @@ REWARDS = [
         "exact_mach",
     ),
     reward(
-        r"reward must be importable as module:function, but there is no module 'no_module'",
+        r"reward must name a module or a \.py file, but there is no module 'no_module' in",
         "no_module:fn",
     ),
-    reward(r"reward must be importable .*has no 'no_function'", "tests.tiny_models:no_function"),
+    reward(r"reward must name a function .*has no 'no_function'", "tests.tiny_models:no_function"),
     Case(
         r"reward must be a function fn\(prompt, response\), but it is 3: pass the function itself",
         lambda place: read_signature(3),

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "nemorl"
 
 FLOORS = {
     "checks": 0,
+    "user_code": 0,
     "losses": 1,
     "data": 2,
     "models": 3,
@@ -46,8 +47,9 @@ OverlongConfig ParallelPlan ProfileConfig RayVirtualCluster RayWorkerGroup Reinf
 ReinforcePlusPlusAdvantage Run RunConfig RuntimeConfig SFTConfig SFTTrainer SamplingParams
 SimPOLoss Step StopTraining TokenBatch TrainResult TrainerConfig TrainingBackend __version__ cli
 data evaluate export generate get_algorithm get_generation_backend get_training_backend
-judged_in_processes load_config losses main open_run policy_loss preset register_algorithm
-register_generation_backend register_logger register_training_backend run sync_weights train
+judged_in_processes load_config losses main open_run policy_loss preset register_advantage
+register_algorithm register_generation_backend register_logger register_loss register_reward
+register_training_backend run sync_weights train
 write_report
 """
 

@@ -5,18 +5,20 @@ from pathlib import Path
 
 import pytest
 
-import nemorl
 from tests.examples import load_example, visiting
-from tests.killed_script import config_of
-from tests.runtime.runs import numbers
+from tests.killed_script import start
 
 TWO = ["--parallel.dp-shard=2"]
 VLLM = ["--generation.backend=vllm", "--generation.num-replicas=1"]
+TWO_UPDATES = ["--num-updates-per-batch=2"]
 CASES = {
     "one device": ("grpo_loop", []),
     "two devices": ("grpo_loop", TWO),
     "vllm": ("grpo_loop", VLLM),
     "two devices and vllm": ("grpo_loop", TWO + VLLM),
+    "a loss of one's own": ("custom_loss", TWO_UPDATES),
+    "a loss of one's own on two devices": ("custom_loss", TWO_UPDATES + TWO),
+    "a loss of one's own and vllm": ("custom_loss", TWO_UPDATES + VLLM),
     "two models": ("two_models", []),
     "two models on two devices": ("two_models", TWO),
     "two models and vllm": ("two_models", VLLM),
@@ -28,9 +30,8 @@ CASES = {
 )
 def test_a_killed_script_goes_on(case: str, forked: Path, tmp_path: Path):
     name, more = CASES[case]
-    module, example = load_example(name), load_example("grpo_loop")
     with visiting():
-        lessons = example.demonstration(tmp_path)
+        lessons = load_example("grpo_loop").demonstration(tmp_path)
     if name == "two_models":
         more = [*more, f"--teacher={tmp_path / 'model'}"]
 
@@ -38,15 +39,11 @@ def test_a_killed_script_goes_on(case: str, forked: Path, tmp_path: Path):
         short = ["--max-num-steps=4", "--run.save-period=1", "--run.display=none"]
         return [*lessons, f"--run.dir={tmp_path / run}", *short, "--run.export=false", *more]
 
-    def start(flags: list[str]) -> list[dict]:
-        history = module.main(nemorl.cli(config_of(module), flags)).history
-        return [numbers(line) for line in history]
-
-    whole = start(flags("whole"))
+    whole = start(name, flags("whole"))
     command = [forked / "python", "-m", "tests.killed_script", name, "3", *flags("killed")]
     killed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert killed.returncode == -9, killed.stderr
-    resumed = start([*flags("killed"), "--run.resume=true"])
+    resumed = start(name, [*flags("killed"), "--run.resume=true"])
     assert [line["step"] for line in whole if line["phase"] == "train"] == [1, 2, 3, 4]
     if "vllm" not in case:
         assert resumed == whole

@@ -10,11 +10,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from nemorl.checks import require
+from nemorl.data.prompts import parts_of
 from nemorl.data.sources import has_splits
-from nemorl.runtime.config.tree import construct, layer
+from nemorl.runtime.config.tree import construct, layer, nested
 from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.start.registry import get_algorithm
 
@@ -171,7 +173,7 @@ COLUMNS = {
     "chosen_key": "data.chosen_column",
     "rejected_key": "data.rejected_column",
 }
-PROMPTS = ("prompt_file", "system_prompt_file")
+PROMPTS = {"prompt_file": "data.prompt_template", "system_prompt_file": "data.system_prompt"}
 IN_DATASETS = (
     *(*COLUMNS, *PROMPTS),
     *("dataset_name", "dataset_type", "data_path", "split", "subset", "processor", "env_name"),
@@ -255,6 +257,7 @@ def advantage(value: Any, flat: Flat) -> Settings:
         return {
             "advantage.name": "reinforce_plus_plus",
             "advantage.group_baseline": bool(option("minus_baseline")),
+            "advantage.ddof": 0,  # of the variance over the batch
             "advantage.kl_coef": penalty if flat.get("loss_fn.use_kl_in_reward") else 0.0,
         }
     loo = option("use_leave_one_out_baseline")
@@ -604,7 +607,7 @@ def _given(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def data_settings(
-    algorithm: str, data: Mapping[str, Any], *, passthrough: bool = False
+    algorithm: str, data: Mapping[str, Any], path: str | Path, *, passthrough: bool = False
 ) -> tuple[Settings, dict[str, str]]:
     """Return our settings for their data sets, and notes."""
     settings: Settings = {}
@@ -617,7 +620,7 @@ def data_settings(
             for name, value in entry.items():
                 reason = reported(name, value)
                 if reason:
-                    notes[f"data.{name}" if name in PROMPTS else f"data.{part}.{name}"] = reason
+                    notes[f"data.{part}.{name}"] = reason
             if source is None:
                 notes[f"data.{part}"] = (
                     f"{entry.get('dataset_name')!r}: its rows are put together by NeMo RL's code;"
@@ -643,12 +646,45 @@ def data_settings(
         )
     elif share:
         settings["data.held_out"] = share
-    if "data.prompt_column" in settings and algorithm != "dpo" and not passthrough:
-        notes["data.train.input_key"] = (
-            "a prompt that is text becomes a message of the chat template there, and stays text"
-            " here: give messages where the model expects them"
-        )
+    entries = [entry for part in found.values() for entry in part]
+    binary = any("Binary" in str(entry.get("dataset_name")) for entry in entries)
+    texts = "data.prompt_column" in settings or (algorithm == "dpo" and binary)
+    for name, ours in PROMPTS.items():
+        files = [*dict.fromkeys(entry.get(name) for entry in entries)]
+        for file in list(filter(None, files))[:1]:
+            if len(files) > 1:
+                notes[f"data.{name}"] = f"{file!r}: all sets have its text here, as {ours}"
+            try:
+                text = prompt_text(str(file), path, ours)
+                if name == "prompt_file":
+                    require(
+                        texts, ours, "is for prompts that are text", text, "change the messages"
+                    )
+                    text = template_of(text)
+                settings[ours] = text
+            except (OSError, ValueError) as error:
+                notes[f"data.{name}"] = f"{file!r}: {error}"
+    if texts and (not passthrough or "data.system_prompt" in settings):
+        settings["data.chat"] = True
     return settings, notes
+
+
+def prompt_text(file: str, path: str | Path, ours: str) -> str:
+    """Return the text of a file that is named from NeMo RL's folder, where `path` is below it."""
+    for folder in (Path(), *Path(path).resolve().parents):
+        if (folder / file).is_file():
+            return (folder / file).read_text(encoding="utf-8")
+    raise ValueError(f"no such file here or above the configuration: give its text as {ours}")
+
+
+def template_of(text: str) -> str:
+    """Return a template that has {} for the prompt as one of ours."""
+    ours = ""
+    for before, name, *_ in Formatter().parse(text):
+        ours += before.replace("{", "{{").replace("}", "}}")
+        ours += "" if name is None else "{prompt}" if name in ("", "0") else f"{{{name}}}"
+    parts_of(ours)  # or an error
+    return ours
 
 
 def located(entry: Mapping[str, Any]) -> tuple[str | None, str | None, dict[str, str]]:
@@ -669,8 +705,6 @@ def located(entry: Mapping[str, Any]) -> tuple[str | None, str | None, dict[str,
 
 def reported(name: str, value: Any) -> str:
     """Return what a key of a data set changes, or nothing."""
-    if value and name in PROMPTS:
-        return f"{value!r}: put its text into the rows"
     if not value or name in IN_DATASETS:
         return ""
     if name == "repeat":
@@ -700,7 +734,7 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     key, value = "data", data
     try:
         template = flat.get("policy.tokenizer.chat_template", "default")
-        settings, notes = data_settings(algorithm, data, passthrough=template is None)
+        settings, notes = data_settings(algorithm, data, path, passthrough=template is None)
         if algorithm == "grpo":
             given, more = rewards(tree, data)
             settings, notes = settings | given, notes | more
@@ -720,7 +754,7 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     blockers = "; ".join(f"{key} {why}" for key, why in notes.items() if isinstance(why, Blocker))
     if not {"data.validation", "data.held_out"} & {*settings, *notes}:
         settings = {key: setting for key, setting in settings.items() if key not in VALIDATED}
-    nested = as_tree(settings)
+    ours = nested(settings)
     cls = get_algorithm(algorithm).config
     for key in ("model.path", "data.train"):
         if key not in settings:
@@ -728,18 +762,10 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     try:
         if blockers:
             raise ValueError(blockers)
-        construct(cls, layer(cls, {}, nested))
+        construct(cls, layer(cls, {}, ours))
     except ValueError as error:
         raise ValueError(f"{path} can't be trained here: {error}") from error
-    return algorithm, nested, notes
-
-
-def as_tree(settings: Settings) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for key, value in settings.items():
-        section, _, name = key.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
-    return tree
+    return algorithm, ours, notes
 
 
 def translated(algorithm: str, key: str, value: Any, flat: Flat) -> Settings | str:

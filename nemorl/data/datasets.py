@@ -9,6 +9,7 @@ from typing import Any
 from nemorl.checks import closest, short
 from nemorl.data.example import Example
 from nemorl.data.messages import tokenize_messages, tokenize_prompt, tokenize_prompt_response
+from nemorl.data.prompts import with_prompt
 from nemorl.data.rows import COLUMNS, Row, for_rows
 from nemorl.data.sources import read_rows, sources_of
 from nemorl.data.templates import Message
@@ -26,6 +27,9 @@ def load_rows(
     chosen_column: str = "chosen",
     rejected_column: str = "rejected",
     label_column: str = "label",
+    prompt_template: str | None = None,
+    system_prompt: str | None = None,
+    chat: bool = False,
 ) -> list[Row]:
     """Return all rows of a source, or of a list of several, one behind the other.
 
@@ -38,6 +42,9 @@ def load_rows(
         *_column: the source's name of a column, which it keeps besides. One of several sources may
             have the standard name instead. By default a row without `prompt` and `response` may
             have `input` and `output`, or `prompt` and `completion`.
+        prompt_template: the prompt becomes this text with columns in it: "Question: {prompt}".
+        system_prompt: a system message before messages that have none.
+        chat: a prompt that is a string becomes the user's message.
     Raises: ValueError that names file and line of a malformed row, a missing column, or split.
 
     >>> load_rows([{"question": "1+1", "answer": "2"}], prompt_column="question")
@@ -60,16 +67,23 @@ def load_rows(
         for n, (part, own) in enumerate(zip(sources, splits, strict=True))
     ]
     rows = [row for part in read for row in _placed(part, sources)]
-    return [with_standard_names(_mapped(row, columns, several=len(sources) > 1)) for row in rows]
+    rows = [with_standard_names(_mapped(row, columns, several=len(sources) > 1)) for row in rows]
+    if prompt_template is None and system_prompt is None and not chat:
+        return rows
+    options: Any = {"template": prompt_template, "system": system_prompt, "chat": chat}
+    return for_rows(rows, lambda row: with_prompt(row, **options))
 
 
 def with_standard_names(row: Row) -> Row:
-    """Return a row with `prompt` and `response` from other libraries' names, where it has none.
+    """Return a row with `prompt` and `response` from other libraries' names.
 
     >>> with_standard_names(Row({"input": "1+1=", "output": "2"}))
     {'input': '1+1=', 'output': '2', 'prompt': '1+1=', 'response': '2'}
     """
     added = {}
+    if row.get("completions") is not None and row.get("context") is not None:
+        context = row["context"]
+        added["prompt"] = [context] if isinstance(context, Mapping) else context
     # Beside an instruction, `input` is not the prompt.
     if not {"messages", "instruction"} & row.keys():
         if row.keys().isdisjoint(("prompt", "context")) and "input" in row:

@@ -20,13 +20,17 @@ Plan = tuple[tuple[int, ...], ...]
 Lengths = Sequence[int] | Int[Tensor, "batch"] | Int[np.ndarray, "batch"]
 
 
-def pack_plan(lengths: Lengths, capacity: int, *, num_rows_multiple: int = 1) -> Plan:
+def pack_plan(
+    lengths: Lengths, capacity: int, *, num_rows_multiple: int = 1, units: Plan | None = None
+) -> Plan:
     """Return which sequences share a row of `capacity` tokens: per row their indices, ascending.
 
     Best-fit decreasing, deterministic, n log n: 100,000 log-normal lengths take 0.1 s.
 
     The number of rows is a multiple of `num_rows_multiple` (the number of ranks): the fullest rows
     are split. Empty rows remain only if sequences are fewer than rows.
+    `units`: sequences that share a row where they fit, as those of a prompt, unless there are
+    fewer units than rows are needed.
     Raises: ValueError that names a sequence longer than the capacity.
     Source: NeMo RL `sequence_packing.algorithm`.
 
@@ -42,12 +46,39 @@ def pack_plan(lengths: Lengths, capacity: int, *, num_rows_multiple: int = 1) ->
             f"sequence {sizes.index(max(sizes))} has {max(sizes)} tokens, but a row holds"
             f" {capacity}: raise the capacity, or drop or truncate the sequence"
         )
+    if units is not None and len(fitting := _fitting(units, sizes, capacity)) >= num_rows_multiple:
+        totals = [sum(sizes[index] for index in unit) for unit in fitting]
+        plan = pack_plan(totals, capacity, num_rows_multiple=num_rows_multiple)
+        return rows_of(plan, fitting)
     rows = _with_multiple(best_fit_decreasing(sizes, capacity), sizes, num_rows_multiple)
     empty = [index for index, size in enumerate(sizes) if not size]
     if empty:  # sequences without a token go anywhere
         rows = rows or [[] for _ in range(num_rows_multiple)]
         rows[0] += empty
     return tuple(tuple(sorted(row)) for row in rows)
+
+
+def _fitting(units: Plan, sizes: Sequence[int], capacity: int) -> Plan:
+    """Cut units of more tokens than `capacity`."""
+    found: list[list[int]] = []
+    for unit in units:
+        used = capacity + 1
+        for index in unit:
+            if used + sizes[index] > capacity:
+                found.append([])
+                used = 0
+            found[-1].append(index)
+            used += sizes[index]
+    return tuple(map(tuple, found))
+
+
+def rows_of(plan: Plan, units: Plan) -> Plan:
+    """Return a plan of units as one of what they hold, ascending.
+
+    >>> rows_of(((1,), (0, 2)), ((0, 3), (1,), (2,)))
+    ((1,), (0, 2, 3))
+    """
+    return tuple(tuple(sorted(row for unit in part for row in units[unit])) for part in plan)
 
 
 def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:

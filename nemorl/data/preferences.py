@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from nemorl.checks import short
-from nemorl.data.datasets import answered, as_messages, messages_of, prompt_of, with_standard_names
+from nemorl.data.datasets import answered, as_messages, prompt_of, with_standard_names
 from nemorl.data.example import Example
 from nemorl.data.rows import Row, for_rows, origin_of
 
@@ -91,7 +91,9 @@ def to_labelled(
 def _expanded(rows: Sequence[Mapping[str, Any]], parts: Any) -> list[Row]:
     """The rows' parts, each with its place."""
     placed = [
-        Row(row, origin=origin_of(row, number), source=getattr(row, "source", 0))
+        with_standard_names(
+            Row(row, origin=origin_of(row, number), source=getattr(row, "source", 0))
+        )
         for number, row in enumerate(rows)
     ]
     found = for_rows(placed, parts)
@@ -99,7 +101,6 @@ def _expanded(rows: Sequence[Mapping[str, Any]], parts: Any) -> list[Row]:
 
 
 def _verdicts(row: Row) -> list[dict[str, Any]]:
-    row = with_standard_names(row)
     if row.get("label") is None:
         pairs = _pairs(row)
         return [
@@ -161,13 +162,7 @@ def _stripped(content: Any) -> Any:
 
 
 def _ranked(row: Row) -> list[dict[str, Any]]:
-    context = row["context"] if row.get("context") is not None else prompt_of(row)
-    prompt = (
-        context
-        if isinstance(context, str)
-        else messages_of([context] if isinstance(context, Mapping) else context, "context")
-    )
-    completions = row["completions"]
+    prompt, completions = prompt_of(row), row["completions"]
     if not isinstance(completions, Sequence) or not all(
         isinstance(part, Mapping) and {"rank", "completion"} <= part.keys() for part in completions
     ):

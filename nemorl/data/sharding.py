@@ -10,7 +10,7 @@ from torch.nn.functional import pad as pad_tensor
 
 from nemorl.checks import at_least
 from nemorl.data.batch import TokenBatch, extents, take, trim
-from nemorl.data.packing import Plan
+from nemorl.data.packing import Plan, rows_of
 
 QUADRATIC = 1 / (12 * 2048)
 """Cost of a pair of tokens relative to a token's matrix products: 4·L·h against 24·h² FLOPs per
@@ -35,18 +35,24 @@ def row_costs(batch: TokenBatch) -> tuple[float, ...]:
     return tuple((lengths + QUADRATIC * lengths.square()).sum(-1).tolist())
 
 
-def shard_by_rank(batch: TokenBatch, num_ranks: int) -> Plan:
+def shard_by_rank(batch: TokenBatch, num_ranks: int, *, units: Plan | None = None) -> Plan:
     """Return which rows go to which rank: as equal as possible in cost, and in number up to one.
 
     Deterministic. `split` applies the plan, `merge` undoes it. With fewer rows than ranks some
     ranks get none: `pack_plan(..., num_rows_multiple=num_ranks)` avoids it.
+
+    units: rows that stay together, as those of a prompt, unless there are fewer units than ranks.
 
     >>> from nemorl.data.batch import collate
     >>> masks = {"loss_mask": [False], "response_mask": [False]}
     >>> shard_by_rank(collate([{"input_ids": [1], **masks}] * 3), 2)
     ((0, 2), (1,))
     """
-    return balance(row_costs(batch), num_ranks)
+    costs = row_costs(batch)
+    if units is None or len(units) < num_ranks:
+        return balance(costs, num_ranks)
+    dealt = balance([sum(costs[row] for row in unit) for unit in units], num_ranks)
+    return rows_of(dealt, units)
 
 
 def balance(costs: Sequence[float], num_parts: int) -> Plan:

@@ -18,7 +18,9 @@ from nemorl.losses.types import LossOutput, Metrics
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The current policy on a (micro)batch, in the batch's own layout and `logprob_kind`."""
+    """The current policy on a (micro)batch, in the batch's own layout and `logprob_kind`; of the
+    tokens in `loss_mask`, 0 elsewhere.
+    """
 
     token_logprobs: Float[Tensor, "batch seq"]
     entropy: Float[Tensor, "batch seq"]
@@ -56,7 +58,9 @@ class TrainingBackend(Protocol):
         """
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
-        """Return the current policy's token logprobs, without gradient, in the batch's layout."""
+        """Return the current policy's token logprobs, without gradient, in the batch's layout; of
+        the tokens in `response_mask`.
+        """
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write model, optimizer and schedule into the directory `path`.
@@ -90,7 +94,7 @@ class FullTrainingBackend(TrainingBackend, Protocol):
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         """Return those of the frozen reference model; an error where none is kept."""
 
-    def export_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter under its Hugging Face name, tied ones once."""
 
     def wait_for_checkpoint(self) -> None:

@@ -48,6 +48,10 @@ class TrainerConfig:
     """Put several sequences into one row, without padding."""
     packed_row_tokens: int | None = None
     """Tokens of a packed row. None: the longest sequence, or micro_batch_tokens if that is set."""
+    share_prompts: bool = True
+    """Compute a prompt once per forward pass, however many of its sequences begin with it. Not with
+    context parallelism.
+    """
     logprob_chunk: int = 1024
     """Tokens whose logits are in memory at a time; those of a whole batch never are."""
     device: str | None = None

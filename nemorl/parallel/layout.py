@@ -60,8 +60,9 @@ def cut(
 ) -> Layout:
     """Cut a batch into microbatches, but never a row of it: a preference pair stays together.
 
-    Rows are dealt to the ranks by what they cost. No number of a training step depends on how the
-    batch is cut (docs/numerics.md).
+    Rows are dealt to the ranks by what they cost. Those with the same prompt, which is computed
+    once (`trainer.share_prompts`), stay together where that leaves no rank without rows. No number
+    of a training step depends on how the batch is cut (docs/numerics.md).
 
     config: packing, and the size of microbatches.
     num_ranks: ranks with rows of their own.
@@ -70,15 +71,27 @@ def cut(
     Raises: ValueError that names a row longer than `packed_row_tokens` or `micro_batch_tokens`.
     """
     lengths = tuple(batch.lengths.tolist())
+    alike = with_the_same_prompt(batch) if config.share_prompts else None
     packing, rows = None, batch
     if config.sequence_packing:
         capacity = config.packed_row_tokens or config.micro_batch_tokens or max(lengths, default=1)
-        packing = pack_plan(lengths, capacity, num_rows_multiple=num_ranks)
-        rows = pack(batch, packing)
-    dealt = shard_by_rank(rows, num_ranks) if num_ranks > 1 else (tuple(range(len(rows))),)
+        packing = pack_plan(lengths, capacity, num_rows_multiple=num_ranks, units=alike)
+        rows, alike = pack(batch, packing), None
+    dealt: Plan = (tuple(range(len(rows))),)
+    if num_ranks > 1:
+        dealt = shard_by_rank(rows, num_ranks, units=alike)
     count = max((len(_microbatches(rows, config, own, 1)) for own in dealt), default=1)
     microbatches = tuple(_microbatches(rows, config, own, count) for own in dealt)
     return Layout(rows, microbatches, packing, lengths, batch.input_ids.shape[1], multiple_of)
+
+
+def with_the_same_prompt(batch: TokenBatch) -> Plan:
+    """Return the rows of each prompt: of what stands before the first token of `response_mask`."""
+    found: dict[bytes, list[int]] = {}
+    tokens, responses = batch.input_ids.cpu().numpy(), batch.response_mask.cpu().numpy()
+    for row, (ids, response) in enumerate(zip(tokens, responses, strict=True)):
+        found.setdefault(ids[: response.argmax()].tobytes(), []).append(row)
+    return tuple(map(tuple, found.values()))
 
 
 def _microbatches(

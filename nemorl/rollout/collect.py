@@ -15,11 +15,11 @@ from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     check_counts,
-    exit_is_error,
     reward_tensor,
 )
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
+from nemorl.user_code import exit_is_error
 
 LISTS = ("rows", "prompts", "texts", "completions", "answers")
 """Fields of `Rollouts` with one entry per response that are no tensors."""

@@ -2,11 +2,11 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +17,7 @@ from nemorl.checks import closest, require, short
 from nemorl.data.rows import for_rows, origin_of
 from nemorl.rollout.processes import LATE, LIMIT, Processes
 from nemorl.rollout.signature import RESPONSE, columns_of, read_signature
+from nemorl.user_code import exit_is_error
 
 Message = Mapping[str, Any]
 MessageLog = Sequence[Message]
@@ -70,7 +71,7 @@ class FunctionalRewardWrapper:
     `fn` gets the texts of prompt and response and the columns that its parameters name. With plural
     parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
     with lists, and returns one number per response: a list, array or tensor. `name`: for metrics
-    and errors.
+    and errors. `settings`: values of parameters that are no columns.
 
     Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
     but one finite number per response. Its own exceptions get a note with prompt and response.
@@ -82,9 +83,14 @@ class FunctionalRewardWrapper:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, batch: bool | None = None, name: str | None = None
+        self,
+        fn: Callable[..., Any],
+        *,
+        batch: bool | None = None,
+        name: str | None = None,
+        settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.signature = read_signature(fn, batch=batch, name=name)
+        self.signature = read_signature(fn, batch=batch, name=name, settings=settings)
         self.fn = fn
         self.name = self.signature.name
         self._processes = Processes(fn) if hasattr(fn, LIMIT) else None
@@ -211,18 +217,6 @@ class FunctionalRewardWrapper:
                 f" {_shown(prompt, response)}: {REMEDY}"
             )
         return reward
-
-
-@contextmanager
-def exit_is_error(name: str) -> Iterator[None]:
-    """Raise a RuntimeError for a sys.exit in the block, which would end the run without a word."""
-    try:
-        yield
-    except SystemExit as error:
-        raise RuntimeError(
-            f"{name} must not end the run, but it called sys.exit({error.code!r}): raise an"
-            " exception, or return 0.0"
-        ) from error
 
 
 def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> None:

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from nemorl.data.rows import own_copy
@@ -28,6 +29,8 @@ class Signature:
     """It takes `**columns`."""
     leading: Mapping[str, Any]
     """Positional-only parameters and their defaults."""
+    settings: Mapping[str, Any]
+    """Values that do not come from the data."""
 
     def arguments(
         self, prompt: Any, response: Any, columns: Mapping[str, Any]
@@ -37,7 +40,7 @@ class Signature:
             name: own_copy(value)
             for name, value in columns.items()
             if name in self.columns or (self.any_columns and name not in (*PROMPT, *RESPONSE))
-        }
+        } | dict(self.settings)
         values[self.response] = response
         if self.prompt or self.any_columns:
             values[self.prompt or PROMPT[self.batch]] = prompt
@@ -45,13 +48,19 @@ class Signature:
         return args, values
 
 
-def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = None) -> Signature:
+def read_signature(
+    fn: Any,
+    *,
+    batch: bool | None = None,
+    name: str | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Signature:
     """Return the signature of a reward function.
 
-    Parameters called `prompt` and `response` (or `completion`) get those, others the columns of
-    their name. If it names no response, its first other parameter gets it; if neither, its first
-    two get both. Plural names or batch=True make it a function of a batch. Raises: ValueError for
-    what is no function, can't take a response, or is `async`.
+    Parameters called `prompt` and `response` (or `completion`) get those, others the setting or
+    else the column of their name. If it names no response, its first other parameter gets it; if
+    neither, its first two get both. Plural names or batch=True make it a function of a batch.
+    Raises: ValueError for what is no function, can't take a response, or is `async`.
 
     >>> read_signature(lambda prompts, responses, answer: [0.0]).batch
     True
@@ -102,10 +111,11 @@ def read_signature(fn: Any, *, batch: bool | None = None, name: str | None = Non
         columns={
             p.name: p.default is p.empty
             for p in parameters
-            if p.name in named and p.name not in (prompt, response)
+            if p.name in named and p.name not in (prompt, response, *settings)
         },
         any_columns=any(p.kind == p.VAR_KEYWORD for p in parameters),
         leading=leading,
+        settings={key: value for key, value in settings.items() if key in named},
     )
 
 

@@ -299,7 +299,7 @@ def test_arguments_reach_the_template():
         (ranked({"rank": True, "completion": "b"}, context="a"), "rank must be a number"),
         (ranked(1, "b", context="a"), "chosen must be text or messages"),
         (ranked("b", "c"), "a row needs a prompt"),
-        (ranked("b", "c", context=5), "context must be a list of messages"),
+        (ranked("b", "c", context=5), "prompt must be a list of messages"),
         (
             {"prompt": [user("a")], "chosen": [assistant("")], "rejected": [assistant("b")]},
             "non-empty assistant message",

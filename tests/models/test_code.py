@@ -1,6 +1,7 @@
 """Code that comes with a model: run only where the settings allow it, and then everywhere."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -163,4 +164,20 @@ def test_training_runs_code_where_it_is_allowed(folder, marker, tmp_path, monkey
     else:
         with pytest.raises(ValueError, match=r"add --model\.trust-remote-code"):
             nemorl.run(config, train=rows)
+    assert marker.exists() == allowed
+
+
+@pytest.mark.parametrize("folder", ["llama"], indirect=True)
+@pytest.mark.parametrize("allowed", [False, True])
+def test_the_tokenizer_of_a_loaded_model_runs_code_where_it_is_allowed(
+    folder, marker, tmp_path, monkeypatch, allowed
+):
+    monkeypatch.setattr("builtins.input", lambda *_: "yes")
+    model = tiny_model("llama")
+    model.config.name_or_path = str(folder)
+    options: dict[str, Any] = {"trust_remote_code": allowed, "device": "cpu", "max_num_steps": 1}
+    options |= {"run": {"dir": str(tmp_path / "run"), "display": "none", "export": False}}
+    refused = pytest.raises(ValueError, match=r"add --model\.trust-remote-code")
+    with nullcontext() if allowed else refused:
+        nemorl.train(model, [{"prompt": "1+1=", "response": "2"}], algorithm="sft", **options)
     assert marker.exists() == allowed

@@ -113,14 +113,14 @@ def test_the_sampler_and_the_trainer_agree(packing, precision):
             assert gaps.max() < (1e-5 if precision == "float32" else 0.5)
             assert gaps.mean() < (1e-6 if precision == "float32" else 0.03)
         trainer.train_step(random_batch([5, 9], seed=step), nll_loss)
-        generator.update_weights(trainer.export_weights(), version=step + 1)
+        generator.update_weights(trainer.weights(), version=step + 1)
 
 
 def test_weights_are_shared_not_copied():
     trainer = set_up(tiny_model())
     generator = TorchGenerationBackend(model=trainer.model)
-    before = {name: tensor.data_ptr() for name, tensor in trainer.export_weights()}
-    generator.update_weights(trainer.export_weights(), version=1)
+    before = {name: tensor.data_ptr() for name, tensor in trainer.weights()}
+    generator.update_weights(trainer.weights(), version=1)
     after = {name: tensor.data_ptr() for name, tensor in generator.model.named_parameters()}
     assert after == before
 

@@ -136,7 +136,7 @@ def test_rank_alpha_and_targets_say_where_and_how_much():
     assert all(2 in tensor.shape for tensor in adapter_tensors(made.model).values())
     a, b = (getattr(adapted[down], part)["default"].weight for part in ("lora_A", "lora_B"))
     expected = tiny_model(scale=2.0).state_dict()[f"{down}.weight"] + 1.5 * (b @ a).detach()
-    merged = dict(made.export_weights())[f"{down}.weight"]
+    merged = dict(made.weights())[f"{down}.weight"]
     torch.testing.assert_close(merged, expected, atol=1e-6, rtol=0)
     assert b.abs().max() > 0
 
@@ -161,7 +161,7 @@ def test_exported_weights_are_those_of_the_live_model(tied):
     made = trained(model=tiny_model(scale=2.0, tied=tied))
     live = logits(made.model)
     adapters = {name: tensor.clone() for name, tensor in adapter_tensors(made.model).items()}
-    exported = dict(made.export_weights())
+    exported = dict(made.weights())
     plain = tiny_model(seed=3, tied=tied)
     assert exported.keys() == dict(plain.named_parameters()).keys()
     plain.load_state_dict(exported, strict=False)
@@ -203,7 +203,7 @@ def test_the_sampler_shares_the_live_model():
         )
         assert now < 1e-5 and (reference > 0.01) == (step > 0)
         trainer.train_step(random_batch([5, 9], seed=step), nll_loss)
-        weights = trainer.export_weights()
+        weights = trainer.weights()
         generator.update_weights(weights, version=step + 1)
         # It stopped at the first that it shares.
         assert next(weights)[0] == "model.layers.0.self_attn.q_proj.weight"
@@ -213,11 +213,11 @@ def test_the_sampler_shares_the_live_model():
 def test_a_generator_of_its_own_gets_merged_weights():
     trainer = trained()
     generator = TorchGenerationBackend(model=tiny_model(seed=9))
-    generator.update_weights(trainer.export_weights(), version=1)
+    generator.update_weights(trainer.weights(), version=1)
     torch.testing.assert_close(logits(generator.model), logits(trainer.model), atol=1e-5, rtol=0)
     adapted = TorchGenerationBackend(model=backend().model)
     with pytest.raises(ValueError, match="whose model has adapters must share it with the trainer"):
-        adapted.update_weights(trainer.export_weights(), version=1)
+        adapted.update_weights(trainer.weights(), version=1)
 
 
 def test_a_checkpoint_holds_adapters_alone(tmp_path: Path):

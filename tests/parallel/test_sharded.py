@@ -79,8 +79,8 @@ def life(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
         "after": backend.get_logprobs(batch).values,
         "reference": backend.get_reference_logprobs(batch).values,
     }
-    found["weights"] = {name: tensor.clone() for name, tensor in backend.export_weights()}
-    found["cast"] = {tensor.dtype for _, tensor in backend.export_weights(torch.bfloat16)}
+    found["weights"] = {name: tensor.clone() for name, tensor in backend.weights()}
+    found["cast"] = {tensor.dtype for _, tensor in backend.weights(torch.bfloat16)}
     assert all(one == {("DTensor", torch.float32)} for one in seen), seen
     backend.shutdown()
     return found
@@ -94,7 +94,7 @@ def alone(folder: Path) -> dict[str, Any]:
         "first": backend.get_logprobs(batch).values,
         "metrics": finalize(backend.train_step(batch, nll_loss)),
         "after": backend.get_logprobs(batch).values,
-        "weights": {name: tensor.clone() for name, tensor in backend.export_weights()},
+        "weights": {name: tensor.clone() for name, tensor in backend.weights()},
     }
 
 
@@ -121,7 +121,7 @@ def loaded(folder: Path, scratch: bool, lora: int) -> dict[str, torch.Tensor]:
     options = {"from_scratch": scratch, "lora": LoRAConfig(rank=lora), "seed": 3}
     backend = set_up(folder, plan={"dp_shard": 2}, **options)
     metrics = finalize(backend.train_step(random_batch(LENGTHS), nll_loss))
-    return {name: tensor.clone() for name, tensor in backend.export_weights()} | {
+    return {name: tensor.clone() for name, tensor in backend.weights()} | {
         "loss": torch.tensor(metrics["loss"]),
         "base": backend._base,
     }
@@ -134,7 +134,7 @@ def test_it_begins_with_the_weights_of_one_process(folder, scratch, lora):
     for found in run_ranks(2, loaded, folder, scratch, lora):
         assert float(found.pop("loss")) == pytest.approx(loss, abs=2e-6)
         assert found.pop("base") == plain._base
-        for name, tensor in plain.export_weights():
+        for name, tensor in plain.weights():
             torch.testing.assert_close(found[name], tensor, atol=2e-4, rtol=0)
 
 

@@ -111,7 +111,7 @@ def plain_logprobs(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def weights(backend: TrainingBackend) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.export_weights()}
+    return {name: tensor.clone() for name, tensor in backend.weights()}
 
 
 def assert_same_weights(
@@ -215,7 +215,7 @@ def test_bfloat16_is_close_and_keeps_float32_weights(make):
     assert metrics["loss"] == pytest.approx(
         finalize(exact.train_step(batch, nll_loss))["loss"], rel=0.02
     )
-    assert {tensor.dtype for _, tensor in rounded.export_weights()} == {torch.float32}
+    assert {tensor.dtype for _, tensor in rounded.weights()} == {torch.float32}
 
 
 def test_the_reference_stays_where_it_was(make):
@@ -230,7 +230,7 @@ def test_the_reference_stays_where_it_was(make):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_names_are_hugging_faces(make, tied):
-    names = [name for name, _ in make(tiny_model(tied=tied)).export_weights()]
+    names = [name for name, _ in make(tiny_model(tied=tied)).weights()]
     assert sorted(names) == sorted(name for name, _ in tiny_model(tied=tied).named_parameters())
     assert ("lm_head.weight" in names) is not tied
 

@@ -219,7 +219,7 @@ def test_an_exit_in_a_reward_is_its_error(of_batch):
 def test_an_exit_where_a_reward_is_imported_is_its_error(tmp_path, monkeypatch):
     (tmp_path / "exits_at_once.py").write_text("raise SystemExit(0)")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(RuntimeError, match=r"reward exits_at_once:fn must not end the run, but it"):
+    with pytest.raises(RuntimeError, match=r"reward exits_at_once must not end the run, but it"):
         make_environment("exits_at_once:fn")
 
 

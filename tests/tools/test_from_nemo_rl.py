@@ -18,10 +18,6 @@ from tools import from_nemo_rl
 from tools.from_nemo_rl import RENAMED, UNBOUNDED, as_yaml, flatten, translate
 
 FILES = Path(__file__).parent / "nemo_rl"
-CHAT = (
-    "a prompt that is text becomes a message of the chat template there, and stays text here: give"
-    " messages where the model expects them"
-)
 
 
 def flat_settings(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
@@ -91,6 +87,7 @@ def test_grpo():
         "data.validation": "held_out.jsonl",
         "data.prompt_column": "question",
         "data.answer_column": "solution",
+        "data.chat": True,
         "data.max_total_sequence_length": 512,
         "data.too_long": "drop",
         "data.shuffle": True,
@@ -107,7 +104,6 @@ def test_grpo():
         "run.project": "mine",
     }
     assert notes == {
-        "data.train.input_key": CHAT,
         "policy.max_total_sequence_length": "prompts over 256 tokens are left out, not answered"
         " more briefly",
         "policy.scheduler": "the warm-up starts at 0 instead of 0.1 times the rate",
@@ -140,6 +136,7 @@ def test_sft():
         "data.held_out": 0.05,
         "data.prompt_column": "problem",
         "data.response_column": "generated_solution",
+        "data.chat": True,
         "data.max_total_sequence_length": 512,
         "data.too_long": "drop",
         "data.shuffle": True,
@@ -154,7 +151,7 @@ def test_sft():
         "run.higher_is_better": False,
         "run.loggers": ["tensorboard"],
     }
-    assert notes == {"data.train.input_key": CHAT}
+    assert notes == {}
 
 
 def test_dpo():
@@ -171,6 +168,7 @@ def test_dpo():
             "data.prompt_column": "context",
             "data.chosen_column": "good",
             "data.rejected_column": "bad",
+            "data.chat": True,
         }.items()
     )
 
@@ -313,7 +311,11 @@ def test_values_that_are_off_default_or_neutral_make_no_note(tmp_path: Path):
             "env.math.math_verify_impl",
             "as by math-verify",
         ),
-        ("data: {train: {prompt_file: cot.txt}}", "data.prompt_file", "into the rows"),
+        (
+            "data: {train: {prompt_file: cot.txt}}",
+            "data.prompt_file",
+            "'cot.txt': no such file .* data.prompt_template",
+        ),
         ("data: {train: {tool_key: tools}}", "data.train.tool_key", "no counterpart"),
         ("data: {system_key: system}", "data.system_key", "no counterpart"),
         (
@@ -395,7 +397,7 @@ def test_lengths(
                 "prompt_column": "problem",
                 "answer_column": "answer",
             },
-            {"data.train.input_key"},
+            set(),
         ),
         (
             "{train: [{data_path: a.jsonl}, {data_path: org/b, split: all, subset: s}],"
@@ -406,7 +408,7 @@ def test_lengths(
                 "prompt_column": "q",
                 "answer_column": "a",
             },
-            {"data.train.input_key"},
+            set(),
         ),
         (
             "{train_data_path: a.jsonl, val_data_path: b.jsonl, train_split: train}",
@@ -416,7 +418,7 @@ def test_lengths(
                 "prompt_column": "input",
                 "answer_column": "output",
             },
-            {"data.train.input_key"},
+            set(),
         ),
         (
             "{dataset_name: openai_format, train_data_path: a.jsonl, chat_key: turns,"
@@ -437,7 +439,7 @@ def test_lengths(
                 "prompt_column": "problem",
                 "answer_column": "expected_answer",
             },
-            {"data.train.input_key"},
+            set(),
         ),
         ("{dataset_name: squad}", {}, {"data.train", "data.validation"}),
         (
@@ -449,15 +451,42 @@ def test_lengths(
                 "prompt_column": "q",
                 "answer_column": "output",
             },
-            {"data.train.input_key", "data.validation.columns"},
+            {"data.validation.columns"},
         ),
     ],
 )
 def test_data_sets(data: str, expected: dict, keys: set, tmp_path: Path):
     (tmp_path / "theirs.yaml").write_text(f"grpo: {{}}\npolicy: {{model_name: m}}\ndata: {data}\n")
     _, settings, notes = translate(tmp_path / "theirs.yaml")
+    if "prompt_column" in expected:
+        expected = expected | {"chat": True}
     assert settings.get("data", {}) == expected
     assert set(notes) == keys
+
+
+@pytest.mark.parametrize(
+    ("data", "ours", "note"),
+    [
+        ("{train: {data_path: a, system_prompt_file: kind.txt}, default: {prompt_file: cot.txt}}",
+         {"prompt_template": "In {{}}: {prompt}!", "system_prompt": "Be kind.", "chat": True}, ""),
+        ("{dataset_name: openai_format, train_data_path: a, prompt_file: cot.txt,"
+         " system_prompt_file: kind.txt}", {"system_prompt": "Be kind."}, "prompts that are text"),
+        ("{train: {data_path: a, prompt_file: kind.txt}}", {"chat": True}, "must name the column"),
+        ("{train: {data_path: a, prompt_file: cot.txt}, validation: {data_path: b}}",
+         {"prompt_template": "In {{}}: {prompt}!", "chat": True}, "all sets have its text"),
+    ],
+)  # fmt: skip
+def test_prompt_files(data: str, ours: dict, note: str, tmp_path: Path):
+    folder = tmp_path / "examples" / "configs"
+    folder.mkdir(parents=True)
+    (tmp_path / "cot.txt").write_text("In {{}}: {}!")
+    (tmp_path / "kind.txt").write_text("Be kind.")
+    settings, notes = of(f"grpo: {{}}\ndata: {data}", folder)
+    keys = ("prompt_template", "system_prompt", "chat")
+    found = {key: settings.get(f"data.{key}") for key in keys}
+    assert found == dict.fromkeys(keys) | ours
+    assert bool(notes) == bool(note)
+    assert not note or note in notes["data.prompt_file"]
 
 
 def test_a_file_without_data_asks_for_them(tmp_path: Path):
@@ -483,6 +512,7 @@ def test_reinforce_plus_plus_and_scaled_rewards(tmp_path: Path):
     assert notes == {} and settings == {
         "advantage.name": "reinforce_plus_plus",
         "advantage.group_baseline": True,
+        "advantage.ddof": 0,
         "advantage.kl_coef": 0.1,
         "reward_weights": [2.0],
         "off_policy.mode": "truncate",
@@ -615,7 +645,7 @@ def test_the_command(tmp_path: Path):
 
     printed = call(FILES / "grpo.yaml").stdout
     assert printed.startswith("# nemorl grpo --config")
-    assert "# Not carried over, or not quite (4 keys):" in printed
+    assert "# Not carried over, or not quite (3 keys):" in printed
     (tmp_path / "ours.yaml").write_text(printed)
     assert load_config(ALGORITHMS["grpo"].config, tmp_path / "ours.yaml").run.project == "mine"
     missing = call(Path("no.yaml"))

@@ -28,38 +28,59 @@ class SegmentBuckets:
     tokens: tuple[Int[Tensor, "_ _"], ...]
     places: Int[Tensor, "_"]
 
+    @classmethod
+    def of(cls, tokens: tuple[Int[Tensor, "_ _"], ...], count: int) -> "SegmentBuckets":
+        """Make them for `count` tokens; one that is in several segments is read in any of them."""
+        laid = torch.cat([bucket.flatten() for bucket in tokens])
+        places = laid.new_full((count,), len(laid))
+        order = torch.arange(len(laid), device=laid.device)
+        return cls(tokens, places.scatter_reduce(0, laid, order, "amin"))
+
+
+def segments(segment_ids: Int[Tensor, "batch seq"]) -> tuple[Int[Tensor, "_"], Int[Tensor, "_"]]:
+    """Return the first place of each segment in the flattened rows, and its length.
+
+    >>> [found.tolist() for found in segments(torch.tensor([[1, 1, 1, 2, 0], [1, 0, 0, 0, 0]]))]
+    [[0, 3, 5], [3, 1, 1]]
+    """
+    rows, seq = segment_ids.shape
+    starts = torch.ones_like(segment_ids, dtype=torch.bool)
+    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
+    begins = starts.flatten().nonzero()[:, 0]
+    lengths = torch.diff(begins, append=begins.new_tensor([rows * seq]))
+    real = segment_ids.flatten()[begins] > 0
+    return begins[real], lengths[real]
+
 
 def segment_buckets(segment_ids: Int[Tensor, "batch seq"]) -> SegmentBuckets | None:
     """Return the buckets of packed rows, or None where each row is one segment.
-
-    Lengths are rounded up to four steps per power of two: at most a quarter is wasted, in few
-    buckets.
 
     >>> buckets = segment_buckets(torch.tensor([[1, 1, 1, 2, 0]]))
     >>> [tokens.tolist() for tokens in buckets.tokens], buckets.places.tolist()
     ([[[3]], [[0, 1, 2]]], [1, 2, 3, 0, 4])
     """
-    rows, seq = segment_ids.shape
-    starts = torch.ones_like(segment_ids, dtype=torch.bool)
-    starts[:, 1:] = segment_ids[:, 1:] != segment_ids[:, :-1]
-    if bool(((starts & (segment_ids > 0)).sum(-1) <= 1).all()):
+    if bool((segment_ids <= 1).all()):
         return None
-    begins = starts.flatten().nonzero()[:, 0]
-    lengths = torch.diff(begins, append=begins.new_tensor([rows * seq]))
-    real = segment_ids.flatten()[begins] > 0
-    begins, lengths = begins[real], lengths[real]
+    return SegmentBuckets.of(tokens_in_buckets(*segments(segment_ids)), segment_ids.numel())
+
+
+def tokens_in_buckets(
+    begins: Int[Tensor, "_"], lengths: Int[Tensor, "_"]
+) -> tuple[Int[Tensor, "_ _"], ...]:
+    """Return the tokens of segments in buckets of similar length.
+
+    Lengths are rounded up to four steps per power of two: at most a quarter is wasted, in few
+    buckets.
+    """
     steps = 2 ** ((lengths.double().log2().floor() - 2).clamp(min=0)).long()
     rounded = -(-lengths // steps) * steps
     buckets = []
     for size in rounded.unique().tolist():
         inside = rounded == size
         longest = int(lengths[inside].max())
-        offsets = torch.arange(longest, device=segment_ids.device)
+        offsets = torch.arange(longest, device=lengths.device)
         buckets.append(begins[inside, None] + torch.minimum(offsets, lengths[inside, None] - 1))
-    tokens = torch.cat([bucket.flatten() for bucket in buckets])
-    places = tokens.new_full((rows * seq,), len(tokens))
-    order = torch.arange(len(tokens), device=tokens.device)
-    return SegmentBuckets(tuple(buckets), places.scatter_reduce(0, tokens, order, "amin"))
+    return tuple(buckets)
 
 
 @torch.compiler.disable  # it would be compiled anew for each way in which segments can lie

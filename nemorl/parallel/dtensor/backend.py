@@ -33,6 +33,7 @@ from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base,
 from nemorl.parallel.dtensor.mesh import World, is_started_as_rank
 from nemorl.parallel.dtensor.optimizer import learning_rate, make_optimizer, require_finite
 from nemorl.parallel.dtensor.pieces import gathering
+from nemorl.parallel.dtensor.tokens import Work, work_of
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.profiling import close_profile, profile_folder, profiled
@@ -219,10 +220,10 @@ class DTensorBackend:
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
         with gathering(model):
-            for part in map(self._to_device, self._cut(batch).parts(world.data_rank)):
-                logprobs, entropy = self._forward(model, part, with_entropy=True)
-                assert entropy is not None
-                output = loss_fn(ForwardOutput(logprobs, entropy), part)
+            for part in self._cut(batch).parts(world.data_rank):
+                rows, work = self._to_device((part, self._work(part, part.loss_mask)))
+                logprobs, entropy = self._forward(model, rows, work, with_entropy=True)
+                output = loss_fn(ForwardOutput(logprobs, entropy), rows)
                 output.loss.backward()
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
         if world.data_group is not None:
@@ -261,7 +262,7 @@ class DTensorBackend:
                 return self._logprobs(self.model, batch)
         return self._logprobs(self._reference, batch)
 
-    def export_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the live tensors; adapted ones are merged copies.
 
         Those of a sharded model are gathered one by one: all ranks go through them together.
@@ -329,9 +330,10 @@ class DTensorBackend:
         model.eval()
         layout, rank = self._cut(batch), self.world.data_rank
         with torch.no_grad(), gathering(model):
+            works = [(part, self._work(part, part.response_mask)) for part in layout.parts(rank)]
             values = [
-                self._forward(model, self._to_device(part), with_entropy=False)[0]
-                for part in layout.parts(rank)
+                self._forward(model, *self._to_device(each), with_entropy=False)[0]
+                for each in works
             ]
         placed = layout.place(values, rank)
         model.train(was_training)
@@ -339,18 +341,22 @@ class DTensorBackend:
             dist.all_reduce(placed, group=self.world.data_group)
         return Logprobs(layout.restore(placed.to(batch.input_ids.device)), batch.logprob_kind)
 
+    def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
+        plan, share = self.world.plan, self.config.trainer.share_prompts
+        return work_of(part, wanted, share=share and plan.cp == 1, multiple_of=plan.row_multiple)
+
     def _forward(
-        self, model: nn.Module, batch: TokenBatch, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, model: nn.Module, batch: TokenBatch, work: Work, *, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
         options: Any = {"chunk": self.config.trainer.logprob_chunk, "with_entropy": with_entropy}
         if self.world.sharded:
-            return sharded_logprobs(model, self.world, batch, **options)
+            return sharded_logprobs(model, self.world, batch, work, **options)
         lower = self.config.parallel.param_dtype == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lower):
-            return plain_logprobs(model, batch, **options)
+            return plain_logprobs(model, batch, work, **options)
 
-    def _to_device(self, batch: TokenBatch) -> TokenBatch:
-        return pytree.tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), batch)
+    def _to_device(self, values: Any) -> Any:
+        return pytree.tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), values)
 
 
 def _lasting_name(name: str) -> str | None:

@@ -2,17 +2,14 @@
 name, `module:function`, a function `fn(prompt, response, **columns)`, or several.
 """
 
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 from nemorl.checks import closest
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     FunctionalRewardWrapper,
-    exit_is_error,
 )
 from nemorl.rollout.environments.answers import (
     contains_answer,
@@ -23,6 +20,7 @@ from nemorl.rollout.environments.answers import (
 )
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.signature import name_of
+from nemorl.user_code import function_of
 
 REWARDS: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
@@ -36,11 +34,16 @@ Reward = str | Callable[..., Any] | EnvironmentInterface
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 
 
-def make_environment(reward: Rewards, weights: Sequence[float] = ()) -> EnvironmentInterface:
+def make_environment(
+    reward: Rewards,
+    weights: Sequence[float] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> EnvironmentInterface:
     """Return an environment of a reward: a name in REWARDS, `module:function`, a function, itself.
 
     Several, a sequence or a mapping of names, become their sum with `weights` (default: 1 each; see
     `WeightedRewards`). In a sequence they have their functions' names; a second one gets _2.
+    `settings`: values of the functions' parameters, by name.
 
     >>> make_environment("exact_mach")
     Traceback (most recent call last):
@@ -49,21 +52,30 @@ def make_environment(reward: Rewards, weights: Sequence[float] = ()) -> Environm
     [('exact_match', 1.0), ('think_format', 0.2)]
     """
     if isinstance(reward, Mapping):
-        return WeightedRewards(
-            {str(name): _one(part, str(name)) for name, part in reward.items()}, weights
+        named = {str(name): part for name, part in reward.items()}
+    else:
+        several = isinstance(reward, Sequence) and not isinstance(reward, str)
+        named = _numbered(cast(Sequence[Reward], reward if several else [reward]))
+    alone = len(named) == 1 and not weights and not isinstance(reward, Mapping)
+    parts = {name: _one(part, None if alone else name, settings) for name, part in named.items()}
+    functions = [part for part in parts.values() if isinstance(part, FunctionalRewardWrapper)]
+    for key in settings.keys() - {key for each in functions for key in each.signature.settings}:
+        known = [column for each in functions for column in each.signature.columns]
+        raise ValueError(
+            f"reward_kwargs must name parameters of the rewards, but there is no {key!r}"
+            f"{closest(key, known)}: remove it"
         )
-    if isinstance(reward, str) or not isinstance(reward, Sequence):
-        one = _one(reward)
-        return WeightedRewards({_name(reward): one}, weights) if weights else one
-    if len(reward) == 1 and not weights:
-        return _one(reward[0])
-    named: dict[str, EnvironmentInterface] = {}
-    for part in reward:
-        name, count = _name(part), 1
+    return next(iter(parts.values())) if alone else WeightedRewards(parts, weights)
+
+
+def _numbered(rewards: Sequence[Reward]) -> dict[str, Reward]:
+    named: dict[str, Reward] = {}
+    for reward in rewards:
+        name, count = _name(reward), 1
         while (numbered := name if count == 1 else f"{name}_{count}") in named:
             count += 1
-        named[numbered] = _one(part, numbered)
-    return WeightedRewards(named, weights)
+        named[numbered] = reward
+    return named
 
 
 def _name(reward: Reward) -> str:
@@ -72,7 +84,7 @@ def _name(reward: Reward) -> str:
     return str(getattr(reward, "name", None) or name_of(reward))
 
 
-def _one(reward: Any, name: str | None = None) -> EnvironmentInterface:
+def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> EnvironmentInterface:
     if isinstance(reward, type):
         raise ValueError(
             f"reward must be a function or an environment, but it is the class {reward.__name__}:"
@@ -81,32 +93,12 @@ def _one(reward: Any, name: str | None = None) -> EnvironmentInterface:
     if isinstance(reward, EnvironmentInterface):
         return reward
     if not isinstance(reward, str):
-        return FunctionalRewardWrapper(reward, name=name)
+        return FunctionalRewardWrapper(reward, name=name, settings=settings)
     if ":" in reward:
-        return _one(_imported(reward), name)
+        return _one(function_of(reward, "reward"), name, settings)
     if reward not in REWARDS:
         raise ValueError(
             f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"
             f" {reward!r}{closest(reward, REWARDS)}"
         )
-    return FunctionalRewardWrapper(REWARDS[reward], name=name or reward)
-
-
-def _imported(reward: str) -> Any:
-    module_name, _, attribute = reward.partition(":")
-    module_name = module_name.removesuffix(".py")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # an installed command does not look where it is run
-    if importlib.util.find_spec(module_name.partition(".")[0]) is None:
-        raise ValueError(
-            f"reward must be importable as module:function, but there is no module {module_name!r}"
-            f" in {Path.cwd()} or installed"
-        )
-    with exit_is_error(f"reward {reward}"):
-        module = importlib.import_module(module_name)
-    if not hasattr(module, attribute):
-        raise ValueError(
-            f"reward must be importable as module:function, but {module.__file__} has no"
-            f" {attribute!r}"
-        )
-    return getattr(module, attribute)
+    return FunctionalRewardWrapper(REWARDS[reward], name=name or reward, settings=settings)

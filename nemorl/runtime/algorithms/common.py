@@ -1,14 +1,19 @@
 """What the algorithms share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from nemorl.data.batch import TokenBatch
 from nemorl.data.sharding import merge, split, split_microbatches
-from nemorl.losses.logprobs import Logprobs
+from nemorl.losses.logprobs import Logprobs, require_same_support
+from nemorl.rollout.random import derive_seed
+from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.run.loop import OpenRun
 
 
 def num_steps(config: Any, num_rows: int) -> int:
@@ -23,3 +28,32 @@ def in_chunks(
     """Return a model's logprobs of a batch of any size, computed `rows` rows at a time."""
     plan = split_microbatches(batch, rows=rows)
     return merge([compute(part).values for part in split(batch, plan)], plan)
+
+
+def with_prev_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
+    """Return the batch with the trainer's logprobs before the update."""
+    logprobs = run.trainer.get_logprobs(batch)
+    return replace(batch, prev_logprobs=of_this_batch(logprobs, batch, "prev_logprobs"))
+
+
+def of_this_batch(logprobs: Logprobs, batch: TokenBatch, name: str) -> Float[Tensor, "batch seq"]:
+    """Return the values of logprobs of the batch's temperature and filter."""
+    require_same_support(logprobs.kind, batch.logprob_kind, what_a=name, what_b="the batch's")
+    return logprobs.values
+
+
+def minibatches(num_responses: int, config: GRPOConfig, *, seed: int) -> Iterator[Tensor]:
+    """Yield the rows of each optimizer step on a rollout batch, in random order if several."""
+    size = config.train_global_batch_size or num_responses
+    for epoch in range(config.num_updates_per_batch):
+        rows = torch.arange(num_responses)
+        if size < num_responses:
+            generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
+            rows = torch.randperm(num_responses, generator=generator)
+        yield from rows.tensor_split(-(-num_responses // size))
+
+
+def updates_per_batch(config: GRPOConfig, num_responses: int) -> int:
+    """Return the number of optimizer steps on a rollout batch."""
+    size = config.train_global_batch_size or num_responses
+    return config.num_updates_per_batch * -(-num_responses // size)

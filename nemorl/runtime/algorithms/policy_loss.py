@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nemorl.checks import short
 from nemorl.data.batch import TokenBatch
 from nemorl.losses import advantages as adv
 from nemorl.losses import masks, policy
@@ -23,7 +24,8 @@ from nemorl.losses.terms import entropy_bonus, kl_loss
 from nemorl.losses.types import LossOutput, merge
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Rollouts
-from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig
+from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, OwnAdvantage, OwnLoss
+from nemorl.runtime.config.own import settings_of
 
 LossWeights = Callable[[Bool[Tensor, "batch seq"], Int[Tensor, "batch"]], Tensor]
 """Weights per token from the loss mask and the responses' groups."""
@@ -77,6 +79,11 @@ def make_advantages(config: GRPOConfig) -> Advantages:
                 lengths=rollouts.lengths if choice.baseline == "length_weighted" else None,
             )
             return adv.to_tokens(per_response, mask)
+        if isinstance(choice, OwnAdvantage):
+            extra = {"lengths": rollouts.lengths, "loss_mask": mask}
+            given = {name: extra[name] for name in choice.takes}
+            found = choice.function(rewards, group_id, **given, **settings_of(choice))
+            return _per_token(found, mask, choice.name)
         kl = torch.zeros_like(mask, dtype=torch.float32)
         if choice.kl_coef:
             assert batch.prev_logprobs is not None and batch.reference_logprobs is not None
@@ -89,15 +96,27 @@ def make_advantages(config: GRPOConfig) -> Advantages:
     return advantages
 
 
+def _per_token(found: Any, mask: Bool[Tensor, "batch seq"], name: str) -> Tensor:
+    """Return advantages per token from those of a user's function."""
+    if not isinstance(found, Tensor) or found.shape not in (mask.shape, mask.shape[:1]):
+        what = f"of shape {tuple(found.shape)}" if isinstance(found, Tensor) else short(found)
+        raise ValueError(
+            f"advantage {name} must return a tensor of shape {tuple(mask.shape[:1])}, one per"
+            f" response, or {tuple(mask.shape)}, one per token, but it returned one {what}"
+        )
+    return adv.to_tokens(found, mask) if found.ndim == 1 else torch.where(mask, found, 0.0)
+
+
 def make_loss(config: GRPOConfig) -> LossFn:
     """Return the configured loss of a part of a batch."""
-    constants = asdict(config.loss)
-    name = constants.pop("name")
-    if constants.pop("token_gradient", False):
-        name = "gspo_token"
-    off_policy, kl = config.off_policy, config.kl
+    constants, off_policy, kl = settings_of(config.loss), config.off_policy, config.kl
+    if isinstance(config.loss, OwnLoss):
+        term = config.loss.function
+    else:
+        name = "gspo_token" if constants.pop("token_gradient", False) else config.loss.name
+        term = getattr(policy, name)
     return policy_loss(
-        getattr(policy, name),
+        term,
         off_policy=asdict(off_policy) if off_policy.mode != "none" else None,
         kl=asdict(kl) if kl.coef else None,
         entropy_coef=config.entropy_coef,
@@ -117,9 +136,9 @@ def policy_loss(
     `loss_weights` and `generation_logprobs`.
 
     term: a function of `nemorl.losses.policy` or one like them,
-    term(token_logprobs, prev_logprobs, advantages, loss_weights, **constants) -> LossOutput; it is
-    given segment_ids if it has a parameter of that name. off_policy, kl: keywords of
-    `importance_weights` and `kl_loss`; None without them.
+    term(token_logprobs, prev_logprobs, advantages, loss_weights, **constants) -> LossOutput or the
+    loss alone; it is given segment_ids if it has a parameter of that name. off_policy, kl: keywords
+    of `importance_weights` and `kl_loss`; None without them.
 
     >>> loss_fn = policy_loss(policy.clipped, clip_low=0.2, clip_high=0.28)
     """
@@ -159,7 +178,7 @@ def _policy_loss(
         importance, measured = importance_weights(prev, sampled, mask, segments, **off_policy)
         options["importance_weights"] = importance
         metrics = merge(metrics, measured)
-    result = term(logprobs, prev, batch.advantages, weights, **options)
+    result = _as_output(term(logprobs, prev, batch.advantages, weights, **options))
     if kl is not None:
         assert batch.reference_logprobs is not None
         drawn_from = sampled if kl["gradient"] == "importance" else None
@@ -168,3 +187,17 @@ def _policy_loss(
         bonus = entropy_bonus(output.entropy, weights, coef=entropy_coef)
         result = replace(result, loss=result.loss + bonus.loss)
     return replace(result, metrics=merge(metrics, result.metrics))
+
+
+def _as_output(result: Any) -> LossOutput:
+    if isinstance(result, LossOutput):
+        return result
+    if isinstance(result, Tensor) and result.ndim == 0:
+        return LossOutput(result, {})
+    what = (
+        f"a tensor of shape {tuple(result.shape)}" if isinstance(result, Tensor) else repr(result)
+    )
+    raise ValueError(
+        f"a loss must return a scalar tensor or a LossOutput, but it returned {what}: sum the terms"
+        " over all tokens, multiplied by loss_weights"
+    )

@@ -132,7 +132,7 @@ def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: An
             tokenizer,
             "pass tokenizer=",
         )
-        tokenizer = load_tokenizer(origin)
+        tokenizer = load_tokenizer(origin, trust_remote_code=config.model.trust_remote_code)
     return run(config, model=model, tokenizer=tokenizer, **given)
 
 

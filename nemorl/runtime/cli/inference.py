@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nemorl.data.datasets import to_prompts
+from nemorl.data.datasets import load_rows, to_prompts
+from nemorl.data.prompts import parts_of, warn_of_strings
 from nemorl.data.sources import has_splits
 from nemorl.data.templates import with_chat_template
 from nemorl.models.causal_lm import load_causal_lm, usable_device
@@ -16,7 +17,6 @@ from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
-from nemorl.rollout.wrapped import as_generation_backend
 from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.run import checkpoint
@@ -29,12 +29,15 @@ from nemorl.runtime.watch.waiting import waiting_for_engines
 
 def evaluate(config: EvalConfig) -> dict[str, Any]:
     """Return accuracy, mean rewards and length of a model's answers to data, and the answers."""
-    environment = make_environment(config.reward, config.reward_weights)
+    environment = make_environment(config.reward, config.reward_weights, config.reward_kwargs)
     data = DataConfig(
         validation=config.data,
         validation_split=config.split or ("test" if has_splits(config.data) else None),
         prompt_column=config.prompt_column,
         answer_column=config.answer_column,
+        prompt_template=config.prompt_template,
+        system_prompt=config.system_prompt,
+        chat=config.chat,
     )
     rows = (read_rows(data, "validation") or [])[: config.max_rows]
     check_rows(environment, rows)
@@ -69,9 +72,14 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
 def generate(config: GenerateConfig) -> list[dict[str, Any]]:
     """Return answers to prompts, each with its log-probability in nats."""
     texts = config.prompts()
-    rows: list[dict[str, Any]] = [
-        {"prompt": [{"role": "user", "content": text}] if config.chat else text} for text in texts
-    ]
+    columns = {name for _, name in parts_of(config.prompt_template or "{prompt}") if name}
+    column = columns.pop() if len(columns) == 1 else "prompt"  # a run's may have another name
+    rows = load_rows(
+        [{column: text} for text in texts],
+        prompt_template=config.prompt_template,
+        system_prompt=config.system_prompt,
+        chat=config.chat,
+    )
     sampling = replace(config.generation.sampling_params(), n=config.n)
     requests = [
         sampling if config.seed is None else replace(sampling, seed=derive_seed(config.seed, i))
@@ -126,10 +134,11 @@ def _loaded(
         config.chat_template,
         config.chat_template_kwargs,
     )
+    warn_of_strings(rows, tokenizer)
     token_ids = to_prompts(rows, tokenizer)
     # An engine with a copy of its own needs the GPU for that.
     device = "cpu" if config.generation.backend == "vllm" else config.device
-    backend = as_generation_backend(get_generation_backend(config.generation.backend))
+    backend: Any = get_generation_backend(config.generation.backend)
     generator = backend(
         model=load_causal_lm(folder, **trust).to(usable_device(device)),
         tokenizer=tokenizer,

@@ -10,7 +10,8 @@ from nemorl.data.datasets import load_rows, to_examples, to_prompts
 from nemorl.data.example import Example
 from nemorl.data.lengths import num_tokens
 from nemorl.data.preferences import Pair, labelled_rows, pair_rows, to_labelled, to_pairs
-from nemorl.data.rows import COLUMNS, Row
+from nemorl.data.prompts import warn_of_strings
+from nemorl.data.rows import Row
 from nemorl.data.statistics import Lengths, LengthStatistics, length_statistics
 from nemorl.data.templates import with_chat_template
 from nemorl.runtime.cli.settings import InspectConfig
@@ -48,8 +49,8 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
     model, data = config.model, config.data
     given = train is not None or bool(data.train)
     require(given, "data.train", "must be given", data.train, "add --data.train FILE")
-    columns = {f"{name}_column": getattr(data, f"{name}_column") for name in COLUMNS}
-    rows = load_rows(data.train if train is None else train, split=data.split, **columns)
+    source = data.train if train is None else train
+    rows = load_rows(source, split=data.split, **data.reading())
     if tokenizer is None:
         require(
             bool(model.path or model.tokenizer),
@@ -61,6 +62,7 @@ def inspect_data(config: InspectConfig, *, tokenizer: Any = None, train: Any = N
         name = model.tokenizer or model_folder(model.path)
         tokenizer = load_tokenizer(name, trust_remote_code=model.trust_remote_code)
     tokenizer = with_chat_template(tokenizer, model.chat_template, model.chat_template_kwargs)
+    warn_of_strings(rows, tokenizer)
     kind = kind_of(rows[0]) if config.kind == "auto" else config.kind
     rows = pair_rows(rows) if kind == "pairs" else labelled_rows(rows) if kind == "labels" else rows
     make: dict[str, Callable[..., Sequence[Any]]] = {

@@ -13,22 +13,40 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from importlib import import_module
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
-from nemorl.runtime.cli.settings import FOR_TRAINING, SAME, AnswerConfig, ExportConfig
+from nemorl.runtime.cli.settings import (
+    FOR_TRAINING,
+    OF_RUN,
+    SAME,
+    AnswerConfig,
+    ExportConfig,
+)
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig, require_files, require_rows
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.tree import construct, dump_yaml, flat, layer, leaves, unions, yaml_layer
+from nemorl.runtime.config.tree import (
+    construct,
+    defaults,
+    dump_yaml,
+    flat,
+    layer,
+    leaves,
+    nested,
+    to_dict,
+    unions,
+    yaml_layer,
+)
+from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of
+from nemorl.user_code import module_of
 
 if TYPE_CHECKING:
     from nemorl.runtime.config.flags import Extra
@@ -58,6 +76,7 @@ COMMON = {
 """The settings of sections that `--help` shows without being asked for their section."""
 RARE = {
     "reward_weights",
+    "reward_kwargs",
     "reduction",
     "train_global_batch_size",
     "num_updates_per_batch",
@@ -130,8 +149,10 @@ def _main(argv: Sequence[str] | None) -> int:
         if not args or args[0].startswith("-"):
             return _fail("nemorl", "--import must name a module: nemorl --import MODULE COMMAND", 2)
         module, command, *args = [*args, *["--help"] * (2 - len(args))]
-        if (problem := _import(module)) is not None:
-            return _fail("nemorl", problem, 2)
+        try:
+            module_of(module, "--import")
+        except ValueError as error:
+            return _fail("nemorl", str(error), 2)
     if args and f"{command} {args[0]}" in COMMANDS:
         command = f"{command} {args.pop(0)}"
     parts = [name for name in COMMANDS if name.startswith(f"{command} ")]
@@ -248,7 +269,9 @@ def parse(command: str, args: Sequence[str]) -> Any:
     from nemorl.runtime.config.presets import preset_overrides
 
     cls = _config_of(command)
-    args = in_full(cls, args, names_of(cls, SAME if command in COMMANDS else {}))
+    raw, same = args, SAME if command in COMMANDS else {}
+    # Again below, when the settings of functions of the user's are known.
+    args = in_full(cls, raw, names_of(cls, same), lenient=True)
     preset = next(reversed(peek(args, "--preset")), None)
     require(
         preset is None or issubclass(cls, GRPOConfig), "preset", "is for grpo", preset, "remove it"
@@ -257,13 +280,17 @@ def parse(command: str, args: Sequence[str]) -> Any:
     paths = peek(args, "--config") or _config_of_resumed_run(command, args)
     if len(paths) > 1:
         warnings.warn(f"of several --config the later wins: {' < '.join(paths)}", stacklevel=2)
+    of_run = _settings_of_run(cls, args, paths) if issubclass(cls, AnswerConfig) else {}
+    tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path)
     shown = set(COMMON)
-    for section, members in unions(cls).items():
+    for section in unions(cls):
         for name in peek(args, f"--{section}"):
-            shown |= {key for key in leaves(cls) if key.startswith(f"{section}.")}
             tree = layer(cls, tree, {section: {"name": name}})
+            shown |= {key for key in leaves(cls) if key.startswith(f"{section}.")}
+    args = in_full(cls, raw, names_of(cls, same))
+    for section, members in unions(cls).items():
         _refuse_other_variants(section, members, tree[section]["name"], args)
     usual = flat(layer(cls, {}, {}))
     shown |= {key for key, value in flat(tree).items() if value != usual.get(key)}
@@ -287,7 +314,30 @@ def parse(command: str, args: Sequence[str]) -> Any:
         print(dump_yaml(config, comments=True), end="")
         return None
     _check_given(config, resumable=bool(paths))
+    final = flat(to_dict(config))
+    if kept := [f"{key} {value!r}" for key, value in of_run.items() if final[key] == value]:
+        print(f"settings of the run {config.model}: {', '.join(kept)}", file=sys.stderr)
     return config
+
+
+def _settings_of_run(cls: type, args: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
+
+    With --reward, the run's weights are of no use.
+    """
+    from nemorl.runtime.config.flags import peek
+
+    models = peek(args, "--model") or [str(read(path)[0].get("model", "")) for path in paths]
+    directory = RunDirectory(Path(*models[-1:]))
+    if not (any(models) and directory.config.exists() and directory.holds_results()):
+        return {}
+    theirs, usual = flat(read(directory.config)[0]), flat(defaults(cls))
+    unused = ("reward", "reward_weights") if peek(args, "--reward") else ()
+    found = {}
+    for key in (key for key in OF_RUN if key in usual and key not in unused):
+        value = theirs.get(SAME.get(key, key)) or usual[key]
+        found[key] = tuple(value) if isinstance(value, list) else value
+    return {key: value for key, value in found.items() if value != usual[key]}
 
 
 def _prog(command: str) -> str:
@@ -428,19 +478,6 @@ def _refuse_other_variants(
                 f"{flag} is no setting of {section} {chosen}: it belongs to {', '.join(owners)};"
                 f" add --{section} {owners[0]}"
             )
-
-
-def _import(module: str) -> str | None:
-    """Import a module, and return the error if any."""
-    sys.path.insert(0, str(Path.cwd()))  # an installed command has no working directory on it
-    try:
-        import_module(module.removesuffix(".py"))
-    except ImportError as error:
-        return (
-            f"--import must name a module in {Path.cwd()} or an installed one, but {module!r} can't"
-            f" be imported ({error}): check its name"
-        )
-    return None
 
 
 def _commands(names: Sequence[str] = ()) -> str:

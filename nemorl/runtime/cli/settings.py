@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from nemorl.checks import at_least, refuse_unused, require
+from nemorl.data.prompts import parts_of
 from nemorl.parallel.config import ModelConfig
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.config.generation import GenerationConfig
@@ -21,6 +22,9 @@ SAME = {
     "data": "data.validation",
     "split": "data.validation_split",
     "prompt_column": "data.prompt_column",
+    "prompt_template": "data.prompt_template",
+    "system_prompt": "data.system_prompt",
+    "chat": "data.chat",
     "answer_column": "data.answer_column",
     "max_rows": "run.max_val_samples",
     "seed": "run.seed",
@@ -45,6 +49,12 @@ SAME = {
     "generation_tp": "generation.tensor_parallel_size",
 }
 """What settings of these commands are called in training: their flags have either name."""
+OF_RUN = (
+    *("prompt_column", "answer_column", "prompt_template", "system_prompt", "chat"),
+    *("reward", "reward_weights"),
+    *("generation.max_new_tokens", "generation.stop_strings", "generation.stop_token_ids"),
+)
+"""Settings that `eval` and `generate` take from the run that --model names."""
 FOR_TRAINING = ("colocated", "sleep_level", "weight_transport", "trainer_gpus")
 """Settings of `generation` that `eval` and `generate` refuse and don't show."""
 
@@ -54,7 +64,9 @@ class AnswerConfig:
     """What `eval` and `generate` have in common."""
 
     model: str
-    """Folder of a Hugging Face causal language model, its name on the hub, or a run's directory."""
+    """Folder of a Hugging Face causal language model, its name on the hub, or a run's directory
+    (whose columns, prompts, rewards and lengths are then the defaults).
+    """
     n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
     """Answers per prompt; more than one needs a temperature above 0."""
     tokenizer: str | None = None
@@ -65,6 +77,14 @@ class AnswerConfig:
     """
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Values for the chat template by name; those of the training are in the tokenizer already."""
+    prompt_template: str | None = None
+    """Text that a prompt which is a string is put into: "Question: {prompt}", or (eval) with other
+    columns in braces.
+    """
+    system_prompt: str | None = None
+    """System message put before chat messages that have none."""
+    chat: bool = False
+    """Give a prompt that is a string to the chat template, as the user's message."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model or the tokenizer (auto_map). It can do whatever you
     can: read it first.
@@ -77,6 +97,8 @@ class AnswerConfig:
 
     def __post_init__(self) -> None:
         at_least(1, n=self.n)
+        if self.prompt_template is not None:
+            parts_of(self.prompt_template)
         refuse_unused(
             "generation",
             self.generation,
@@ -112,6 +134,8 @@ class EvalConfig(AnswerConfig):
     """Rewards by name, or module:function of your own, as in training."""
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
     max_rows: int | None = None
     """Number of rows that are answered, from the top. Default: all."""
     split: str | None = None
@@ -140,8 +164,6 @@ class GenerateConfig(AnswerConfig):
     """A text file with a prompt in each line."""
     json: bool = False
     """Print one JSON object a line instead of a table."""
-    chat: bool = False
-    """Send each prompt as a user's message through the chat template."""
     seed: int | None = None
     """Seed of the sampling. Default: new answers at each call."""
 
@@ -149,7 +171,7 @@ class GenerateConfig(AnswerConfig):
         super().__post_init__()
         at_least(0, seed=self.seed)
         if not self.chat:
-            for name in ("chat_template", "chat_template_kwargs"):
+            for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
                 given = getattr(self, name)
                 require(not given, name, "is for --chat", given, "add --chat, or remove it")
         require(

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
+from nemorl.data.prompts import parts_of
+from nemorl.data.rows import COLUMNS
 from nemorl.data.sources import READERS, sources_of
 
 
@@ -28,6 +30,14 @@ class DataConfig:
     """Split of a hub data set to validate on. Default: "validation"."""
     prompt_column: str = "prompt"
     """Column of the prompt: a string, or a list of chat messages."""
+    prompt_template: str | None = None
+    """Text that a prompt which is a string is put into: "Question: {prompt}", or with other columns
+    in braces.
+    """
+    system_prompt: str | None = None
+    """System message put before chat messages that have none."""
+    chat: bool = False
+    """Give a prompt that is a string to the chat template, as the user's message."""
     response_column: str = "response"
     """Column of the demonstration (SFT)."""
     answer_column: str = "answer"
@@ -50,6 +60,18 @@ class DataConfig:
     def __post_init__(self) -> None:
         at_least(2, data__max_total_sequence_length=self.max_total_sequence_length)
         at_least(0, data__held_out=self.held_out)
+        if self.prompt_template is not None:
+            parts_of(self.prompt_template)
+
+    def reading(self) -> dict[str, Any]:
+        """Return the arguments of `load_rows` about what a row is."""
+        names = (
+            *(f"{name}_column" for name in COLUMNS),
+            "prompt_template",
+            "system_prompt",
+            "chat",
+        )
+        return {name: getattr(self, name) for name in names}
 
 
 def require_files(field_name: str, source: Any) -> None:

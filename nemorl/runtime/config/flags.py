@@ -95,11 +95,14 @@ def names_of(cls: type, same: Mapping[str, str]) -> dict[str, str]:
     )
 
 
-def in_full(cls: type, args: Sequence[str], names: Mapping[str, str]) -> list[str]:
+def in_full(
+    cls: type, args: Sequence[str], names: Mapping[str, str], *, lenient: bool = False
+) -> list[str]:
     """Return the arguments with the key of every flag for its name (see `names_of`), and `--flag`
     for `--flag=true`.
 
-    Raises ValueError that gives the right name of a setting spelled as in another library.
+    Raises ValueError that gives the right name of a setting spelled as in another library, unless
+    `lenient`.
     """
     hints, full, rest = leaves(cls), list[str](), list(args)
     annotated = typing.get_type_hints(cls, include_extras=True)
@@ -114,7 +117,7 @@ def in_full(cls: type, args: Sequence[str], names: Mapping[str, str]) -> list[st
         key = names.get(positive if negated else name)
         is_flag = spelled.startswith("--")
         if key is None or not is_flag:
-            if is_flag or (equals and dot and not is_value):
+            if not lenient and (is_flag or (equals and dot and not is_value)):
                 _refuse(name, names, spelled, "" if is_flag else f" {value}")
             full.append(argument)
             is_value = argument.startswith("-") and not equals
@@ -210,7 +213,7 @@ def _with_defaults(
             ]
             value = tuple(value) if isinstance(value, list) else value
         options: dict[str, Any] = {"metadata": {"help": about}}
-        if name in tree:
+        if name in tree and not (section and _required(value)):
             factory = value if section else functools.partial(copy.copy, value)
             options["default_factory"] = factory
         fields.append((name, hint, dataclasses.field(**options)))
@@ -221,6 +224,14 @@ def _with_defaults(
         kw_only=True,
         frozen=True,
         namespace={"__post_init__": lambda self: None, "__doc__": cls.__doc__},
+    )
+
+
+def _required(cls: type) -> bool:
+    """Return whether a section has a setting that must be given."""
+    return any(
+        field.default is field.default_factory is dataclasses.MISSING
+        for field in dataclasses.fields(cls)
     )
 
 
@@ -249,22 +260,22 @@ def _setting(
         return None
     members = kinds(info.type)
     lists = [typing.get_args(kind)[0] for kind in members if typing.get_origin(kind) is tuple]
-
-    def read(texts: list[str]) -> Any:
-        if len(texts) == 1:
-            one = _value(texts[0], members)
-            if not lists or one is None or str in members:
-                return one
-        return tuple(_value(text, kinds(lists[0])) for text in texts)
-
     words = [_word(kind) for kind in members if kind is not type(None)]
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*" if lists else 1,
         metavar=f"[{_word(lists[0])} ...]" if lists else "|".join(words),
-        instance_from_str=read,
+        instance_from_str=functools.partial(_read, members, lists),
         is_instance=lambda value: True,
         str_from_instance=lambda value: [str(value)],
     )
+
+
+def _read(members: Sequence[Any], lists: Sequence[Any], texts: list[str]) -> Any:
+    if len(texts) == 1:
+        one = _value(texts[0], members)
+        if not lists or one is None or str in members:
+            return one
+    return tuple(_value(text, kinds(lists[0])) for text in texts)
 
 
 def _word(kind: Any) -> str:

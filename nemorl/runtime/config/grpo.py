@@ -1,12 +1,13 @@
 """The settings of GRPO and its relatives, with their losses and advantages as sections."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nemorl.checks import at_least, require
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.own import OwnFunction
 
 
 def _check_clip(low: float, high: float) -> None:
@@ -74,8 +75,18 @@ class ReinforceLoss:
     name: Literal["reinforce"] = "reinforce"
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss(OwnFunction):
+    """A loss of your own: fn(token_logprobs, prev_logprobs, advantages, loss_weights, *, settings)
+    -> loss, in a module or a file (./my_file.py:fn).
+    """
+
+    data = ("token_logprobs", "prev_logprobs", "advantages", "loss_weights")
+    extra = ("importance_weights", "segment_ids")
+
+
 PolicyLossConfig = Annotated[
-    ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss, Field(discriminator="name")
+    ClippedLoss | GSPOLoss | CISPOLoss | ReinforceLoss | OwnLoss, Field(discriminator="name")
 ]
 
 
@@ -110,8 +121,18 @@ class ReinforcePlusPlusAdvantage:
         at_least(0, advantage__kl_coef=self.kl_coef)
 
 
+@dataclass(frozen=True, kw_only=True)
+class OwnAdvantage(OwnFunction):
+    """Advantages of your own: fn(rewards, group_id, *, settings) -> one per response or token, in a
+    module or a file (./my_file.py:fn).
+    """
+
+    data = ("rewards", "group_id")
+    extra = ("lengths", "loss_mask")
+
+
 AdvantageConfig = Annotated[
-    GroupAdvantage | ReinforcePlusPlusAdvantage, Field(discriminator="name")
+    GroupAdvantage | ReinforcePlusPlusAdvantage | OwnAdvantage, Field(discriminator="name")
 ]
 
 
@@ -212,11 +233,14 @@ class GRPOConfig(BaseConfig):
     overlong: OverlongConfig = field(default_factory=OverlongConfig)
     gap: GapConfig = field(default_factory=GapConfig)
     reward: str | tuple[str, ...] = "exact_match"
-    """Rewards: exact_match, contains_answer, last_number, math, think_format, or module:function of
-    your own: fn(prompt, response), with any data columns as further parameters.
+    """Rewards: exact_match, contains_answer, last_number, math, think_format, or of your own
+    module:function or ./file.py:function, fn(prompt, response), with any data columns as further
+    parameters.
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
     reduction: Literal["token_mean", "sequence_mean", "constant", "group_mean"] = "sequence_mean"
     """Weighting of tokens (constant: divided by generation.max_new_tokens, as in Dr. GRPO)."""
     num_prompts_per_step: int = 32
@@ -255,13 +279,23 @@ class GRPOConfig(BaseConfig):
             case GroupAdvantage(baseline="batch_mean" | "none", scale="batch_std" | "none"):
                 compares_groups = False
             case _:
-                compares_groups = True
+                compares_groups = isinstance(self.advantage, GroupAdvantage)
         require(
             self.num_generations_per_prompt > 1 or not compares_groups,
             "num_generations_per_prompt",
             "must be at least 2 where responses are compared within their group",
             self.num_generations_per_prompt,
             "use 2 or more, or --advantage.baseline batch_mean --advantage.scale batch_std",
+        )
+        require(
+            self.off_policy.mode == "none"
+            or not isinstance(self.loss, OwnLoss)
+            or "importance_weights" in self.loss.takes,
+            "off_policy.mode",
+            f"must be none for the loss {self.loss.name}, which has no parameter"
+            " importance_weights",
+            self.off_policy.mode,
+            "give it one, and multiply the terms by it",
         )
         responses = self.num_prompts_per_step * self.num_generations_per_prompt
         require(

@@ -1,7 +1,7 @@
 """The settings of SFT."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from nemorl.checks import at_least
 from nemorl.runtime.config.base import BaseConfig
@@ -25,6 +25,8 @@ class SFTConfig(BaseConfig):
     """
     reward_weights: tuple[float, ...] = ()
     """Weight of each of several rewards. Default: 1."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

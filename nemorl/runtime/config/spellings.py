@@ -47,6 +47,8 @@ NEMO_RL = {
     "data.train.data_path": "data.train",
     "data.train.input_key": "data.prompt_column",
     "data.train.output_key": "data.answer_column (sft: data.response_column)",
+    "data.default.prompt_file": "data.prompt_template ({prompt} for {})",
+    "data.default.system_prompt_file": "data.system_prompt",
     "env.math": "reward",
     "dpo.reference_policy_kl_penalty": "loss.beta",
     "dpo.sft_loss_weight": "sft_coef",

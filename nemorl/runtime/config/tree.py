@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nemorl.checks import closest
+from nemorl.checks import closest, require
+from nemorl.runtime.config.own import OwnFunction, section_of
 from nemorl.runtime.config.spellings import LIBRARIES, VALUES, our_name, settings_in
 from nemorl.runtime.config.yaml_io import ConfigError, dump, read
+from nemorl.user_code import function_of
 
 Config = TypeVar("Config")
 
@@ -52,8 +54,9 @@ def dump_yaml(config: Any, *, comments: bool = False) -> str:
 
 def _comments(config: Any, prefix: str = "") -> dict[str, str]:
     found: dict[str, str] = {}
-    docs = field_docs(type(config))
-    for field, hint in fields_of(type(config)):
+    cls: Any = type(config)
+    docs = field_docs(cls)
+    for field, hint in fields_of(cls):
         value, about = getattr(config, field.name), docs.get(field.name, "")
         literals = [part for part in kinds(hint) if typing.get_origin(part) is typing.Literal]
         choices = [each for part in literals for each in typing.get_args(part)]
@@ -66,6 +69,7 @@ def _comments(config: Any, prefix: str = "") -> dict[str, str]:
     return found
 
 
+@functools.cache
 def field_docs(cls: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass, as one line."""
     from docstring_parser import parse_from_object
@@ -90,6 +94,19 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             settings[f"{prefix}{key}"] = value
     return settings
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by dotted key as sections.
+
+    >>> nested({"optimizer.lr": 1e-5, "max_num_steps": 4})
+    {'optimizer': {'lr': 1e-05}, 'max_num_steps': 4}
+    """
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        section, _, name = key.rpartition(".")
+        (tree.setdefault(section, {}) if section else tree)[name] = value
+    return tree
 
 
 def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,9 +135,41 @@ def layer(cls: type, tree: Mapping[str, Any], mapping: Mapping[str, Any]) -> dic
     Only keys and types are checked: a later layer may change the rest.
     """
     merged = merge(tree or defaults(cls), mapping)
+    _import_own(cls, merged)
     if mapping:
         _validated(cls, merged, ignored=("value_error", "missing"))
     return merged
+
+
+def _import_own(cls: type, tree: Mapping[str, Any]) -> None:
+    """Make each function that a tree names as module:function a variant of its section."""
+    for section, members in unions(cls).items():
+        chosen = tree.get(section)
+        name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+        known = members.keys() - {OwnFunction.name}
+        new = isinstance(name, str) and ":" in name and name not in known
+        if new and OwnFunction.name in members:
+            add_own(cls, section, str(name), function_of(str(name), section))
+
+
+def add_own(cls: type, section: str, name: str, function: Any) -> None:
+    """Make a function of the user's a variant of a section of a config; see `section_of`.
+
+    Raises: ValueError for the name of a variant that is ours.
+    """
+    owner: Any = next(
+        each for each in cls.__mro__ if section in vars(each).get("__annotations__", {})
+    )
+    hint = typing.get_type_hints(owner, include_extras=True)[section]
+    members = by_name(variants(hint.__origin__))
+    base = members[OwnFunction.name]
+    taken = name in members and not issubclass(members[name], base)
+    require(not taken, section, "must have a name of its own", name, "choose another")
+    members[name] = section_of(base, name, function, section)
+    union: Any = typing.Union.__getitem__(tuple(members.values()))
+    owner.__annotations__[section] = typing.Annotated[(union, *hint.__metadata__)]
+    owner.__dataclass_fields__[section].type = owner.__annotations__[section]
+    _adapter.cache_clear()
 
 
 def yaml_layer(cls: type, tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:

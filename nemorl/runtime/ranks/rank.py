@@ -78,7 +78,7 @@ class Rank:
         self._backend.setup(config)
 
     def _export_open(self, **options: Any) -> None:
-        self._weights = self._ready().export_weights(**options)
+        self._weights = self._ready().weights(**options)
 
     def _export_next(self) -> list[tuple[str, Tensor]]:
         """Gather some 64 MB more; none at the end."""
@@ -94,7 +94,7 @@ class Rank:
 
     def _send_weights(self, send: Callable[[Any], Any], **options: Any) -> Any:
         """Return `send`'s result and its error; all ranks go through all weights in any case."""
-        weights = self._ready().export_weights(**options)
+        weights = self._ready().weights(**options)
         found: tuple[Any, Any] = (None, None)
         if self.rank == 0:
             try:

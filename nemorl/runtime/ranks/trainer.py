@@ -121,7 +121,7 @@ class RankedTrainer:
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._call("get_reference_logprobs", batch)
 
-    def export_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights as CPU tensors (under torchrun as rank 0 has them), cast to `dtype`.
 
         The iterator may be left at any point. A step or another export before its end is a
@@ -136,7 +136,7 @@ class RankedTrainer:
                 if self.step != step or self._export is not export:
                     raise RuntimeError(
                         "weights must be read before the trainer's next step or export, but it"
-                        " has begun: call export_weights() again"
+                        " has begun: call weights() again"
                     )
 
     def send_weights(

@@ -8,7 +8,7 @@ from nemorl.checks import require
 from nemorl.data.datasets import load_rows, to_prompts
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.order import RowOrder, split_rows
-from nemorl.data.rows import COLUMNS, Row, origin_of
+from nemorl.data.rows import Row, origin_of
 from nemorl.data.sources import DataModule, has_splits, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.collect import Prompts
@@ -65,8 +65,7 @@ def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | N
             data.validation_split or ("validation" if has_splits(part) else "train")
             for part in sources_of(source)
         ]
-    columns = {f"{name}_column": getattr(data, f"{name}_column") for name in COLUMNS}
-    return load_rows(source, split=splits, **columns)
+    return load_rows(source, split=splits, **data.reading())
 
 
 def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple[Prompts, Lengths]:

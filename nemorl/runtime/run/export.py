@@ -166,4 +166,4 @@ class ExportCallback(Callback):
             saved = self.directory.checkpoints / f"step_{trainer.state.step}"
             write_checkpoint(hf, saved, tokenizer, lora="adapter")
         else:
-            write_pretrained(hf, trainer.trainer.export_weights(), self.model, tokenizer)
+            write_pretrained(hf, trainer.trainer.weights(), self.model, tokenizer)

@@ -27,7 +27,7 @@ class TrainerWeights:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         self._check()
-        yield from self.trainer.export_weights()
+        yield from self.trainer.weights()
 
     def send(
         self, send: Callable[[Iterable[tuple[str, Tensor]]], T], *, dtype: torch.dtype | None = None

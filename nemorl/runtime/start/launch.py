@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from nemorl.checks import require
+from nemorl.data.prompts import warn_of_strings
 from nemorl.data.rows import Row
 from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
@@ -28,7 +30,7 @@ from nemorl.runtime.start.registry import (
     algorithm_of,
     chosen_loggers,
     get_generation_backend,
-    get_training_backend,
+    training_backend_class,
 )
 from nemorl.runtime.start.settings import (
     as_given,
@@ -90,7 +92,7 @@ def launched(
         "omit it, or name the model's folder (--model.path)",
     )
     check_callbacks(callbacks)
-    get_training_backend(config.trainer.backend)  # or an error that lists the known names
+    training_backend_class(config.trainer.backend)  # or an error that lists the known names
     get_generation_backend(config.generation.backend)
     devices, name = Devices.of(config), algorithm_of(config)
     devices.check_given(model)
@@ -120,6 +122,7 @@ def launched(
                 config.model.chat_template,
                 config.model.chat_template_kwargs,
             )
+            warn_of_strings(chain(rows, held_out), tokenizer)
             yield Launch(
                 config=config,
                 devices=devices,

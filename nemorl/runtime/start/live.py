@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,9 @@ from nemorl.checks import own_methods, require
 from nemorl.models.causal_lm import usable_device
 from nemorl.models.hub import has_own_code
 from nemorl.models.pretrained import check_vocabulary, model_folder
-from nemorl.parallel.backend import FullTrainingBackend, as_training_backend
+from nemorl.parallel.backend import FullTrainingBackend
 from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.generation import GenerationBackend
-from nemorl.rollout.wrapped import as_generation_backend
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
@@ -34,7 +32,11 @@ from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.lengths import show_lengths
-from nemorl.runtime.start.registry import get_generation_backend, get_training_backend
+from nemorl.runtime.start.registry import (
+    get_generation_backend,
+    get_training_backend,
+    training_backend_class,
+)
 from nemorl.runtime.start.settings import backend_config, changes, generation_config
 from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
 from nemorl.runtime.watch.display import make_display
@@ -66,7 +68,7 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
         check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
         generator.sleep()  # until it is needed
     launch.log.total_steps = run.num_steps
-    exports = has_method(launch, trainer, "export_weights")
+    exports = has_method(launch, trainer, "weights")
     before, after = own_callbacks(launch, getattr(trainer, "model", None) if exports else None)
     stack.enter_context(closing([*before, *after]))
     callbacks = [launch.log, *launch.callbacks, *before, *after]
@@ -77,20 +79,22 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
 def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[Any]:
     """Set up the training backend, in this process or on ranks, and shut it down at the end."""
     config, devices, folder = launch.config, launch.devices, launch.directory.path
-    make = get_training_backend(config.trainer.backend)
+    name = config.trainer.backend
     waiting: AbstractContextManager[None] = nullcontext()
     if devices.ranked:
-        trainer: Any = make_trainer(config, make, devices.plan, folder / "logs")
+        trainer: Any = make_trainer(
+            config, training_backend_class(name), devices.plan, folder / "logs"
+        )
         who = "processes of torchrun" if devices.torchrun else "Ray actors"
         waiting = waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
     else:
-        trainer = as_training_backend(_made(make, launch))
+        trainer = get_training_backend(name, launch.model)
     setup = backend_config(
         config, run, launch.folder, found, devices=devices, directory=launch.directory
     )
     needs = {
         "get_reference_logprobs": ("the reference model", setup.keep_reference),
-        "export_weights": ("generation", run.generates),
+        "weights": ("generation", run.generates),
         "wait_for_checkpoint": ("run.async_save", config.run.async_save),
     }
     for method, (what, needed) in needs.items():
@@ -125,21 +129,8 @@ def has_method(launch: Launch, trainer: Any, name: str) -> bool:
     """Return whether the training backend, of which ranks know the class alone, has a method."""
     if not launch.devices.ranked:
         return hasattr(trainer, name)
-    backend = get_training_backend(launch.config.trainer.backend)
+    backend = training_backend_class(launch.config.trainer.backend)
     return name in own_methods(backend, FullTrainingBackend)
-
-
-def _made(make: Any, launch: Launch) -> Any:
-    """Return a training backend in this process, with the loaded model that was given."""
-    try:
-        return make() if launch.model is None else make(launch.model)
-    except TypeError as error:
-        if launch.model is None or list(signature(make).parameters):
-            raise
-        raise ValueError(
-            f"trainer.backend {launch.config.trainer.backend!r} can't be made with a loaded model:"
-            " name the model's folder (--model.path), or give __init__ a parameter model=None"
-        ) from error
 
 
 @contextmanager
@@ -153,12 +144,11 @@ def frozen_model(launch: Launch, path: str) -> Iterator[Any]:
         path,
         "start the script without torchrun",
     )
-    make = get_training_backend(config.trainer.backend)
-    backend: Any = as_training_backend(make())
+    backend: Any = get_training_backend(config.trainer.backend)
     if devices.ranked:
-        backend = make_trainer(
-            config, make, devices.plan, launch.directory.path / "logs" / "frozen"
-        )
+        make = training_backend_class(config.trainer.backend)
+        folder = launch.directory.path / "logs" / "frozen"
+        backend = make_trainer(config, make, devices.plan, folder)
     model = replace(config.model, path=model_folder(path), from_scratch=False)
     generators = random_state()
     try:
@@ -178,7 +168,7 @@ def live_generator(
         yield None
         return
     config, model = launch.config, trainer.model
-    backend = as_generation_backend(get_generation_backend(engines.backend))
+    backend: Any = get_generation_backend(engines.backend)
     if launch.devices.ranked and getattr(backend, "shares_model", True):
         # Where the ranks have GPUs, this machine may have none.
         model = whole_model(model, "cpu" if config.trainer.device == "cpu" else None)

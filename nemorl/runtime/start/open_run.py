@@ -18,7 +18,7 @@ from nemorl.runtime.run.result import TrainResult, final_metrics
 from nemorl.runtime.run.rng import random_state, restore_generators
 from nemorl.runtime.start.launch import Launch, launched
 from nemorl.runtime.start.live import frozen_model, start
-from nemorl.runtime.start.registry import algorithm_of, get_training_backend, loop_of
+from nemorl.runtime.start.registry import algorithm_of, loop_of, training_backend_class
 from nemorl.runtime.watch.log import event
 
 
@@ -141,7 +141,7 @@ def _follow(config: BaseConfig) -> TrainResult:
     """Serve rank 0's trainer until its run is over."""
     from nemorl.runtime.ranks.torchrun import follow
 
-    return follow(get_training_backend(config.trainer.backend), config)
+    return follow(training_backend_class(config.trainer.backend), config)
 
 
 def _kernels(launch: Launch) -> Any:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import closest, require
@@ -11,9 +12,10 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
+from nemorl.runtime.config.tree import add_own
 
 if TYPE_CHECKING:
-    from nemorl.parallel.backend import TrainingBackend
+    from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
     from nemorl.rollout.generation import GenerationBackend
     from nemorl.runtime.run.loop import OpenRun
     from nemorl.runtime.watch.loggers.base import LoggerFactory
@@ -79,6 +81,33 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop
     return decorate
 
 
+def register_loss(name: str) -> Callable[[Registered], Registered]:
+    """Register a policy loss as a name of GRPO's `loss`; its keyword parameters are settings.
+
+    The decorated function is fn(token_logprobs, prev_logprobs, advantages, loss_weights, *,
+    your_setting=0.1), with tensors [batch, seq]. It returns Σ loss_weights · its terms over all
+    tokens, a scalar or a `LossOutput`, and is called for parts of a batch, whose losses are added
+    up. Parameters called importance_weights and segment_ids are given (see `nemorl.losses.policy`).
+    """
+    return _register_own("loss", name)
+
+
+def register_advantage(name: str) -> Callable[[Registered], Registered]:
+    """Register a function as a name of GRPO's `advantage`; its keyword parameters are settings.
+
+    The decorated function is fn(rewards, group_id, *, your_setting=0.1), with tensors [batch], and
+    returns advantages [batch] or [batch, seq]. Parameters called lengths and loss_mask are given.
+    """
+    return _register_own("advantage", name)
+
+
+def register_reward(name: str) -> Callable[[Registered], Registered]:
+    """Register a reward function, or an environment, as a name of `reward`."""
+    from nemorl.rollout.environments import REWARDS
+
+    return _register(name, REWARDS)
+
+
 def register_training_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
     """Register a class with the methods of `TrainingBackend` that its docstring names as
     `trainer.backend=name`.
@@ -141,14 +170,40 @@ def loop_of(config: Any) -> Loop:
     return load(ALGORITHMS[name].loop)
 
 
-def get_training_backend(name: str) -> "type[TrainingBackend]":
-    """Return the class of a training backend."""
+def get_training_backend(name: str, model: Any = None) -> "FullTrainingBackend":
+    """Return a new training backend, of a loaded model or of what `setup(BackendConfig(…))` names.
+
+    One with few methods counts its steps and returns `Logprobs`; a method that it lacks is an
+    AttributeError.
+
+    >>> backend = get_training_backend("dtensor")
+    >>> backend.step
+    0
+    """
+    from nemorl.parallel.backend import as_training_backend
+
+    make: Any = training_backend_class(name)
+    try:
+        return as_training_backend(make() if model is None else make(model))
+    except TypeError as error:
+        if model is None or signature(make).parameters:
+            raise
+        raise ValueError(
+            f"trainer.backend {name!r} can't be made with a loaded model: name the model's folder"
+            " (--model.path), or give __init__ a parameter model=None"
+        ) from error
+
+
+def training_backend_class(name: str) -> "type[TrainingBackend]":
+    """Return the class of a training backend as it was registered."""
     return load(_get(name, TRAINING_BACKENDS, "training backend"))
 
 
 def get_generation_backend(name: str) -> "type[GenerationBackend]":
-    """Return the class of a generation backend."""
-    return load(_get(name, GENERATION_BACKENDS, "generation backend"))
+    """Return the class of a generation backend, made with model=, tokenizer= and precision=."""
+    from nemorl.rollout.wrapped import as_generation_backend
+
+    return as_generation_backend(load(_get(name, GENERATION_BACKENDS, "generation backend")))
 
 
 def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":
@@ -180,6 +235,14 @@ def load(target: Any) -> Any:
         return target
     module, _, name = target.partition(":")
     return getattr(import_module(module), name)
+
+
+def _register_own(section: str, name: str) -> Callable[[Any], Any]:
+    def decorate(function: Any) -> Any:
+        add_own(GRPOConfig, section, name, function)
+        return function
+
+    return decorate
 
 
 def _get(name: str, known: dict[str, Any], kind: str) -> Any:

@@ -98,7 +98,9 @@ def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInte
         )
         return None
     return make_environment(
-        config.reward if reward is None else reward, getattr(config, "reward_weights", ())
+        config.reward if reward is None else reward,
+        getattr(config, "reward_weights", ()),
+        getattr(config, "reward_kwargs", {}),
     )
 
 

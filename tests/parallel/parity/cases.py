@@ -243,5 +243,6 @@ CONTROLS = (
     Case(plan="HSDP 2×2", layout="packed", sabotage="the reduction over replicas"),
     Case(plan="TP 2", layout="padded", sabotage="the gradient of the others' vocabulary"),
     Case(plan="CP 2 ulysses", layout="padded", sabotage="counting the loss once"),
+    Case(plan="FSDP2 2", layout="padded", sabotage="which prompts are the same"),
 )
 """Negative controls: each must be found to be wrong."""

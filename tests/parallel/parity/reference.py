@@ -31,9 +31,9 @@ class Outcome:
     """What a case is judged by; arrays of tokens are in the golden batch's layout."""
 
     logprobs: Tensor
-    """Without gradient, before the first step."""
+    """Without gradient, before the first step; 0 off the response mask."""
     token_logprobs: Tensor
-    """As the loss sees them in the first step."""
+    """As the loss sees them in the first step; 0 off the loss mask."""
     entropy: Tensor
     losses: tuple[float, ...]
     """Of every step; so are the norms, before clipping."""
@@ -138,7 +138,7 @@ def reference(problem: Problem) -> Outcome:
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
     with torch.no_grad():
-        before = forward(model, batch, problem.dtype)[0]
+        before = torch.where(batch.response_mask, forward(model, batch, problem.dtype)[0], 0.0)
     values, norms, first, gradients = [], [], None, {}
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -146,7 +146,7 @@ def reference(problem: Problem) -> Outcome:
         loss = LOSSES[problem.loss](logprobs, entropy, batch)
         loss.backward()
         if step == 0:
-            first = (logprobs.detach(), entropy.detach())
+            first = [torch.where(batch.loss_mask, x.detach(), 0.0) for x in (logprobs, entropy)]
             gradients = {
                 name: p.grad.clone() for name, p in parameters.items() if p.grad is not None
             }
@@ -155,7 +155,7 @@ def reference(problem: Problem) -> Outcome:
         optimizer.step()
     assert first is not None and gradients.keys() == parameters.keys()
     with torch.no_grad():
-        after = forward(model, batch, problem.dtype)[0]
+        after = torch.where(batch.response_mask, forward(model, batch, problem.dtype)[0], 0.0)
     whole = model.merge_and_unload() if problem.lora else model  # type: ignore[operator]
     weights = {name: p.detach().clone() for name, p in whole.named_parameters()}
     return Outcome(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -57,7 +58,7 @@ def untied() -> Iterator[None]:
 @contextmanager
 def no_packed_mask() -> Iterator[None]:
     """A token sees all that stands before it in its row, whatever sequence that is."""
-    from nemorl.parallel.dtensor import context_parallel, head
+    from nemorl.parallel.dtensor import backend, context_parallel
 
     with_mask = context_parallel.ContextState.of
 
@@ -68,11 +69,28 @@ def no_packed_mask() -> Iterator[None]:
             *more,
         )
 
+    plan = backend.work_of
+
+    def without_buckets(*given: Any, **options: Any) -> Any:
+        return replace(plan(*given, **options | {"share": False}), buckets=None)
+
     with (
-        patch.object(head, "segment_buckets", lambda _: None),
+        patch.object(backend, "work_of", without_buckets),
         patch.object(context_parallel.ContextState, "of", without_mask),
     ):
         yield
+
+
+def any_prompt() -> AbstractContextManager[Any]:
+    """All prompts of a length are taken for the same."""
+    from nemorl.parallel.dtensor import tokens
+
+    once = tokens.once
+
+    def blind(batch: Any) -> Any:
+        return once(replace(batch, input_ids=torch.zeros_like(batch.input_ids)))
+
+    return patch.object(tokens, "once", blind)
 
 
 def own_vocabulary_alone() -> AbstractContextManager[Any]:
@@ -95,6 +113,7 @@ SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "the sum of gradients (a mean instead)": mean_of_gradients,
     "the tied weight": untied,
     "the packed mask": no_packed_mask,
+    "which prompts are the same": any_prompt,
     "the gradient of the others' vocabulary": own_vocabulary_alone,
     "counting the loss once": counted_by_every_rank,
 }

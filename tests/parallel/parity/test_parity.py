@@ -43,6 +43,10 @@ def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
     assert {case: words for case, (right, words) in verdicts.items() if not right} == {}
 
 
+FORWARD = ("the packed mask", "which prompts are the same")
+"""What also spoils logprobs."""
+
+
 @pytest.mark.parametrize("chunk", together(CONTROLS[:4], CONTROLS[4:]))
 def test_what_is_broken_on_purpose_is_found(chunk: list[Case]):
     for case, errors in zip(chunk, run_chunk(chunk), strict=True):
@@ -55,7 +59,7 @@ def test_what_is_broken_on_purpose_is_found(chunk: list[Case]):
             assert isinstance(errors, dict) and errors["gradient"] > 1e4 * LIMITS["gradient"]
             # What spoils gradients alone leaves the logprobs right, which is why more than those
             # has to be looked at.
-            assert (errors["logprobs"] > LIMITS["logprobs"]) == (case.sabotage == "the packed mask")
+            assert (errors["logprobs"] > LIMITS["logprobs"]) == (case.sabotage in FORWARD)
 
 
 def test_only_what_is_right_passes():

@@ -100,7 +100,7 @@ def measure(backend: DTensorBackend, case: Case) -> Result:
         losses=tuple(losses),
         grad_norms=tuple(norms),
         gradients={name: gradient / clipped for name, gradient in gradients.items()},
-        weights={name: tensor.detach().clone() for name, tensor in backend.export_weights()},
+        weights={name: tensor.detach().clone() for name, tensor in backend.weights()},
         after=backend.get_logprobs(batch).values,
     )
     first = not dist.is_initialized() or dist.get_rank() == 0

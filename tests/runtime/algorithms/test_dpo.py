@@ -14,7 +14,11 @@ from nemorl import DPOConfig, DPOLoss, HingeLoss, IPOLoss, KTOLoss, ORPOLoss, Si
 from nemorl.data.preferences import to_pairs
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.runtime.algorithms import dpo
+from nemorl.runtime.algorithms.comparisons import (
+    baseline,
+    comparisons,
+    with_reference_logprobs,
+)
 from nemorl.runtime.run.directory import read_lines
 from tests.runtime.runs import TRAINER, dpo_config, of_phase, preference_rows, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -156,9 +160,9 @@ def test_no_second_model_where_none_is_needed(config, live, tmp_path: Path, monk
 def test_precomputed_logprobs_are_those_of_each_response_alone(tmp_path: Path):
     config = dpo_config(tmp_path, reference="precomputed", train_global_batch_size=3)
     rows = preference_rows(7)
-    data, *_ = dpo.comparisons(config, rows, tiny_tokenizer())
+    data, *_ = comparisons(config, rows, tiny_tokenizer())
     model = tiny_model(scale=2.0)
-    found = dpo.with_reference_logprobs(backend(), data, config).rows
+    found = with_reference_logprobs(backend(), data, config).rows
     for row, pair in zip(found, to_pairs(rows, tiny_tokenizer()), strict=True):
         for example, expected in zip(row, (pair.chosen, pair.rejected), strict=True):
             assert example.input_ids == expected.input_ids
@@ -181,7 +185,7 @@ def test_ktos_baseline_by_hand(tmp_path: Path, size):
     computed at a time.
     """
     config = dpo_config(tmp_path, loss=KTOLoss(), train_global_batch_size=size)
-    data, *_ = dpo.comparisons(config, preference_rows(6), tiny_tokenizer())
+    data, *_ = comparisons(config, preference_rows(6), tiny_tokenizer())
     trainer = backend(keep_reference=True)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
@@ -205,7 +209,7 @@ def test_ktos_baseline_by_hand(tmp_path: Path, size):
                 )
             total[i] += float(logprobs[torch.tensor(example.loss_mask[1:])].sum())
     assert abs(total[0] - total[1]) > 1
-    assert float(dpo.baseline(trainer, data.mismatched, config)) == pytest.approx(
+    assert float(baseline(trainer, data.mismatched, config)) == pytest.approx(
         (total[0] - total[1]) / 12, rel=1e-4
     )
 
@@ -221,15 +225,15 @@ def test_kto_takes_labelled_rows_and_pairs_apart(tmp_path: Path):
     assert result.history[0]["num_tokens"] == 16 * 5
     assert 0 < result.metrics["val_loss"] < 1
     assert "val_accuracy" not in result.metrics, "single responses are not compared"
-    data, *_ = dpo.comparisons(config, preference_rows(3), tiny_tokenizer())
+    data, *_ = comparisons(config, preference_rows(3), tiny_tokenizer())
     assert [len(row) for row in data.rows] == [1] * 6
     labels = [{sign for sign in row[0].advantages or [] if sign} for row in data.rows]
     assert labels == [{1.0}, {-1.0}] * 3
-    other_seed, *_ = dpo.comparisons(
+    other_seed, *_ = comparisons(
         replace(config, run=replace(config.run, seed=5)), preference_rows(3), tiny_tokenizer()
     )
     assert other_seed.rows == data.rows and other_seed.mismatched != data.mismatched
-    held_out, *_ = dpo.comparisons(config, preference_rows(3), tiny_tokenizer(), in_pairs=True)
+    held_out, *_ = comparisons(config, preference_rows(3), tiny_tokenizer(), in_pairs=True)
     assert held_out.in_pairs and not data.in_pairs
     assert held_out.rows == data.rows, "chosen and rejected in turn, a row each"
     assert [len(row) for row in held_out.mismatched] == [1] * 6
@@ -240,7 +244,7 @@ def test_kto_with_labels_of_one_kind(tmp_path: Path):
     with pytest.warns(
         UserWarning, match="all responses are undesirable, so kto has nothing to compare them with"
     ):
-        dpo.comparisons(
+        comparisons(
             config, [{"prompt": "a=", "response": "24", "label": False}] * 4, tiny_tokenizer()
         )
 
@@ -307,22 +311,22 @@ def test_a_pair_goes_whole(tmp_path: Path):
         {"prompt": "a=", "chosen": "2", "rejected": "1" * 30},
     ]
     with pytest.warns(UserWarning, match="pairs: .* dropped"):
-        _, _, lengths = dpo.comparisons(dpo_config(tmp_path, data=data), rows, tiny_tokenizer())
+        _, _, lengths = comparisons(dpo_config(tmp_path, data=data), rows, tiny_tokenizer())
     assert max(lengths.tokens) <= 8 and lengths.num_dropped >= 2
     with pytest.raises(ValueError, match="row 21: the sequence has 33 tokens"):
         longer = replace(data, max_total_sequence_length=16, too_long="error")
-        dpo.comparisons(dpo_config(tmp_path, data=longer), rows, tiny_tokenizer())
+        comparisons(dpo_config(tmp_path, data=longer), rows, tiny_tokenizer())
     with pytest.raises(
         ValueError, match=r"data\.max_total_sequence_length must leave a row to use, but all"
     ):
         shortest = replace(data, max_total_sequence_length=2)
-        dpo.comparisons(dpo_config(tmp_path, data=shortest), rows, tiny_tokenizer())
+        comparisons(dpo_config(tmp_path, data=shortest), rows, tiny_tokenizer())
 
 
 def test_pairs_that_teach_nothing(tmp_path: Path):
     rows = preference_rows(3)
     with pytest.warns(UserWarning, match="1 of 4 pairs have the same response on both sides"):
-        dpo.comparisons(
+        comparisons(
             dpo_config(tmp_path),
             [*rows, {**rows[0], "chosen": rows[0]["rejected"]}],
             tiny_tokenizer(),
@@ -456,7 +460,7 @@ def test_kto_needs_no_room_for_pairs(options, tmp_path: Path):
         data=data,
         trainer=replace(TRAINER, **options),
     )
-    held_out, *_ = dpo.comparisons(config, rows, tiny_tokenizer(), in_pairs=True)
+    held_out, *_ = comparisons(config, rows, tiny_tokenizer(), in_pairs=True)
     assert all(
         chosen.num_tokens + rejected.num_tokens > 20
         for (chosen,), (rejected,) in zip(held_out.rows[0::2], held_out.rows[1::2], strict=True)

@@ -17,7 +17,7 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.collect import Rollouts, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion
-from nemorl.runtime.algorithms import grpo
+from nemorl.runtime.algorithms.common import minibatches, of_this_batch, updates_per_batch
 from nemorl.runtime.algorithms.policy_loss import make_advantages, make_loss, make_loss_weights
 from nemorl.runtime.config.presets import PRESETS, preset
 from nemorl.runtime.run.callbacks import Callback, StopTraining
@@ -31,9 +31,7 @@ class Recorder(Callback):
         self.epochs: list[tuple[str, int]] = []
 
     def on_step_begin(self, trainer, step) -> None:
-        self.weights.append(
-            {name: tensor.clone() for name, tensor in trainer.trainer.export_weights()}
-        )
+        self.weights.append({name: tensor.clone() for name, tensor in trainer.trainer.weights()})
 
     def on_samples(self, trainer, step, samples) -> None:
         self.samples.append(samples)
@@ -203,15 +201,15 @@ def test_one_update_needs_no_second_forward_pass_and_gives_the_same(tmp_path: Pa
 
 def test_minibatches_cover_the_batch_once_a_pass():
     config = nemorl.GRPOConfig(train_global_batch_size=4, num_updates_per_batch=2)
-    parts = list(grpo.minibatches(10, config, seed=1))
+    parts = list(minibatches(10, config, seed=1))
     # As even as can be where dynamic sampling found too few.
     assert [len(part) for part in parts] == [4, 3, 3] * 2
     first, second = torch.cat(parts[:3]), torch.cat(parts[3:])
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(10))
     assert not torch.equal(first, second)  # another order in the second pass
-    assert grpo.updates_per_batch(config, 10) == 6
-    assert grpo.updates_per_batch(config, 3) == 2
-    assert grpo.updates_per_batch(nemorl.GRPOConfig(), 3) == 1
+    assert updates_per_batch(config, 10) == 6
+    assert updates_per_batch(config, 3) == 2
+    assert updates_per_batch(nemorl.GRPOConfig(), 3) == 1
 
 
 def test_minibatches_have_weights_of_their_own(tmp_path: Path, monkeypatch):
@@ -446,13 +444,13 @@ def test_logprobs_of_another_distribution_are_refused():
     batch = to_token_batch(rollouts([1.0], group=1))
     values = torch.zeros_like(batch.generation_logprobs)
     assert (
-        grpo.of_this_batch(Logprobs(values, LogprobKind(policy_version=3)), batch, "prev_logprobs")
+        of_this_batch(Logprobs(values, LogprobKind(policy_version=3)), batch, "prev_logprobs")
         is values
     )
     with pytest.raises(
         ValueError, match=r"prev_logprobs and the batch's .*temperature: 0\.5 and 1\.0"
     ):
-        grpo.of_this_batch(Logprobs(values, LogprobKind(temperature=0.5)), batch, "prev_logprobs")
+        of_this_batch(Logprobs(values, LogprobKind(temperature=0.5)), batch, "prev_logprobs")
 
 
 def test_entropy_bonus_and_its_metric():

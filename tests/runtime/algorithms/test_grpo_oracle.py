@@ -712,7 +712,7 @@ def test_a_step_without_an_informative_group_updates_nothing(tmp_path: Path, mon
     class Watch(nemorl.Callback):
         def on_step_end(self, trainer, step, metrics) -> None:
             optimizer = trainer.trainer.optimizer
-            states.append({"weights": dict(trainer.trainer.export_weights())} | optimizer.state)
+            states.append({"weights": dict(trainer.trainer.weights())} | optimizer.state)
             states[-1] = copy.deepcopy(states[-1])
 
     groups = written()

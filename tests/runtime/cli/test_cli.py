@@ -91,7 +91,10 @@ def flags(cls: type, prefix: str = "") -> Iterator[tuple[type, dataclasses.Field
 def test_every_key_is_a_flag_with_help(command: str, capsys):
     cls = (ALGORITHMS.get(command) or cli.COMMANDS[command]).config
     choices = [
-        [f"--{section}", name] for section, members in unions(cls).items() for name in members
+        [f"--{section}", name]
+        for section, members in unions(cls).items()
+        for name in members
+        if ":" not in name
     ] or [[]]
     texts = []
     for choice in choices:
@@ -127,8 +130,8 @@ def test_help_shows_defaults_and_the_selectors(capsys):
     assert cli.main(["grpo", "--help"]) == 0
     text = capsys.readouterr().out
     assert (
-        "--loss {clipped,gspo,cispo,reinforce}" in text
-        and "--advantage {group,reinforce_plus_plus}" in text
+        "--loss {clipped,gspo,cispo,reinforce,module:function}" in text
+        and "--advantage {group,reinforce_plus_plus,module:function}" in text
     )
     assert (
         "(default: 1e-05)" in text
@@ -497,6 +500,40 @@ def test_bad_flags(args: list[str], message: str, capsys):
     assert message in refused(capsys, *args)
 
 
+def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
+    run, data = str(tmp_path / "run"), ["--data", "d"]
+    config = from_dict(
+        GRPOConfig,
+        {
+            "data": {"prompt_column": "q", "system_prompt": "s", "chat": True, "train": "t"},
+            "generation": {"max_new_tokens": 7, "stop_strings": ["."], "temperature": 0.5},
+            "reward": ["math", "think_format"],
+            "reward_weights": [1.0, 0.5],
+        },
+    )
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    (tmp_path / "run" / "config.yaml").write_text(dump_yaml(config))
+    prompts = {"model": run, "system_prompt": "s", "chat": True}
+    lengths = {"max_new_tokens": 7, "stop_strings": (".",)}
+    expected = GenerateConfig(prompt=("p",), generation=GenerationConfig(**lengths), **prompts)
+    assert cli.parse("generate", ["--model", run, "--prompt", "p"]) == expected
+    told = f"settings of the run {run}: system_prompt 's', chat True, generation.max_new_tokens 7"
+    assert capsys.readouterr().err == f"{told}, generation.stop_strings ('.',)\n"
+    greedy = GenerationConfig(temperature=0.0, **lengths)
+    columns = {"data": "d", "prompt_column": "q", "generation": greedy}
+    rewards = {"reward": ("math", "think_format"), "reward_weights": (1.0, 0.5)}
+    expected = EvalConfig(**prompts, **columns, **rewards)
+    assert cli.parse("eval", ["--model", run, *data]) == expected
+    flags = ["--no-chat", "--system-prompt", "null", "--reward", "last_number"]
+    own = EvalConfig(model=run, reward="last_number", **columns)
+    assert cli.parse("eval", ["--model", run, *data, *flags]) == own
+    (tmp_path / "my.yaml").write_text(f"model: {run}\nchat: false\nsystem_prompt: null\n")
+    of_file = cli.parse("eval", ["--config", str(tmp_path / "my.yaml"), *data])
+    assert of_file == dataclasses.replace(expected, chat=False, system_prompt=None)
+    (tmp_path / "run" / "hf").rmdir()  # a folder with some config.yaml
+    assert cli.parse("eval", ["--model", run, *data]) == EvalConfig(model=run, data="d")
+
+
 # Commands, over a launch module of the test's own
 
 
@@ -727,7 +764,9 @@ def loop(run):
     finally:
         ALGORITHMS.pop("mine_of_cli", None)
     capsys.readouterr()
-    assert "--import must name a module in" in refused(capsys, "--import", "nope_of_cli", "grpo")
+    assert "--import must name a module or a .py file" in refused(
+        capsys, "--import", "nope_of_cli", "grpo"
+    )
 
 
 def test_a_run_of_another_algorithm_or_none(tmp_path: Path, capsys):

@@ -102,7 +102,7 @@ def test_resume_by_naming_the_directory(workplace: Path):
 
 
 def test_eval(workplace: Path, capsys):
-    rows = ["--data", str(workplace / "rows.jsonl"), "--prompt-column", "question"]
+    rows = ["--data", str(workplace / "rows.jsonl")]  # whose columns the run knows
     assert (
         main(
             [
@@ -122,7 +122,10 @@ def test_eval(workplace: Path, capsys):
     accuracy = sum(answer["reward"] for answer in answers) / len(answers)
     assert len(answers) == 40
     assert accuracy > 0.5
-    assert f"{accuracy:.3f}"[:4] in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert f"{accuracy:.3f}"[:4] in out
+    told = f"settings of the run {workplace / 'sft'}: prompt_column 'question', generation.max_new_"
+    assert f"{told}tokens 4\n" in err
 
 
 def test_generate(workplace: Path, capsys):

@@ -3,6 +3,8 @@ lengths, templates.
 """
 
 import json
+import shutil
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 import nemorl
+from nemorl.data import messages
 from nemorl.data.order import RowOrder, split_rows
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
@@ -225,6 +228,43 @@ def test_template_arguments_reach_the_tokens_and_the_exported_tokenizer(tmp_path
             )
             == wanted
         )
+
+
+@pytest.mark.parametrize("command", ["sft", "grpo", "dpo", "eval", "generate", "data inspect"])
+def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monkeypatch):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role[0] + m.content }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_model().save_pretrained(tmp_path / "model")
+    row = {"q": "2", "answer": "4", "response": "4", "chosen": "4", "rejected": "5"}
+    rows, model = write(tmp_path / "rows.jsonl", [row] * 2), str(tmp_path / "model")
+    tokenized: list[str] = []
+    encode = messages._ids
+    monkeypatch.setattr(
+        messages, "_ids", lambda t, s, **o: [tokenized.append(s), encode(t, s, **o)][1]
+    )
+
+    run = ["--max-num-steps", "1", "--device", "cpu", "--run.no-export", "--no-plots"]
+    data = {
+        "eval": ["--data", rows, "--max-new-tokens", "2"],
+        "generate": ["--prompt", "2", "--max-new-tokens", "2", "--seed", "1"],
+        "data inspect": ["--data.train", rows, "--kind", "prompt"],
+    }.get(command, ["--data.train", rows, "--run.dir", str(tmp_path / "run"), *run])
+
+    def texts(*flags: str) -> list[str]:
+        tokenized.clear()
+        assert cli.main([*command.split(), "--model", model, *data, *flags]) == 0
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        return tokenized
+
+    template = ["--data.prompt-template", "{q}+2="]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = texts(*template, "--data.system-prompt", "add", "--chat")
+        assert any(text.startswith("sadd u2+2= ") for text in found)
+        assert not [each for each in said if "prompts are strings" in str(each.message)]
+        assert "2+2=" in texts(*template)
+        assert len([each for each in said if "prompts are strings" in str(each.message)]) == 1
 
 
 def test_template_arguments_in_yaml_and_flags(tmp_path: Path):

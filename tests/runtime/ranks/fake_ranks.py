@@ -66,8 +66,8 @@ class FakeRanks:
     def get_reference_logprobs(self, batch: Any) -> Any:
         return self._call("get_reference_logprobs", batch)
 
-    def export_weights(self) -> Any:
-        return ((name, tensor.clone()) for name, tensor in self._call("export_weights"))
+    def weights(self) -> Any:
+        return ((name, tensor.clone()) for name, tensor in self._call("weights"))
 
     def save_checkpoint(self, path: Path, **options: Any) -> None:
         self._call("save_checkpoint", path, **options)

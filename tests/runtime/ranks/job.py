@@ -24,8 +24,8 @@ def everything(trainer, folder: str) -> None:
     """What the tests of ranks in actors do one by one."""
     assert finalize(trainer.train_step(BATCH, lambda rank, batch: rank + 1))["loss"] == 3
     assert trainer.step == 1
-    assert next(trainer.export_weights())[0] == "large.0"
-    found = dict(trainer.export_weights(dtype=torch.bfloat16))
+    assert next(trainer.weights())[0] == "large.0"
+    found = dict(trainer.weights(dtype=torch.bfloat16))
     assert [float(found[f"large.{i}"].mean()) for i in range(8)] == list(range(0, 16, 2))
     assert trainer.send_weights(lambda weights: len(list(weights))) == 9
     saved = Path(folder) / "saved"

@@ -103,27 +103,27 @@ def test_what_cannot_be_sent_is_an_error(trainer):
 
 def test_weights_come_whole_and_may_be_left_at_any_point(trainer):
     trainer.train_step(BATCH, backends.rank_number)
-    found = dict(trainer.export_weights())
+    found = dict(trainer.weights())
     assert list(found) == [*(f"large.{i}" for i in range(8)), "total"]
     assert [float(found[f"large.{i}"].mean()) for i in range(8)] == list(range(0, 16, 2)), (
         "summed over both ranks, and none overwritten by a later bucket"
     )
-    dtypes = {tensor.dtype for _, tensor in trainer.export_weights(dtype=torch.bfloat16)}
+    dtypes = {tensor.dtype for _, tensor in trainer.weights(dtype=torch.bfloat16)}
     assert dtypes == {torch.bfloat16, torch.float32}
     for _ in range(3):
-        assert next(iter(trainer.export_weights()))[0] == "large.0"
+        assert next(iter(trainer.weights()))[0] == "large.0"
     assert loss(trainer.train_step(BATCH, backends.rank_number)) == 3
 
 
 def test_weights_of_before_a_step_are_not_given_after_it(trainer):
-    weights = trainer.export_weights()
+    weights = trainer.weights()
     next(weights)
     trainer.train_step(BATCH, backends.rank_number)
     with pytest.raises(RuntimeError, match="before the trainer's next step"):
         next(weights)
-    weights = trainer.export_weights()
+    weights = trainer.weights()
     next(weights)
-    assert len(dict(trainer.export_weights())) == 9
+    assert len(dict(trainer.weights())) == 9
     with pytest.raises(RuntimeError, match="next step or export"):
         next(weights)
 

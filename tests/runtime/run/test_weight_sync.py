@@ -64,7 +64,7 @@ def test_weights_can_be_read_again_until_the_next_step_and_not_after_it(trainer)
     assert (
         [name for name, _ in weights]
         == [name for name, _ in weights]
-        == [name for name, _ in trainer.export_weights()]
+        == [name for name, _ in trainer.weights()]
     )
     trainer.step += 1
     with pytest.raises(
@@ -79,7 +79,7 @@ def test_weights_can_be_read_again_until_the_next_step_and_not_after_it(trainer)
 def test_weights_are_sent_from_where_they_are(trainer):
     """Here, unless the trainer has ranks: then rank 0 sends them."""
     sent = TrainerWeights(trainer).send(dict, dtype=torch.bfloat16)
-    assert list(sent) == [name for name, _ in trainer.export_weights()]
+    assert list(sent) == [name for name, _ in trainer.weights()]
 
     def send_weights(send, *, dtype):
         return send(iter([("a", torch.ones(1, dtype=dtype))]))

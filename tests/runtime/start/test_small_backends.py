@@ -7,8 +7,12 @@ import pytest
 import torch
 
 import nemorl
+from nemorl.data import collate, to_examples
+from nemorl.losses import token_mean_weights
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput, SmallBackend, TrainingBackend
+from nemorl.parallel.config import BackendConfig
+from nemorl.runtime.algorithms import sft
 from nemorl.runtime.start import live, registry
 from tests.runtime.runs import (
     addition_rows,
@@ -73,6 +77,29 @@ def registered(request, monkeypatch: pytest.MonkeyPatch) -> type:
     return nemorl.register_training_backend("small")(request.param)
 
 
+def test_by_its_name(registered: type, tmp_path: Path):
+    """As the description has it: setup, train_step, get_logprobs, checkpoints, shutdown."""
+    backend, other = (nemorl.get_training_backend("small") for _ in range(2))
+    for each in (backend, other):
+        each.setup(BackendConfig(optimizer=nemorl.OptimizerConfig(lr=0.1)))
+    examples = to_examples(addition_rows(4), tiny_tokenizer())
+    batch = collate(examples)
+    batch = replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
+    before = backend.get_logprobs(batch)
+    assert before.kind == batch.logprob_kind and backend.step == 0
+    assert backend.train_step(batch, sft.loss_fn)["loss"] > 0 and backend.step == 1
+    after = backend.get_logprobs(batch)
+    assert not torch.equal(after.values, before.values)
+    backend.save_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path)
+    assert other.step == 1 and torch.equal(other.get_logprobs(batch).values, after.values)
+    with pytest.raises(AttributeError, match=r"training backend \w+ has no forward_backward\(\)"):
+        backend.forward_backward(batch, sft.loss_fn)
+    backend.shutdown()
+    with pytest.raises(ValueError, match="can't be made with a loaded model: name the model's fol"):
+        nemorl.get_training_backend("small", tiny_model())
+
+
 def run(config, folder: Path, **given):
     tiny_model(scale=2.0).save_pretrained(folder / "model")
     model = replace(config.model, path=str(folder / "model"))
@@ -111,7 +138,7 @@ def test_ranks_of_a_backend_without_weights_to_export_do_not_try(
     class Ranked(SmallBackend):
         model = tiny_model()
 
-        def export_weights(self):
+        def weights(self):
             raise AssertionError
 
     monkeypatch.setattr(live, "make_trainer", lambda config, make, plan, logs: Ranked(make()))

@@ -16,7 +16,7 @@ import nemorl
 from nemorl.data.batch import take
 from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.algorithms import grpo
+from nemorl.runtime.algorithms.sampling import worst_row
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.samples import worst_tokens
@@ -187,8 +187,8 @@ def test_what_is_not_trained_on_is_not_the_worst() -> None:
     mask = batch.loss_mask.clone()
     mask[0] = False
     batch = replace(batch, prev_logprobs=prev, loss_mask=mask)
-    assert grpo.worst_row(batch) == 2
-    assert grpo.worst_row(take(batch, [1, 0])) == 0
+    assert worst_row(batch) == 2
+    assert worst_row(take(batch, [1, 0])) == 0
 
 
 def test_looking_at_samples_changes_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""Which tokens of a microbatch the model computes: a prompt that several sequences begin with once,
+and the head only where log-probabilities are asked for. Planned on the CPU: no GPU is waited for.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nemorl.data.batch import TokenBatch
+from nemorl.data.padding import round_up
+from nemorl.losses.segments import same_segment
+from nemorl.losses.types import register_pytree
+from nemorl.parallel.dtensor.attention import (
+    SegmentBuckets,
+    segment_buckets,
+    segments,
+    tokens_in_buckets,
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A microbatch as the decoder and the head get it."""
+
+    input_ids: Int[Tensor, "_ _"]
+    """The microbatch's own rows; of shared prompts one row with each token once."""
+    position_ids: Int[Tensor, "_ _"]
+    buckets: SegmentBuckets | None
+    targets: Int[Tensor, "tokens"]
+    """The places in the flattened microbatch of the tokens whose log-probability is computed."""
+    states: Int[Tensor, "tokens"]
+    """The place of the hidden state that predicts each, in the flattened `input_ids`."""
+    next_ids: Int[Tensor, "tokens"]
+
+    def rows(self, values: Float[Tensor, "tokens"], like: Tensor) -> Float[Tensor, "batch seq"]:
+        """Return values of `targets` in the microbatch's layout; 0 elsewhere."""
+        empty = values.new_zeros(like.numel())
+        return empty.scatter(0, self.targets, values).view(like.shape)
+
+
+register_pytree(SegmentBuckets)
+register_pytree(Work)
+
+
+def work_of(
+    batch: TokenBatch, wanted: Bool[Tensor, "batch seq"], *, share: bool, multiple_of: int = 1
+) -> Work:
+    """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch.
+
+    share: compute equal prompts once. multiple_of: of the width of the row that this makes.
+    """
+    ids, positions, segment_ids = (
+        values.cpu() for values in (batch.input_ids, batch.position_ids, batch.segment_ids)
+    )
+    targets = (wanted.cpu() & same_segment(segment_ids)).flatten().nonzero()[:, 0]
+    next_ids = ids.flatten()[targets]
+    found = once(batch) if share else None
+    if found is None:
+        return Work(ids, positions, segment_buckets(segment_ids), targets, targets - 1, next_ids)
+    kept, place = found
+    more = round_up(len(kept), multiple_of) - len(kept)
+    buckets = tokens_in_buckets(*segments(segment_ids))
+    return Work(
+        input_ids=pad(ids.flatten()[kept], (0, more))[None],
+        position_ids=pad(positions.flatten()[kept], (0, more))[None],
+        buckets=SegmentBuckets.of(tuple(place[tokens] for tokens in buckets), len(kept) + more),
+        targets=targets,
+        states=place[targets - 1],
+        next_ids=next_ids,
+    )
+
+
+def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]] | None:
+    """Return the tokens of a microbatch without repeated prompts, and where each token is in them;
+    None where no prompt is repeated.
+
+    A prompt is what stands before the first token of `response_mask`. A token depends on those
+    before it alone, so that copies of a prompt have the same hidden states.
+
+    >>> from nemorl.data.batch import collate
+    >>> last = [False, False, True]
+    >>> rows = [{"input_ids": [5, 6, x], "loss_mask": last, "response_mask": last} for x in (7, 8)]
+    >>> kept, place = once(collate(rows))
+    >>> kept.tolist(), place.tolist()
+    ([0, 1, 2, 5], [0, 1, 2, 0, 1, 3])
+    """
+    ids = batch.input_ids.cpu().flatten().numpy()
+    response = batch.response_mask.cpu().flatten().numpy()
+    begins, lengths = segments(batch.segment_ids.cpu())
+    first: dict[bytes, int] = {}
+    kept: list[Tensor] = []
+    place, count = torch.zeros(len(ids), dtype=torch.int64), 0
+    for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
+        after = response[begin : begin + length]
+        prompt = int(after.argmax()) if after.any() else length
+        copied = first.setdefault(ids[begin : begin + prompt].tobytes(), begin)
+        own = begin if copied == begin else begin + prompt
+        place[begin:own] = place[copied : copied + own - begin]
+        kept.append(torch.arange(own, begin + length))
+        place[own : begin + length] = torch.arange(count, count + len(kept[-1]))
+        count += len(kept[-1])
+    if count == int(lengths.sum()):
+        return None
+    return torch.cat(kept), place

@@ -1,0 +1,76 @@
+"""What GRPO samples: groups of responses, in rounds where dynamic sampling rejects some, and those
+that the sample log shows.
+"""
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from nemorl.data.batch import TokenBatch, take, trim
+from nemorl.losses.rewards import informative_groups
+from nemorl.rollout.collect import Rollouts, join, select
+from nemorl.runtime.algorithms.common import with_prev_logprobs
+from nemorl.runtime.algorithms.policy_loss import Shaping
+from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
+from nemorl.runtime.run.samples import Samples, samples_of, whole_groups, worst_tokens
+
+
+def roll_out(
+    run: OpenRun, step: Step, prompts: PromptStream
+) -> tuple[Rollouts, Rollouts, Bool[Tensor, "batch"]]:
+    """Return the responses to train on, all that were sampled, and which are in informative groups.
+
+    Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal by fresh
+    ones, in rounds. Where it finds no other, it returns the last round.
+    """
+    config = run.config
+    kept: list[Rollouts] = []
+    sampled: list[Rollouts] = []
+    informative: list[Tensor] = []
+    wanted, size = config.num_prompts_per_step, config.num_generations_per_prompt
+    with run.sampling():
+        for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
+            sampled.append(step.sample(prompts.next(wanted), n=size))
+            rewards, group_id = sampled[-1].rewards, sampled[-1].group_id
+            informative.append(informative_groups(rewards, group_id))
+            if not config.dynamic_sampling:
+                break
+            if informative[-1].any():
+                kept.append(select(sampled[-1], informative[-1].nonzero()[:, 0].tolist()))
+                wanted -= len(kept[-1]) // size
+            if not wanted:
+                break
+    return join(kept or sampled[-1:]), join(sampled), torch.cat(informative)
+
+
+def compared_samples(
+    run: OpenRun, rollouts: Rollouts, batch: TokenBatch, shaping: Shaping
+) -> Samples:
+    """Return groups for the sample log with the trainer's logprobs before the update, and with the
+    rewards that are compared where shaping changes them.
+
+    In a batch with `prev_logprobs` the response on which the sampler's differ most is among them.
+    """
+    groups = rollouts.group_id.tolist()
+    rows = whole_groups(groups, run.config.run.samples_per_step)
+    if not rows:
+        return []
+    if batch.prev_logprobs is not None and (worst := worst_row(batch)) not in rows:
+        shown = {groups[row] for row in rows} - {groups[rows[-1]]} | {groups[worst]}
+        rows = [row for row, group in enumerate(groups) if group in shown]
+    part = trim(take(batch, rows))
+    if part.prev_logprobs is None:
+        part = with_prev_logprobs(run, part)
+    compared = select(rollouts, rows)
+    samples = samples_of(compared, part, len(rows))
+    if run.config.overlong.buffer:
+        shaped = shaping(compared).tolist()
+        samples = [s | {"shaped_reward": x} for s, x in zip(samples, shaped, strict=True)]
+    return [{**sample, "worst_tokens": worst_tokens(sample, run.tokenizer)} for sample in samples]
+
+
+def worst_row(batch: TokenBatch) -> int:
+    """Return the response on which sampler and trainer differ most."""
+    assert batch.prev_logprobs is not None and batch.generation_logprobs is not None
+    gap = (batch.prev_logprobs - batch.generation_logprobs).abs().nan_to_num(nan=torch.inf)
+    return int(torch.where(batch.loss_mask, gap, 0.0).amax(-1).argmax())

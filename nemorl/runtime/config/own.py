@@ -1,0 +1,97 @@
+"""A function of the user's as a variant of a section: its keyword parameters are the settings."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+Section = TypeVar("Section", bound="OwnFunction")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFunction:
+    """The settings of a function of the user's; `section_of` derives one for each."""
+
+    name: Literal["module:function"] = "module:function"
+
+    data: ClassVar[tuple[str, ...]] = ()
+    """What the function's first parameters get."""
+    extra: ClassVar[tuple[str, ...]] = ()
+    """What it gets by name if it has a parameter of that name."""
+    function: ClassVar[Callable[..., Any]]
+    takes: ClassVar[frozenset[str]] = frozenset()
+    """Which of `extra` it has."""
+
+
+def section_of(base: type[Section], name: str, function: Any, setting: str) -> type[Section]:
+    """Return a section derived from `base` with the parameters of `function` as settings.
+
+    Its first parameters are the data of `base`; of the others, those in `extra` are given, and the
+    rest are settings, typed by their annotation or default.
+
+    Raises: ValueError, about `setting`, for a function with other parameters.
+    """
+    wanted = f"fn({', '.join(base.data)}, *, your_setting=0.1)"
+    if not callable(function) or isinstance(function, type):
+        raise ValueError(
+            f"{setting} must be a function {wanted}, but {name} is {function!r}: name a function"
+        )
+    try:
+        signature = inspect.signature(function, eval_str=True)
+    except NameError as error:  # of an annotation
+        raise ValueError(
+            f"{setting} must have annotations that exist, but of {name} {error}: import it"
+        ) from None
+    parameters = list(signature.parameters.values())
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first, others = parameters[: len(base.data)], parameters[len(base.data) :]
+    fits = len(first) == len(base.data) and all(p.kind in by_place for p in first)
+    named = [p for p in others if p.kind in (*by_place, p.KEYWORD_ONLY)]
+    settings = [p for p in named if p.name not in base.extra]
+    if not fits or any(p.default is p.empty and p.kind in by_place for p in settings):
+        raise ValueError(
+            f"{setting} must be a function {wanted}, but {name} is"
+            f" fn({', '.join(signature.parameters)}): give it these parameters"
+        )
+    return make_dataclass(
+        re.sub(r"\W", "_", name),
+        [
+            ("name", Literal[name], field(default=name)),
+            *((p.name, _type(p, setting), field(default=_default(p))) for p in settings),
+        ],
+        bases=(base,),
+        frozen=True,
+        kw_only=True,
+        namespace={
+            "__doc__": (inspect.getdoc(function) or "A function of your own.").split("\n\n")[0],
+            "function": staticmethod(function),
+            "takes": frozenset(p.name for p in named if p.name in base.extra),
+        },
+    )
+
+
+def _default(parameter: inspect.Parameter) -> Any:
+    return MISSING if parameter.default is parameter.empty else parameter.default
+
+
+def _type(parameter: inspect.Parameter, setting: str) -> Any:
+    from pydantic import PydanticSchemaGenerationError, TypeAdapter
+
+    hint = parameter.annotation
+    if hint is parameter.empty:
+        guessed = type(parameter.default)
+        return guessed if guessed in (bool, int, float, str) else Any
+    try:
+        TypeAdapter(hint)
+    except PydanticSchemaGenerationError:
+        raise ValueError(
+            f"{setting}.{parameter.name} must be of a type that a setting can have, but it is"
+            f" {hint}: use bool, int, float, str, Literal or a tuple of them"
+        ) from None
+    return hint
+
+
+def settings_of(section: Any) -> dict[str, Any]:
+    """Return the settings of a variant without its name."""
+    return {key: value for key, value in asdict(section).items() if key != "name"}

@@ -1,0 +1,143 @@
+"""A prompt is computed once, the head where it is asked for, and no number changes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemorl.data import collate, pack, pack_plan
+from nemorl.data.batch import Example, TokenBatch
+from nemorl.data.packing import rows_of
+from nemorl.data.sharding import shard_by_rank
+from nemorl.losses.masks import token_mean_weights
+from nemorl.losses.types import finalize
+from nemorl.parallel.config import BackendConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.tokens import once, work_of
+from nemorl.parallel.layout import cut, with_the_same_prompt
+from tests.parallel.batches import nll_loss
+from tests.tiny_models import ALPHABET, tiny_model
+
+GROUPS = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(0, 8), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=4,
+)
+"""For each group the length of its prompt, and those of its responses."""
+
+
+def grouped(groups: Any, *, seed: int = 0, letters: int = len(ALPHABET)) -> TokenBatch:
+    generator, examples = torch.Generator().manual_seed(seed), []
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(2, letters + 2, (count,), generator=generator).tolist()
+
+    for length, responses in groups:
+        prompt = tokens(length)
+        for count in responses:
+            ids, response = [*prompt, *tokens(count)], [False] * length + [True] * count
+            trained = [r and bool(torch.rand((), generator=generator) < 0.8) for r in response]
+            examples.append(Example(input_ids=ids, loss_mask=trained, response_mask=response))
+    batch = collate(examples)
+    return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
+
+
+@given(GROUPS, st.booleans(), st.integers(2, 30))
+def test_every_token_is_computed_and_none_twice(groups: Any, packed: bool, letters: int):
+    """Few letters: prompts that are the beginning of others, or the same by chance."""
+    batch = grouped(groups, letters=letters)
+    if packed:
+        lengths = batch.lengths.tolist()
+        batch = pack(batch, pack_plan(lengths, 2 * max(lengths)))
+    found = once(batch)
+    ids, real = batch.input_ids.flatten(), batch.segment_ids.flatten() > 0
+    if found is None:
+        return
+    kept, place = found
+    assert len(kept) < int(real.sum()) and real[kept].all() and len(set(kept.tolist())) == len(kept)
+    assert torch.equal(ids[kept][place[real]], ids[real])
+    positions = batch.position_ids.flatten()
+    assert torch.equal(positions[kept][place[real]], positions[real])
+    prompt = real & ~batch.response_mask.flatten()
+    assert torch.equal(place[kept], torch.arange(len(kept)))
+    assert set(kept.tolist()) >= set((real & ~prompt).nonzero()[:, 0].tolist())
+
+
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"train_micro_batch_size": 2},
+    {"sequence_packing": True, "packed_row_tokens": 40},
+    {"sequence_packing": True, "micro_batch_tokens": 24},
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@settings(max_examples=8)
+@given(groups=GROUPS, kind=st.sampled_from(["llama", "qwen2"]))
+def test_no_number_depends_on_it(groups: Any, kind: str, layout: dict[str, Any]):
+    batch, found = grouped(groups), []
+    for share in (True, False):
+        backend = DTensorBackend(tiny_model(kind, scale=2.0))
+        trainer = TrainerConfig(device="cpu", share_prompts=share, logprob_chunk=7, **layout)
+        backend.setup(BackendConfig(trainer=trainer))
+        before = backend.get_logprobs(batch).values
+        metrics = finalize(backend.forward_backward(batch, nll_loss))
+        gradients = torch.cat([p.grad.flatten() for p in backend.model.parameters()])
+        found.append((before, metrics["nll"], gradients))
+        assert not before[~batch.response_mask].any()
+    for mine, plain in zip(*found, strict=True):
+        torch.testing.assert_close(mine, plain, atol=2e-6, rtol=1e-5)
+
+
+def test_a_groups_prompt_goes_through_the_decoder_once():
+    batch, shapes, heads = grouped([(45, [14] * 8), (30, [5, 9])]), [], []
+    for share in (True, False):
+        backend = DTensorBackend(tiny_model(scale=2.0))
+        backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu", share_prompts=share)))
+        backend.model.model.register_forward_pre_hook(
+            lambda _, args, given: shapes.append(given["input_ids"].numel()), with_kwargs=True
+        )
+        backend.train_step(batch, nll_loss)
+        heads.append(len(work_of(batch, batch.loss_mask, share=share).targets))
+    assert shapes == [45 + 8 * 14 + 30 + 14, 10 * 59]
+    assert heads == [int(batch.loss_mask.sum())] * 2
+
+
+def test_those_of_a_prompt_stay_together():
+    batch = grouped([(2, [6, 1, 1]), (2, [6, 6, 1])])
+    assert with_the_same_prompt(batch) == ((0, 1, 2), (3, 4, 5))
+    trainer = TrainerConfig(sequence_packing=True, packed_row_tokens=19, train_micro_batch_size=1)
+    assert sorted(cut(batch, trainer).packing or ()) == [(0, 1, 2), (3, 4, 5)]
+    alone = replace(trainer, share_prompts=False)
+    assert sorted(cut(batch, alone).packing or ()) == [(0, 1, 3), (2, 4, 5)]
+    shared, apart = (
+        cut(batch, TrainerConfig(share_prompts=share), num_ranks=2).microbatches
+        for share in (True, False)
+    )
+    assert sorted(shared) == [((0, 1, 2),), ((3, 4, 5),)] != sorted(apart)
+    # A unit that no row holds is cut; with too few units for the ranks there are none.
+    assert pack_plan([9, 9, 9], 18, units=((0, 1, 2),)) == ((0, 1), (2,))
+    assert len(pack_plan([9, 9, 9], 27, num_rows_multiple=3, units=((0, 1, 2),))) == 3
+    assert shard_by_rank(batch, 3, units=((0, 1, 2, 3, 4, 5),)) == shard_by_rank(batch, 3)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.integers(9, 40),
+    st.integers(1, 4),
+)
+def test_units_keep_the_laws_of_plans(sizes: list[list[int]], capacity: int, multiple: int):
+    lengths = [length for unit in sizes for length in unit]
+    begins = [sum(map(len, sizes[:i])) for i in range(len(sizes))]
+    units = tuple(tuple(range(b, b + len(u))) for b, u in zip(begins, sizes, strict=True))
+    plan = pack_plan(lengths, capacity, num_rows_multiple=multiple, units=units)
+    assert sorted(i for row in plan for i in row) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in row) <= capacity for row in plan)
+    assert len(plan) % multiple == 0
+    assert rows_of(tuple((i,) for i in range(len(units))), units) == units
+    for unit in units if len(units) >= multiple else ():
+        if 0 < sum(lengths[i] for i in unit) <= capacity:
+            assert sum(bool({*unit} & {*row}) for row in plan) == 1

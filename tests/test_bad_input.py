@@ -491,7 +491,7 @@ FLAGS = {
     r"prompt must be given, but it is \(\): add --prompt": "generate --model m",
     r"chat_template is for --chat": "generate --model m --prompt p --chat-template t",
     r"file must be a readable text file, but no\.txt is"
-    r" not.*give one prompt": "generate --model m --file no.txt",
+    r" not.*give one prompt": "generate --model {place.model} --file no.txt",
     r"data must name a file that there is, but it is 'no\.jsonl'"
     r": check the path": "eval --model {place.model} --data no.jsonl",
     r"there is no folder no/such/model\):"
@@ -980,7 +980,7 @@ RUNS = [
         in_use,
     ),
     with_run(
-        r"must be resumed by its own algorithm, but .* is of sft, not grpo: name another run\.dir",
+        r"run\.dir must be that of a run of grpo, but it is 'one of sft': nemorl sft .* goes on",
         lambda place, run: nemorl.run(place.grpo(run={"resume": True})),
     ),
     resumed(

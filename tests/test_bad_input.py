@@ -491,7 +491,7 @@ FLAGS = {
     r"prompt must be given, but it is \(\): add --prompt": "generate --model m",
     r"chat_template is for --chat": "generate --model m --prompt p --chat-template t",
     r"file must be a readable text file, but no\.txt is"
-    r" not.*give one prompt": "generate --model m --file no.txt",
+    r" not.*give one prompt": "generate --model {place.model} --file no.txt",
     r"data must name a file that there is, but it is 'no\.jsonl'"
     r": check the path": "eval --model {place.model} --data no.jsonl",
     r"there is no folder no/such/model\):"
@@ -556,7 +556,14 @@ DATA = [
         {"train": [{"prompt": "1", "response": "2", "label": "maybe"}]},
         loss=nemorl.KTOLoss(),
     ),
-    sft(r"no file 'no/rows\.jsonl': check the path", data={"train": "no/rows.jsonl"}),
+    sft(
+        r"data\.train must name a file that there is, but it is 'no/rows\.jsonl': check the path",
+        data={"train": "no/rows.jsonl"},
+    ),
+    rows(
+        r"data\.train must name a file that there is, but it is '2\.csv'",
+        [[{"prompt": "1"}], "2.csv"],
+    ),
     file(r"rows\.jsonl, line 2: not JSON .*column", "rows.jsonl", LINE + '{"prompt": "1+1=",\n'),
     file(
         r"rows\.jsonl, line 2: a row must be a dict .*got \[1\]",
@@ -669,7 +676,10 @@ DATA = [
         r"row 1: tools must be a list of tools, or one as JSON text, got '\{'",
         [{"messages": messages("1", "2"), "tools": "{"}],
     ),
-    sft(r"no file 'no\.jsonl': check the path", data={"validation": "no.jsonl"}),
+    sft(
+        r"data\.validation must name a file that there is, but it is 'no\.jsonl': check the path",
+        data={"validation": "no.jsonl"},
+    ),
     grpo(
         r"generation\.max_new_tokens must be below data\.max_total_sequence_length, but it is 32:"
         r" .*leave room",
@@ -970,7 +980,7 @@ RUNS = [
         in_use,
     ),
     with_run(
-        r"must be resumed by its own algorithm, but .* is of sft, not grpo: name another run\.dir",
+        r"run\.dir must be that of a run of grpo, but it is 'one of sft': nemorl sft .* goes on",
         lambda place, run: nemorl.run(place.grpo(run={"resume": True})),
     ),
     resumed(

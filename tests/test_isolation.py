@@ -134,6 +134,11 @@ WITHOUT_TORCH = {
     "data inspect --data.train {run}/none.jsonl --model.tokenizer {run}/tokenizer": "none.jsonl",
     "grpo --data.train {run}/rows.jsonl": "model.path",
     "grpo --model.path {run} --loss.clip-low -1": "clip_low",
+    "sft --model.path {run}": "data.train must name rows",
+    "sft --model.path {run} --data.train d --run.dir {run}": "already holds one",
+    "dpo --model.path {run}/none --data.train {run}/rows.jsonl": "there is no folder",
+    "eval --model {run}/none --data {run}/rows.jsonl": "error: model must be a folder",
+    "export --run {run}/nothing --output {run}/out": "error: run must be the folder of a run",
     "report {run}/nothing": "must be the folder of a run",
 }
 """Commands that need no tensor, and what they say."""

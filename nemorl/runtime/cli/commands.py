@@ -79,9 +79,14 @@ def _check_engine(config: AnswerConfig) -> None:
     """Raise ValueError before anything is loaded if vLLM can't run the model here."""
     if config.generation.backend == "vllm":
         from nemorl.models.pretrained import model_folder
-        from nemorl.runtime.start.devices import check_heads, samples_with_vllm_on_cpu
+        from nemorl.runtime.start.devices import (
+            check_engines,
+            check_heads,
+            samples_with_vllm_on_cpu,
+        )
         from nemorl.runtime.start.settings import model_config_of
 
+        check_engines(config.generation)
         if samples_with_vllm_on_cpu(config.generation):
             trust = config.trust_remote_code
             check_heads(model_config_of(model_folder(config.model), trust_remote_code=trust))

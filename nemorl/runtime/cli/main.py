@@ -19,9 +19,15 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
 from nemorl.runtime.cli.commands import COMMANDS
-from nemorl.runtime.cli.settings import FOR_TRAINING, OF_RUN, SAME, AnswerConfig
+from nemorl.runtime.cli.settings import (
+    FOR_TRAINING,
+    OF_RUN,
+    SAME,
+    AnswerConfig,
+    ExportConfig,
+)
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.data import DataConfig, require_files
+from nemorl.runtime.config.data import DataConfig, require_files, require_rows
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import (
     construct,
@@ -36,7 +42,7 @@ from nemorl.runtime.config.tree import (
     yaml_layer,
 )
 from nemorl.runtime.config.yaml_io import read
-from nemorl.runtime.ranks.environment import is_follower
+from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of
@@ -199,7 +205,7 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
         config = parse(command, args)
         if config is None or (is_follower() and command in COMMANDS):  # rank 0 does it
             return 0
-        _require_data(config)
+        _require_inputs(command, config)
         if use is not None:
             use(config)
         elif command in COMMANDS:
@@ -378,14 +384,25 @@ def _check_given(config: Any, *, resumable: bool) -> None:
         require(bool(config.model.path), "model.path", "must be given", "", remedy)
 
 
-def _require_data(config: Any) -> None:
-    """Raise ValueError for a data file that is missing."""
-    data = getattr(config, "data", None)
+def _require_inputs(command: str, config: Any) -> None:
+    """Raise ValueError for data, a model or a run that is missing, or a run in the way of another.
+    Without torch: it takes seconds to import.
+    """
+    from nemorl.models.pretrained import model_folder
+
+    data, model = getattr(config, "data", None), getattr(config, "model", "")
     if isinstance(data, DataConfig):
         require_files("data.train", data.train)
         require_files("data.validation", data.validation)
     elif data is not None:
         require_files("data", data)
+    if command in ALGORITHMS:
+        require_rows(config.data.train)
+        if config.run.dir and not config.run.resume and torchrun_size() is None:  # which restarts
+            RunDirectory(Path(config.run.dir)).require_no_results()
+    elif isinstance(config, ExportConfig):
+        RunDirectory.open(config.run)
+    model_folder(model if isinstance(model, str) else model.path)
 
 
 def _help(
@@ -434,21 +451,13 @@ def _more_help(command: str, cls: type) -> str:
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     """Return the config.yaml of a run that is resumed without --config, if that is so."""
     from nemorl.runtime.config.flags import peek
-    from nemorl.runtime.run.record import read_record
+    from nemorl.runtime.run.record import check_algorithm, script_with
 
     directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
     if "--run.resume" not in args or not directory.config.exists():
         return []
-    record = read_record(directory)
-    expected = algorithm_of(SCRIPTS[command]) if command in SCRIPTS else command
-    algorithm = expected if record is None else record.algorithm
-    require(
-        algorithm == expected,
-        "run.dir",
-        f"must be that of a run of {expected}",
-        f"one of {algorithm}",
-        f"nemorl {algorithm} --run.dir {directory.path} --run.resume goes on with it",
-    )
+    own = SCRIPTS.get(command)  # which may use `open_run` or `run`
+    check_algorithm(directory, *([script_with(own), algorithm_of(own)] if own else [command]))
     return [str(directory.config)]
 
 

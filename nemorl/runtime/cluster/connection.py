@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -25,8 +26,11 @@ STARTED = {
     "RAY_prestart_worker_first_driver": "0",  # or an idle interpreter for each CPU
     "RAY_enable_worker_prestart": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # Ray's own would be in a file, for all clusters
 }
-"""For a cluster that is started here."""
+"""For a cluster that is started here. It listens on all interfaces: Ray makes 127.0.0.1 the node's
+address. One token per process, because Ray caches it.
+"""
 ATTACHED = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "3600",  # or Ray ends this process, unsaved
     "RAY_BACKEND_LOG_LEVEL": "error",  # why it cannot attach is our error

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from nemorl.checks import at_least, require
 from nemorl.data.prompts import parts_of
 from nemorl.data.rows import COLUMNS
+from nemorl.data.sources import READERS, sources_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +74,19 @@ class DataConfig:
         return {name: getattr(self, name) for name in names}
 
 
-def require_files(field_name: str, source: str | tuple[str, ...] | None) -> None:
+def require_files(field_name: str, source: Any) -> None:
     """Raise ValueError if a source of rows is a file that there is not."""
-    for part in (source,) if isinstance(source, str) else source or ():
-        path = Path(part)
+    for path in (Path(part) for part in sources_of(source) if isinstance(part, str | Path)):
         require(
-            path.suffix not in (".jsonl", ".json", ".csv", ".parquet") or path.exists(),
+            path.suffix not in READERS or path.is_file(),
             field_name,
             "must name a file that there is",
-            part,
+            str(path),
             f"check the path (relative to {Path.cwd()})",
         )
+
+
+def require_rows(rows: object) -> None:
+    """Raise ValueError where there is nothing to train on."""
+    if not rows:
+        raise ValueError("data.train must name rows to train on: add --data.train FILE")

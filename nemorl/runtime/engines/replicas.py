@@ -93,6 +93,18 @@ class Replica:
         return death(self.name, said, self.log)
 
 
+def engine_bundles(config: GenerationConfig, *, cuda: bool) -> dict[str, list[Bundle]]:
+    """Return what engines, and the GPUs kept from them, take of a cluster."""
+    gpus = config.tensor_parallel_size if cuda else 0
+    cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
+    bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas}
+    if not cuda or config.colocated:
+        return bundles
+    # Ray hands GPUs out in order: the first ones are those that the trainer computes on.
+    taken = 1 if config.trainer_gpus is None else config.trainer_gpus
+    return {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken, **bundles}
+
+
 class Replicas:
     """Engines that share the prompts, follow the trainer's weights and outlive their processes.
 
@@ -251,21 +263,11 @@ class Replicas:
 
     def _reserved(self) -> tuple[Any, Any]:
         """The cluster, and a bundle in it for each replica."""
-        config, cuda = self.config, self.cuda
-        gpus = config.tensor_parallel_size if cuda else 0
-        cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
-        bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas}
-        if cuda and not config.colocated:
-            # Ray hands GPUs out in order: the first ones are those that the trainer computes on.
-            taken = 1 if config.trainer_gpus is None else config.trainer_gpus
-            bundles = {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken, **bundles}
         try:
-            cluster = RayVirtualCluster(bundles)
+            cluster = RayVirtualCluster(engine_bundles(self.config, cuda=self.cuda))
         except ResourcesError as error:
-            raise ResourcesError(
-                f"generation.num_replicas is {config.num_replicas}, of {cpus} CPUs and {gpus} GPUs"
-                f" each: {error}"
-            ) from None
+            text = f"generation.num_replicas is {self.config.num_replicas}: {error}"
+            raise ResourcesError(text) from None
         return cluster, cluster.placement("generation")
 
     async def _start_all(self) -> None:

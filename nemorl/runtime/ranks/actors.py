@@ -65,24 +65,13 @@ class RayRanks:
         self, make: Callable[[], Any], size: int, config: BaseConfig, log_dir: Path
     ) -> None:
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
-        cpus, device, shared_gpus = (
-            config.runtime.cpus_per_rank,
-            config.trainer.device,
-            _shared_gpus(config),
-        )
+        cpus, shared_gpus = config.runtime.cpus_per_rank, _shared_gpus(config)
         connect(num_cpus=(os.cpu_count() or 1) + size * cpus)  # of a local one, for engines as well
         try:
-            found = ray.cluster_resources().get("GPU")
-            require(device != "cuda" or bool(found), "trainer.device",
-                    "must be cpu on a Ray cluster without GPUs", device,
-                    "remove it, or let Ray know of the GPUs (ray start --num-gpus)")  # fmt: skip
-            gpus = 1 if found and device != "cpu" and not shared_gpus else 0
             try:
-                self._cluster = RayVirtualCluster({"rank": [Bundle(cpus=cpus, gpus=gpus)] * size})
+                self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size)})
             except ResourcesError as error:
-                raise ResourcesError(
-                    f"parallel asks for {size} ranks of {cpus} CPUs and {gpus} GPUs each: {error}"
-                ) from None
+                raise ResourcesError(f"parallel asks for {size} ranks: {error}") from None
         finally:
             release()
         try:
@@ -157,6 +146,16 @@ class RayRanks:
         """Let the ranks end in order within this time (0: at once), and then end the processes."""
         self.workers.shutdown(timeout_s, "perform", "shutdown", dumps(((), {})), timeout_s)
         self._cluster.shutdown()
+
+
+def rank_bundles(config: BaseConfig, size: int) -> list[Bundle]:
+    """Return what ranks take of the cluster that this process is connected to."""
+    found, device = ray.cluster_resources().get("GPU"), config.trainer.device
+    require(device != "cuda" or bool(found), "trainer.device",
+            "must be cpu on a Ray cluster without GPUs", device,
+            "remove it, or let Ray know of the GPUs (ray start --num-gpus)")  # fmt: skip
+    gpus = 1 if found and device != "cpu" and not _shared_gpus(config) else 0
+    return [Bundle(cpus=config.runtime.cpus_per_rank, gpus=gpus)] * size
 
 
 def _shared_gpus(config: BaseConfig) -> list[str]:

@@ -8,12 +8,12 @@ from nemorl.checks import require
 from nemorl.data.datasets import load_rows, to_prompts
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.order import RowOrder, split_rows
-from nemorl.data.rows import Row
+from nemorl.data.rows import Row, origin_of
 from nemorl.data.sources import DataModule, has_splits, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.collect import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
-from nemorl.runtime.config.data import DataConfig
+from nemorl.runtime.config.data import DataConfig, require_files
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
@@ -58,6 +58,7 @@ def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | N
     source = given if given is not None else getattr(data, which)
     if source is None:
         return None
+    require_files(f"data.{which}", source)
     splits = [data.split for _ in sources_of(source)]
     if which == "validation":
         splits = [
@@ -78,8 +79,27 @@ def tokenised_prompts(config: Any, rows: Sequence[Any], tokenizer: Any) -> tuple
         f"that is {longest}; leave room for the prompt, also of questions that SFT validates on",
     )
     prompts = to_prompts(rows, tokenizer)
+    warn_of_unknown(rows, prompts, tokenizer)
     tokens, kept, lengths = within_limit("prompts", config, rows, prompts, room=answer)
     return Prompts(kept, tokens), lengths
+
+
+def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], tokenizer: Any) -> None:
+    """Warn of prompts of which the tokenizer knows no word: their tokens are unknown or special."""
+    names = ("unk_token_id", "bos_token_id", "eos_token_id")
+    unknown, *others = (getattr(tokenizer, name, None) for name in names)
+    if unknown is None or unknown in others:  # GPT-2's stands for nothing that it can't write
+        return
+    special = set(tokenizer.all_special_ids)
+    found = [i for i, ids in enumerate(prompts) if unknown in ids and special.issuperset(ids)]
+    if found:
+        warnings.warn(
+            f"{origin_of(rows[found[0]], found[0])}: the prompt has unknown tokens"
+            f" ({tokenizer.unk_token}) only, like {len(found)} of {len(prompts)} prompts, so the"
+            " model can't tell them apart: use the tokenizer that the model was made with, or"
+            " prompts of its language",
+            stacklevel=3,
+        )
 
 
 def within_limit(

@@ -71,13 +71,9 @@ class RunDirectory:
         Raises ValueError if there are results and `resume` is False.
         """
         directory = cls(Path(path))
-        if directory.holds_results():
-            if not resume:
-                raise ValueError(
-                    f"run.dir must be a folder without a run, but {directory.path} already holds"
-                    " one: go on with it (--run.resume) or name another folder (--run.dir)"
-                )
-        else:
+        if not resume:
+            directory.require_no_results()
+        if not directory.holds_results():
             directory.path.mkdir(parents=True, exist_ok=True)
             directory.write_config(config_yaml)
         return directory
@@ -101,6 +97,14 @@ class RunDirectory:
                 " metrics.jsonl or checkpoints: check the path"
             )
         return directory
+
+    def require_no_results(self) -> None:
+        """Raise ValueError where a new run would spoil another."""
+        if self.holds_results():
+            raise ValueError(
+                f"run.dir must be a folder without a run, but {self.path} already holds one: go on"
+                " with it (--run.resume) or name another folder (--run.dir)"
+            )
 
     def holds_results(self) -> bool:
         """Return whether there is something that a new run would spoil."""

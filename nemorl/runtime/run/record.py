@@ -10,6 +10,7 @@ from typing import Literal
 
 import psutil
 
+from nemorl.checks import require
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.files import write_atomically
 
@@ -23,7 +24,7 @@ class RunRecord:
     run_id: str
     """Short and unique, kept when the run is resumed."""
     algorithm: str
-    """Its registered name."""
+    """Its registered name, or `script_with` a config."""
     status: Status = "running"
     error: str | None = None
     """The error of a run that failed."""
@@ -53,6 +54,29 @@ def begin_record(
     )
     write_record(directory, record)
     return record
+
+
+def script_with(config: type) -> str:
+    """Return what stands for an algorithm's name where a script has a training loop of its own.
+
+    >>> script_with(int)
+    'a script with int'
+    """
+    return f"a script with {config.__name__}"
+
+
+def check_algorithm(directory: RunDirectory, *expected: str) -> None:
+    """Raise ValueError where the run in a directory is of none of the `expected` algorithms."""
+    record = read_record(directory)
+    found = expected[0] if record is None else record.algorithm
+    command = f"nemorl {found} --run.dir {directory.path} --run.resume goes on with it"
+    require(
+        found in expected,
+        "run.dir",
+        f"must be that of a run of {' or '.join(expected)}",
+        f"one of {found}",
+        "resume it with that script" if found.startswith("a script ") else command,
+    )
 
 
 def write_record(directory: RunDirectory, record: RunRecord) -> None:

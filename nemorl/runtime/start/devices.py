@@ -1,6 +1,7 @@
 """On which devices a run trains, checked against model and machine before anything starts."""
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class Devices:
             check_size(here, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
         for doubt in () if is_follower(environ) else config.doubts():
             warnings.warn(doubt, stacklevel=3)
-        return cls(
+        found = cls(
             plan=plan,
             ranked=ranked,
             torchrun=torchrun,
@@ -86,6 +87,11 @@ class Devices:
             on_gpus=on_gpus,
             vllm_on_cpu=samples_with_vllm_on_cpu(config.generation, environ, num_gpus=gpus),
         )
+        placed = num_ranks if on_gpus and ranked and not torchrun else 0
+        given = config.generation.trainer_gpus
+        taken = placed + (found.local_gpus if given is None else given)
+        check_engines(config.generation, environ, num_gpus=gpus, taken=taken)
+        return found
 
     @property
     def local_gpus(self) -> int:
@@ -103,6 +109,31 @@ class Devices:
             self.plan.check(config)
         if self.vllm_on_cpu:
             check_heads(config)
+
+    def check_cluster(self, config: BaseConfig, engines: GenerationConfig) -> None:
+        """Raise ValueError where the Ray cluster at RAY_ADDRESS has no room for ranks and engines
+        together: engines come last, after the model has been loaded.
+        """
+        if engines.backend != "vllm" or not os.environ.get("RAY_ADDRESS"):
+            return
+        from torch.cuda import is_available
+
+        from nemorl.runtime.cluster.connection import connect, release
+        from nemorl.runtime.cluster.placement import RayVirtualCluster, ResourcesError
+        from nemorl.runtime.engines.replicas import engine_bundles
+        from nemorl.runtime.ranks.actors import rank_bundles
+
+        ranks = self.plan.num_ranks if self.ranked and not self.torchrun else 0
+        connect()
+        try:
+            bundles = {"rank": rank_bundles(config, ranks)} if ranks else {}
+            bundles |= engine_bundles(engines, cuda=is_available())
+            RayVirtualCluster(bundles).shutdown()
+        except ResourcesError as error:
+            fields = "parallel and generation.num_replicas" if ranks else "generation.num_replicas"
+            raise ResourcesError(f"{fields} must leave room for all: {error}") from None
+        finally:
+            release()
 
     def check_given(self, model: Any) -> None:
         """Raise ValueError for a model in memory where ranks have to load their parts of it."""
@@ -182,6 +213,35 @@ def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
             f"parallel asks for {num_ranks} ranks on the {cores} CPU cores that this machine has:"
             " they take turns; lower a degree",
             stacklevel=4,
+        )
+
+
+def check_engines(
+    config: GenerationConfig,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    num_gpus: int | None = None,
+    taken: int = 0,
+) -> None:
+    """Raise ValueError for engines that need more GPUs, beside those `taken` by the trainer unless
+    they are colocated, or more cores than this machine has. (A cluster says itself what it has.)
+    """
+    ray = sys.modules.get("ray")
+    elsewhere = environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized())
+    if config.backend != "vllm" or elsewhere:
+        return
+    gpus = _num_gpus() if num_gpus is None else num_gpus
+    cores, devices = os.cpu_count() or 1, config.num_replicas * config.tensor_parallel_size
+    threads = config.cpus_per_replica * (config.num_replicas if gpus else devices)
+    left = gpus - (0 if config.colocated else taken)
+    for needed, there, what in ((devices, left, "GPUs"), (threads, cores, "CPU cores")):
+        require(
+            needed <= there or (not gpus and what == "GPUs"),
+            "generation.num_replicas",
+            f"times the devices and cores of each must need at most the {there} {what} that this"
+            " machine has for engines",
+            needed,
+            "lower it, tensor_parallel_size or cpus_per_replica, or use a cluster (RAY_ADDRESS)",
         )
 
 

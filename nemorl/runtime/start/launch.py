@@ -16,12 +16,14 @@ from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.data import require_rows
 from nemorl.runtime.config.tree import dump_yaml
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
 from nemorl.runtime.run.data import Reward, Rows, read_data
 from nemorl.runtime.run.directory import RunDirectory, free_directory
 from nemorl.runtime.run.lock import locked
+from nemorl.runtime.run.record import check_algorithm
 from nemorl.runtime.run.signals import signals_raise
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.registry import (
@@ -69,6 +71,7 @@ class Launch:
 @contextmanager
 def launched(
     config: BaseConfig,
+    algorithm: str,
     *,
     model: nn.Module | None = None,
     tokenizer: Any = None,
@@ -77,7 +80,10 @@ def launched(
     reward: Reward | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Iterator[Launch]:
-    """Check and read everything but the model, and hold the run's directory in the block."""
+    """Check and read everything but the model, and hold the run's directory in the block.
+
+    algorithm: its name, or the script, that may resume the run.
+    """
     require(
         model is None or not config.model.from_scratch,
         "model.from_scratch",
@@ -95,15 +101,16 @@ def launched(
     rows, held_out = read_data(
         config.data, train=train, validation=validation, seed=config.run.seed
     )
-    if not rows:
-        raise ValueError("data.train must name rows to train on: add --data.train FILE")
+    require_rows(rows)
     if not held_out:
         config.run.require_training_metrics()
     resume, folder = config.run.resume or devices.restarted, config.run.dir or free_directory(name)
     config = replace(config, run=replace(config.run, resume=resume, dir=folder))
     with locked(Path(folder)), signals_raise():
         directory = RunDirectory.create(folder, dump_yaml(config), resume=resume)
-        with recorded(directory, algorithm=name) as log:
+        if directory.holds_results():
+            check_algorithm(directory, algorithm)
+        with recorded(directory, algorithm=algorithm) as log:
             checkpoint.sweep(directory.path)
             path = model_folder(config.model.path)
             trust = {"trust_remote_code": config.model.trust_remote_code}

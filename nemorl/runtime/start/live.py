@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from nemorl.checks import require
+from nemorl.checks import own_methods, require
 from nemorl.models.causal_lm import usable_device
 from nemorl.models.hub import has_own_code
 from nemorl.models.pretrained import check_vocabulary, model_folder
+from nemorl.parallel.backend import FullTrainingBackend
 from nemorl.parallel.config import BackendConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
@@ -49,6 +50,8 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     config, directory = launch.config, launch.directory
     directory_lengths = show_lengths(run.lengths, quiet=launch.quiet)
     engines = generation_config(config, directory, launch.devices) if run.generates else None
+    if engines is not None:
+        launch.devices.check_cluster(config, engines)
     found = checkpoint.latest(directory.path) if config.run.resume else None
     trainer = stack.enter_context(live_trainer(launch, run, found))
     generator = stack.enter_context(live_generator(launch, engines, trainer))
@@ -65,7 +68,7 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
         check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
         generator.sleep()  # until it is needed
     launch.log.total_steps = run.num_steps
-    exports = hasattr(trainer, "weights")
+    exports = has_method(launch, trainer, "weights")
     before, after = own_callbacks(launch, getattr(trainer, "model", None) if exports else None)
     stack.enter_context(closing([*before, *after]))
     callbacks = [launch.log, *launch.callbacks, *before, *after]
@@ -95,7 +98,7 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
         "wait_for_checkpoint": ("run.async_save", config.run.async_save),
     }
     for method, (what, needed) in needs.items():
-        if needed and not devices.ranked and not hasattr(trainer, method):
+        if needed and not has_method(launch, trainer, method):
             raise ValueError(
                 f"trainer.backend must have the method {method} for {what}, but"
                 f" {config.trainer.backend!r} has none: add it, or omit what needs it"
@@ -120,6 +123,14 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
             trainer.shutdown()
         raise
     trainer.shutdown()
+
+
+def has_method(launch: Launch, trainer: Any, name: str) -> bool:
+    """Return whether the training backend, of which ranks know the class alone, has a method."""
+    if not launch.devices.ranked:
+        return hasattr(trainer, name)
+    backend = training_backend_class(launch.config.trainer.backend)
+    return name in own_methods(backend, FullTrainingBackend)
 
 
 @contextmanager

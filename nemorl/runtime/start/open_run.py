@@ -13,11 +13,12 @@ from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import closing
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.record import script_with
 from nemorl.runtime.run.result import TrainResult, final_metrics
 from nemorl.runtime.run.rng import random_state, restore_generators
 from nemorl.runtime.start.launch import Launch, launched
 from nemorl.runtime.start.live import frozen_model, start
-from nemorl.runtime.start.registry import loop_of, training_backend_class
+from nemorl.runtime.start.registry import algorithm_of, loop_of, training_backend_class
 from nemorl.runtime.watch.log import event
 
 
@@ -43,7 +44,7 @@ def open_run(config: BaseConfig, **given: Any) -> Iterator[OpenRun]:
         _follow(config)
         raise SystemExit(0)
     with (
-        launched(config, **given) as launch,
+        launched(config, script_with(type(config)), **given) as launch,
         closing(launch.callbacks),
         _kernels(launch),
         opened(launch) as run,
@@ -68,7 +69,11 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
     if is_follower():
         return _follow(config)
     generators, restart = random_state(), 0
-    with launched(config, **given) as launch, closing(launch.callbacks), _kernels(launch):
+    with (
+        launched(config, algorithm_of(config), **given) as launch,
+        closing(launch.callbacks),
+        _kernels(launch),
+    ):
         config = launch.config
         while True:
             try:

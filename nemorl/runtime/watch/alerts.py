@@ -11,32 +11,35 @@ from nemorl.runtime.run.state import Run
 
 
 class SignalWatch(Callback):
-    """Warn when for `patience` steps the rewards differed in no group, and of the first, second,
-    fourth, eighth, … step that updated nothing.
+    """Warn of the first, second, fourth, eighth, … step from which there was little or nothing to
+    learn: all responses to each prompt had the same reward, or nothing was updated.
     """
 
-    def __init__(self, patience: int = 10) -> None:
-        self.patience, self.silent, self.skipped = patience, 0, 0
+    def __init__(self) -> None:
+        self.silent = 0
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
-        if metrics.get("num_updates") == 0:
-            self.skipped += 1
-            if self.skipped.bit_count() == 1:
-                warnings.warn(
-                    f"step {step}: there was nothing to learn from, so weights and optimizer were"
-                    " left as they are (num_updates 0): no group of responses had rewards that"
-                    " differ, or all were cut off and filtered; so far in"
-                    f" {self.skipped} of the steps",
-                    stacklevel=2,
-                )
-        self.silent = self.silent + 1 if metrics.get("informative_groups") == 0 else 0
-        if self.silent == self.patience:
-            warnings.warn(
-                f"step {step}: for {self.patience} steps all responses to each prompt had the same"
-                " reward, so nothing is learned: look at samples/ and at the reward; easier"
-                " prompts, more responses per prompt or some SFT first may help",
-                stacklevel=2,
-            )
+        compared = getattr(trainer.config, "num_generations_per_prompt", 2) > 1
+        reward, rounding = metrics.get("reward", math.nan), 1e-6
+        if metrics.get("reward_std", math.inf) <= rounding * abs(reward):
+            found = f"all responses had the reward {reward:g}"
+        elif compared and metrics.get("informative_groups") == 0:
+            found = "all responses to each prompt had the same reward"
+        else:
+            found = "no token has an advantage (responses cut off and filtered, or empty)"
+            if metrics.get("num_updates") != 0:
+                return
+        self.silent += 1
+        if self.silent.bit_count() > 1:
+            return
+        kept = "; weights and optimizer are left as they are (num_updates 0)"
+        warnings.warn(
+            f"step {step}: {found}, so there was little or nothing to learn from"
+            f"{kept if metrics.get('num_updates') == 0 else ''}; so far in {self.silent} of the"
+            " steps. Look at samples/ and at the reward: does it find the answers in the"
+            " responses? Easier prompts, more responses per prompt or some SFT first may help",
+            stacklevel=2,
+        )
 
 
 class GapWatch(Callback):

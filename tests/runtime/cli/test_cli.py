@@ -538,10 +538,12 @@ def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
 
 
 @pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
+def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
     """Stands for nemorl.runtime.start.open_run and nemorl.runtime.cli.inference: remembers the
-    config, returns `result`, or raises it.
+    config, returns `result`, or raises it. There is a folder m.
     """
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
     seen = types.SimpleNamespace(config=None, result=None)
 
     def answer(config: Any) -> Any:
@@ -653,6 +655,13 @@ def test_generate(launched, tmp_path: Path, capsys):
     assert text.count("a=") == 1 and "[red]3" in text and "-0.25" in text and "stop" in text
     assert cli.main([*args, "--json"]) == 0
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == launched.result
+
+
+def test_more_engines_than_devices_are_refused_before_the_start(launched, monkeypatch, capsys):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    command = ["generate", "--model", "m", "--prompt", "1", "--backend", "vllm"]
+    assert "this machine has for engines" in refused(capsys, *command, "--num-replicas", "9999")
+    assert launched.config is None
 
 
 def test_prompt_files_that_can_not_be(tmp_path: Path):

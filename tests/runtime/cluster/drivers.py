@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import ray
 
@@ -62,6 +63,34 @@ def nowhere() -> None:
         show(error=str(error), took=time.monotonic() - start)
 
 
+METHODS = (
+    "NodeInfoGcsService/GetAllNodeInfo",
+    "NodeManagerService/GetNodeStats",
+    "ObjectManagerService/Push",
+    "CoreWorkerService/PushTask",
+)
+
+
+def answers() -> list[list[str]]:
+    """What each port of this process and those below it answers to someone without a token."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    sockets = {each for one in processes for each in one.net_connections("inet")}
+    return [
+        sorted({answer(*each.laddr, method) for method in METHODS})
+        for each in sockets
+        if each.status == "LISTEN"
+    ]
+
+
+def answer(host: str, port: int, method: str) -> str:
+    with grpc.insecure_channel(f"[{host}]:{port}" if ":" in host else f"{host}:{port}") as channel:
+        try:
+            channel.unary_unary(f"/ray.rpc.{method}")(b"", timeout=10)
+        except grpc.RpcError as error:
+            return error.code().name
+    return "served"
+
+
 def set_aside() -> None:
     """A GPU for a trainer outside of Ray, beside those of workers. (Ray only counts GPUs.)"""
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
@@ -69,10 +98,11 @@ def set_aside() -> None:
     with RayVirtualCluster(bundles, num_cpus=2, num_gpus=3) as cluster:
         group = RayWorkerGroup(cluster.placement("generation"), TARGET)
         found = group.run_all("environment", "CUDA_VISIBLE_DEVICES")
+        served = answers()
         group.shutdown()
     after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     devices = [one["CUDA_VISIBLE_DEVICES"] for one in found]
-    show(devices=devices, same_handlers=before == after)
+    show(devices=devices, same_handlers=before == after, answers=served)
 
 
 def two_nodes() -> None:

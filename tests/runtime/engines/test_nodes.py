@@ -164,7 +164,7 @@ def test_a_process_of_the_engines_that_cannot_start_says_why():
     [
         (
             {"num_replicas": NUM_CPUS + 1},
-            rf"(?s)generation\.num_replicas is {NUM_CPUS + 1}, .*must fit.*asked +generation"
+            rf"(?s)generation\.num_replicas is {NUM_CPUS + 1}: bundles must fit.*asked +generation"
             rf" +{NUM_CPUS + 1} x \(1 CPU\).*node .* {NUM_CPUS} CPU",
         ),
         (

@@ -17,13 +17,17 @@ import torch
 
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks import actors
 from nemorl.runtime.ranks.actors import RayRanks
 from nemorl.runtime.run.errors import WorkerDied, WorkerError, WorkerTimeout
+from nemorl.runtime.start.devices import Devices
 from tests.parallel.batches import random_batch
+from tests.ray_session import NUM_CPUS, ray_cpus
 from tests.runtime.cluster.processes import alive, soon_gone
 from tests.runtime.ranks import backends
 
@@ -228,9 +232,21 @@ def test_a_shutdown_is_in_order(trainers, tmp_path: Path):
 
 
 def test_ranks_that_do_not_fit_are_refused(trainers):
-    message = r"^parallel asks for 2 ranks of 1000 CPUs and 0 GPUs each: bundles must fit"
+    message = r"^parallel asks for 2 ranks: bundles must fit(.|\n)*rank +2 x \(1000 CPU"
     with pytest.raises(ResourcesError, match=message):
         trainers(cpus_per_rank=1000)
+
+
+def test_ranks_and_engines_that_do_not_fit_together_are_refused_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ray_cpus()
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    devices, config = Devices(plan=ParallelPlan(dp_shard=2), ranked=True), BaseConfig()
+    devices.check_cluster(config, GenerationConfig(backend="vllm", num_replicas=1))
+    message = r"^parallel and generation\.num_replicas must leave room for all: bundles must fit"
+    with pytest.raises(ResourcesError, match=message):
+        devices.check_cluster(config, GenerationConfig(backend="vllm", num_replicas=NUM_CPUS - 1))
 
 
 def test_gpus_that_the_cluster_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

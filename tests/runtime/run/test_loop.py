@@ -1,7 +1,9 @@
 """Loops over `open_run`: how they are left, what they may not do, and what goes on of itself."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from nemorl.losses.advantages import to_tokens
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
 from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.data import warn_of_unknown
 from tests.parallel.batches import random_batch
-from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 LOSS = nemorl.policy_loss(policy.clipped)
@@ -200,9 +203,40 @@ def test_what_is_no_callback_is_refused(callback, tmp_path: Path):
         whole(grpo_config(tmp_path), callbacks=[callback])
 
 
+def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
+    config = grpo_config(tmp_path / "script", steps=2)
+    whole(config, 1)
+    again = replace(config, run=replace(config.run, resume=True))
+    theirs = "run.dir must be that of a run of grpo, but it is 'one of a script with GRPOConfig'"
+    with pytest.raises(ValueError, match=f"{theirs}: resume it with that script"):
+        start(again)
+    assert nemorl.main(["grpo", "--run.dir", config.run.dir, "--run.resume"]) == 2
+    assert theirs in capsys.readouterr().err
+    assert len(whole(again, 2)) == 2
+
+    config = grpo_config(tmp_path / "grpo", steps=1)
+    start(config)
+    ours = "must be that of a run of a script with GRPOConfig, but it is 'one of grpo': nemorl grpo"
+    with pytest.raises(ValueError, match=ours):
+        whole(replace(config, run=replace(config.run, resume=True)))
+
+
 def test_a_hook_that_is_never_called_is_refused(tmp_path: Path):
     class Typo(nemorl.Callback):
         def on_step_ends(self, trainer, step, metrics): ...
 
     with pytest.raises(ValueError, match=r"Typo has on_step_ends; did you mean on_step_end\?"):
         whole(grpo_config(tmp_path), callbacks=[Typo()])
+
+
+def test_prompts_of_unknown_tokens_only_are_warned_of(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("1+É=", "ÉÉ", "a", "Ü")))
+    message = r"rows\.jsonl, line 2: the prompt has unknown tokens \(<pad>\) only, like 2 of 4 pr"
+    config = grpo_config(tmp_path / "run")
+    with pytest.warns(UserWarning, match=message), opened(config, train=str(rows)) as run:
+        run.prompts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpt2s = SimpleNamespace(unk_token_id=0, eos_token_id=0)  # has bytes for every text
+        warn_of_unknown([{}], [[0]], gpt2s)

@@ -226,6 +226,33 @@ def test_vllm_on_cpus_has_kernels_for_some_heads_only():
     Devices.of(config(), {}, num_gpus=0).check_model(eight)
 
 
+def test_more_engines_than_devices_are_known_at_once(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+
+    def start(environ=None, gpus=4, plan=None, **generation):
+        given = nemorl.GenerationConfig(backend="vllm", **generation)
+        sampled = replace(nemorl.GRPOConfig(generation=given), parallel=ParallelPlan(**plan or {}))
+        Devices.of(sampled, environ or {}, num_gpus=gpus)
+
+    apart, two = {"colocated": False}, {"num_replicas": 2, "tensor_parallel_size": 2}
+    start(**two)
+    start(num_replicas=3, **apart)
+    start(num_replicas=2, **apart, plan={"dp_shard": 2})
+    start(**two, **apart, trainer_gpus=0)
+    start(**two, gpus=0, cpus_per_replica=2)
+    start({"RAY_ADDRESS": "auto"}, num_replicas=9)
+    for refused, there, needed in (
+        (two | {"num_replicas": 3}, "4 GPUs", 6),
+        (two | apart, "3 GPUs", 4),
+        ({"num_replicas": 3, **apart, "plan": {"dp_shard": 2}}, "2 GPUs", 3),
+        ({"num_replicas": 3, "cpus_per_replica": 3}, "8 CPU cores", 9),
+        (two | {"gpus": 0, "cpus_per_replica": 3}, "8 CPU cores", 12),
+    ):
+        message = f"generation.num_replicas .* at most the {there} .*, but it is {needed}: lower it"
+        with pytest.raises(ValueError, match=message):
+            start(**refused)
+
+
 def test_vllms_kernels_are_as_written_here():
     attention = pytest.importorskip("vllm.v1.attention.backends.cpu_attn")
     assert tuple(attention.CPUAttentionBackend.get_supported_head_sizes()) == VLLM_CPU_HEADS

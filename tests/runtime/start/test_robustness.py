@@ -289,7 +289,7 @@ def test_interrupting_the_command_line(tmp_path: Path, capsys, monkeypatch):
     )
     assert (
         cli.main(
-            ["grpo", "--model.path", "m", "--data.train", "d", "--run.dir", str(tmp_path / "run")]
+            ["grpo", "--model.path", ".", "--data.train", "d", "--run.dir", str(tmp_path / "run")]
         )
         == 130
     )
@@ -332,7 +332,7 @@ torch.optim.AdamW.step = update
 def train(config):
     return start(sft_config(Path(config.run.dir), run={"save_period": 0}), callbacks=[Stop()])
 cli._train = train
-sys.exit(cli.main(["sft", "--model.path", "m", "--data.train", "d", "--run.dir", sys.argv[1]]))
+sys.exit(cli.main(["sft", "--model.path", ".", "--data.train", "d", "--run.dir", sys.argv[1]]))
 """
 
 

@@ -10,10 +10,10 @@ import nemorl
 from nemorl.data import collate, to_examples
 from nemorl.losses import token_mean_weights
 from nemorl.losses.types import finalize
-from nemorl.parallel.backend import ForwardOutput, TrainingBackend
+from nemorl.parallel.backend import ForwardOutput, SmallBackend, TrainingBackend
 from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.algorithms import sft
-from nemorl.runtime.start import registry
+from nemorl.runtime.start import live, registry
 from tests.runtime.runs import (
     addition_rows,
     dpo_config,
@@ -123,9 +123,32 @@ def test_sft_and_dpo_run_and_resume(registered, tmp_path: Path):
     ]
 
 
-def test_what_a_run_needs_besides_is_said_before_it_starts(registered, tmp_path: Path):
+@pytest.mark.parametrize("dp_shard", [1, 2])
+def test_what_a_run_needs_besides_is_said_before_it_starts(
+    registered, dp_shard: int, tmp_path: Path
+):
+    options = {"trainer": TRAIN, "parallel": nemorl.ParallelPlan(dp_shard=dp_shard)}
     with pytest.raises(ValueError, match="must have the method get_reference_logprobs for the"):
-        run(dpo_config(tmp_path / "dpo", trainer=TRAIN), tmp_path, train=preference_rows(4))
+        run(dpo_config(tmp_path / "dpo", **options), tmp_path, train=preference_rows(4))
+
+
+def test_ranks_of_a_backend_without_weights_to_export_do_not_try(
+    registered, tmp_path: Path, monkeypatch
+):
+    class Ranked(SmallBackend):
+        model = tiny_model()
+
+        def weights(self):
+            raise AssertionError
+
+    monkeypatch.setattr(live, "make_trainer", lambda config, make, plan, logs: Ranked(make()))
+    options = {"trainer": TRAIN, "parallel": nemorl.ParallelPlan(dp_shard=2)}
+    config = sft_config(tmp_path / "sft", steps=1, run={"export": True}, **options)
+    with pytest.warns(UserWarning, match="hf will not be written"):
+        run(config, tmp_path, train=addition_rows())
+
+
+def test_a_loaded_model_is_refused_by_a_backend_that_takes_none(registered, tmp_path: Path):
     with pytest.raises(ValueError, match="'small' can't be made with a loaded model: name the"):
         start(sft_config(tmp_path / "given", trainer=TRAIN))
 

@@ -1,5 +1,9 @@
+import warnings
+from dataclasses import replace
+
 import pytest
 
+import nemorl
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.watch import plots
 from nemorl.runtime.watch.alerts import SignalWatch
@@ -21,22 +25,30 @@ def test_plots_are_drawn_at_the_end_and_never_fail_a_run(tmp_path, monkeypatch):
         PlotCallback(directory).on_train_end(tiny_run(), {})
 
 
-def test_a_run_without_a_signal_is_warned_of_once():
-    watch = SignalWatch(patience=3)
-    informative = [1, 0, 0, 1, 0, 0, 0, 0, 0]
-    with pytest.warns(UserWarning, match="step 7: for 3 steps all responses") as caught:
-        for step, share in enumerate(informative, start=1):
-            watch.on_step_end(tiny_run(step=step), step, {"informative_groups": float(share)})
-    assert len(caught) == 1
-
-
-def test_steps_that_update_nothing_are_warned_of_ever_more_rarely():
+def test_steps_without_a_signal_are_warned_of_ever_more_rarely():
+    learned = {"reward": 0.5, "reward_std": 0.5, "informative_groups": 1.0, "num_updates": 1.0}
+    alike = learned | {"informative_groups": 0.0}  # a KL penalty updates all the same
+    constant, filtered = alike | {"reward": 0.25, "reward_std": 0.0}, learned | {"num_updates": 0.0}
+    steps = [learned, constant, alike, learned, filtered, filtered, *[constant] * 4]
     watch = SignalWatch()
-    with pytest.warns(UserWarning, match="nothing to learn from") as caught:
-        for step, updates in enumerate([2, 0, 0, 2, 0, 0, 0, 0], start=1):
-            watch.on_step_end(tiny_run(step=step), step, {"num_updates": float(updates)})
-    assert [str(warning.message).split(":")[0] for warning in caught] == [
-        "step 2",
-        "step 3",
-        "step 6",
+    with pytest.warns(UserWarning, match="nothing to learn from.*Look at samples/") as caught:
+        for step, metrics in enumerate(steps, start=1):
+            watch.on_step_end(tiny_run(step=step), step, metrics)
+    assert [str(warning.message).partition(",")[0] for warning in caught] == [
+        "step 2: all responses had the reward 0.25",
+        "step 3: all responses to each prompt had the same reward",
+        "step 6: no token has an advantage (responses cut off and filtered",
+        "step 10: all responses had the reward 0.25",
     ]
+    assert ["num_updates 0" in str(warning.message) for warning in caught] == [0, 0, 1, 0]
+
+
+def test_one_response_per_prompt_is_compared_with_none_of_its_group():
+    advantage = nemorl.GroupAdvantage(baseline="batch_mean", scale="batch_std")
+    config = nemorl.GRPOConfig(num_generations_per_prompt=1, advantage=advantage)
+    run = replace(tiny_run(), config=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SignalWatch().on_step_end(
+            run, 1, {"reward": 0.5, "reward_std": 0.5, "informative_groups": 0.0}
+        )

@@ -136,6 +136,8 @@ WITHOUT_TORCH = {
     "grpo --model.path {run} --loss.clip-low -1": "clip_low",
     "sft --model.path {run}": "data.train must name rows",
     "sft --model.path {run} --data.train d --run.dir {run}": "already holds one",
+    "grpo --model.path {run} --data.train {run}/rows.jsonl --reward nope": "reward must be one of",
+    "sft --model.path {run} --data.train d --trainer.backend nope": "unknown training backend",
     "dpo --model.path {run}/none --data.train {run}/rows.jsonl": "there is no folder",
     "eval --model {run}/none --data {run}/rows.jsonl": "error: model must be a folder",
     "export --run {run}/nothing --output {run}/out": "error: run must be the folder of a run",

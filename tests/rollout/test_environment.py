@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nemorl.checks import short
+from nemorl.rollout.answers import REWARDS, contains_answer, exact_match
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     EnvironmentReturn,
@@ -19,7 +20,7 @@ from nemorl.rollout.environment import (
     reward_tensor,
     text_of,
 )
-from nemorl.rollout.environments import REWARDS, contains_answer, exact_match, make_environment
+from nemorl.rollout.environments import make_environment
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 OTHER = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
@@ -392,6 +393,6 @@ def test_rewards_of_one_name_are_numbered():
 
 def test_by_name_by_import_and_as_it_is():
     assert make_environment("exact_match").fn is REWARDS["exact_match"]
-    assert make_environment("nemorl.rollout.environments:contains_answer").fn is contains_answer
+    assert make_environment("nemorl.rollout.answers:contains_answer").fn is contains_answer
     environment = FunctionalRewardWrapper(exact_match)
     assert make_environment(environment) is environment

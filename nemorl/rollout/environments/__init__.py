@@ -1,5 +1,5 @@
-"""Rewards by name (`REWARDS`), and `make_environment`, which makes an environment of any reward: a
-name, `module:function`, a function `fn(prompt, response, **columns)`, or several.
+"""`make_environment`, which makes an environment of any reward: a name, `module:function`, a
+function `fn(prompt, response, **columns)`, or several.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -7,28 +7,14 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from nemorl.checks import closest
+from nemorl.rollout.answers import REWARDS, require_reward
 from nemorl.rollout.environment import (
     EnvironmentInterface,
     FunctionalRewardWrapper,
 )
-from nemorl.rollout.environments.answers import (
-    contains_answer,
-    exact_match,
-    last_number,
-    math_equal,
-    think_format,
-)
 from nemorl.rollout.environments.weighted import WeightedRewards
 from nemorl.rollout.signature import name_of
 from nemorl.user_code import function_of
-
-REWARDS: dict[str, Callable[..., float]] = {
-    "exact_match": exact_match,
-    "contains_answer": contains_answer,
-    "last_number": last_number,
-    "math": math_equal,
-    "think_format": think_format,
-}
 
 Reward = str | Callable[..., Any] | EnvironmentInterface
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
@@ -39,7 +25,7 @@ def make_environment(
     weights: Sequence[float] = (),
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnvironmentInterface:
-    """Return an environment of a reward: a name in REWARDS, `module:function`, a function, itself.
+    """Return an environment of a reward: a name in `answers.REWARDS`, `module:function`, a function, itself.
 
     Several, a sequence or a mapping of names, become their sum with `weights` (default: 1 each; see
     `WeightedRewards`). In a sequence they have their functions' names; a second one gets _2.
@@ -96,9 +82,5 @@ def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> Environm
         return FunctionalRewardWrapper(reward, name=name, settings=settings)
     if ":" in reward:
         return _one(function_of(reward, "reward"), name, settings)
-    if reward not in REWARDS:
-        raise ValueError(
-            f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"
-            f" {reward!r}{closest(reward, REWARDS)}"
-        )
+    require_reward(reward)
     return FunctionalRewardWrapper(REWARDS[reward], name=name or reward, settings=settings)

@@ -45,7 +45,7 @@ from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.signals import Terminated
-from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of
+from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of, require_names
 from nemorl.user_code import module_of
 
 if TYPE_CHECKING:
@@ -385,11 +385,13 @@ def _check_given(config: Any, *, resumable: bool) -> None:
 
 
 def _require_inputs(command: str, config: Any) -> None:
-    """Raise ValueError for data, a model or a run that is missing, or a run in the way of another.
+    """Raise ValueError for a reward, a backend, data, a model or a run that is missing, or a run in
+    the way of another.
     Without torch: it takes seconds to import.
     """
     from nemorl.models.pretrained import model_folder
 
+    require_names(config)
     data, model = getattr(config, "data", None), getattr(config, "model", "")
     if isinstance(data, DataConfig):
         require_files("data.train", data.train)

@@ -8,6 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import closest, require
+from nemorl.rollout.answers import REWARDS, require_reward
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
@@ -103,8 +104,6 @@ def register_advantage(name: str) -> Callable[[Registered], Registered]:
 
 def register_reward(name: str) -> Callable[[Registered], Registered]:
     """Register a reward function, or an environment, as a name of `reward`."""
-    from nemorl.rollout.environments import REWARDS
-
     return _register(name, REWARDS)
 
 
@@ -204,6 +203,17 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
     from nemorl.rollout.wrapped import as_generation_backend
 
     return as_generation_backend(load(_get(name, GENERATION_BACKENDS, "generation backend")))
+
+
+def require_names(config: Any) -> None:
+    """Raise ValueError for a reward or backend of a config that there is not. Without torch."""
+    rewards = getattr(config, "reward", ())
+    for reward in (rewards,) if isinstance(rewards, str) else rewards:
+        require_reward(reward)
+    if trainer := getattr(config, "trainer", None):
+        _get(trainer.backend, TRAINING_BACKENDS, "training backend")
+    if generation := getattr(config, "generation", None):
+        _get(generation.backend, GENERATION_BACKENDS, "generation backend")
 
 
 def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":

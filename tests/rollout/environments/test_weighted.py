@@ -76,7 +76,7 @@ def test_without_weights_each_counts_one():
 
 
 def test_names():
-    imported = "nemorl.rollout.environments:contains_answer"
+    imported = "nemorl.rollout.answers:contains_answer"
     for rewards, names in (
         (
             [exact_match, "exact_match", lambda response: 0.0, exact_match],

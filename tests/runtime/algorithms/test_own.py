@@ -10,7 +10,8 @@ import pytest
 import nemorl
 from nemorl.losses import policy
 from nemorl.losses.types import LossOutput
-from nemorl.rollout.environments import REWARDS, make_environment
+from nemorl.rollout.answers import REWARDS
+from nemorl.rollout.environments import make_environment
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, TypeVar
 
+from nemorl.checks import closest
 from nemorl.rollout.processes import judged_in_processes
 
 NUMBER = re.compile(
@@ -141,3 +142,21 @@ def think_format(prompt: str, response: str) -> float:
     return float(
         text.startswith("<think>") and bool(thoughts.strip()) and bool(answer.strip()) and not again
     )
+
+
+REWARDS: dict[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "contains_answer": contains_answer,
+    "last_number": last_number,
+    "math": math_equal,
+    "think_format": think_format,
+}
+
+
+def require_reward(name: str) -> None:
+    """Raise ValueError for a reward that is neither in REWARDS nor a `module:function`."""
+    if name not in REWARDS and ":" not in name:
+        raise ValueError(
+            f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"
+            f" {name!r}{closest(name, REWARDS)}"
+        )

@@ -6,14 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from nemorl.rollout.environment import FunctionalRewardWrapper
-from nemorl.rollout.environments import REWARDS
-from nemorl.rollout.environments.answers import (
+from nemorl.rollout.answers import (
+    REWARDS,
     contains_answer,
     last_number,
     math_equal,
     think_format,
 )
+from nemorl.rollout.environment import FunctionalRewardWrapper
 
 
 def test_every_reward_is_of_the_usual_kind():

@@ -61,8 +61,8 @@ def cut(
     """Cut a batch into microbatches, but never a row of it: a preference pair stays together.
 
     Rows are dealt to the ranks by what they cost. Those with the same prompt, which is computed
-    once (`trainer.share_prompts`), stay together where that leaves no rank without rows. No number
-    of a training step depends on how the batch is cut (docs/numerics.md).
+    once (`trainer.share_prompts`), stay together where that is worth it. No number of a training
+    step depends on how the batch is cut (docs/numerics.md).
 
     config: packing, and the size of microbatches.
     num_ranks: ranks with rows of their own.
@@ -85,12 +85,22 @@ def cut(
     return Layout(rows, microbatches, packing, lengths, batch.input_ids.shape[1], multiple_of)
 
 
-def with_the_same_prompt(batch: TokenBatch) -> Plan:
-    """Return the rows of each prompt: of what stands before the first token of `response_mask`."""
+def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
+    """Return the rows of each prompt: of what stands before the first token of `response_mask`.
+
+    None where it is not worth a worse balance of rows: unless each prompt has equally many, and
+    copies of prompts are a quarter of all tokens.
+    """
     found: dict[bytes, list[int]] = {}
     tokens, responses = batch.input_ids.cpu().numpy(), batch.response_mask.cpu().numpy()
+    copied = 0
     for row, (ids, response) in enumerate(zip(tokens, responses, strict=True)):
-        found.setdefault(ids[: response.argmax()].tobytes(), []).append(row)
+        prompt = int(response.argmax())
+        alike = found.setdefault(ids[:prompt].tobytes(), [])
+        copied += prompt * bool(alike)
+        alike.append(row)
+    if len(set(map(len, found.values()))) != 1 or 4 * copied < batch.num_tokens:
+        return None
     return tuple(map(tuple, found.values()))
 
 

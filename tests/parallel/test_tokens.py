@@ -107,9 +107,9 @@ def test_a_groups_prompt_goes_through_the_decoder_once():
 
 
 def test_those_of_a_prompt_stay_together():
-    batch = grouped([(2, [6, 1, 1]), (2, [6, 6, 1])])
+    batch = grouped([(4, [6, 1, 1]), (4, [6, 6, 1])])
     assert with_the_same_prompt(batch) == ((0, 1, 2), (3, 4, 5))
-    trainer = TrainerConfig(sequence_packing=True, packed_row_tokens=19, train_micro_batch_size=1)
+    trainer = TrainerConfig(sequence_packing=True, packed_row_tokens=25, train_micro_batch_size=1)
     assert sorted(cut(batch, trainer).packing or ()) == [(0, 1, 2), (3, 4, 5)]
     alone = replace(trainer, share_prompts=False)
     assert sorted(cut(batch, alone).packing or ()) == [(0, 1, 3), (2, 4, 5)]
@@ -118,6 +118,8 @@ def test_those_of_a_prompt_stay_together():
         for share in (True, False)
     )
     assert sorted(shared) == [((0, 1, 2),), ((3, 4, 5),)] != sorted(apart)
+    for not_worth_it in ([(2, [6, 6]), (2, [6, 6])], [(9, [1, 1]), (9, [1, 1, 1])]):
+        assert with_the_same_prompt(grouped(not_worth_it)) is None
     # A unit that no row holds is cut; with too few units for the ranks there are none.
     assert pack_plan([9, 9, 9], 18, units=((0, 1, 2),)) == ((0, 1), (2,))
     assert len(pack_plan([9, 9, 9], 27, num_rows_multiple=3, units=((0, 1, 2),))) == 3

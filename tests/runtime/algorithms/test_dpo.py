@@ -174,8 +174,10 @@ def test_precomputed_logprobs_are_those_of_each_response_alone(tmp_path: Path):
                     .log_softmax(-1)
                     .gather(-1, ids[0, 1:, None])[:, 0]
                 )
+            of_response = torch.tensor(example.response_mask)
+            everything = torch.cat([torch.zeros(1), logprobs])
             assert list(example.reference_logprobs or []) == pytest.approx(
-                [0.0, *logprobs.tolist()], abs=1e-5
+                torch.where(of_response, everything, 0.0).tolist(), abs=1e-5
             )
 
 

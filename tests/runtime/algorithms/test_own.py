@@ -55,6 +55,7 @@ def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     rewards = dict(REWARDS)
     (tmp_path / "my_pieces.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_pieces", raising=False)
     yield
     forget_own(known)

@@ -83,7 +83,7 @@ def test_comments_explain_each_key():
     lines = dump_yaml(GRPOConfig(loss=GSPOLoss()), comments=True).splitlines()
     assert lines[lines.index("  lr: 1.0e-05") - 1] == "  # Peak learning rate."
     text = " ".join(line.strip("# ") for line in lines)
-    assert "One of clipped, gspo, cispo, reinforce. loss: name: gspo" in text
+    assert "One of clipped, gspo, cispo, reinforce, module:function. loss: name: gspo" in text
     assert "at the last step. One of constant, linear, cosine. schedule: constant" in text
 
 

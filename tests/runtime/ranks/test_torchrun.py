@@ -59,9 +59,9 @@ def test_any_error_ends_the_job_and_all_processes(
     assert len(pids) == 2 and soon_gone(*pids)
 
 
-def test_a_wrong_setting_is_an_error_of_the_job(forked: Path, tmp_path: Path):
+def test_a_wrong_setting_is_an_error_of_the_job(forked: Path, model_folder: Path, tmp_path: Path):
     (rows := tmp_path / "rows.jsonl").touch()
-    command = ["-m", "nemorl", "sft", "--model.path", "model", "--data.train", str(rows)]
+    command = ["-m", "nemorl", "sft", f"--model={model_folder}", "--data.train", str(rows)]
     code, text = torchrun(
         forked, *command, "--parallel.tp", "3", "--run.dir", str(tmp_path / "run")
     )

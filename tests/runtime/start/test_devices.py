@@ -1,5 +1,6 @@
 """On which devices a run trains, and what is refused before anything starts."""
 
+import sys
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -228,6 +229,7 @@ def test_vllm_on_cpus_has_kernels_for_some_heads_only():
 
 def test_more_engines_than_devices_are_known_at_once(monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setitem(sys.modules, "ray", None)  # not the cluster of other tests
 
     def start(environ=None, gpus=4, plan=None, **generation):
         given = nemorl.GenerationConfig(backend="vllm", **generation)

@@ -25,7 +25,7 @@ def make_environment(
     weights: Sequence[float] = (),
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> EnvironmentInterface:
-    """Return an environment of a reward: a name in `REWARDS`, `module:function`, a function, itself.
+    """Return an environment of a reward: a name in REWARDS, `module:function`, a function, itself.
 
     Several, a sequence or a mapping of names, become their sum with `weights` (default: 1 each; see
     `WeightedRewards`). In a sequence they have their functions' names; a second one gets _2.

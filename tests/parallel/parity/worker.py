@@ -140,7 +140,7 @@ class Seen:
                 (self.logprobs, output.token_logprobs),
                 (self.entropy, output.entropy),
             ):
-                value = values[row, column].detach()
+                value = values[row, column].detach().cpu()
                 if not mine[place].isnan():
                     self.spread = max(self.spread, float((mine[place] - value).abs()))
                 mine[place] = value

@@ -1,0 +1,168 @@
+"""An optimizer step in bfloat16 on packed rows: speed, MFU, peak memory, and what the host waits
+for; in turns with the plainest PyTorch loop, and against TRL's SFT trainer.
+"""
+
+import os
+import statistics
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import sft_vs_trl
+import torch
+from common import interleaved, median_ratio, silence
+from parallel import become_rank, free_port
+from train_step import batch_of, plain_step
+
+from benchmarks.gpu.models import config_of, random_model
+from benchmarks.gpu.part import Measurements, Row, Skip, require_memory, require_package, row
+from nemorl.losses.types import finalize
+from nemorl.parallel.config import BackendConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.planner.config import PlanConfig
+from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.model_shape import model_shape
+from nemorl.runtime.algorithms.sft import loss_fn
+
+BFLOAT16 = ParallelPlan(param_dtype="bfloat16")
+PLANS = {
+    "eager": BFLOAT16,
+    "eager, recompute full": ParallelPlan(param_dtype="bfloat16", activation_checkpointing="full"),
+    "compiled": ParallelPlan(param_dtype="bfloat16", compile=True),
+    "compiled, recompute selective": ParallelPlan(
+        param_dtype="bfloat16", compile=True, activation_checkpointing="selective"
+    ),
+    "compiled, recompute full": ParallelPlan(
+        param_dtype="bfloat16", compile=True, activation_checkpointing="full"
+    ),
+}
+
+
+def measurements(small: bool) -> Measurements:
+    for shape in ("small",) if small else ("1.5B", "0.5B", "7B"):
+        for how, plan in PLANS.items():
+            if not (small and plan.compile):
+                what = f"{shape}, {how}"
+                yield what, partial(step, what, shape, plan, small)
+    yield "synchronizations", partial(synchronizations, small)
+    yield "TRL", partial(trl, small)
+
+
+def batch(rows: int, small: bool) -> Any:
+    """Rows of eight sequences."""
+    return batch_of([16 if small else 1024] * 8 * rows)
+
+
+def trainer(shape: str, plan: ParallelPlan, small: bool) -> DTensorBackend:
+    """Raises Skip where the planner says that the model does not fit."""
+    width, device = (128, "cpu") if small else (8192, "cuda")
+    config = config_of(shape)
+    work = PlanConfig(model="", gpus=1, seq_len=width)
+    sizes = model_shape(config.to_dict())
+    require_memory(Step(sizes, plan.on(1), work).training_memory().total, small)
+    made = DTensorBackend(random_model(config, device))
+    packed = TrainerConfig(
+        device=device, sequence_packing=True, packed_row_tokens=width, train_micro_batch_size=1
+    )
+    made.setup(BackendConfig(trainer=packed, parallel=plan))
+    return made
+
+
+@contextmanager
+def rank(wanted: bool) -> Iterator[None]:
+    """Be the only rank, as compiled plans need it, inside the block."""
+    if wanted:
+        become_rank(0, 1, free_port())
+    try:
+        yield
+    finally:
+        for name in ("RANK", "WORLD_SIZE") if wanted else ():
+            del os.environ[name]
+
+
+def step(what: str, shape: str, plan: ParallelPlan, small: bool) -> Iterator[Row]:
+    rows, rounds = (2, 1) if small else (4, 5)
+    data = batch(rows, small)
+    with rank(plan.needs_ranks):
+        made = trainer(shape, plan, small)
+        measured: list[dict[str, float]] = []
+
+        def ours() -> None:
+            measured.append(finalize(made.train_step(data, loss_fn)))
+
+        interleaved([ours], rounds)
+        found = measured[1:]
+        seconds = statistics.median(each["trainer/seconds"] for each in found)
+        speed = data.num_tokens / seconds
+        note = f"{speed:,.0f} tokens/s, {found[-1]['trainer/memory_gb']:.1f} GB at the peak"
+        goal = 0.5 if shape == "1.5B" and plan.activation_checkpointing == "none" else None
+        if "trainer/mfu" in found[0]:
+            mfu = statistics.median(each["trainer/mfu"] for each in found)
+            fast = "H100" in torch.cuda.get_device_name() or "H200" in torch.cuda.get_device_name()
+            yield row(f"{what}: MFU", mfu, at_least=goal if fast else None, note=note)
+        else:
+            yield row(f"{what}: tokens/s", speed, note=note)
+        if plan == BFLOAT16:
+            yield against_plain(what, made, data, rounds)
+        made.shutdown()
+
+
+def against_plain(what: str, made: DTensorBackend, data: Any, rounds: int) -> Row:
+    """The same model and optimizer; the loop with as many sequences a pass as suit it best."""
+    ids = data.input_ids.to(made.device)
+    found: dict[int, float] = {}
+    for size in (8, 2):
+        plain = plain_step(made.model, ids, size, optimizer=made.optimizer, bfloat16=True)
+        try:
+            times = interleaved([lambda: made.train_step(data, loss_fn), plain], rounds)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()
+            continue
+        found[size] = median_ratio(*times)
+    if not found:
+        raise Skip("the plain loop needs more memory than there is")
+    best = min(found, key=lambda size: found[size])
+    note = f"which is fastest with {best} sequences a pass"
+    return row(f"{what}: × the plain loop's speed", found[best], at_least=1, note=note)
+
+
+def synchronizations(small: bool) -> Iterator[Row]:
+    """Between microbatches: what five make more than one."""
+    if small:
+        raise Skip("counts what CUDA's host waits for")
+    made, counts = trainer("0.5B", BFLOAT16, small), []
+    places: Counter[str] = Counter()
+    for rows in (1, 1, 5):  # the first warms up
+        data = batch(rows, small)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                made.train_step(data, loss_fn)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits = [each for each in caught if "synchroniz" in str(each.message)]
+        places = Counter(f"{Path(each.filename).name}:{each.lineno}" for each in waits)
+        counts.append(len(waits))
+    note = ", ".join(f"{place} {count}" for place, count in places.most_common(6))
+    what = "host synchronizations a microbatch"
+    yield row(what, (counts[2] - counts[1]) / 4, at_most=0, note=f"in five: {note}")
+
+
+def trl(small: bool) -> Iterator[Row]:
+    require_package("trl")
+    sizes: dict[str, Any] = {"hidden": 896, "layers": 24, "heads": 14, "device": "cuda"}
+    sizes |= {"precision": "bfloat16", "mean": 512, "longest": 4096, "rounds": 3}
+    if small:
+        sizes = {"num_examples": 8, "batch": 4, "mean": 16, "longest": 32, "rounds": 1}
+    with silence():
+        found = sft_vs_trl.compare(sft_vs_trl.Options(**sizes))
+    peers = {name: value for name, value in found.items() if name.startswith("TRL")}
+    fastest = min(peers, key=lambda name: peers[name][1])
+    note = f"{fastest}: {peers[fastest][0]:,.0f} tokens/s"
+    yield row("SFT, × the speed of TRL's fastest", peers[fastest][1], at_least=1.3, note=note)

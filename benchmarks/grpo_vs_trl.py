@@ -112,15 +112,15 @@ class Ours:
         self.folder, self.rows = folder, rows
 
         ended = TorchGenerationBackend._finish_reason
-        orders: dict[Any, dict[Any, int]] = {}
-        """Requests of each step, by their place."""
+        self.orders: dict[Any, dict[Any, int]] = {}
+        """Of a turn, the requests of each step by their place."""
 
         def forced(engine: Any, slot: Any, token: int) -> Any:
             if (
                 slot.params.temperature == 0
             ):  # the comparison with the trainer before the first step
                 return ended(engine, slot, token)
-            order = orders.setdefault(engine.policy_version, {})
+            order = self.orders.setdefault(engine.policy_version, {})
             index = order.setdefault(slot.request, len(order))
             ends = lengths.known.get(engine.policy_version) or lengths.of(engine.policy_version)
             return (
@@ -150,6 +150,7 @@ class Ours:
         import nemorl
 
         ends: list[float] = []
+        self.orders.clear()
 
         class Clock(nemorl.Callback):
             def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:

@@ -15,13 +15,11 @@ from common import interleaved, median_ratio, skewed_lengths
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu.models import config_of, random_model
-from benchmarks.gpu.part import Measurements, Row, Skip, require_package, row
+from benchmarks.gpu.models import config_of, random_model, trainer
+from benchmarks.gpu.part import Measurements, Row, Skip, row
 from nemorl import GenerationConfig, SamplingParams
 from nemorl.data.batch import Example, collate
-from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 
@@ -40,9 +38,8 @@ def measurements(small: bool) -> Measurements:
             what = f"attention by {name}, {dtype}".replace("torch.", "")
             yield what, partial(attention, what, name, lengths, device, dtype)
     shape = "small" if small else "0.5B"
-    yield "greedy answers", partial(greedy, shape, device)
     for precision in ("float32", "bfloat16"):
-        yield f"sampler gap, {precision}", partial(sampler_gap, shape, device, precision)
+        yield f"sampling, {precision}", partial(sampling, shape, device, precision)
     if not small:
         files = [
             str(file.relative_to(ROOT))
@@ -110,30 +107,21 @@ def by_flex(lengths: list[int], device: str) -> Attention:
 
 
 def by_varlen(lengths: list[int], device: str) -> Attention:
+    """FlashAttention for sequences of several lengths, as PyTorch has it."""
+    if device == "cpu":
+        raise Skip("varlen_attn needs a GPU")
     from torch.nn.attention.varlen import varlen_attn
 
-    # is_causal became a window after torch 2.10.
+    # A flag became a window after torch 2.10.
     has_flag = "is_causal" in inspect.signature(varlen_attn).parameters
     causal: Any = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
-    return flat(partial(varlen_attn, **causal), lengths, device)
-
-
-def by_flash(lengths: list[int], device: str) -> Attention:
-    require_package("flash_attn")
-    from flash_attn import flash_attn_varlen_func
-
-    return flat(partial(flash_attn_varlen_func, causal=True), lengths, device)
-
-
-def flat(function: Callable[..., Any], lengths: list[int], device: str) -> Attention:
-    """Adapt a function of [tokens, heads, dim] and the places where sequences begin."""
-    if device == "cpu":
-        raise Skip("kernels for sequences of several lengths need a GPU")
     begins = torch.tensor([0, *lengths], device=device).cumsum(0).int()
 
     def attend(*qkv: Tensor) -> Tensor:
         tokens = (x[0].transpose(0, 1) for x in qkv)
-        return function(*tokens, begins, begins, max(lengths), max(lengths)).transpose(0, 1)[None]
+        longest = max(lengths)
+        output: Any = varlen_attn(*tokens, begins, begins, longest, longest, **causal)
+        return output.transpose(0, 1)[None]
 
     return attend
 
@@ -143,7 +131,6 @@ KERNELS = {
     "SDPA with a block mask": by_mask,
     "FlexAttention": by_flex,
     "varlen_attn": by_varlen,
-    "flash-attn": by_flash,
 }
 
 
@@ -157,7 +144,7 @@ def attention(
 ) -> Iterator[Row]:
     """On a packed row, against one sequence after the other in float64."""
     function, ours = KERNELS[name](lengths, device), by_nemorl(lengths, device)
-    if dtype == torch.float32 and name in ("varlen_attn", "flash-attn"):
+    if dtype == torch.float32 and name == "varlen_attn":
         raise Skip("has no float32")
     inputs = [
         torch.randn(1, 12, sum(lengths), 64, device=device, dtype=dtype).requires_grad_()
@@ -184,49 +171,39 @@ def attention(
     yield row(f"{what}: gradient", max(errors[1:]), at_most=bound, note=note)
 
 
-def prompts_of(model: Any) -> list[list[int]]:
-    return torch.randint(2, model.config.vocab_size, (8, 12)).tolist()
-
-
-def greedy(shape: str, device: str) -> Iterator[Row]:
-    model = random_model(config_of(shape), device)
-    engine, prompts = TorchGenerationBackend(model=model), prompts_of(model)
-    engine.setup(GenerationConfig())
-    found = engine.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=16))
-    same = 0
-    for prompt, completion in zip(prompts, found, strict=True):
-        ids = torch.tensor([prompt], device=device)
-        whole = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16
-        )
-        same += whole[0, len(prompt) :].tolist() == list(completion.token_ids)
-    yield row("greedy answers equal to transformers'", same / len(prompts), at_least=1)
-
-
-def sampler_gap(shape: str, device: str, precision: str) -> Iterator[Row]:
-    """Between the sampler's logprobs and the trainer's, of the same tokens."""
-    trainer = DTensorBackend(random_model(config_of(shape), device))
+def sampling(shape: str, device: str, precision: str) -> Iterator[Row]:
+    """Greedy answers against transformers', and the sampler's logprobs against the trainer's."""
     plan = ParallelPlan(param_dtype=precision)  # type: ignore[arg-type]
-    packed = TrainerConfig(device=device, sequence_packing=True)
-    trainer.setup(BackendConfig(trainer=packed, parallel=plan))
-    engine = TorchGenerationBackend(model=trainer.model, precision=precision)
+    made = trainer(random_model(config_of(shape), device), 64, parallel=plan)
+    engine = TorchGenerationBackend(model=made.model, precision=precision)
     engine.setup(GenerationConfig())
-    prompts = prompts_of(trainer.model)
+    prompts = torch.randint(2, made.model.config.vocab_size, (8, 12)).tolist()
     found = engine.generate(prompts, SamplingParams(max_new_tokens=32, seed=0))
-    examples = [
-        Example(
-            input_ids=[*prompt, *each.token_ids],
-            loss_mask=(mask := [False] * len(prompt) + [True] * len(each.token_ids)),
-            response_mask=mask,
-            generation_logprobs=[0.0] * len(prompt) + list(each.logprobs),
-        )
-        for prompt, each in zip(prompts, found, strict=True)
-    ]
-    batch = collate(examples)
-    gap = (trainer.get_logprobs(batch).values - batch.generation_logprobs)[batch.loss_mask].abs()
+    batch = collate(
+        [
+            Example(
+                input_ids=[*prompt, *each.token_ids],
+                loss_mask=(mask := [False] * len(prompt) + [True] * len(each.token_ids)),
+                response_mask=mask,
+                generation_logprobs=[0.0] * len(prompt) + list(each.logprobs),
+            )
+            for prompt, each in zip(prompts, found, strict=True)
+        ]
+    )
+    gap = (made.get_logprobs(batch).values - batch.generation_logprobs)[batch.loss_mask].abs()
     note = f"mean {float(gap.mean()):.1e}, in nats"
     goal = 1e-4 if precision == "float32" else None
     yield row(f"sampler gap, {precision}: greatest", float(gap.max()), at_most=goal, note=note)
+    if precision == "float32":
+        answers = engine.generate(prompts, SamplingParams(temperature=0.0, max_new_tokens=16))
+        made.shutdown()  # with it the model has its own attention again
+        same = 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ids = torch.tensor([prompt], device=device)
+            options = {"attention_mask": torch.ones_like(ids), "do_sample": False}
+            whole = engine.model.generate(ids, max_new_tokens=16, **options)
+            same += whole[0, len(prompt) :].tolist() == list(answer.token_ids)
+        yield row("greedy answers equal to transformers'", same / len(prompts), at_least=1)
 
 
 def tests(what: str, *arguments: str) -> Iterator[Row]:

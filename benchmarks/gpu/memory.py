@@ -1,7 +1,7 @@
 """The largest models that train on this GPU, as `nemorl plan` predicts them."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from train_step import batch_of
 
-from benchmarks.gpu.models import config_of, random_model
+from benchmarks.gpu.models import config_of, random_model, trainer
 from benchmarks.gpu.part import Measurements, Row, Skip, row
 from nemorl.losses.policy import clipped
-from nemorl.parallel.config import BackendConfig, LoRAConfig, TrainerConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.config import LoRAConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.memory import Step
@@ -60,7 +59,15 @@ def largest(kind: str, work: PlanConfig, small: bool) -> Iterator[Row]:
     if predicted > room:
         raise Skip(f"one layer needs {predicted / 1e9:.1f} GB, and {room / 1e9:.1f} may be used")
     with Allocations() if small else nullcontext() as recorded:
-        made, step = set_up(config, work, device)
+        made = trainer(
+            random_model(config, device),
+            work.seq_len,
+            parallel=PLAN,
+            lora=LoRAConfig(rank=work.lora_rank),
+            keep_reference=work.reference,
+        )
+        data = batch_of([work.seq_len // 8] * 16)
+        step = partial(made.train_step, data, policy_loss if work.reference else loss_fn)
         step()
         begin = time.time_ns()
         if not small:
@@ -72,20 +79,3 @@ def largest(kind: str, work: PlanConfig, small: bool) -> Iterator[Row]:
     note = f"{size / 1e9:.3g} B parameters in {layers} layers: {measured / 1e9:.3g} GB at the peak"
     ratio = measured / predicted
     yield row(f"{kind}: peak, × the plan's", ratio, at_least=0.9, at_most=1.1, note=note)
-
-
-def set_up(config: Any, work: PlanConfig, device: str) -> tuple[DTensorBackend, Callable[[], Any]]:
-    """Return a trainer and its step."""
-    made = DTensorBackend(random_model(config, device))
-    packed = TrainerConfig(
-        device=device,
-        sequence_packing=True,
-        packed_row_tokens=work.seq_len,
-        train_micro_batch_size=1,
-    )
-    lora = LoRAConfig(rank=work.lora_rank)
-    made.setup(
-        BackendConfig(trainer=packed, parallel=PLAN, lora=lora, keep_reference=work.reference)
-    )
-    data = batch_of([work.seq_len // 8] * 16)
-    return made, lambda: made.train_step(data, policy_loss if work.reference else loss_fn)

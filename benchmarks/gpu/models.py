@@ -5,6 +5,9 @@ from typing import Any
 import torch
 from common import model_config
 
+from nemorl.parallel.config import BackendConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+
 QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "small": {"hidden_size": 64, "num_hidden_layers": 2},
@@ -46,3 +49,16 @@ def random_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def trainer(model: Any, row_tokens: int, **settings: Any) -> DTensorBackend:
+    """A backend on the model's device, for packed rows, one a pass."""
+    packed = TrainerConfig(
+        device=model.device.type,
+        sequence_packing=True,
+        packed_row_tokens=row_tokens,
+        train_micro_batch_size=1,
+    )
+    made = DTensorBackend(model)
+    made.setup(BackendConfig(trainer=packed, **settings))
+    return made

@@ -81,21 +81,26 @@ def plain_step(
     """The model may be one that a backend trains, too, with its optimizer."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
+    def forward(part: torch.Tensor) -> torch.Tensor:
+        logits = model(part, use_cache=False).logits
+        return functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
+        )
+
     def step() -> None:
         attention = model.config._attn_implementation
         model.set_attn_implementation("sdpa")
         model.train()
-        optimizer.zero_grad()
-        for part in ids.split(rows):
-            with torch.autocast(ids.device.type, torch.bfloat16, enabled=bfloat16):
-                logits = model(part, use_cache=False).logits
-                loss = functional.cross_entropy(
-                    logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
-                )
-            (loss / ids[:, 1:].numel()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        model.set_attn_implementation(attention)
+        try:
+            optimizer.zero_grad()
+            for part in ids.split(rows):
+                with torch.autocast(ids.device.type, torch.bfloat16, enabled=bfloat16):
+                    loss = forward(part)
+                (loss / ids[:, 1:].numel()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        finally:
+            model.set_attn_implementation(attention)
 
     return step
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,10 @@ def measurements(small: bool) -> Measurements:
         yield f"sampling, {precision}", partial(sampling, shape, device, precision)
     if not small:
         files = [
-            str(file.relative_to(ROOT))
+            str(file)
             for file in sorted((ROOT / "tests").rglob("test_*.py"))
             if "mark.gpu" in file.read_text(encoding="utf-8")
+            and ("engines" not in file.parts or find_spec("vllm"))
         ]
         yield "tests marked gpu", partial(tests, "tests marked gpu", "-m", "gpu", *files)
     suite, what = "tests/parallel/test_training_conformance.py", "training conformance and resume"

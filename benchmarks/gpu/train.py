@@ -7,7 +7,6 @@ import statistics
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -44,7 +43,7 @@ PLANS = {
 
 def measurements(small: bool) -> Measurements:
     shapes = ("small",) if small else ("1.5B", "0.5B", "7B")
-    # TRL would see a rank's process group, and use DDP: ranks come last.
+    # Once this process is a rank it remains one, and TRL would use DDP: ranks come last.
     for ranks in (False,) if small else (False, True):
         for shape, (how, plan) in product(shapes, PLANS.items()):
             if plan.needs_ranks == ranks:
@@ -69,42 +68,31 @@ def fitting_trainer(shape: str, plan: ParallelPlan, small: bool) -> DTensorBacke
     return trainer(random_model(config, "cpu" if small else "cuda"), width, parallel=plan)
 
 
-@contextmanager
-def rank(wanted: bool) -> Iterator[None]:
-    """Be the only rank, as compiled plans need it, inside the block."""
-    if wanted:
-        become_rank(0, 1, free_port())
-    try:
-        yield
-    finally:
-        for name in ("RANK", "WORLD_SIZE") if wanted else ():
-            del os.environ[name]
-
-
 def step(what: str, shape: str, plan: ParallelPlan, small: bool) -> Iterator[Row]:
     rows, rounds = (2, 1) if small else (4, 5)
     data = batch(rows, small)
-    with rank(plan.needs_ranks):
-        made = fitting_trainer(shape, plan, small)
-        measured: list[dict[str, float]] = []
+    if plan.needs_ranks and "RANK" not in os.environ:
+        become_rank(0, 1, free_port())
+    made = fitting_trainer(shape, plan, small)
+    measured: list[dict[str, float]] = []
 
-        def ours() -> None:
-            measured.append(finalize(made.train_step(data, loss_fn)))
+    def ours() -> None:
+        measured.append(finalize(made.train_step(data, loss_fn)))
 
-        interleaved([ours], rounds)
-        found = measured[1:]
-        seconds = statistics.median(each["trainer/seconds"] for each in found)
-        speed = data.num_tokens / seconds
-        note = f"{speed:,.0f} tokens/s, {found[-1]['trainer/memory_gb']:.1f} GB at the peak"
-        goal = 0.5 if shape == "1.5B" and plan.activation_checkpointing == "none" else None
-        if "trainer/mfu" in found[0]:
-            mfu = statistics.median(each["trainer/mfu"] for each in found)
-            yield row(f"{what}: MFU", mfu, at_least=goal, note=note)
-        else:
-            yield row(f"{what}: tokens/s", speed, note=note)
-        if plan == BFLOAT16:
-            yield against_plain(what, made, data, rounds)
-        made.shutdown()
+    interleaved([ours], rounds)
+    found = measured[1:]
+    seconds = statistics.median(each["trainer/seconds"] for each in found)
+    speed = data.num_tokens / seconds
+    note = f"{speed:,.0f} tokens/s, {found[-1]['trainer/memory_gb']:.1f} GB at the peak"
+    goal = 0.5 if shape == "1.5B" and plan.activation_checkpointing == "none" else None
+    if "trainer/mfu" in found[0]:
+        mfu = statistics.median(each["trainer/mfu"] for each in found)
+        yield row(f"{what}: MFU", mfu, at_least=goal, note=note)
+    else:
+        yield row(f"{what}: tokens/s", speed, note=note)
+    if plan == BFLOAT16:
+        yield against_plain(what, made, data, rounds)
+    made.shutdown()
 
 
 def against_plain(what: str, made: DTensorBackend, data: Any, rounds: int) -> Row:

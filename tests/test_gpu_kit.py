@@ -150,6 +150,14 @@ def test_what_can_not_be_measured_is_a_row():
     assert found[4]["met"] is False and found[4]["goal"] == "≤ 1"
 
 
+def test_a_part_without_its_packages_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(part, "quiet", lambda: None)
+    part.main("no_such_part", small=True)
+    last = capsys.readouterr().out.splitlines()[-1]
+    said = "No module named 'benchmarks.gpu.no_such_part' (benchmarks/gpu/requirements.txt)"
+    assert json.loads(last.removeprefix(MARK)) == part.skipped("all of it", said)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [({"minutes": 0}, "minutes must be positive"), ({"write": Path("no/x.md")}, "make no")],

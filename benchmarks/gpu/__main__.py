@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
+try:
+    import tyro
+except ModuleNotFoundError as error:
+    sys.exit(f"the GPU kit needs tyro ({error}): pip install -r benchmarks/gpu/requirements.txt")
 
 from benchmarks.gpu import MARK
 from nemorl.checks import require

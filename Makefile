@@ -20,7 +20,7 @@ BRIEF := awk '/Downloading .*MB\)|^ERROR|^error/ {print; fflush()}'
 export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-all lint format bench bench-peers mutants parity clean
+.PHONY: help install quickstart test test-all lint format bench bench-peers gpu mutants parity clean
 
 help:  ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | \
@@ -81,6 +81,9 @@ $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 bench-peers: $(PEERS)/.installed  ## Run the benchmarks against TRL, in an environment of its own
 	@for script in $(wildcard benchmarks/*_vs_trl.py); do \
 		echo "== $$script"; $(PEERS)/bin/python $$script || exit 1; done
+
+gpu:  ## Prove the library on this machine's GPU and measure it (GPU='--part train --minutes 9')
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --write docs/gpu.md $(GPU)
 
 mutants: $(INSTALLED)  ## Put faults into losses and data; do tests fail? (MUTANTS='--sample 300')
 	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/python -m tests.mutation.run $(MUTANTS)

@@ -46,15 +46,49 @@ def quiet() -> None:
     transformers_logging.set_verbosity_error()
 
 
+def model_config(**sizes: Any) -> Any:
+    """The configuration of a Qwen2 of 0.3 M parameters, but for `sizes`."""
+    from transformers import Qwen2Config
+
+    hidden = sizes.get("hidden_size", 64)
+    default = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+    }
+    return Qwen2Config(**{**default, **sizes})
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def save_model(
-    folder: Path, *, hidden: int = 64, layers: int = 4, positions: int = 512, seed: int = 0
+    folder: Path,
+    *,
+    hidden: int = 64,
+    layers: int = 4,
+    heads: int = 4,
+    positions: int = 512,
+    seed: int = 0,
 ) -> int:
-    """A Qwen2 with random weights (four query heads, two key heads), and in `tokenizer` one of a
-    token per word. Returns the number of parameters.
+    """A Qwen2 with random weights, and in `tokenizer` one of a token per word. Returns the number
+    of parameters.
     """
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
     words = {"<end>": 0, "<unknown>": 1, **{f"t{i}": i for i in range(2, VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unknown>"))
@@ -63,17 +97,11 @@ def save_model(
         tokenizer_object=tokenizer, pad_token="<end>", eos_token="<end>", unk_token="<unknown>"
     ).save_pretrained(folder / "tokenizer")
     torch.manual_seed(seed)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
+    config = model_config(
         hidden_size=hidden,
-        intermediate_size=4 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
         max_position_embeddings=positions,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=0,
     )
     model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
@@ -114,6 +142,7 @@ def interleaved(candidates: Sequence[Callable[[], object]], rounds: int) -> list
             gc.collect()
             start = time.perf_counter()
             candidate()
+            synchronize()
             if number:
                 times.append(time.perf_counter() - start)
     return seconds

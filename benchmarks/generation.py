@@ -7,15 +7,14 @@ fixed: every response has 64 tokens. skewed: log-normal lengths (mean 40, at mos
 has to go on until the longest of a batch is done.
 """
 
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from common import command
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from common import VOCABULARY, command, interleaved, model_config, skewed_lengths
+from transformers import Qwen2ForCausalLM
 
 from nemorl import GenerationConfig, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
@@ -38,60 +37,65 @@ class Options:
 def response_lengths(options: Options, kind: str) -> list[int]:
     if kind == "fixed":
         return [64] * options.num_prompts
-    spread = 0.8
-    lengths = np.random.default_rng(0).lognormal(
-        np.log(40) - spread**2 / 2, spread, options.num_prompts
-    )
-    return np.clip(lengths.round().astype(int), 1, 256).tolist()
+    return skewed_lengths(options.num_prompts)
+
+
+def turns(
+    model: Any,
+    baseline: Any,
+    prompts: torch.Tensor,
+    params: Sequence[SamplingParams],
+    *,
+    rounds: int,
+    precision: str = "float32",
+    **options: Any,
+) -> tuple[list[float], list[float]]:
+    """Seconds of the engine and of `generate`, of one round each in turn.
+
+    baseline: the model of `generate`, which also gets `options`.
+    """
+    engine = TorchGenerationBackend(model=model, precision=precision)
+    engine.setup(GenerationConfig(max_batch_size=max(256, len(prompts) * params[0].n)))
+    inputs = prompts.to(baseline.device)
+
+    def ours() -> None:
+        completions = engine.generate(prompts.tolist(), params)
+        assert sum(len(c.token_ids) for c in completions) == sum(
+            p.n * p.max_new_tokens for p in params
+        )
+
+    def theirs() -> None:
+        baseline.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            do_sample=True,
+            top_k=0,
+            max_new_tokens=max(p.max_new_tokens for p in params),
+            num_return_sequences=params[0].n,
+            **options,
+        )
+
+    first, second = interleaved([ours, theirs], rounds)
+    return first, second
 
 
 def main(options: Options) -> None:
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = Qwen2ForCausalLM(config).eval()
-    prompts = torch.randint(2, 512, (options.num_prompts, 16))
-    engine = TorchGenerationBackend(model=model)
-    engine.setup(GenerationConfig())
+    model = Qwen2ForCausalLM(model_config(eos_token_id=None)).eval()
+    prompts = torch.randint(2, VOCABULARY, (options.num_prompts, 16))
     print(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters,"
         f" {options.num_prompts} prompts x {options.group_size}"
     )
     for kind in ("fixed", "skewed") if options.lengths == "both" else (options.lengths,):
         lengths = response_lengths(options, kind)
-        tokens = sum(lengths) * options.group_size
         params = [
             SamplingParams(n=options.group_size, max_new_tokens=length, seed=i)
             for i, length in enumerate(lengths)
         ]
-        ours, theirs = [], []
-        for _ in range(options.rounds):
-            start = time.perf_counter()
-            completions = engine.generate(prompts.tolist(), params)
-            ours.append(time.perf_counter() - start)
-            assert sum(len(c.token_ids) for c in completions) == tokens
-            start = time.perf_counter()
-            longest = max(lengths)
-            model.generate(
-                prompts,
-                attention_mask=torch.ones_like(prompts),
-                do_sample=True,
-                top_k=0,
-                max_new_tokens=longest,
-                num_return_sequences=options.group_size,
-            )
-            theirs.append(time.perf_counter() - start)
-        a, b = tokens / median(ours), tokens / median(theirs)
+        tokens = sum(lengths) * options.group_size
+        times = turns(model, model, prompts, params, rounds=options.rounds)
+        a, b = (tokens / median(one) for one in times)
         print(
             f"{kind:>7}: nemorl {a:8.0f} tokens/s   transformers {b:8.0f} tokens/s   ratio"
             f" {a / b:.2f}"

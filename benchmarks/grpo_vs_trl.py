@@ -56,6 +56,12 @@ class Options:
     """Width of the model; 64 makes 0.3 M parameters."""
     layers: int = 4
     """Of the model."""
+    heads: int = 4
+    """Of the model, for queries."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it is computed."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in, on both sides."""
     micro_batch: int | None = None
     """Rows (TRL) and as many times the longest sequence in tokens (nemorl) of a forward pass in
     training. None: for each the fastest of some.
@@ -122,7 +128,9 @@ class Ours:
             trainer=nemorl.TrainerConfig(
                 sequence_packing=True,
                 micro_batch_tokens=micro_batch * (PROMPT_TOKENS + lengths.longest),
+                device=options.device,
             ),
+            parallel=nemorl.ParallelPlan(param_dtype=options.precision),
             optimizer=nemorl.OptimizerConfig(lr=1e-5, beta2=0.999),
             generation=nemorl.GenerationConfig(max_new_tokens=lengths.longest, max_batch_size=256),
             num_prompts_per_step=options.num_prompts,
@@ -196,9 +204,9 @@ class Theirs:
                 max_grad_norm=1.0,
                 beta=0.0,
                 loss_type="grpo",
-                bf16=False,
+                bf16=options.precision == "bfloat16",
                 gradient_checkpointing=False,
-                use_cpu=True,
+                use_cpu=options.device == "cpu",
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
@@ -232,7 +240,7 @@ def force_lengths(model: Any, lengths: Lengths, steps: int) -> None:
     def forced(
         input_ids: torch.Tensor, attention_mask: torch.Tensor, generation_config: Any
     ) -> torch.Tensor:
-        ends = torch.tensor(lengths.of(next(calls))) + input_ids.shape[1]
+        ends = torch.tensor(lengths.of(next(calls)), device=input_ids.device) + input_ids.shape[1]
         generation_config.eos_token_id = None
         tokens = generate(
             input_ids,
@@ -244,7 +252,9 @@ def force_lengths(model: Any, lengths: Lengths, steps: int) -> None:
         response = tokens[:, begin:]
         response[response == 0] = 1
         tokens[:, begin:] = torch.where(
-            torch.arange(begin, tokens.shape[1]) < ends[:, None] - 1, response, 0
+            torch.arange(begin, tokens.shape[1], device=ends.device) < ends[:, None] - 1,
+            response,
+            0,
         )
         return tokens
 
@@ -280,31 +290,34 @@ def fastest(
     )
 
 
-def main(options: Options) -> None:
+def compare(options: Options, kind: str) -> tuple[float, float, float]:
+    """Tokens per second of nemorl and of TRL, and their ratio."""
     quiet()
     rng = np.random.default_rng(0)
     rows = [{"prompt": words(PROMPT_TOKENS, rng)} for _ in range(4 * options.num_prompts)]
     responses = options.num_prompts * options.group_size
+    with tempfile.TemporaryDirectory() as name:
+        folder, lengths = Path(name), Lengths(kind, responses)
+        size = save_model(folder, hidden=options.hidden, layers=options.layers, heads=options.heads)
+        print(
+            f"{kind}: {size / 1e6:.1f} M parameters, {options.num_prompts} prompts x"
+            f" {options.group_size}, {torch.get_num_threads()} threads"
+        )
+        ours = fastest(Ours, folder, rows, lengths, options, (16, 32, 64))
+        theirs = fastest(Theirs, folder, rows, lengths, options, (32, 64, 128, 256))
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(options.rounds):
+            times[0].append(ours.median())
+            times[1].append(theirs.median())
+        tokens = statistics.mean(sum(lengths.of(step)) for step in range(options.steps))
+    a, b = (tokens / statistics.median(t) for t in times)
+    return a, b, median_ratio(*times)
+
+
+def main(options: Options) -> None:
     for kind in ("fixed", "skewed") if options.lengths == "both" else (options.lengths,):
-        with tempfile.TemporaryDirectory() as name:
-            folder, lengths = Path(name), Lengths(kind, responses)
-            size = save_model(folder, hidden=options.hidden, layers=options.layers)
-            print(
-                f"{kind}: {size / 1e6:.1f} M parameters, {options.num_prompts} prompts x"
-                f" {options.group_size}, {torch.get_num_threads()} threads"
-            )
-            ours = fastest(Ours, folder, rows, lengths, options, (16, 32, 64))
-            theirs = fastest(Theirs, folder, rows, lengths, options, (32, 64, 128, 256))
-            times: tuple[list[float], list[float]] = ([], [])
-            for _ in range(options.rounds):
-                times[0].append(ours.median())
-                times[1].append(theirs.median())
-            tokens = statistics.mean(sum(lengths.of(step)) for step in range(options.steps))
-            a, b = (tokens / statistics.median(t) for t in times)
-            print(
-                f"  nemorl {a:8.0f} tokens/s   TRL {b:8.0f} tokens/s   ratio"
-                f" {median_ratio(*times):.2f}"
-            )
+        a, b, ratio = compare(options, kind)
+        print(f"  nemorl {a:8.0f} tokens/s   TRL {b:8.0f} tokens/s   ratio {ratio:.2f}")
 
 
 if __name__ == "__main__":

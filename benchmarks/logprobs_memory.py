@@ -4,20 +4,21 @@ and time, forward and backward.
     python benchmarks/logprobs_memory.py
 
 Naive: `log_softmax` of `hidden @ weight.T` for all tokens at once, and `gather`. Peak memory is
-what is allocated at the most beyond the arguments (on a GPU as its allocator counts it, on a CPU as
-the process grows), each in a process of its own.
+what is allocated at the most beyond the arguments: on a GPU as its allocator counts it, on a CPU as
+a process of its own grows.
 """
 
 import multiprocessing
 import resource
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
-from common import command
+from common import command, interleaved, median_ratio, synchronize
+from torch.nn import functional
 
 from nemorl.losses.logprobs import linear_token_logprobs
 
@@ -36,76 +37,109 @@ class Options:
     """Tokens whose logits are held at a time."""
     rounds: int = 3
     """Turns of each; the median of their ratios counts."""
+    entropy: bool = False
+    """Entropy besides."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of hidden states and weight."""
     device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
     """Where it is computed."""
 
 
 def arguments(options: Options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    hidden = torch.randn(
-        1, options.tokens + 1, options.hidden, device=options.device, requires_grad=True
+    kind = {"device": options.device, "dtype": getattr(torch, options.dtype)}
+    hidden = torch.randn(1, options.tokens + 1, options.hidden, **kind, requires_grad=True)
+    weight = (0.05 * torch.randn(options.vocabulary, options.hidden, **kind)).requires_grad_()
+    ids = torch.randint(0, options.vocabulary, (1, options.tokens + 1), device=options.device)
+    return hidden, weight, ids
+
+
+def naive(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, options: Options
+) -> torch.Tensor:
+    every = (hidden[:, :-1] @ weight.T).log_softmax(-1)
+    logprobs = every.gather(-1, ids[:, 1:, None])[..., 0]
+    return logprobs - (every.exp() * every).sum(-1) if options.entropy else logprobs
+
+
+def chunked(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, options: Options
+) -> torch.Tensor:
+    logprobs, entropy = linear_token_logprobs(
+        hidden, weight, ids, chunk=options.chunk, with_entropy=options.entropy
     )
-    weight = (
-        0.05 * torch.randn(options.vocabulary, options.hidden, device=options.device)
-    ).requires_grad_()
-    return (
-        hidden,
-        weight,
-        torch.randint(0, options.vocabulary, (1, options.tokens + 1), device=options.device),
-    )
+    return logprobs if entropy is None else logprobs + entropy
 
 
-def naive(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    logprobs = (hidden[:, :-1] @ weight.T).log_softmax(-1)
-    return logprobs.gather(-1, ids[:, 1:, None])[..., 0]
+def liger(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, options: Options
+) -> torch.Tensor:
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    states, targets = hidden[0, :-1], ids[0, 1:]
+    return -liger_fused_linear_cross_entropy(states, weight, targets, reduction="sum")
 
 
-def chunked(options: Options) -> Callable[..., torch.Tensor]:
-    return lambda *args: linear_token_logprobs(*args, chunk=options.chunk)[0]
+def pytorch(
+    hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, options: Options
+) -> torch.Tensor:
+    return -functional.linear_cross_entropy(hidden[0, :-1], weight, ids[0, 1:], reduction="sum")
 
 
-def forward_and_backward(
-    function: Callable[..., torch.Tensor], args: tuple[torch.Tensor, ...]
-) -> float:
+CANDIDATES = {"naive": naive, "chunked": chunked, "Liger": liger, "PyTorch": pytorch}
+"""All but the first two without entropy."""
+
+
+def forward_and_backward(which: str, args: tuple[torch.Tensor, ...], options: Options) -> float:
     """Seconds."""
     for arg in args[:2]:
         arg.grad = None
     start = time.perf_counter()
-    function(*args).sum().backward()
-    if args[0].is_cuda:
-        torch.cuda.synchronize()
+    CANDIDATES[which](*args, options).sum().backward()
+    synchronize()
     return time.perf_counter() - start
 
 
-def peak(which: str, options: Options, answer: Any) -> None:
-    """Bytes allocated at the most beyond the arguments, in a fresh process."""
+def grown(which: str, options: Options, answer: Any) -> None:
+    """Bytes by which this process, a fresh one, grows at the most."""
     args = arguments(options)
-    function = naive if which == "naive" else chunked(options)
-    if options.device == "cuda":
-        before = torch.cuda.memory_allocated()
-        forward_and_backward(function, args)
-        answer.put(torch.cuda.max_memory_allocated() - before)
-        return
     few = (
         args[0][:, :2].detach().requires_grad_(),
         args[1][:8].detach().requires_grad_(),
         args[2][:, :2] % 8,
     )
-    forward_and_backward(naive, few)  # what torch itself loads at its first use is not counted
+    # What torch itself loads at its first use is not counted.
+    forward_and_backward("naive", few, options)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    forward_and_backward(function, args)
+    forward_and_backward(which, args, options)
     answer.put(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
 
 
-def main(options: Options) -> None:
+def peak_of(which: str, options: Options) -> int:
+    if options.device == "cuda":
+        args = arguments(options)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        forward_and_backward(which, args, options)
+        return torch.cuda.max_memory_allocated() - before
     context = multiprocessing.get_context("spawn")
-    peaks = {}
-    for which in ("naive", "chunked"):
-        answer = context.Queue()
-        process = context.Process(target=peak, args=(which, options, answer))
-        process.start()
-        peaks[which] = answer.get()
-        process.join()
+    answer = context.SimpleQueue()
+    process = context.Process(target=grown, args=(which, options, answer))
+    process.start()
+    process.join()
+    return answer.get()
+
+
+def seconds_of(options: Options, *candidates: str) -> list[list[float]]:
+    args = arguments(options)
+    return interleaved(
+        [partial(forward_and_backward, which, args, options) for which in candidates],
+        options.rounds,
+    )
+
+
+def main(options: Options) -> None:
+    peaks = {which: peak_of(which, options) for which in ("naive", "chunked")}
     gradients = (
         4 * options.hidden * (options.tokens + options.vocabulary)
     )  # they are results, which both have
@@ -123,14 +157,8 @@ def main(options: Options) -> None:
         f" {peaks['chunked'] / peaks['naive']:.3f}"
     )
 
-    args, function = arguments(options), chunked(options)
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(options.rounds + 1):
-        for one, candidate in zip(times, (naive, function), strict=True):
-            seconds = forward_and_backward(candidate, args)
-            if number:
-                one.append(seconds)
-    ratio = statistics.median(b / a for a, b in zip(*times, strict=True))
+    times = seconds_of(options, "naive", "chunked")
+    ratio = median_ratio(times[1], times[0])
     print(
         f"  time: naive {statistics.median(times[0]):.2f} s, chunked"
         f" {statistics.median(times[1]):.2f} s, chunked / naive {ratio:.2f}"

@@ -22,6 +22,7 @@ from common import command, interleaved, median_ratio, quiet, save_model
 from torch import Tensor
 from train_step import batch_of, our_step, plain_step
 
+from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.measure import peak_memory
@@ -77,10 +78,10 @@ def one_rank(options: Options, folder: Path) -> None:
         f" tokens, {torch.get_num_threads()} threads"
     )
     batch, trainer = batch_of([options.length] * options.num_sequences), TrainerConfig(device="cpu")
-    alone = our_step(folder, batch, trainer)
-    plain = plain_step(folder, batch.input_ids, options.num_sequences)
-    become_rank(0, 1, _port())
-    ranked = our_step(folder, batch, trainer)
+    alone = our_step(load_causal_lm(str(folder)), batch, trainer)
+    plain = plain_step(load_causal_lm(str(folder)), batch.input_ids, options.num_sequences)
+    become_rank(0, 1, free_port())
+    ranked = our_step(load_causal_lm(str(folder)), batch, trainer)
     times = interleaved([ranked, alone, plain], options.rounds)
     for what, ours in zip(
         ("FSDP2 over one rank", "one process, plain tensors"), times, strict=False
@@ -108,7 +109,7 @@ def memory(options: Options, folder: Path) -> None:
         if plan.num_ranks > options.ranks:
             continue
         found = mp.get_context("spawn").Manager().dict()
-        mp.spawn(measure, (plan, folder, options.length, _port(), found), plan.num_ranks)
+        mp.spawn(measure, (plan, folder, options.length, free_port(), found), plan.num_ranks)
         parameters, gradients, optimizer, growth = (
             max(parts) for parts in zip(*found.values(), strict=True)
         )
@@ -173,7 +174,7 @@ def become_rank(rank: int, size: int, port: int) -> None:
     )
 
 
-def _port() -> int:
+def free_port() -> int:
     import socket
 
     with socket.socket() as probe:

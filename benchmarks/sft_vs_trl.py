@@ -15,7 +15,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -49,6 +49,12 @@ class Options:
     """Width of the model; 64 makes 0.3 M parameters."""
     layers: int = 4
     """Of the model."""
+    heads: int = 4
+    """Of the model, for queries."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where it is computed."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in, on both sides."""
 
 
 class Ours:
@@ -61,7 +67,12 @@ class Ours:
         self.config = nemorl.SFTConfig(
             model=nemorl.ModelConfig(path=str(folder)),
             data=nemorl.DataConfig(max_total_sequence_length=options.longest),
-            trainer=nemorl.TrainerConfig(sequence_packing=True, micro_batch_tokens=4096),
+            trainer=nemorl.TrainerConfig(
+                sequence_packing=True,
+                micro_batch_tokens=max(4096, options.longest),
+                device=options.device,
+            ),
+            parallel=nemorl.ParallelPlan(param_dtype=options.precision),
             optimizer=nemorl.OptimizerConfig(lr=1e-5, beta2=0.999),
             train_global_batch_size=options.batch,
         )
@@ -143,9 +154,9 @@ class Theirs:
                 lr_scheduler_type="constant",
                 adam_beta2=0.999,
                 max_grad_norm=1.0,
-                bf16=False,
+                bf16=options.precision == "bfloat16",
                 gradient_checkpointing=False,
-                use_cpu=True,
+                use_cpu=options.device == "cpu",
                 report_to="none",
                 save_strategy="no",
                 disable_tqdm=True,
@@ -182,12 +193,17 @@ def make_data(folder: Path, options: Options) -> tuple[list[dict], list[dict]]:
     return rows, examples
 
 
-def main(options: Options) -> None:
+def compare(options: Options) -> dict[str, tuple[float, float]]:
+    """Tokens per second of nemorl and of TRL's settings, and how many times as fast nemorl is."""
     quiet()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         size = save_model(
-            folder, hidden=options.hidden, layers=options.layers, positions=options.longest
+            folder,
+            hidden=options.hidden,
+            layers=options.layers,
+            heads=options.heads,
+            positions=options.longest,
         )
         rows, examples = make_data(folder, options)
         tokens = sum(len(example["input_ids"]) for example in examples)
@@ -195,40 +211,49 @@ def main(options: Options) -> None:
             f"{size / 1e6:.1f} M parameters, {len(rows)} sequences, {tokens} tokens,"
             f" {options.batch} sequences a step"
         )
-        ours = Ours(folder, rows, options)
         with silence():
-            peers = {
-                **{f"padded, {n} rows": Theirs(folder, examples, options, rows=n) for n in (32, 8)},
+            trainers: dict[str, Any] = {
+                "nemorl, packed": Ours(folder, rows, options),
                 **{
-                    f"by length, {n} rows": Theirs(
+                    f"TRL, padded, {n} rows": Theirs(folder, examples, options, rows=n)
+                    for n in (32, 8)
+                },
+                **{
+                    f"TRL, by length, {n} rows": Theirs(
                         folder, examples, options, rows=n, by_length=True
                     )
                     for n in (32, 8)
                 },
                 **{
-                    f"packed, {n} rows": Theirs(folder, examples, options, rows=n, packing=True)
+                    f"TRL, packed, {n} rows": Theirs(
+                        folder, examples, options, rows=n, packing=True
+                    )
                     for n in (1, 4)
                 },
             }
-        times: dict[str, list[float]] = {name: [] for name in ("nemorl", *peers)}
+        times: dict[str, list[float]] = {name: [] for name in trainers}
         for number in range(options.rounds + 1):
-            for name, trainer in (("nemorl", ours), *peers.items()):
-                seconds = trainer.seconds()
+            for name, trainer in list(trainers.items()):
+                try:
+                    seconds = trainer.seconds()
+                except torch.OutOfMemoryError:
+                    del trainers[name], times[name]
+                    continue
                 if number:  # the first turn warms up
                     times[name].append(seconds)
-        print(
-            f"  {'nemorl, packed':<24}{tokens / statistics.median(times['nemorl']):8.0f} tokens/s"
-        )
-        for name in peers:
-            ratio = median_ratio(times["nemorl"], times[name])
-            print(
-                f"  {'TRL, ' + name:<24}{tokens / statistics.median(times[name]):8.0f} tokens/s  "
-                f" nemorl is {ratio:.2f} times as fast"
-            )
-        print(
-            "  ratio against TRL's fastest:"
-            f" {min(median_ratio(times['nemorl'], times[name]) for name in peers):.2f}"
-        )
+    ours = times["nemorl, packed"]
+    return {
+        name: (tokens / statistics.median(taken), median_ratio(ours, taken))
+        for name, taken in times.items()
+    }
+
+
+def main(options: Options) -> None:
+    found = compare(options)
+    for name, (speed, ratio) in found.items():
+        print(f"  {name:<24}{speed:8.0f} tokens/s   nemorl is {ratio:.2f} times as fast")
+    fastest = min(ratio for name, (_, ratio) in found.items() if name.startswith("TRL"))
+    print(f"  ratio against TRL's fastest: {fastest:.2f}")
 
 
 if __name__ == "__main__":

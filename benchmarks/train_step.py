@@ -10,20 +10,27 @@ logprobs from hidden states and their entropy besides.
 """
 
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import VOCABULARY, command, interleaved, median_ratio, quiet, save_model, skewed_lengths
+from common import (
+    VOCABULARY,
+    command,
+    interleaved,
+    median_ratio,
+    model_config,
+    quiet,
+    skewed_lengths,
+)
 from torch.nn import functional
+from transformers import AutoModelForCausalLM
 
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.losses.masks import token_mean_weights
-from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.config import BackendConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.algorithms.sft import loss_fn
 
@@ -79,103 +86,110 @@ def groups_of(count: int) -> TokenBatch:
     return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
 
 
-def our_step(folder: Path, batch: TokenBatch, trainer: TrainerConfig) -> Callable[[], Any]:
-    backend = DTensorBackend()
-    backend.setup(
-        BackendConfig(
-            model=ModelConfig(path=str(folder)), trainer=trainer, optimizer=OptimizerConfig(lr=1e-5)
-        )
-    )
+def our_step(model: Any, batch: TokenBatch, trainer: TrainerConfig) -> Callable[[], Any]:
+    backend = DTensorBackend(model)
+    backend.setup(BackendConfig(trainer=trainer, optimizer=OptimizerConfig(lr=1e-5)))
     return lambda: backend.train_step(batch, loss_fn)
 
 
-def plain_step(folder: Path, ids: torch.Tensor, rows: int) -> Callable[[], Any]:
-    from transformers import AutoModelForCausalLM
+def plain_step(
+    model: Any, ids: torch.Tensor, rows: int, *, optimizer: Any = None, bfloat16: bool = False
+) -> Callable[[], Any]:
+    """The model may be one that a backend trains, too, with its optimizer."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    def forward(part: torch.Tensor) -> torch.Tensor:
+        logits = model(part, use_cache=False).logits
+        return functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
+        )
 
     def step() -> None:
-        optimizer.zero_grad()
-        for part in ids.split(rows):
-            logits = model(part, use_cache=False).logits
-            loss = functional.cross_entropy(
-                logits[:, :-1].flatten(0, 1), part[:, 1:].flatten(), reduction="sum"
-            )
-            (loss / ids[:, 1:].numel()).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        attention = model.config._attn_implementation
+        model.set_attn_implementation("sdpa")
+        model.train()
+        try:
+            optimizer.zero_grad()
+            for part in ids.split(rows):
+                with torch.autocast(ids.device.type, torch.bfloat16, enabled=bfloat16):
+                    loss = forward(part)
+                (loss / ids[:, 1:].numel()).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        finally:
+            model.set_attn_implementation(attention)
 
     return step
 
 
 def main(options: Options) -> None:
     quiet()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        size = save_model(
-            folder, hidden=options.hidden, layers=options.layers, positions=options.row_tokens
-        )
-        print(f"{size / 1e6:.1f} M parameters, {torch.get_num_threads()} threads")
-        packed = TrainerConfig(
-            sequence_packing=True,
-            packed_row_tokens=options.row_tokens,
-            micro_batch_tokens=options.micro_batch_tokens,
-        )
+    torch.manual_seed(0)
+    config = model_config(
+        hidden_size=options.hidden,
+        num_hidden_layers=options.layers,
+        max_position_embeddings=options.row_tokens,
+    )
 
-        batch = batch_of([options.length] * options.num_sequences)
-        sizes = [n for n in (16, 32, 64) if n <= options.num_sequences]
-        ours, *plain = interleaved(
-            [
-                our_step(folder, batch, packed),
-                *(plain_step(folder, batch.input_ids, rows) for rows in sizes),
-            ],
-            options.rounds,
-        )
-        print(
-            f"{options.num_sequences} sequences of {options.length} tokens: nemorl, packed"
-            f" {statistics.median(ours):.3f} s a step"
-        )
-        ratios = [median_ratio(theirs, ours) for theirs in plain]
-        for rows, theirs, ratio in zip(sizes, plain, ratios, strict=True):
-            print(
-                f"  plain loop, {rows} rows a pass {statistics.median(theirs):.3f} s, time of"
-                f" nemorl / plain loop {ratio:.2f}"
-            )
-        print(f"  time against the fastest plain loop: {max(ratios):.2f}")
+    def model() -> Any:
+        return AutoModelForCausalLM.from_config(config)
 
-        lengths = skewed_lengths(
-            options.num_sequences, mean=options.length, longest=4 * options.length
-        )
-        batch = batch_of(lengths)
-        rows = max(1, options.micro_batch_tokens // max(lengths))
-        padded = TrainerConfig(train_micro_batch_size=rows)
-        ours, padded_times = interleaved(
-            [our_step(folder, batch, packed), our_step(folder, batch, padded)], options.rounds
-        )
-        print(
-            f"log-normal lengths, mean {np.mean(lengths):.0f}, longest {max(lengths)}: packed"
-            f" {statistics.median(ours):.3f} s, ",
-            end="",
-        )
-        print(
-            f"padded {statistics.median(padded_times):.3f} s, packed is"
-            f" {median_ratio(ours, padded_times):.2f} times as fast"
-        )
+    size = sum(p.numel() for p in model().parameters())
+    print(f"{size / 1e6:.1f} M parameters, {torch.get_num_threads()} threads")
+    packed = TrainerConfig(
+        sequence_packing=True,
+        packed_row_tokens=options.row_tokens,
+        micro_batch_tokens=options.micro_batch_tokens,
+    )
 
-        batch = groups_of(options.num_sequences // 8)
-        shared, alone = interleaved(
-            [
-                our_step(folder, batch, replace(packed, share_prompts=share))
-                for share in (True, False)
-            ],
-            options.rounds,
-        )
+    batch = batch_of([options.length] * options.num_sequences)
+    sizes = [n for n in (16, 32, 64) if n <= options.num_sequences]
+    ours, *plain = interleaved(
+        [
+            our_step(model(), batch, packed),
+            *(plain_step(model(), batch.input_ids, rows) for rows in sizes),
+        ],
+        options.rounds,
+    )
+    print(
+        f"{options.num_sequences} sequences of {options.length} tokens: nemorl, packed"
+        f" {statistics.median(ours):.3f} s a step"
+    )
+    ratios = [median_ratio(theirs, ours) for theirs in plain]
+    for rows, theirs, ratio in zip(sizes, plain, ratios, strict=True):
         print(
-            f"groups of 8, prompts of 45 tokens, responses of 14: shared prompts"
-            f" {statistics.median(shared):.3f} s, each on its own {statistics.median(alone):.3f} s,"
-            f" shared are {median_ratio(shared, alone):.2f} times as fast"
+            f"  plain loop, {rows} rows a pass {statistics.median(theirs):.3f} s, time of"
+            f" nemorl / plain loop {ratio:.2f}"
         )
+    print(f"  time against the fastest plain loop: {max(ratios):.2f}")
+
+    lengths = skewed_lengths(options.num_sequences, mean=options.length, longest=4 * options.length)
+    batch = batch_of(lengths)
+    rows = max(1, options.micro_batch_tokens // max(lengths))
+    padded = TrainerConfig(train_micro_batch_size=rows)
+    ours, padded_times = interleaved(
+        [our_step(model(), batch, packed), our_step(model(), batch, padded)], options.rounds
+    )
+    print(
+        f"log-normal lengths, mean {np.mean(lengths):.0f}, longest {max(lengths)}: packed"
+        f" {statistics.median(ours):.3f} s, ",
+        end="",
+    )
+    print(
+        f"padded {statistics.median(padded_times):.3f} s, packed is"
+        f" {median_ratio(ours, padded_times):.2f} times as fast"
+    )
+
+    batch = groups_of(options.num_sequences // 8)
+    shared, alone = interleaved(
+        [our_step(model(), batch, replace(packed, share_prompts=share)) for share in (True, False)],
+        options.rounds,
+    )
+    print(
+        f"groups of 8, prompts of 45 tokens, responses of 14: shared prompts"
+        f" {statistics.median(shared):.3f} s, each on its own {statistics.median(alone):.3f} s,"
+        f" shared are {median_ratio(shared, alone):.2f} times as fast"
+    )
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from common import command, quiet
+from common import command, median_ratio, model_config, quiet, synchronize
 
 GIGA = 1e9
 
@@ -30,6 +30,10 @@ class Options:
     """Each one's turns; the median counts."""
     engine: bool = True
     """Also sync into a vLLM engine."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Of the trainer's weights; an engine on the same GPU takes them by CUDA IPC."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """More settings of generation."""
 
 
 SIZES = {10: (256, 2), 100: (896, 2), 1000: (2048, 4)}
@@ -37,13 +41,10 @@ SIZES = {10: (256, 2), 100: (896, 2), 1000: (2048, 4)}
 
 
 def config_of(megabytes: int) -> Any:
-    from transformers import Qwen2Config
-
     hidden, layers = SIZES[megabytes]
-    return Qwen2Config(
+    return model_config(
         vocab_size=1024,
         hidden_size=hidden,
-        intermediate_size=4 * hidden,
         num_hidden_layers=layers,
         num_attention_heads=hidden // 64,
         num_key_value_heads=hidden // 64,
@@ -75,12 +76,15 @@ class Trainer:
 
 
 def seconds(call: Callable[[], Any]) -> float:
+    synchronize()
     start = time.perf_counter()
     call()
+    synchronize()
     return time.perf_counter() - start
 
 
-def measure(megabytes: int, options: Options) -> None:
+def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float]]]:
+    """The bytes of the weights, and the seconds of each way in each round."""
     import ray
     import torch
     from transformers import AutoModelForCausalLM
@@ -91,7 +95,7 @@ def measure(megabytes: int, options: Options) -> None:
     from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
     from nemorl.runtime.run.weight_sync import sync_weights
 
-    model = AutoModelForCausalLM.from_config(config_of(megabytes))
+    model = AutoModelForCausalLM.from_config(config_of(megabytes)).to(options.device)
     weights = [(name, tensor.detach()) for name, tensor in model.named_parameters()]
     copies = [torch.rand_like(tensor) for _, tensor in weights]
     num_bytes = sum(tensor.nbytes for _, tensor in weights)
@@ -100,12 +104,13 @@ def measure(megabytes: int, options: Options) -> None:
         places={0: own_place()},
         expected=expected_weights(model.config.to_json_string()),
         dtype=torch.float32,
+        transport="object_store",
     )
     trainer: Any = Trainer(model)
     generator = VLLMGenerationBackend(model=model)
     if options.engine:
         cache = {"kv_cache_memory_bytes": 64 << 20}
-        generator.setup(GenerationConfig(backend="vllm", engine=cache))
+        generator.setup(GenerationConfig(backend="vllm", engine=cache, **options.settings))
     params = SamplingParams(max_new_tokens=1, seed=0)
 
     def copy() -> None:
@@ -113,7 +118,7 @@ def measure(megabytes: int, options: Options) -> None:
             target.copy_(tensor)
 
     def first_token() -> None:
-        sync_weights(trainer, generator, version=trainer.step)
+        sync_weights(trainer, generator)
         generator.generate([[5] * 16], params)
 
     times: dict[str, list[float]] = {}
@@ -126,12 +131,7 @@ def measure(megabytes: int, options: Options) -> None:
         for name, value in round_.items() if number else ():
             times.setdefault(name, []).append(value)
     generator.shutdown()
-    print(f"{num_bytes / 1e6:.0f} MB of float32")
-    for name, values in times.items():
-        ratio = statistics.median(a / b for a, b in zip(times["copy"], values, strict=True))
-        took = statistics.median(values)
-        speed = f"{num_bytes / took / GIGA:6.2f} GB/s   ratio to the copy {ratio:.2f}"
-        print(f"  {name:>11} {speed}   {took:.3f} s")
+    return num_bytes, times
 
 
 def main(options: Options) -> None:
@@ -144,7 +144,13 @@ def main(options: Options) -> None:
     torch.set_num_threads(1)
     with RayVirtualCluster({"benchmark": [Bundle(cpus=1)]}, num_cpus=2):
         for megabytes in options.megabytes:
-            measure(megabytes, options)
+            num_bytes, times = measure(megabytes, options)
+            print(f"{num_bytes / 1e6:.0f} MB of float32")
+            for name, values in times.items():
+                ratio = median_ratio(values, times["copy"])
+                took = statistics.median(values)
+                speed = f"{num_bytes / took / GIGA:6.2f} GB/s   ratio to the copy {ratio:.2f}"
+                print(f"  {name:>11} {speed}   {took:.3f} s")
 
 
 if __name__ == "__main__":

@@ -152,7 +152,8 @@ def _serve(
             os.chdir(folder)
             try:
                 if process_group and not dist.is_initialized():
-                    dist.init_process_group("gloo")
+                    on_gpu = os.environ.get("NEMORL_TEST_DEVICE") == "cuda"
+                    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
                 torch.manual_seed(0)
                 # Not send(): it would only pass on where tensors lie.
                 pipe.send_bytes(pickle.dumps(("value", function(*args))))

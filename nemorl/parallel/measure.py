@@ -12,6 +12,27 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Max, Mean, Metrics
 
 GIGABYTE = 1e9
+PEAK_FLOPS = {
+    "GB200": 2.5e15,
+    "GB300": 2.5e15,
+    "B200": 2.25e15,
+    "B300": 2.25e15,
+    "H200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A6000": 155e12,
+    "L40S": 362e12,
+    "MI355X": 2.5e15,
+    "MI325X": 1.3e15,
+    "MI300X": 1.3e15,
+    "MI250X": 191.5e12,
+}
+"""Dense bfloat16 operations per second by a part of a GPU's name, from data sheets; the first match
+counts.
+"""
 
 
 def flops_per_step(
@@ -144,11 +165,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return a GPU's bfloat16 operations per second, None if torchtitan's table lacks it."""
+    """Return a GPU's bfloat16 operations per second, None if `PEAK_FLOPS` lacks it."""
     if device.type != "cuda":
         return None
-    try:
-        from nemorl.parallel.dtensor import titan
-    except ValueError:  # torchtitan is not installed
-        return None
-    return titan.peak_flops(torch.cuda.get_device_name(device))
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

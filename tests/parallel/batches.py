@@ -1,5 +1,6 @@
 """Batches of random sequences for training tests."""
 
+import os
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,9 @@ from nemorl.losses.supervised import nll
 from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput
 from tests.tiny_models import ALPHABET
+
+DEVICE = os.environ.get("NEMORL_TEST_DEVICE", "cpu")
+"""Where the conformance suite and the parity cases train; `python -m benchmarks.gpu` sets cuda."""
 
 
 def random_batch(lengths: list[int], *, seed: int = 0) -> TokenBatch:

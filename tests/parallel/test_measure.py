@@ -96,6 +96,15 @@ def test_a_step(monkeypatch):
     assert "trainer/mfu" not in step(StepMeter(config, CPU, 1), batch)
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA T4", None)],
+)
+def test_the_peak_of_a_gpu_is_known_by_its_name(name, peak, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert measure.peak_flops(torch.device("cuda")) == peak
+
+
 def test_several_steps_and_ranks_are_one_rate():
     """That of both steps together, not the mean of rates; however many ranks there are."""
     meter = StepMeter(tiny_model().config, CPU, 1)

@@ -48,17 +48,3 @@ def checkpoint_activations(decoder: nn.Module, how: str) -> None:
     """Recompute each layer in the backward pass, all of it (full) or the cheap part (selective)."""
     policy: Any = {"full": FullAC, "selective": SelectiveAC}[how]
     policy.Config().build().apply(decoder)
-
-
-KNOWN_GPUS = (
-    *("A100", "H100", "H200", "H20", "B200", "B300", "L40S", "A6000"),
-    *("MI355X", "MI300X", "MI325X", "MI250X"),
-)
-"""GPUs in torchtitan's table, which takes all others for an A100."""
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a GPU by its name, or None if it is not known."""
-    if not any(one in device_name for one in KNOWN_GPUS):
-        return None
-    return float(utils.get_peak_flops(device_name.replace("L40S", "l40s")))

@@ -21,6 +21,7 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from tests.parallel.batches import DEVICE
 from tests.parallel.parity.cases import LAYOUTS, Case
 from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, golden_batch
 from tests.parallel.parity.losses import watched
@@ -60,7 +61,7 @@ def run_case(case: Case, folder: Path) -> Result:
 def config_of(case: Case, folder: Path) -> BackendConfig:
     return BackendConfig(
         model=ModelConfig(path=str(folder)),
-        trainer=TrainerConfig(device="cpu", logprob_chunk=48, **LAYOUTS[case.layout]),
+        trainer=TrainerConfig(device=DEVICE, logprob_chunk=48, **LAYOUTS[case.layout]),
         optimizer=OptimizerConfig(
             lr=LR,
             weight_decay=WEIGHT_DECAY,
@@ -100,7 +101,7 @@ def measure(backend: DTensorBackend, case: Case) -> Result:
         losses=tuple(losses),
         grad_norms=tuple(norms),
         gradients={name: gradient / clipped for name, gradient in gradients.items()},
-        weights={name: tensor.detach().clone() for name, tensor in backend.weights()},
+        weights={name: tensor.detach().cpu().clone() for name, tensor in backend.weights()},
         after=backend.get_logprobs(batch).values,
     )
     first = not dist.is_initialized() or dist.get_rank() == 0
@@ -110,7 +111,7 @@ def measure(backend: DTensorBackend, case: Case) -> Result:
 def gradients_of(backend: DTensorBackend) -> dict[str, Tensor]:
     """Of every parameter the whole gradient, under its Hugging Face name; a collective call."""
     return {
-        name: full_tensor(parameter.grad).detach().clone()
+        name: full_tensor(parameter.grad).detach().cpu().clone()
         for name, parameter in live_tensors(backend.model).items()
         if parameter.grad is not None
     }
@@ -139,7 +140,7 @@ class Seen:
                 (self.logprobs, output.token_logprobs),
                 (self.entropy, output.entropy),
             ):
-                value = values[row, column].detach()
+                value = values[row, column].detach().cpu()
                 if not mine[place].isnan():
                     self.spread = max(self.spread, float((mine[place] - value).abs()))
                 mine[place] = value

@@ -1,0 +1,167 @@
+"""The GPU kit (benchmarks/gpu): every part's small form, what it says where it can't measure, and
+what an interrupted run keeps.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import MARK, __main__, part
+from benchmarks.gpu.__main__ import Options
+
+ROOT = Path(__file__).parent.parent
+ROWS = {
+    "correct": 10,
+    "train": 3,
+    "head": 3,
+    "generate": 2,
+    "memory": 3,
+}
+"""Parts, and how many values their small forms measure at least."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_part_runs_on_a_cpu(name: str, forked: Path):
+    done = subprocess.run(
+        [forked / "python", "-m", "benchmarks.gpu.part", name, "--small"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    device, *rows = [json.loads(line.removeprefix(MARK)) for line in lines]
+    assert device["device"].startswith("CPU")
+    assert not [row for row in rows if "failed" in row], done.stderr[-4000:]
+    values = [row for row in rows if "value" in row]
+    assert len(values) >= ROWS[name] and all(row["value"] >= 0 for row in values)
+    if name in ("correct", "memory"):
+        assert not [row for row in values if row["met"] is False]
+
+
+def test_the_runner_writes_the_page_and_a_json(tmp_path: Path, capsys):
+    page = tmp_path / "page.md"
+    page.write_text(f"# Mine\n\n{__main__.BEGIN}\nold\n{__main__.END}\n\nkept\n")
+    assert __main__.main(Options(part=("weights",), small=True, write=page)) == 0
+    text = page.read_text()
+    assert text.startswith("# Mine") and text.endswith("kept\n") and "old" not in text
+    assert "| weights | object store, transport: × the speed of a copy |" in text
+    assert "| weights | NCCL | skipped |  | NCCL needs a GPU" in text
+    assert list(json.loads(page.with_suffix(".json").read_text())) == ["CPU, small form"]
+
+
+def script(*rows: dict, then: str = "") -> list[str]:
+    lines = [f"print({MARK + json.dumps(row)!r}, flush=True)" for row in rows]
+    return [sys.executable, "-c", "\n".join([*lines, then])]
+
+
+def test_a_part_that_takes_too_long_or_dies_keeps_its_rows():
+    first = part.row("speed", 2.0, at_least=1)
+    late = list(__main__.rows(script(first, then="import time; time.sleep(60)"), 3))
+    assert late == [first, {"what": "the rest", "skipped": "the part's 3 s were over"}]
+    dead = list(__main__.rows(script(first, then="import os; os._exit(7)"), 60))
+    assert dead == [first, {"what": "the rest", "failed": "the process ended with code 7"}]
+
+
+def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path, monkeypatch):
+    def interrupted(command, limit_s):
+        assert 0 < limit_s <= 60 * 25
+        yield {"device": "a GPU", "versions": {}, "warning": "others use it"}
+        yield part.row("speed", 2.0, at_least=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(__main__, "rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        __main__.main(Options(write=tmp_path / "page.md"))
+    text = (tmp_path / "page.md").read_text()
+    assert "| correct | speed | 2 | ≥ 1: met |  |" in text and "others use it" in text
+
+
+def test_without_a_gpu_it_ends_with_a_sentence(tmp_path: Path, capsys, monkeypatch):
+    refused = {"refused": "PyTorch must find a GPU, but it does not"}
+    monkeypatch.setattr(__main__, "rows", lambda *_: iter([refused]))
+    assert __main__.main(Options(write=tmp_path / "page.md")) == 2
+    assert capsys.readouterr().err == "PyTorch must find a GPU, but it does not\n"
+    assert not (tmp_path / "page.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("version", "cuda", "error", "said"),
+    [
+        ("2.10.0", "13.0", None, "PyTorch must be 2.11 or newer, but it is 2.10.0: update it"),
+        ("2.11.0", None, None, "PyTorch must be built for CUDA, but it is 2.11.0: install"),
+        ("2.11.0", "13.0", "The NVIDIA driver on your system is too old", "driver .* is too old"),
+        ("2.11.0", "13.0", "Found no NVIDIA driver", "must find a GPU, .* Found no NVIDIA driver"),
+        ("2.11.0", "13.0", None, "^$"),
+    ],
+)
+def test_what_is_refused(version, cuda, error, said, monkeypatch):
+    def init() -> None:
+        if error:
+            raise RuntimeError(error + "\nmore")
+
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    assert re.search(said, part.refusal(small=False))
+
+
+def test_a_gpu_that_others_use_or_that_is_too_small_is_said(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 10**9, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    assert "other programs hold 60 GB of this GPU" in part.device(small=False)["warning"]
+    part.require_memory(17e9, small=False)
+    with pytest.raises(part.Skip, match=r"needs 19 GB .* but 20 of 80 GB are free"):
+        part.require_memory(19e9, small=False)
+
+
+def test_what_can_not_be_measured_is_a_row():
+    def without_titan():
+        raise ValueError("needs torchtitan: pip install") from ImportError()
+
+    def out_of_memory():
+        raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
+
+    def fine():
+        yield part.row("speed", float("nan"), "GB/s", at_most=1)
+
+    def absent():
+        part.require_package("no_such_package")
+        yield
+
+    def wrong():
+        yield {}["speed"]
+
+    makers = {each.__name__: each for each in (without_titan, out_of_memory, absent, wrong, fine)}
+    found = list(part.rows(iter(makers.items())))
+    assert [row.get("skipped") for row in found[:3]] == [
+        "needs torchtitan: pip install",
+        "CUDA out of memory.",
+        "needs no_such_package, which is not installed",
+    ]
+    assert found[3]["failed"] == "KeyError: 'speed'"
+    assert found[4]["met"] is False and found[4]["goal"] == "≤ 1"
+
+
+def test_a_part_without_its_packages_is_left_out(capsys, monkeypatch):
+    monkeypatch.setattr(part, "quiet", lambda: None)
+    part.main("no_such_part", small=True)
+    last = capsys.readouterr().out.splitlines()[-1]
+    said = "No module named 'benchmarks.gpu.no_such_part' (benchmarks/gpu/requirements.txt)"
+    assert json.loads(last.removeprefix(MARK)) == part.skipped("all of it", said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"minutes": 0}, "minutes must be positive"), ({"write": Path("no/x.md")}, "make no")],
+)
+def test_bad_options_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        Options(**options)

@@ -26,7 +26,12 @@ ROWS = {
 """Parts, and how many values their small forms measure at least."""
 
 
-@pytest.mark.parametrize("name", ROWS)
+SLOW = ("correct",)  # it runs tests
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in ROWS]
+)
 def test_a_part_runs_on_a_cpu(name: str, forked: Path):
     done = subprocess.run(
         [forked / "python", "-m", "benchmarks.gpu.part", name, "--small"],

@@ -135,7 +135,7 @@ def test_what_can_not_be_measured_is_a_row():
         raise torch.OutOfMemoryError("CUDA out of memory.\nmore")
 
     def fine():
-        yield part.row("speed", float("nan"), "GB/s", at_most=1)
+        yield part.row("speed", float("nan"), at_most=1)
 
     def absent():
         part.require_package("no_such_package")

@@ -86,7 +86,7 @@ def outcome(row: dict[str, Any]) -> tuple[str, str, str]:
     if reason := row.get("failed"):
         return "**failed**", "", reason
     verdict = {True: ": met", False: ": **missed**", None: ""}[row["met"]]
-    return f"{row['value']:.4g} {row['unit']}".strip(), row["goal"] + verdict, row["note"]
+    return f"{row['value']:.4g}", row["goal"] + verdict, row["note"]
 
 
 def page(results: dict[str, Any]) -> str:

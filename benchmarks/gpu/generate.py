@@ -10,7 +10,7 @@ import torch
 from common import interleaved, silence
 from generation import turns
 
-from benchmarks.gpu.models import config_of, random_model
+from benchmarks.gpu.models import PEERS, config_of, random_model
 from benchmarks.gpu.part import Measurements, Row, require_package, row
 from nemorl import SamplingParams
 
@@ -59,8 +59,7 @@ def engine(rows: int, small: bool) -> Iterator[Row]:
 def grpo(small: bool) -> Iterator[Row]:
     """Both sample in plain PyTorch: the embedded engine, and transformers' generate."""
     require_package("trl")
-    sizes: dict[str, Any] = {"hidden": 896, "layers": 24, "heads": 14, "device": "cuda"}
-    sizes |= {"precision": "bfloat16", "rounds": 3, "steps": 3, "micro_batch": 64}
+    sizes = {**PEERS, "steps": 3, "micro_batch": 64}
     if small:
         sizes = {"num_prompts": 2, "group_size": 2, "rounds": 1, "steps": 3, "micro_batch": 4}
     options = grpo_vs_trl.Options(**sizes)

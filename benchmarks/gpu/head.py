@@ -12,10 +12,10 @@ from benchmarks.gpu.part import Measurements, Row, Skip, require_package, row
 
 
 def measurements(small: bool) -> Measurements:
-    sizes = {"tokens": 2048, "vocabulary": 4096, "hidden": 64, "chunk": 64, "rounds": 1}
-    options = Options(entropy=True, device="cpu", **sizes)
-    if not small:
-        options = Options(tokens=32_768, hidden=1536, chunk=1024, rounds=5, entropy=True)
+    options = Options(tokens=32_768, hidden=1536, chunk=1024, rounds=5, entropy=True)
+    if small:
+        options = replace(options, tokens=2048, vocabulary=4096, hidden=64, chunk=64, device="cpu")
+    else:
         options = replace(options, device="cuda", dtype="bfloat16")
     yield "chunks", partial(ours, options)
     for name in ("Liger", "PyTorch"):

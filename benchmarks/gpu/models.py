@@ -8,38 +8,26 @@ from common import model_config
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 
-QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
-SHAPES: dict[str, dict[str, Any]] = {
-    "small": {"hidden_size": 64, "num_hidden_layers": 2},
-    "0.5B": {
-        **QWEN,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-    },
-    "1.5B": {
-        **QWEN,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-    },
-    "7B": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "vocab_size": 152_064,
-        "tie_word_embeddings": False,
-    },
+NAMES = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "vocab_size", "tie_word_embeddings"),
+)
+SIZES: dict[str, tuple[int, ...]] = {
+    "small": (64, 256, 2, 4, 2, 512, True),
+    "0.5B": (896, 4864, 24, 14, 2, 151_936, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936, True),
+    "7B": (3584, 18_944, 28, 28, 4, 152_064, False),
 }
+PEERS: dict[str, Any] = {
+    **{"hidden": 896, "layers": 24, "heads": 14, "rounds": 3},
+    **{"device": "cuda", "precision": "bfloat16"},
+}
+"""Options of the benchmarks against TRL."""
 
 
 def config_of(shape: str, **sizes: Any) -> Any:
-    options = {"max_position_embeddings": 32_768, "eos_token_id": None, **SHAPES[shape], **sizes}
-    return model_config(**options)
+    found = dict(zip(NAMES, SIZES[shape], strict=True)) | sizes
+    return model_config(max_position_embeddings=32_768, eos_token_id=None, **found)
 
 
 def random_model(config: Any, device: str, dtype: torch.dtype = torch.float32) -> Any:

@@ -24,7 +24,6 @@ class Skip(Exception):
 def row(
     what: str,
     value: float,
-    unit: str = "",
     *,
     at_least: float | None = None,
     at_most: float | None = None,
@@ -38,7 +37,6 @@ def row(
     return {
         "what": what,
         "value": float(f"{value:.4g}"),
-        "unit": unit,
         "goal": " and ".join(goals),
         "met": met if goals else None,
         "note": note,

@@ -19,7 +19,7 @@ from common import interleaved, median_ratio, silence
 from parallel import become_rank, free_port
 from train_step import batch_of, plain_step
 
-from benchmarks.gpu.models import config_of, random_model, trainer
+from benchmarks.gpu.models import PEERS, config_of, random_model, trainer
 from benchmarks.gpu.part import Measurements, Row, Skip, require_memory, require_package, row
 from nemorl.losses.types import finalize
 from nemorl.parallel.dtensor.backend import DTensorBackend
@@ -139,8 +139,7 @@ def synchronizations(small: bool) -> Iterator[Row]:
 
 def trl(small: bool) -> Iterator[Row]:
     require_package("trl")
-    sizes: dict[str, Any] = {"hidden": 896, "layers": 24, "heads": 14, "device": "cuda"}
-    sizes |= {"precision": "bfloat16", "mean": 512, "longest": 4096, "rounds": 3}
+    sizes = {**PEERS, "mean": 512, "longest": 4096}
     if small:
         sizes = {"num_examples": 8, "batch": 4, "mean": 16, "longest": 32, "rounds": 1}
     with silence():

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemorl.rollout.answers import exact_match
 from nemorl.rollout.environment import EnvironmentInterface, FunctionalRewardWrapper, check_rows
-from nemorl.rollout.environments import WeightedRewards, exact_match, make_environment
+from nemorl.rollout.environments import WeightedRewards, make_environment
 
 LOG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
 LONG = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is 2"}]

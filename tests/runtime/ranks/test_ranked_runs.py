@@ -267,6 +267,7 @@ def assert_close(ours: nemorl.TrainResult, other: nemorl.TrainResult) -> None:
         )
 
 
+@pytest.mark.slow  # tests/runtime/start/test_live.py has it with ranks that are told to die
 def test_a_killed_rank_costs_nothing_with_restarts(place: Path, tmp_path: Path):
     straight = in_tests(ranked(grpo_config, place, tmp_path / "straight"))
     config = ranked(

@@ -287,6 +287,7 @@ def shared() -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_the_drivers_alone_and_a_kill_leaves_nothing(
     shared, model_folder: Path, tmp_path: Path
 ):

@@ -1,4 +1,4 @@
-"""Code of the user's: functions by name. An exit in it is an error."""
+"""Import the user's functions and modules by name, and refuse an exit in them."""
 
 import sys
 from collections.abc import Iterator
@@ -57,5 +57,5 @@ def exit_is_error(name: str) -> Iterator[None]:
     except SystemExit as error:
         raise RuntimeError(
             f"{name} must not end the run, but it called sys.exit({error.code!r}): raise an"
-            " exception, or return 0.0"
+            " exception instead"
         ) from error

@@ -144,13 +144,14 @@ def think_format(prompt: str, response: str) -> float:
     )
 
 
-REWARDS: dict[str, Callable[..., float]] = {
+REWARDS: dict[str, Any] = {
     "exact_match": exact_match,
     "contains_answer": contains_answer,
     "last_number": last_number,
     "math": math_equal,
     "think_format": think_format,
 }
+"""Reward functions, and environments, by name; `nemorl.register_reward` adds yours."""
 
 
 def require_reward(name: str) -> None:

@@ -83,4 +83,4 @@ def _one(reward: Any, name: str | None, settings: Mapping[str, Any]) -> Environm
     if ":" in reward:
         return _one(function_of(reward, "reward"), name, settings)
     require_reward(reward)
-    return FunctionalRewardWrapper(REWARDS[reward], name=name or reward, settings=settings)
+    return _one(REWARDS[reward], name or reward, settings)

@@ -54,6 +54,8 @@ def section_of(base: type[Section], name: str, function: Any, setting: str) -> t
             f"{setting} must be a function {wanted}, but {name} is"
             f" fn({', '.join(signature.parameters)}): give it these parameters"
         )
+    for parameter in settings:
+        _check_setting(parameter, setting)
     return make_dataclass(
         re.sub(r"\W", "_", name),
         [
@@ -69,6 +71,20 @@ def section_of(base: type[Section], name: str, function: Any, setting: str) -> t
             "takes": frozenset(p.name for p in named if p.name in base.extra),
         },
     )
+
+
+def _check_setting(parameter: inspect.Parameter, setting: str) -> None:
+    reserved = [*OwnFunction.__annotations__]
+    if parameter.name in reserved:
+        raise ValueError(
+            f"{setting}.{parameter.name} can't be a setting, because {', '.join(reserved)} have"
+            " another meaning: rename the parameter"
+        )
+    if type(parameter.default).__hash__ is None:
+        raise ValueError(
+            f"{setting}.{parameter.name} must have a default that can't be changed, but it is"
+            f" {parameter.default!r}: use a tuple, or None"
+        )
 
 
 def _default(parameter: inspect.Parameter) -> Any:

@@ -11,6 +11,7 @@ import nemorl
 from nemorl.losses import policy
 from nemorl.losses.types import LossOutput
 from nemorl.rollout.answers import REWARDS
+from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.grpo import GRPOConfig
@@ -42,6 +43,8 @@ def one_reward(response): return 1.0
 def no_loss(x, y): return 0
 def undecided(a, b, c, d, e): return 0
 def strange(a, b, c, d, *, table: torch.Tensor = None): return 0
+def reserved(a, b, c, d, *, takes=1): return 0
+def mutable(a, b, c, d, *, sizes=[]): return 0
 def rows(a, b, c, d): return d.sum(-1)
 def three(rewards, group_id): return rewards[:3]
 A_NUMBER = 3
@@ -146,6 +149,8 @@ REFUSED = [
     ({"loss": "my_pieces:undecided"}, rf"^loss {TAKES}.* is fn\(a, b, c, d, e\)"),
     ({"loss": "my_pieces:A_NUMBER"}, rf"^loss {TAKES}.* is 3: name a function"),
     ({"loss": "my_pieces:strange"}, r"^loss\.table must be of a type that a setting can have"),
+    ({"loss": "my_pieces:reserved"}, r"^loss\.takes can't be a setting, because name, data, "),
+    ({"loss": "my_pieces:mutable"}, r"^loss\.sizes must have a default that can't be changed"),
     ({"loss": "my_pieces:nothing"}, r"^loss must name a function .* has no 'nothing'"),
     ({"loss": "./other.py:plain"}, r"^loss must name a module or a \.py file, but .* 'other' in"),
     ({"loss": "module:function"}, "there is no module 'module'"),
@@ -223,6 +228,9 @@ def test_registered_by_name(tmp_path: Path):
     )
     log = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     assert environment.step([log], [{"answer": "2"}]).rewards == [1.5]
+    nemorl.register_reward("asked")(FunctionalRewardWrapper(close, name="asked"))
+    asked = environment_of(config(tmp_path, reward=["asked", "close"]), None)
+    assert asked.step([log], [{"answer": "2"}]).rewards == [2.0]
     with pytest.raises(ValueError, match="loss must have a name of its own, but it is 'clipped'"):
         nemorl.register_loss("clipped")(mine)
 

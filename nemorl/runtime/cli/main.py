@@ -151,7 +151,7 @@ def _main(argv: Sequence[str] | None) -> int:
         module, command, *args = [*args, *["--help"] * (2 - len(args))]
         try:
             module_of(module, "--import")
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             return _fail("nemorl", str(error), 2)
     if args and f"{command} {args[0]}" in COMMANDS:
         command = f"{command} {args.pop(0)}"
@@ -314,7 +314,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
         print(dump_yaml(config, comments=True), end="")
         return None
     _check_given(config, resumable=bool(paths))
-    final = flat(to_dict(config))
+    final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
     if kept := [f"{key} {value!r}" for key, value in of_run.items() if final[key] == value]:
         print(f"settings of the run {config.model}: {', '.join(kept)}", file=sys.stderr)
     return config
@@ -323,7 +323,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
 def _settings_of_run(cls: type, args: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
 
-    With --reward, the run's weights are of no use.
+    With --reward, the run's weights and parameters of rewards are of no use.
     """
     from nemorl.runtime.config.flags import peek
 
@@ -331,8 +331,9 @@ def _settings_of_run(cls: type, args: Sequence[str], paths: Sequence[str]) -> di
     directory = RunDirectory(Path(*models[-1:]))
     if not (any(models) and directory.config.exists() and directory.holds_results()):
         return {}
-    theirs, usual = flat(read(directory.config)[0]), flat(defaults(cls))
-    unused = ("reward", "reward_weights") if peek(args, "--reward") else ()
+    config, kwargs = read(directory.config)[0], "reward_kwargs"  # one value, not a section
+    theirs, usual = flat(config) | {kwargs: config.get(kwargs)}, flat(defaults(cls))
+    unused = ("reward", "reward_weights", kwargs) if peek(args, "--reward") else ()
     found = {}
     for key in (key for key in OF_RUN if key in usual and key not in unused):
         value = theirs.get(SAME.get(key, key)) or usual[key]

@@ -51,7 +51,7 @@ SAME = {
 """What settings of these commands are called in training: their flags have either name."""
 OF_RUN = (
     *("prompt_column", "answer_column", "prompt_template", "system_prompt", "chat"),
-    *("reward", "reward_weights"),
+    *("reward", "reward_weights", "reward_kwargs"),
     *("generation.max_new_tokens", "generation.stop_strings", "generation.stop_token_ids"),
 )
 """Settings that `eval` and `generate` take from the run that --model names."""

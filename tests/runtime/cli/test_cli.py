@@ -509,6 +509,7 @@ def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
             "generation": {"max_new_tokens": 7, "stop_strings": ["."], "temperature": 0.5},
             "reward": ["math", "think_format"],
             "reward_weights": [1.0, 0.5],
+            "reward_kwargs": {"tolerance": 0.1},
         },
     )
     (tmp_path / "run" / "hf").mkdir(parents=True)
@@ -521,7 +522,8 @@ def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
     assert capsys.readouterr().err == f"{told}, generation.stop_strings ('.',)\n"
     greedy = GenerationConfig(temperature=0.0, **lengths)
     columns = {"data": "d", "prompt_column": "q", "generation": greedy}
-    rewards = {"reward": ("math", "think_format"), "reward_weights": (1.0, 0.5)}
+    rewards: dict[str, Any] = {"reward": ("math", "think_format"), "reward_weights": (1.0, 0.5)}
+    rewards["reward_kwargs"] = {"tolerance": 0.1}
     expected = EvalConfig(**prompts, **columns, **rewards)
     assert cli.parse("eval", ["--model", run, *data]) == expected
     flags = ["--no-chat", "--system-prompt", "null", "--reward", "last_number"]

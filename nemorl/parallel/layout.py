@@ -71,8 +71,9 @@ def cut(
     Raises: ValueError that names a row longer than `packed_row_tokens` or `micro_batch_tokens`.
     """
     lengths = tuple(batch.lengths.tolist())
-    alike = with_the_same_prompt(batch) if config.share_prompts else None
-    packing, rows = None, batch
+    packing, rows, alike = None, batch, None
+    if config.share_prompts and (config.sequence_packing or num_ranks > 1):
+        alike = with_the_same_prompt(batch)
     if config.sequence_packing:
         capacity = config.packed_row_tokens or config.micro_batch_tokens or max(lengths, default=1)
         packing = pack_plan(lengths, capacity, num_rows_multiple=num_ranks, units=alike)

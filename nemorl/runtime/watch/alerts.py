@@ -35,8 +35,8 @@ class SignalWatch(Callback):
         kept = "; weights and optimizer are left as they are (num_updates 0)"
         warnings.warn(
             f"step {step}: {found}, so there was little or nothing to learn from"
-            f"{kept if metrics.get('num_updates') == 0 else ''}; so far in {self.silent} of the"
-            " steps. Look at samples/ and at the reward: does it find the answers in the"
+            f"{kept if metrics.get('num_updates') == 0 else ''}; {self.silent} such"
+            " steps so far. Look at samples/ and at the reward: does it find the answers in the"
             " responses? Easier prompts, more responses per prompt or some SFT first may help",
             stacklevel=2,
         )

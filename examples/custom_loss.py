@@ -2,8 +2,7 @@
 
 python examples/custom_loss.py                                         a small demonstration
 python examples/custom_loss.py --model.path … --data.train …           all settings of grpo
-nemorl grpo … --loss examples/custom_loss.py:soft_gate --loss.temperature 2      the same
-"""
+nemorl grpo … --loss examples/custom_loss.py:soft_gate --loss.temperature 2      the same"""
 
 import sys
 from pathlib import Path

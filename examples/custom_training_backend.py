@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 import nemorl
 from nemorl.losses import Logprobs, Metrics, Sum, merge
 from nemorl.parallel.backend import LossFn
-from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 
 
@@ -33,7 +32,7 @@ class WatchedBackend:
         """Take a loaded model, or let `setup` load the configured one."""
         self.inner = DTensorBackend(model)
 
-    def setup(self, config: BackendConfig) -> None:
+    def setup(self, config: nemorl.BackendConfig) -> None:
         self.inner.setup(config)
         self.first = self._weights()
 

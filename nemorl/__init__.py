@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nemorl.data.batch import TokenBatch as TokenBatch
     from nemorl.data.sources import DataModule as DataModule
     from nemorl.parallel.backend import TrainingBackend as TrainingBackend
+    from nemorl.parallel.config import BackendConfig as BackendConfig
     from nemorl.parallel.config import LoRAConfig as LoRAConfig
     from nemorl.parallel.config import ModelConfig as ModelConfig
     from nemorl.parallel.config import OptimizerConfig as OptimizerConfig
@@ -109,6 +110,7 @@ _NAMES = {
     "nemorl.runtime.watch.loggers.base": ["LoggedRun", "MetricLogger"],
     "nemorl.parallel.backend": ["TrainingBackend"],
     "nemorl.parallel.config": [
+        "BackendConfig",
         "LoRAConfig",
         "ModelConfig",
         "OptimizerConfig",

@@ -51,10 +51,14 @@ def module_of(name: str, setting: str) -> ModuleType:
 
 @contextmanager
 def exit_is_error(name: str) -> Iterator[None]:
-    """Raise a RuntimeError for a sys.exit in the block, which would end the run without a word."""
+    """Raise a RuntimeError for a sys.exit in the block, which would end the run without a word. A
+    signal that ends the run is none.
+    """
     try:
         yield
     except SystemExit as error:
+        if type(error) is not SystemExit:  # Terminated, by SIGTERM
+            raise
         raise RuntimeError(
             f"{name} must not end the run, but it called sys.exit({error.code!r}): raise an"
             " exception instead"

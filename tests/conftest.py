@@ -1,6 +1,7 @@
 """Runtime shape checks for the whole package, Hypothesis profiles, and what every test shares."""
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ from tests.forked import forked_python
 
 # A name that is no folder is refused at once, with or without a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Shells start background jobs with SIGINT ignored, and Python then leaves it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _early = sorted(name for name in sys.modules if name.split(".")[0] == "nemorl")
 if _early:

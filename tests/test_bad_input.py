@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -492,7 +493,7 @@ FLAGS = {
     r"chat_template is for --chat": "generate --model m --prompt p --chat-template t",
     r"file must be a readable text file, but no\.txt is"
     r" not.*give one prompt": "generate --model {place.model} --file no.txt",
-    r"data must name a file that there is, but it is 'no\.jsonl'"
+    r"data must name an existing file, but it is 'no\.jsonl'"
     r": check the path": "eval --model {place.model} --data no.jsonl",
     r"there is no folder no/such/model\):"
     r" check the path": "generate --model no/such/model --prompt 1",
@@ -557,11 +558,11 @@ DATA = [
         loss=nemorl.KTOLoss(),
     ),
     sft(
-        r"data\.train must name a file that there is, but it is 'no/rows\.jsonl': check the path",
+        r"data\.train must name an existing file, but it is 'no/rows\.jsonl': check the path",
         data={"train": "no/rows.jsonl"},
     ),
     rows(
-        r"data\.train must name a file that there is, but it is '2\.csv'",
+        r"data\.train must name an existing file, but it is '2\.csv'",
         [[{"prompt": "1"}], "2.csv"],
     ),
     file(r"rows\.jsonl, line 2: not JSON .*column", "rows.jsonl", LINE + '{"prompt": "1+1=",\n'),
@@ -677,7 +678,7 @@ DATA = [
         [{"messages": messages("1", "2"), "tools": "{"}],
     ),
     sft(
-        r"data\.validation must name a file that there is, but it is 'no\.jsonl': check the path",
+        r"data\.validation must name an existing file, but it is 'no\.jsonl': check the path",
         data={"validation": "no.jsonl"},
     ),
     grpo(
@@ -772,7 +773,7 @@ MODELS = [
     model(
         r"could not be loaded \(its weights are a damaged pickle, or one that would run code\):"
         r" have it converted to model\.safetensors",
-        pickled({"weight": Path("a")}),
+        pickled({"weight": Fraction(1, 2)}),
     ),
     model(r"could not be loaded \(its weights are a damaged pickle", pickled(b"no pickle")),
     model(

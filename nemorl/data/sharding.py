@@ -83,6 +83,7 @@ def split_microbatches(
     rows: int | None = None,
     token_budget: int | None = None,
     min_microbatches: int = 1,
+    units: Plan | None = None,
 ) -> Plan:
     """Return which rows go through the model together.
 
@@ -92,6 +93,7 @@ def split_microbatches(
             similar length meet.
         min_microbatches: the largest number among ranks that must do equally many passes:
             microbatches with most rows are halved, then empty ones added.
+        units: rows that stay together where `token_budget` allows it, as those of a prompt.
     Raises: ValueError that names a row longer than the budget, and unless one of `rows` and
     `token_budget` is given.
 
@@ -113,7 +115,8 @@ def split_microbatches(
                 f"token_budget must hold the longest row: row {lengths.index(longest)} has"
                 f" {longest} tokens, token_budget is {token_budget}"
             )
-        plan = list(_by_padded_tokens(lengths, token_budget))
+        alone = tuple((row,) for row in range(len(batch)))
+        plan = list(_by_padded_tokens(lengths, token_budget, alone if units is None else units))
     else:
         raise ValueError(f"give one of rows ({rows}) and token_budget ({token_budget})")
     return _halved(plan, min_microbatches)
@@ -130,14 +133,23 @@ def _halved(plan: list[tuple[int, ...]], count: int) -> Plan:
     return tuple(plan)
 
 
-def _by_padded_tokens(lengths: Sequence[int], budget: int) -> Iterable[tuple[int, ...]]:
-    """Longest first: a microbatch grows while its first row's length times its rows allows it."""
+def _by_padded_tokens(
+    lengths: Sequence[int], budget: int, units: Plan
+) -> Iterable[tuple[int, ...]]:
+    """Longest first: a microbatch grows while its rows times the longest allow it."""
     part: list[int] = []
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if part and (len(part) + 1) * lengths[part[0]] > budget:
-            yield tuple(sorted(part))
-            part = []
-        part.append(row)
+    longest = 0
+    for unit in sorted(units, key=lambda unit: -max(lengths[row] for row in unit)):
+        rows = sorted(unit, key=lambda row: -lengths[row])
+        size = len(rows) * lengths[rows[0]]
+        for row in rows:
+            # A unit begins a microbatch where it doesn't fit, and is cut where it is too large.
+            more = len(rows) if row == rows[0] and size <= budget else 1
+            if part and (len(part) + more) * max(longest, lengths[row]) > budget:
+                yield tuple(sorted(part))
+                part, longest = [], 0
+            part.append(row)
+            longest = max(longest, lengths[row])
     if part:
         yield tuple(sorted(part))
 

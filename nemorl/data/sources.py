@@ -4,6 +4,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,14 +57,25 @@ def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 
     """
     rows = []
     for place, row in _read(source, split, data_files):
-        if not isinstance(row, Mapping) or not row:
-            raise ValueError(
-                f"{place}: a row must be a dict with at least one column, got {short(row)}"
-            )
+        _require_row(place, row)
         rows.append(Row(row, origin=place, source=number))
     if not rows:
         raise ValueError(f"{name_of(source)} holds no rows (split {split!r})")
     return rows
+
+
+def check_first_rows(source: Any, *, count: int = 1000) -> None:
+    """Raise ValueError, with file and line, for the first `count` rows of a file that are none.
+
+    Without torch, so that this can come before it is imported. Only .jsonl and .csv files are read
+    row by row.
+
+    >>> check_first_rows([{"prompt": "1+1="}])  # no file
+    """
+    for path in (Path(part) for part in sources_of(source) if isinstance(part, str | Path)):
+        if path.suffix in (".jsonl", ".csv"):
+            for place, row in islice(_read_file(path), count):
+                _require_row(place, row)
 
 
 def name_of(source: Any) -> str:
@@ -73,6 +85,13 @@ def name_of(source: Any) -> str:
     ("'rows.jsonl'", 'a list')
     """
     return repr(str(source)) if isinstance(source, str | Path) else f"a {type(source).__name__}"
+
+
+def _require_row(place: str, row: Any) -> None:
+    if not isinstance(row, Mapping) or not row:
+        raise ValueError(
+            f"{place}: a row must be a dict with at least one column, got {short(row)}"
+        )
 
 
 def _is_source(part: Any) -> bool:

@@ -1,6 +1,7 @@
 """Chat templates: rendered with the places of every turn."""
 
 import copy
+import functools
 import json
 import math
 import re
@@ -252,9 +253,13 @@ def _limit(source: str) -> None:
         # An ImportedName can't be assigned to by the template.
         return nodes.Call(nodes.ImportedName(f"{__name__}.{name}"), list(args), [], None, None)
 
+    _check_constants(source)
     compiled: Any = _compile_jinja_template(source)
     if hasattr(compiled, "limited"):
         return
+    environment = compiled.environment
+    environment.intercepted_binops = frozenset(["*"])
+    environment.binop_table = {**environment.binop_table, "*": _checked_product}
     tree = compiled.environment.parse(source)
     for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Assign)):
         if isinstance(node, nodes.Assign):
@@ -267,6 +272,36 @@ def _limit(source: str) -> None:
     twin = compiled.environment.from_string(tree)
     compiled.root_render_func, compiled.blocks = twin.root_render_func, twin.blocks
     compiled.limited = True
+
+
+@functools.lru_cache
+def _check_constants(source: str) -> None:
+    """Raise ValueError for constants of which Jinja, which computes them while it compiles, would
+    make a huge text: 'x' * 10 ** 10, or a format of that width.
+    """
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        tokens = [(kind, text) for _, kind, text in Environment().lex(source)]
+    except TemplateSyntaxError:
+        return  # compiling it says more
+    silent = ("data", "string", "whitespace")
+    code = "".join(text for kind, text in tokens if kind not in silent).replace("_", "")
+    width = re.compile(r"%[-+ #0]*\d{8}|\{[^{}]*:[^{}]*\d{8}")
+    widths = [text for kind, text in tokens if kind == "string" and width.search(text)]
+    product = math.prod(map(int, re.findall(r"\d+(?=\*)|(?<=\*)\d+", code)))
+    if product > MAX_SIZE or widths or "**" in code or re.search(r"\d{8}", code):
+        raise ValueError(
+            f"it must not have powers, nor numbers, products and widths above {MAX_SIZE}: correct"
+            " it, or name another (--model.chat-template)"
+        )
+
+
+def _checked_product(left: Any, right: Any) -> Any:
+    sizes = [x if isinstance(x, int | float) else len(x) for x in (left, right)]
+    if math.prod(sizes) > MAX_SIZE:
+        raise ValueError(f"a product must be at most {MAX_SIZE}: name another template")
+    return left * right
 
 
 def _in_time() -> bool:

@@ -111,6 +111,15 @@ NEEDED = (
     "save_checkpoint",
     "load_checkpoint",
     "shutdown",
+def require_loss_weights(batch: TokenBatch) -> None:
+    """Raise ValueError for a batch that can't be trained on."""
+    if batch.loss_weights is None:
+        raise ValueError(
+            "batch.loss_weights must be given to train, but they are None: build them for the"
+            " whole step, as with token_mean_weights(batch.loss_mask)"
+        )
+
+
 )
 """The methods without which a class is no training backend."""
 

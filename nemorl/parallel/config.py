@@ -7,6 +7,9 @@ from typing import Any, Literal
 from nemorl.checks import at_least, refuse_unused, require
 from nemorl.parallel.plan import ParallelPlan
 
+MICRO_BATCH_TOKENS = 16_384
+"""Of a forward pass, where nothing is said."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -39,11 +42,11 @@ class TrainerConfig:
     backend: str = "dtensor"
     """Name of the training backend."""
     train_micro_batch_size: int | None = None
-    """Sequences (or packed rows) per forward pass; changes memory, not the result. None: all at
-    once, or as micro_batch_tokens says.
+    """Sequences (or packed rows) per forward pass, instead of micro_batch_tokens; changes memory,
+    not the result.
     """
     micro_batch_tokens: int | None = None
-    """Tokens per forward pass, padding included, instead of a fixed number of rows."""
+    """Tokens per forward pass, padding included. None: 16,384, or a single longer sequence."""
     sequence_packing: bool = False
     """Put several sequences into one row, without padding."""
     packed_row_tokens: int | None = None

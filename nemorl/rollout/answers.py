@@ -154,8 +154,17 @@ REWARDS: dict[str, Any] = {
 """Reward functions, and environments, by name; `nemorl.register_reward` adds yours."""
 
 
+GIVEN = "given in Python"
+"""Begins the name that a run's config keeps of a reward without one."""
+
+
 def require_reward(name: str) -> None:
     """Raise ValueError for a reward that is neither in REWARDS nor a `module:function`."""
+    if name.startswith(GIVEN):
+        raise ValueError(
+            f"reward must be given again, because the run's was {name}: pass it in Python, or name"
+            " it as module:function or ./file.py:function (--reward)"
+        )
     if name not in REWARDS and ":" not in name:
         raise ValueError(
             f"reward must be one of {', '.join(sorted(REWARDS))}, or module:function, but it is"

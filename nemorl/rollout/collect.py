@@ -150,7 +150,7 @@ def collect(
         completions=completions,
         rewards=reward_tensor(changed["rewards"], size, name),
         group_id=torch.tensor(index, dtype=torch.long) + first_group,
-        answers=list(result.answers) or [None] * len(completions),
+        answers=list(result.answers or ()) or [None] * len(completions),
         kind=kind_of(sampling, version=_version(completions)),
         metrics={key: float(value) for key, value in metrics.items()},
         components=components,

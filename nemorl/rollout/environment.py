@@ -41,15 +41,15 @@ class EnvironmentReturn:
     rewards: Sequence[float] | Tensor
     terminateds: Sequence[bool] | Tensor
     """True: the conversation is over."""
-    answers: list[str | None] = field(default_factory=list)
-    """What was read as the answer, for the sample log."""
+    answers: Sequence[str | None] | None = None
+    """What was read as the answer, for the sample log; None where nothing was."""
     components: dict[str, list[float]] = field(default_factory=dict)
     """Of several rewards: each by name before it is weighted."""
 
 
 @runtime_checkable
 class EnvironmentInterface(Protocol):
-    """What judges responses and may continue conversations."""
+    """Judge responses. `collect` takes one turn of each conversation."""
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
@@ -233,7 +233,7 @@ def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:
         "terminateds": result.terminateds,
         **result.components,
     }
-    if len(result.answers):
+    if result.answers:
         lists["answers"] = result.answers
     for field_name, values in lists.items():
         _require_count(values, count, name, field_name)

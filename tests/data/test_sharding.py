@@ -69,6 +69,22 @@ def test_merge_undoes_a_token_budget(spec, spare, at_least):
     assert_merged(split(batch, plan), plan, batch)
 
 
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.integers(9, 60),
+)
+def test_a_token_budget_keeps_units_together_where_they_fit(sizes, budget):
+    batch = batch_of([size for unit in sizes for size in unit])
+    numbers = iter(range(len(batch)))
+    units = tuple(tuple(next(numbers) for _ in unit) for unit in sizes)
+    plan = split_microbatches(batch, token_budget=budget, units=units)
+    assert every_row_once(plan, len(batch))
+    assert all(part.input_ids.numel() <= budget for part in split(batch, plan))
+    for unit, own in zip(units, sizes, strict=True):
+        if len(own) * max(own) <= budget:
+            assert sum(bool({*unit} & {*part}) for part in plan) == 1
+
+
 @given(SPECS, st.integers(1, 4))
 def test_outputs_of_many_dims_come_back_in_order(spec, num_ranks):
     batch = trim(built(spec))
@@ -98,6 +114,8 @@ def test_worked_microbatches():
     assert split_microbatches(batch, rows=2) == ((0, 1), (2, 3), (4,))
     assert split_microbatches(batch, token_budget=6) == ((0,), (2,), (1, 3, 4))
     assert split_microbatches(batch, token_budget=8) == ((0,), (2, 3), (1, 4))
+    units = ((0,), (1, 2), (3, 4))
+    assert split_microbatches(batch, token_budget=8, units=units) == ((0,), (1, 2), (3, 4))
     assert split_microbatches(batch, rows=3, min_microbatches=3) == ((0,), (1, 2), (3, 4))
 
 

@@ -227,7 +227,13 @@ LONG = "range(99999)"
          + "{% endgeneration %}", "loops"),
         ("{% set x = namespace(y='a') %}{% for i in range(80) %}{% set x.y = x.y ~ x.y %}"
          "{% endfor %}", "at most 10000000 entries, but one has 16777216"),
-        ("{% for a in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{% for a in range(9999999) %}{% endfor %}", "Range too big"),
+        ("{{ 'x' * 10 ** 10 }}", "must not have powers"),
+        ("{{ 'x' * 99999 * 99999 }}", "must not have powers, nor .* products"),
+        ("{{ 'x' | center(9_999_999_999) }}", "must not have .* numbers"),
+        ("{{ '%9999999999d' | format(1) }}", "must not have .* widths"),
+        ("{{ '{:>9999999999}'.format(1) }}", "must not have .* widths"),
+        ("{% set n = 99999 %}{{ 'x' * n * n }}", "a product must be at most 10000000"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
     ],
 )  # fmt: skip
@@ -246,7 +252,7 @@ def test_limits_change_no_text():
         "{% for m in messages if m.role != 'b' %}{% call say(m) %}{{ loop.index }}{% endcall %}"
         "{% set x = [1, [2]] %}{% for y in x recursive %}"
         "{{ y if y is number else loop(y) }}{% else %}none{% endfor %}"
-        "{% if loop.last %}{% break %}{% endif %}{% else %}empty{% endfor %}{{ _in_time }}"
+        "{% if loop.last %}{% break %}{% endif %}{% else %}empty{% endfor %}{{ _in_time * 1 }}"
     )
     wanted = character_tokenizer(template).apply_chat_template(TALK, tokenize=False)
     found = Template(character_tokenizer(template), None, None, {})

@@ -48,7 +48,10 @@ def split(method: str) -> dict:
             query, key, value, cotangent = (
                 x.index_select(2, row_split.own).requires_grad_() for x in problem(heads)
             )
-            state = ContextState.of(segments, positions(segments), row_split, method, torch.float64)
+            state = ContextState(row_split, segment_buckets(segments))
+            if method == "allgather":
+                places = positions(segments)
+                state = ContextState.with_bias(segments, places, row_split, torch.float64)
             output, _ = context_attention(None, query, key, value, None, context=state)
             real = row_split.take(segments > 0)[:, :, None, None]
             output = torch.where(real, output, 0.0)

@@ -1,5 +1,7 @@
 """Pieces of the dtensor backend, and agreement with the embedded generator."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig
 
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import check_supported
+from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
@@ -28,6 +33,7 @@ from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.algorithms import policy_loss, sft
 from nemorl.runtime.config.generation import GenerationConfig
 from tests.parallel.batches import nll_loss, random_batch
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer

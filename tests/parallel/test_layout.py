@@ -1,5 +1,6 @@
 """However a batch is cut, every token is somewhere once, and comes back to its place."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,3 +52,16 @@ def test_a_rank_without_rows_gets_padding_that_trains_nothing():
     assert (
         not empty.segment_ids.any() and not empty.loss_mask.any() and not empty.loss_weights.any()
     )
+
+
+def test_without_settings_a_forward_pass_has_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nemorl.parallel.layout.MICRO_BATCH_TOKENS", 40)
+
+    def sizes(batch, **settings):
+        parts = cut(batch, TrainerConfig(**settings)).parts(0)
+        return [tuple(part.input_ids.shape) for part in parts]
+
+    assert sizes(random_batch([10] * 4)) == [(4, 10)]
+    assert sizes(random_batch([10] * 9)) == [(4, 10), (4, 10), (1, 10)]
+    assert sizes(random_batch([10] * 9), train_micro_batch_size=9) == [(9, 10)]
+    assert sorted(sizes(random_batch([50, 10]))) == [(1, 10), (1, 50)]

@@ -12,6 +12,8 @@ from nemorl.data.batch import Example, collate
 from nemorl.data.packing import pack, pack_plan
 from nemorl.losses.types import finalize, merge
 from nemorl.parallel import measure
+from nemorl.parallel.config import BackendConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.measure import (
     GpuPeaks,
     StepMeter,

@@ -71,6 +71,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"train_micro_batch_size": 2},
     {"sequence_packing": True, "packed_row_tokens": 40},
     {"sequence_packing": True, "micro_batch_tokens": 24},
+    {"micro_batch_tokens": 60},
 ]
 
 

@@ -261,6 +261,7 @@ class OfTensors:
             next_stop_strings=[None] * count,
             rewards=torch.arange(float(count)),
             terminateds=torch.ones(count, dtype=torch.bool),
+            answers=None,
         )
 
     def global_post_process_and_metrics(self, batch):

@@ -23,7 +23,7 @@ from nemorl.runtime.algorithms.policy_loss import (
 from nemorl.runtime.algorithms.sampling import compared_samples, roll_out
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.run.loop import OpenRun
-from nemorl.runtime.run.samples import measured
+from nemorl.runtime.run.samples import compared
 
 
 def grpo(run: OpenRun) -> None:
@@ -38,7 +38,7 @@ def grpo(run: OpenRun) -> None:
     responses = config.num_prompts_per_step * config.num_generations_per_prompt
     updates = updates_per_batch(config, responses)
     for step in run.steps(config.max_num_steps, updates_per_step=updates):
-        rollouts, everything, informative = roll_out(run, step, prompts)
+        rollouts, everything = roll_out(run, step, prompts)
         with step.timed("train"):
             batch = with_logprobs(run, to_token_batch(rollouts))
             batch = replace(batch, loss_mask=trained_tokens(config, rollouts, batch))

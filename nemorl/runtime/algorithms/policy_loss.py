@@ -179,6 +179,11 @@ def _policy_loss(
         options["importance_weights"] = importance
         metrics = merge(metrics, measured)
     result = _as_output(term(logprobs, prev, batch.advantages, weights, **options))
+    if logprobs.requires_grad and not result.loss.requires_grad:
+        raise ValueError(
+            "a loss must have a gradient with respect to token_logprobs, but it returned a"
+            " constant: remove .detach(), .item() or torch.no_grad()"
+        )
     if kl is not None:
         assert batch.reference_logprobs is not None
         drawn_from = sampled if kl["gradient"] == "importance" else None

@@ -3,8 +3,6 @@ that the sample log shows.
 """
 
 import torch
-from jaxtyping import Bool
-from torch import Tensor
 
 from nemorl.data.batch import TokenBatch, take, trim
 from nemorl.losses.rewards import informative_groups
@@ -26,7 +24,6 @@ def roll_out(
     config = run.config
     kept: list[Rollouts] = []
     sampled: list[Rollouts] = []
-    informative: list[Tensor] = []
     wanted, size = config.num_prompts_per_step, config.num_generations_per_prompt
     with run.sampling():
         for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
@@ -40,7 +37,7 @@ def roll_out(
                 wanted -= len(kept[-1]) // size
             if not wanted:
                 break
-    return join(kept or sampled[-1:]), join(sampled), torch.cat(informative)
+    return join(kept or sampled[-1:]), join(sampled)
 
 
 def compared_samples(

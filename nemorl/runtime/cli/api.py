@@ -11,6 +11,7 @@ from nemorl.checks import closest, require
 from nemorl.models.pretrained import load_tokenizer
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
+from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import preset_overrides
 from nemorl.runtime.config.tree import construct, dotted_keys, layer, to_dict
 from nemorl.runtime.config.yaml_io import ConfigError
@@ -97,6 +98,13 @@ def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> tup
     """Return the top-level key of an override, and its value there."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
+    if name in ("loss", "advantage") and callable(value) and cls is GRPOConfig:
+        raise ConfigError(
+            f"{name} must be a name, but it is a function: decorate it with"
+            f' @nemorl.register_{name}("mine"), and pass {name}="mine" (settings: {name}={{"name":'
+            ' "mine", "setting": 0.1})',
+            name,
+        )
     keys = dotted_keys(cls)
     own = [key for key, ours in keys.items() if ours]
     if name in {key.partition(".")[0] for key in own}:  # a whole section, or a setting in none

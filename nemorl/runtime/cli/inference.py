@@ -102,6 +102,7 @@ def generate(config: GenerateConfig) -> list[dict[str, Any]]:
 def export(config: ExportConfig) -> Path:
     """Write a checkpoint of a run as a Hugging Face folder, and return the folder."""
     directory = RunDirectory.open(config.run)
+    directory.require_checkpoint()
     match config.step:
         case None:
             found = checkpoint.latest(directory.path)
@@ -114,7 +115,7 @@ def export(config: ExportConfig) -> Path:
         unranked = " and no run.metric that ranks them" if config.step == "best" else ""
         raise ValueError(
             f"step must be that of a checkpoint in {directory.checkpoints}, but there is none for"
-            f" {config.step}: there are {steps or 'none at all'}{unranked}"
+            f" {config.step}: there are {steps}{unranked}"
         )
     trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     output = Path(config.output)

@@ -106,7 +106,7 @@ def print_inspection(
     if styled:
         legend = Text("trained on: ") + Text("like this", style="bold green")
     if found.kind == "prompt":
-        legend = Text("none of a prompt is trained on")
+        legend = Text("prompts are not trained on")
     console.print(Text(f"{len(found.items)} {TITLES[found.kind]}; ") + legend)
     for row, item in list(zip(found.rows, found.items, strict=True))[: config.rows]:
         for name, example in _parts(found.kind, item):

@@ -18,6 +18,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
+from nemorl.data.sources import check_first_rows
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
     FOR_TRAINING,
@@ -44,6 +45,7 @@ from nemorl.runtime.config.tree import (
 from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.errors import out_of_memory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of, require_names
 from nemorl.user_code import module_of
@@ -224,6 +226,7 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
         return 0
     except Exception as error:
         expected = isinstance(error, ValueError | OSError | FloatingPointError)
+        expected = expected or out_of_memory(error)
         if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_a_reward(error)):
             raise
         code = 2 if isinstance(error, ValueError) else 1
@@ -290,8 +293,8 @@ def parse(command: str, args: Sequence[str]) -> Any:
             tree = layer(cls, tree, {section: {"name": name}})
             shown |= {key for key in leaves(cls) if key.startswith(f"{section}.")}
     args = in_full(cls, raw, names_of(cls, same))
-    for section, members in unions(cls).items():
-        _refuse_other_variants(section, members, tree[section]["name"], args)
+    for section in unions(cls):
+        _refuse_other_variants(cls, section, tree[section]["name"], args)
     usual = flat(layer(cls, {}, {}))
     shown |= {key for key, value in flat(tree).items() if value != usual.get(key)}
     help_ = _help(command, cls, args, shown)
@@ -386,25 +389,26 @@ def _check_given(config: Any, *, resumable: bool) -> None:
 
 
 def _require_inputs(command: str, config: Any) -> None:
-    """Raise ValueError for a reward, a backend, data, a model or a run that is missing, or a run in
-    the way of another.
+    """Raise ValueError for a reward, a backend, data, a model, a run or its checkpoints that are
+    missing, rows that are none, or a run in the way of another.
     Without torch: it takes seconds to import.
     """
     from nemorl.models.pretrained import model_folder
 
     require_names(config)
     data, model = getattr(config, "data", None), getattr(config, "model", "")
+    sources = {"data": data}
     if isinstance(data, DataConfig):
-        require_files("data.train", data.train)
-        require_files("data.validation", data.validation)
-    elif data is not None:
-        require_files("data", data)
+        sources = {"data.train": data.train, "data.validation": data.validation}
+    for name, source in sources.items():
+        require_files(name, source)
+        check_first_rows(source)
     if command in ALGORITHMS:
         require_rows(config.data.train)
         if config.run.dir and not config.run.resume and torchrun_size() is None:  # which restarts
             RunDirectory(Path(config.run.dir)).require_no_results()
     elif isinstance(config, ExportConfig):
-        RunDirectory.open(config.run)
+        RunDirectory.open(config.run).require_checkpoint()
     model_folder(model if isinstance(model, str) else model.path)
 
 
@@ -464,22 +468,22 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     return [str(directory.config)]
 
 
-def _refuse_other_variants(
-    section: str, members: dict[str, type[Any]], chosen: str, args: Sequence[str]
-) -> None:
+def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[str]) -> None:
     """Raise ValueError for a flag of another variant: --loss reinforce --loss.clip-low 0.1."""
     keys = {
         name: [field.name for field in dataclasses.fields(member) if field.name != "name"]
-        for name, member in members.items()
+        for name, member in unions(cls)[section].items()
     }
     for argument in args:
         flag = argument.partition("=")[0]
         key = flag.removeprefix(f"--{section}.").removeprefix("no-").replace("-", "_")
         owners = [name for name in keys if key in keys[name]]
         if flag.startswith(f"--{section}.") and owners and chosen not in owners:
+            other = key.replace("_", ".", 1)  # kl_coef
+            instead = f", or write --{other}" if other in leaves(cls) else ""
             raise ValueError(
                 f"{flag} is no setting of {section} {chosen}: it belongs to {', '.join(owners)};"
-                f" add --{section} {owners[0]}"
+                f" add --{section} {owners[0]}{instead}"
             )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import OutOfMemoryError, RayActorError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.checks import require
@@ -179,7 +179,7 @@ class RayWorkerGroup:
             if call in done:
                 try:
                     found[rank] = ray.get(call)
-                except RayActorError as error:
+                except (RayActorError, OutOfMemoryError) as error:
                     info = self._infos[rank] if self._infos else None
                     log = info.log if info else None
                     raise death(str(info or f"worker {rank}"), str(error), log, doing) from None

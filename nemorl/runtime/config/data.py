@@ -75,12 +75,12 @@ class DataConfig:
 
 
 def require_files(field_name: str, source: Any) -> None:
-    """Raise ValueError if a source of rows is a file that there is not."""
+    """Raise ValueError if a source of rows is a missing file."""
     for path in (Path(part) for part in sources_of(source) if isinstance(part, str | Path)):
         require(
             path.suffix not in READERS or path.is_file(),
             field_name,
-            "must name a file that there is",
+            "must name an existing file",
             str(path),
             f"check the path (relative to {Path.cwd()})",
         )

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from nemorl.checks import closest
 from nemorl.runtime.config.spellings import our_name
 from nemorl.runtime.config.tree import (
     by_name,
@@ -35,6 +36,9 @@ Extra = tuple[str, Any, Any, str]
 
 MAIN = {"model": "model.path", "data": "data.train", "run": "run.dir", "dir": "run.dir"}
 """The setting that a section's name alone stands for, where the section is one."""
+
+NO_SETTINGS = ("help", "config", "preset", "print_config")
+"""Flags that a command may have besides."""
 
 
 def parse_flags(
@@ -117,7 +121,7 @@ def in_full(
         key = names.get(positive if negated else name)
         is_flag = spelled.startswith("--")
         if key is None or not is_flag:
-            if not lenient and (is_flag or (equals and dot and not is_value)):
+            if not lenient and (is_flag or (equals and (dot or key) and not is_value)):
                 _refuse(name, names, spelled, "" if is_flag else f" {value}")
             full.append(argument)
             is_value = argument.startswith("-") and not equals
@@ -147,6 +151,9 @@ def _refuse(name: str, names: Mapping[str, str], spelled: str, value: str) -> No
     if keys:
         write = " or ".join(f"{flag_of(key)}{value}" for key in keys)
         raise ConfigError(f"unknown setting {spelled}:{why} write {write}", name)
+    near = closest(spelled.replace("_", "-"), [f"--{each.replace('_', '-')}" for each in names])
+    if near and "." not in name and name not in NO_SETTINGS:
+        raise ConfigError(f"unknown setting {spelled}{near}", name)
 
 
 def _last(key: str) -> str:

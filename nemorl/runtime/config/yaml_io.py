@@ -16,6 +16,7 @@ from ruamel.yaml.nodes import MappingNode, ScalarNode
 
 MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 100, 400
 """Of a file, with each alias written out; of brackets within brackets; of a number."""
+MAX_TEXT = 10_000_000
 _DEEP = re.compile(rf"(?:[\[{{]\s*){{{MAX_DEPTH}}}")  # ruamel.yaml takes minutes for them
 
 
@@ -59,7 +60,10 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
     """
     yaml = YAML(typ="safe", pure=True)
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open(encoding="utf-8") as file:  # which may be a pipe, or /dev/zero
+            text = file.read(MAX_TEXT + 1)
+        if len(text) > MAX_TEXT:
+            raise YAMLError(f"it has more than {MAX_TEXT} characters")
         if _DEEP.search(text):
             raise YAMLError(f"brackets are nested more than {MAX_DEPTH} deep")
         node = yaml.compose(text)

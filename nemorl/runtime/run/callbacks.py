@@ -5,8 +5,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from nemorl.checks import closest, require
+from nemorl.checks import closest, require, short
 from nemorl.runtime.run.state import Run
+from nemorl.user_code import exit_is_error
 
 
 class StopTraining(Exception):
@@ -63,27 +64,34 @@ class Callback:
         """Last, also after an error, perhaps twice: free files, threads, the terminal."""
 
 
-def check_callbacks(callbacks: Sequence[Any]) -> None:
+def check_callbacks(callbacks: Any) -> None:
     """Raise ValueError for what is no callback, or has a hook that would never be called.
 
     >>> check_callbacks([print])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ValueError: callbacks must be instances of classes derived from nemorl.Callback, but ...
     """
+    remedy = "class Mine(nemorl.Callback): def on_step_end(self, trainer, step, metrics): …"
+    several = isinstance(callbacks, Sequence)
+    require(several, "callbacks", "must be a list of them", callbacks, "put it in brackets")
     hooks = [name for name in vars(Callback) if name.startswith("on_")]
+    spellings = {name.replace("_", ""): name for name in hooks}
+    spellings |= {x.removeprefix("on"): name for x, name in spellings.items() if "_" in name[3:]}
     for callback in callbacks:
         require(
             isinstance(callback, Callback),
             "callbacks",
             "must be instances of classes derived from nemorl.Callback",
             callback,
-            "class Mine(nemorl.Callback): def on_step_end(self, trainer, step, metrics): …",
+            remedy,
         )
         for name in dir(callback):
-            if name.startswith("on_") and name not in hooks:
+            meant = spellings.get(name.replace("_", "").lower())  # onStepEnd, step_end
+            if (name.startswith("on_") or meant) and name not in hooks:
+                hint = closest(meant or name, hooks) or "."
                 raise ValueError(
                     f"callbacks must have hooks that are called, but {type(callback).__name__} has"
-                    f" {name}{closest(name, hooks) or '.'} The hooks are {', '.join(hooks)}"
+                    f" {name}{hint} The hooks are {', '.join(hooks)}"
                 )
 
 
@@ -92,12 +100,28 @@ def notify(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
     error: Exception | None = None
     for callback in callbacks:
         try:
-            getattr(callback, hook)(*args)
+            with exit_is_error(f"{type(callback).__name__}.{hook}"):
+                getattr(callback, hook)(*args)
+            if args and isinstance(args[-1], dict):
+                _as_numbers(args[-1], f"{type(callback).__name__}.{hook}")
         except Exception as failure:
             if error is None or isinstance(error, StopTraining):
                 error = failure
     if error is not None:
         raise error
+
+
+def _as_numbers(metrics: dict[str, Any], who: str) -> None:
+    """Make what a hook added to the metrics numbers. Raises ValueError, and drops what is none."""
+    for name, value in list(metrics.items()):
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError):
+            del metrics[name]
+            raise ValueError(
+                f"{who} must add numbers to metrics, but {name} is {short(value)}: log texts with"
+                " logging"
+            ) from None
 
 
 def notify_of_error(callbacks: Sequence[Callback], trainer: Run, error: BaseException) -> None:

@@ -106,6 +106,14 @@ class RunDirectory:
                 " with it (--run.resume) or name another folder (--run.dir)"
             )
 
+    def require_checkpoint(self) -> None:
+        """Raise ValueError where there is none to export."""
+        if not any(self.checkpoints.glob("step_*")):
+            raise ValueError(
+                f"run must have a checkpoint, but {self.path} has none: it is saved at the end of a"
+                " run, and every run.save_period steps"
+            )
+
     def holds_results(self) -> bool:
         """Return whether there is something that a new run would spoil."""
         results = (self.metrics, self.samples, self.checkpoints, self.hf)

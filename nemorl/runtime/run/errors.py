@@ -1,4 +1,4 @@
-"""What goes wrong with workers, in words for those who run them."""
+"""What goes wrong with workers and memory, in words for those who run them."""
 
 import builtins
 import contextlib
@@ -19,6 +19,19 @@ class WorkerDied(ChildProcessError):
 
 class WorkerTimeout(TimeoutError):
     """A worker has not answered in time."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation of torch's failed, here or in a worker."""
+    texts = ("out of memory", "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+MEMORY_ADVICE = (
+    "To take less memory: fewer tokens at a time (--trainer.micro-batch-tokens), recomputed"
+    " activations (--parallel.activation-checkpointing full), the model over more devices"
+    " (--parallel.dp-shard), or adapters (--lora.rank 16); nemorl plan shows what fits."
+)
 
 
 def in_words(error: BaseException) -> dict[str, str]:
@@ -56,6 +69,8 @@ def reason_of(told: str) -> str:
     >>> reason_of("The actor died. Worker unexpectedly exits with a connection error code 2.")
     'it was killed (the kernel does so, too, when memory is short) or it crashed'
     """
+    if "running low on memory" in told:
+        return "Ray killed it, because memory was short on its machine"
     if "connection error code" in told:
         return "it was killed (the kernel does so, too, when memory is short) or it crashed"
     if "ray.kill" in told:

@@ -19,8 +19,9 @@ from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.data import row_order, tokenised_prompts
+from nemorl.runtime.run.errors import MEMORY_ADVICE, out_of_memory
 from nemorl.runtime.run.result import TrainResult
-from nemorl.runtime.run.samples import Samples, measured, samples_of
+from nemorl.runtime.run.samples import Samples, compared, measured, samples_of
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.weight_sync import sync_weights
@@ -39,6 +40,8 @@ class Parts:
     state: LoopState
     """As the last checkpoint left it."""
     callbacks: Sequence[Callback]
+    shares_weights: bool = True
+    """Whether the generator computes with the trainer's own weights."""
 
 
 class OpenRun:
@@ -76,6 +79,7 @@ class OpenRun:
         self.initial: Callable[[Any], None] | None = None
         """Called with the trainer before a checkpoint is loaded."""
         self._start, self._load_frozen = start, load_frozen
+        self._frozen: list[Any] = []
         self.live: Parts | None = None
         self._steps: Steps | None = None
         self._over = False
@@ -157,7 +161,8 @@ class OpenRun:
         its backend: `get_logprobs(batch)` gives its log-probabilities. It ends with the run.
         """
         self._open()
-        return self._load_frozen(str(path))
+        self._frozen.append(self._load_frozen(str(path)))
+        return self._frozen[-1]
 
     def steps(
         self,
@@ -238,6 +243,8 @@ class OpenRun:
     def close(self) -> None:
         self._over = True
 
+        if out_of_memory(error):
+            error.add_note(MEMORY_ADVICE)
     def _open(self) -> None:
         if self._over:
             raise RuntimeError("the run is closed: use it inside `with nemorl.open_run(...)`")
@@ -344,11 +351,11 @@ class Step:
         samples: Rollouts | Samples | None = None,
     ) -> None:
         """Add measurements of this step: numbers, or metrics as a training step returns them, of
-        which those of one name are combined. samples: for the sample log; of `Rollouts` mean
-        reward, accuracy and length are logged as well.
+        which those of one name are combined. samples: for the sample log; of `Rollouts` mean and
+        spread of the reward, accuracy and length are logged as well, and equal rewards warned of.
         """
         if isinstance(samples, Rollouts):
-            metrics = {**measured(samples), **metrics}
+            metrics = {**compared(samples), **metrics}
             samples = samples_of(samples, None, self.run.config.run.samples_per_step)
         for name, value in metrics.items():
             if isinstance(value, Metric):

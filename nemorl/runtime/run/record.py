@@ -4,8 +4,11 @@ import json
 import os
 import platform
 import secrets
+import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -25,6 +28,8 @@ class RunRecord:
     """Short and unique, kept when the run is resumed."""
     algorithm: str
     """Its registered name, or `script_with` a config."""
+    script: str = ""
+    """Name of the file that began it, if there is one."""
     status: Status = "running"
     error: str | None = None
     """The error of a run that failed."""
@@ -42,7 +47,8 @@ def begin_record(
     directory: RunDirectory, *, algorithm: str, previous: RunRecord | None = None
 ) -> RunRecord:
     """Write and return the record of a run that this process begins or goes on with."""
-    record = previous or RunRecord(run_id=secrets.token_hex(4), algorithm=algorithm)
+    new = RunRecord(run_id=secrets.token_hex(4), algorithm=algorithm, script=script_name())
+    record = previous or new
     record = replace(
         record,
         status="running",
@@ -65,8 +71,15 @@ def script_with(config: type) -> str:
     return f"a script with {config.__name__}"
 
 
+def script_name() -> str:
+    """Return the name of the file that Python runs, "" in a notebook."""
+    return Path(getattr(sys.modules["__main__"], "__file__", None) or "").name
+
+
 def check_algorithm(directory: RunDirectory, *expected: str) -> None:
-    """Raise ValueError where the run in a directory is of none of the `expected` algorithms."""
+    """Raise ValueError where the run in a directory is of none of the `expected` algorithms, and
+    warn where another script goes on with it.
+    """
     record = read_record(directory)
     found = expected[0] if record is None else record.algorithm
     command = f"nemorl {found} --run.dir {directory.path} --run.resume goes on with it"
@@ -77,6 +90,12 @@ def check_algorithm(directory: RunDirectory, *expected: str) -> None:
         f"one of {found}",
         "resume it with that script" if found.startswith("a script ") else command,
     )
+    here = script_name()
+    if record and found.startswith("a script ") and record.script not in ("", here) and here:
+        warnings.warn(
+            f"{here} goes on with a run of {record.script}: its loop must take the same steps",
+            stacklevel=2,
+        )
 
 
 def write_record(directory: RunDirectory, record: RunRecord) -> None:

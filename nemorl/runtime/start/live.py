@@ -12,7 +12,7 @@ from torch import nn
 
 from nemorl.checks import own_methods, require
 from nemorl.models.causal_lm import usable_device
-from nemorl.models.hub import has_own_code
+from nemorl.models.hub import check_supported, has_own_code
 from nemorl.models.pretrained import check_vocabulary, model_folder
 from nemorl.parallel.backend import FullTrainingBackend
 from nemorl.parallel.config import BackendConfig
@@ -37,7 +37,12 @@ from nemorl.runtime.start.registry import (
     get_training_backend,
     training_backend_class,
 )
-from nemorl.runtime.start.settings import backend_config, changes, generation_config
+from nemorl.runtime.start.settings import (
+    backend_config,
+    changes,
+    generation_config,
+    model_config_of,
+)
 from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
 from nemorl.runtime.watch.display import make_display
 from nemorl.runtime.watch.loggers.base import LoggedRun, Recorder
@@ -56,6 +61,10 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     trainer = stack.enter_context(live_trainer(launch, run, found))
     generator = stack.enter_context(live_generator(launch, engines, trainer))
     if run.initial is not None:
+        trust = {"trust_remote_code": config.model.trust_remote_code}
+        given = launch.folder if launch.model is None else launch.model
+        if engines.backend == "torch" and (of_model := model_config_of(given, **trust)):
+            check_supported(of_model)  # before ranks are started for a model that it can't sample
         run.initial(trainer)
     state = resumed(launch, run, trainer)
     launch.tokenizer.save_pretrained(directory.path / "tokenizer")
@@ -63,16 +72,21 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     if generator is not None:
         generator.update_weights(TrainerWeights(trainer), version=trainer.step)
         length = min(8, config.data.max_total_sequence_length // 2)
-        prompt = [token % trainer.model.config.vocab_size for token in range(length)]
+        prompt = [token % model.config.vocab_size for token in range(length)]
         precision = config.parallel.param_dtype
         check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
-        generator.sleep()  # until it is needed
     launch.log.total_steps = run.num_steps
     exports = has_method(launch, trainer, "weights")
-    before, after = own_callbacks(launch, getattr(trainer, "model", None) if exports else None)
+    before, after = own_callbacks(launch, model if exports else None)
     stack.enter_context(closing([*before, *after]))
     callbacks = [launch.log, *launch.callbacks, *before, *after]
-    return Parts(trainer=trainer, generator=generator, state=state, callbacks=callbacks)
+    return Parts(
+        trainer=trainer,
+        generator=generator,
+        state=state,
+        callbacks=callbacks,
+        shares_weights=shared,
+    )
 
 
 @contextmanager
@@ -117,6 +131,7 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
         seed_generators(config.run.seed)  # those that a reward or a loop may use
         if model is not None:
             check_vocabulary(model, launch.tokenizer)
+                f"{' (--reference precomputed)' * hasattr(config, 'reference')}"
         yield trainer
     except BaseException:
         with suppress(Exception):  # the first error is the one to show
@@ -161,19 +176,27 @@ def frozen_model(launch: Launch, path: str) -> Iterator[Any]:
 
 @contextmanager
 def live_generator(
-    launch: Launch, engines: GenerationConfig | None, trainer: Any
+    launch: Launch, engines: GenerationConfig | None, model: Any
 ) -> Iterator[GenerationBackend | None]:
     """Set up the engine that the run samples with, if any, and shut it down at the end."""
     if engines is None:
         yield None
         return
-    config, model = launch.config, trainer.model
+    config = launch.config
     backend: Any = get_generation_backend(engines.backend)
     if launch.devices.ranked and getattr(backend, "shares_model", True):
         # Where the ranks have GPUs, this machine may have none.
         model = whole_model(model, "cpu" if config.trainer.device == "cpu" else None)
     generator = backend(
         model=model, tokenizer=launch.tokenizer, precision=config.parallel.param_dtype
+def shares_weights(launch: Launch, engines: GenerationConfig) -> bool:
+    """Return whether the engine computes with the trainer's own weights, which are in this process
+    then.
+    """
+    backend: Any = get_generation_backend(engines.backend)
+    return not launch.devices.ranked and getattr(backend, "shares_model", True)
+
+
     )
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):

@@ -20,6 +20,9 @@ from nemorl.runtime.start.launch import Launch, launched
 from nemorl.runtime.start.live import frozen_model, start
 from nemorl.runtime.start.registry import algorithm_of, loop_of, training_backend_class
 from nemorl.runtime.watch.log import event
+from nemorl.user_code import exit_is_error
+
+OWN_CODE = "a loss, an advantage, a backend or a loop of your own"
 
 
 @contextmanager
@@ -77,7 +80,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
         config = launch.config
         while True:
             try:
-                with opened(launch) as live:
+                with opened(launch) as live, exit_is_error(OWN_CODE):
                     loop(live)
                 assert live.result is not None
                 return live.result

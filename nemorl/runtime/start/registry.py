@@ -8,7 +8,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import closest, require
-from nemorl.rollout.answers import REWARDS, require_reward
+from nemorl.rollout.answers import GIVEN, REWARDS, require_reward
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
@@ -206,10 +206,14 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
 
 
 def require_names(config: Any) -> None:
-    """Raise ValueError for a reward or backend of a config that there is not. Without torch."""
+    """Raise ValueError for a reward or backend of a config that does not exist. Without torch.
+
+    A reward of a resumed run that was given in Python passes: its script gives it again.
+    """
     rewards = getattr(config, "reward", ())
     for reward in (rewards,) if isinstance(rewards, str) else rewards:
-        require_reward(reward)
+        if not reward.startswith(GIVEN):
+            require_reward(reward)
     if trainer := getattr(config, "trainer", None):
         _get(trainer.backend, TRAINING_BACKENDS, "training backend")
     if generation := getattr(config, "generation", None):

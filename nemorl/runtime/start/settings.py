@@ -13,6 +13,7 @@ from nemorl.models.adapters import base_of
 from nemorl.models.hub import CONFIG, read_config
 from nemorl.parallel.config import BackendConfig, ProfileConfig
 from nemorl.parallel.profiling import profile_folder
+from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.config.base import BaseConfig
@@ -44,7 +45,7 @@ def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | Non
         part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
         for part in parts
     )
-    return replace(config, reward=named(reward) or f"given in Python ({functions})")
+    return replace(config, reward=named(reward) or f"{GIVEN} ({functions})")
 
 
 def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) -> Any:

@@ -19,7 +19,6 @@ class SignalWatch(Callback):
         self.silent = 0
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
-        compared = getattr(trainer.config, "num_generations_per_prompt", 2) > 1
         reward, rounding = metrics.get("reward", math.nan), 1e-6
         if metrics.get("reward_std", math.inf) <= rounding * abs(reward):
             found = f"all responses had the reward {reward:g}"
@@ -32,12 +31,17 @@ class SignalWatch(Callback):
         self.silent += 1
         if self.silent.bit_count() > 1:
             return
+        advice = (
+            "does it tell good responses from bad ones? Harder prompts may help"
+            if metrics.get("accuracy") == 1
+            else "does it find the answers in the responses? Easier prompts, more responses per"
+            " prompt or some SFT first may help"
+        )
         kept = "; weights and optimizer are left as they are (num_updates 0)"
         warnings.warn(
-            f"step {step}: {found}, so there was little or nothing to learn from"
+            f"step {step}: {found}, so there was little or nothing to learn from the rewards"
             f"{kept if metrics.get('num_updates') == 0 else ''}; {self.silent} such"
-            " steps so far. Look at samples/ and at the reward: does it find the answers in the"
-            " responses? Easier prompts, more responses per prompt or some SFT first may help",
+            f" steps so far. Look at samples/ and at the reward: {advice}",
             stacklevel=2,
         )
 

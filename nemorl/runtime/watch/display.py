@@ -141,7 +141,8 @@ class PlainDisplay(Display):
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         self.task.completed = trainer.state.step
-        self._print(self._line(metrics, f"done in {duration(self.task.elapsed or 0)}"))
+        done = f"done in {duration(self.task.elapsed or 0)}"
+        self._print(f"{self._line(metrics, done)}  {trainer.directory or ''}".rstrip())
 
     def _line(self, metrics: dict[str, float], *words: str) -> str:
         shown = {name: number(metrics[name], name) for name in headline(metrics)}
@@ -190,6 +191,8 @@ class LiveDisplay(Display):
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
         self.close()
+        if trainer.directory:
+            self.console.print(f"the run is in {trainer.directory}", highlight=False)
 
     def close(self) -> None:
         if self.live is not None:

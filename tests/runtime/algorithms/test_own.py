@@ -46,6 +46,7 @@ def strange(a, b, c, d, *, table: torch.Tensor = None): return 0
 def reserved(a, b, c, d, *, takes=1): return 0
 def mutable(a, b, c, d, *, sizes=[]): return 0
 def rows(a, b, c, d): return d.sum(-1)
+def detached(a, b, c, d): return (a.detach() * d).sum()
 def three(rewards, group_id): return rewards[:3]
 A_NUMBER = 3
 '''
@@ -188,6 +189,7 @@ def test_a_file_with_the_name_of_a_module(tmp_path: Path):
     ("settings", "message"),
     [
         ({"loss": "my_pieces:rows"}, r"a loss must return a scalar .* a tensor of shape \(24,\)"),
+        ({"loss": "my_pieces:detached"}, r"a loss must have a gradient .* remove \.detach\(\)"),
         ({"advantage": "my_pieces:three"}, r"advantage my_pieces:three must return a tensor of sh"),
     ],
 )

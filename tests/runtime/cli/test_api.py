@@ -96,6 +96,7 @@ def test_trainers_are_run(folder: Path, tmp_path: Path):
             "in several sections: write trainer__backend or generation__backend",
         ),
         ({"preset": "dappo"}, r"unknown preset 'dappo'; did you mean dapo\?"),
+        ({"loss": digits}, "loss must be a name, but it is a function: decorate it with @nemorl"),
     ],
 )
 def test_overrides_that_can_not_be(overrides: dict, message: str):

@@ -453,6 +453,12 @@ BAD = [
         ["grpo", "actor_rollout_ref.rollout.n=5"],
         "is num_generations_per_prompt here; write --num-generations-per-prompt 5",
     ),
+    (["grpo", "--temprature", "1"], "unknown setting --temprature; did you mean --temperature?"),
+    (["sft", "lr=1e-5"], "unknown setting lr: write --optimizer.lr 1e-5"),
+    (
+        ["grpo", "--kl-coef", "0.1"],
+        "belongs to reinforce_plus_plus; add --advantage reinforce_plus_plus, or write --kl.coef",
+    ),
     (["grpo", "optimizer.lr=3"], "unknown setting optimizer.lr: write --optimizer.lr 3"),
     (["grpo", "++optimizer.lr=3"], "unknown setting ++optimizer.lr: write --optimizer.lr 3"),
     (["grpo", "--importance-sampling-level", "sequence"], "is loss.name (gspo) here; write --loss"),
@@ -463,11 +469,11 @@ BAD = [
     (["grpo", "--help", "optimiser"], "--help has no section 'optimiser'; did you mean optimizer?"),
     (
         ["grpo", "--model", "m", "--data", "nothere.jsonl"],
-        "data.train must name a file that there is, but it is 'nothere.jsonl': check the path",
+        "data.train must name an existing file, but it is 'nothere.jsonl': check the path",
     ),
     (
         ["eval", "--model", "m", "--data", "nothere.jsonl"],
-        "error: data must name a file that there is, but it is 'nothere.jsonl': check the path",
+        "error: data must name an existing file, but it is 'nothere.jsonl': check the path",
     ),
     (
         ["eval", *NEEDED["eval"], "--backend", "vllm", "--no-colocated"],
@@ -589,7 +595,7 @@ def test_eval(launched, tmp_path: Path, capsys):
         "answers": answers,
     }
     data = tmp_path / "d.jsonl"
-    data.write_text("{}")
+    data.write_text('{"prompt": "1+1="}')
     output = tmp_path / "new" / "answers.jsonl"
     assert (
         cli.main(
@@ -815,6 +821,12 @@ def test_warnings_and_pipes(
         timeout=60,
     )
     assert done.stderr == ""
+
+
+def test_too_little_memory_is_one_line(launched, capsys):
+    launched.result = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert cli.main(["grpo", *NEEDED["grpo"]]) == 1
+    assert capsys.readouterr().err.startswith("nemorl grpo: error: CUDA out of memory. Tried")
 
 
 def test_the_traceback_of_a_reward_is_the_users(launched, capsys):

@@ -90,7 +90,7 @@ def test_a_tokenizer_that_swallows_the_first_space_still_shows_it():
         (
             {"prompt": "a", "answer": "b"},
             "prompt",
-            ["1 prompts; none of a prompt is trained on", "row 1: 1 tokens\na\n"],
+            ["1 prompts; prompts are not trained on", "row 1: 1 tokens\na\n"],
         ),
         ({"prompt": "a", "response": "b"}, "sft", ["a⟦b<|im_end|>⟧"]),
         ({"input": "a", "output": "b"}, "sft", ["a⟦b<|im_end|>⟧"]),
@@ -193,7 +193,7 @@ def test_the_command(tmp_path: Path, capsys):
         (["--data.train", "rows.jsonl"], "model.path must be given"),
         (
             ["--model.path", "m", "--data.train", "missing.jsonl"],
-            "data.train must name a file that there is",
+            "data.train must name an existing file",
         ),
         (["--model.path", "m", "--data.train", "d", "--rows", "-1"], "rows must be at least 0"),
     ],

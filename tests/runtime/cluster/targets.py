@@ -46,6 +46,12 @@ class Target:
     def fail(self, message):
         raise ValueError(message)
 
+    def run_out(self):
+        """End as a call does whose process Ray kills to free memory."""
+        from ray.exceptions import OutOfMemoryError
+
+        raise OutOfMemoryError("Task was killed due to the node running low on memory.\nOOM\n[")
+
     def spawn(self):
         command = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
         return subprocess.Popen(command).pid

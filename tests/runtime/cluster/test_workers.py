@@ -44,6 +44,8 @@ def test_errors_deaths_and_time_limits(group, tmp_path: Path):
         WorkerTimeout, match=r"no answer to sleep within 0.5 s from worker 0 \(process"
     ):
         group.run_all("sleep", 3, timeout_s=0.5)
+    with pytest.raises(WorkerDied, match=r"died in run_out: Ray killed it, because memory"):
+        group.run_all("run_out")
     child = ray.get(group.call(1, "spawn"))
     group.call(1, "write")
     with pytest.raises(WorkerDied) as caught:

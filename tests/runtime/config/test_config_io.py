@@ -344,3 +344,8 @@ def test_aliases_and_merges_are_read(tmp_path: Path):
     )
     plain, _ = read(tmp_path / "a.yaml")
     assert plain["last"] == plain["other"] == {"lr": 1e-3, "beta1": 0.8}
+
+
+def test_a_config_without_end_is_refused():
+    with pytest.raises(ConfigError, match=r"/dev/zero: .* more than 10000000 characters"):
+        read("/dev/zero")

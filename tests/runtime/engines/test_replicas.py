@@ -94,7 +94,8 @@ def metrics_of_run(folder, *callbacks: Callback, steps: int) -> dict[str, float]
     }
 
 
-@pytest.mark.parametrize(("steps", "count"), [(6, 3), pytest.param(24, 20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "count"), [(6, 3), (24, 20)])
 def test_a_run_with_kills_at_random_times_ends_like_one_without(tmp_path, steps, count):
     expected = metrics_of_run(tmp_path / "undisturbed", steps=steps)
     kills = Kills(steps, count)

@@ -44,7 +44,7 @@ def unwritten(trainer, folder: str) -> None:
 
 
 def main(what: str, folder: str, again: int = 2) -> None:
-    print("process", os.getpid(), flush=True)
+    os.write(1, f"process {os.getpid()}\n".encode())  # at once: two ranks write to one stream
     plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
     limits = RuntimeConfig(timeout_s=3, start_timeout_s=3 if what == "asleep" else 60)
     config = BaseConfig(trainer=device, runtime=limits)

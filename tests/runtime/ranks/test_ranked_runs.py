@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from dataclasses import replace
@@ -328,8 +329,14 @@ def test_vllm_beside_ranks(place: Path, tmp_path: Path):
     generation = nemorl.GenerationConfig(
         backend="vllm", max_new_tokens=4, max_batch_size=64, engine=CACHE
     )
-    plan = nemorl.ParallelPlan(dp_shard=2)
-    config = ranked(grpo_config, place, tmp_path / "run", generation=generation, parallel=plan)
+    config = ranked(
+        grpo_config,
+        place,
+        tmp_path / "run",
+        generation=generation,
+        parallel=nemorl.ParallelPlan(**plan),
+    )
+    config = replace(config, trainer=replace(config.trainer, backend=backend))
     with shared_replicas():
         result = in_tests(config)
     lines = [line for line in result.history if line["phase"] == "train"]

@@ -1,6 +1,7 @@
 import inspect
 
 import pytest
+import torch
 
 from nemorl.runtime.run.callbacks import (
     Callback,
@@ -116,3 +117,14 @@ def test_an_interrupt_ends_it_at_once():
     with pytest.raises(KeyboardInterrupt):
         notify([Fails(KeyboardInterrupt()), last], "on_train_end", tiny_run(), {})
     assert not last.heard
+
+
+def test_what_a_hook_adds_to_the_metrics_is_a_number():
+    class Adds(Callback):
+        def on_step_end(self, trainer, step, metrics):
+            metrics |= {"one": torch.tensor(1), "mood": "good"}
+
+    metrics = {"reward": 0.5}
+    with pytest.raises(ValueError, match=r"Adds\.on_step_end must add numbers .* mood is 'good'"):
+        notify([Adds(), Recorder("a", [])], "on_step_end", tiny_run(), 1, metrics)
+    assert metrics == {"reward": 0.5, "one": 1.0}

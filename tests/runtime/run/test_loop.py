@@ -1,5 +1,9 @@
 """Loops over `open_run`: how they are left, what they may not do, and what goes on of itself."""
 
+import json
+import os
+import signal
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +19,11 @@ from nemorl.losses import policy
 from nemorl.losses.advantages import to_tokens
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
+from nemorl.runtime.config.tree import from_dict, to_dict
 from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run.callbacks import check_callbacks
 from nemorl.runtime.run.data import warn_of_unknown
+from nemorl.runtime.run.signals import Terminated
 from tests.parallel.batches import random_batch
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -240,3 +247,51 @@ def test_prompts_of_unknown_tokens_only_are_warned_of(tmp_path: Path):
         warnings.simplefilter("error")
         gpt2s = SimpleNamespace(unk_token_id=0, eos_token_id=0)  # has bytes for every text
         warn_of_unknown([{}], [[0]], gpt2s)
+    for name in ("onStepEnd", "step_end", "on_stepend"):
+        other = type("Other", (nemorl.Callback,), {name: lambda self, trainer, step, metrics: None})
+        with pytest.raises(ValueError, match=rf"Other has {name}; did you mean on_step_end\?"):
+            whole(grpo_config(tmp_path), callbacks=[other()])
+    with pytest.raises(
+        ValueError, match=r"callbacks must be a list of them, but it is <.*brackets"
+    ):
+        check_callbacks(nemorl.Callback())
+
+
+@pytest.mark.parametrize("where", ["loss", "advantage", "callback"])
+def test_an_exit_in_code_of_one_s_own_is_an_error(where: str, tmp_path: Path):
+    """By itself it would end the process with code 0 and no word."""
+
+    class Exits(nemorl.Callback):
+        def on_step_end(self, trainer, step, metrics):
+            sys.exit(0)
+
+    (tmp_path / f"exits_{where}.py").write_text(
+        "import sys\n\ndef loss(a, b, c, d): sys.exit(0)\n\ndef advantage(a, b): sys.exit(0)\n"
+    )
+    section = (
+        {} if where == "callback" else {where: {"name": f"{tmp_path}/exits_{where}.py:{where}"}}
+    )
+    tree = to_dict(grpo_config(tmp_path / "run")) | section
+    config = from_dict(nemorl.GRPOConfig, tree)
+    with pytest.raises(RuntimeError, match=r"must not end the run, but it called sys\.exit\(0\)"):
+        start(config, callbacks=[Exits()] if where == "callback" else [])
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+def test_sigterm_in_a_reward_is_no_exit_of_the_reward(tmp_path: Path):
+    def reward(response: str) -> float:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 0.0
+
+    with pytest.raises(Terminated):
+        start(grpo_config(tmp_path), reward=reward)
+
+
+def test_what_takes_less_memory_is_said_where_there_is_too_little(tmp_path: Path):
+    with (
+        pytest.raises(RuntimeError, match="can't allocate memory") as caught,
+        opened(grpo_config(tmp_path)) as run,
+    ):
+        torch.empty(1 << 55)
+    assert "--trainer.micro-batch-tokens" in caught.value.__notes__[-1]
+    assert run.result is None

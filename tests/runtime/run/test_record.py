@@ -1,13 +1,22 @@
 import json
 import os
 import time
+import warnings
 from dataclasses import replace
 
 import psutil
 import pytest
 
 from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.record import RunRecord, begin_record, read_record, status_of, write_record
+from nemorl.runtime.run.record import (
+    RunRecord,
+    begin_record,
+    check_algorithm,
+    read_record,
+    script_with,
+    status_of,
+    write_record,
+)
 from tests.runtime.runs import grpo_config, start
 
 
@@ -77,3 +86,16 @@ def test_fields_of_another_version_are_left_out(directory):
 def test_a_resume_by_another_algorithm_leaves_the_run_what_it_is(directory):
     first = begin_record(directory, algorithm="sft")
     assert begin_record(directory, algorithm="grpo", previous=first).algorithm == "sft"
+
+
+def test_another_script_is_warned_of(directory, monkeypatch):
+    monkeypatch.setattr("nemorl.runtime.run.record.script_name", lambda: "a.py")
+    begin_record(directory, algorithm=script_with(int))
+    check_algorithm(directory, script_with(int))
+    monkeypatch.setattr("nemorl.runtime.run.record.script_name", lambda: "b.py")
+    with pytest.warns(UserWarning, match=r"b\.py goes on with a run of a\.py"):
+        check_algorithm(directory, script_with(int))
+    begin_record(directory, algorithm="sft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_algorithm(directory, "sft")

@@ -1,6 +1,7 @@
 """What `nemorl.run` refuses before it starts, what it loads by name, and export."""
 
 import json
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,11 @@ import pytest
 import torch
 
 import nemorl
+from nemorl.losses import token_mean_weights
+from nemorl.losses.advantages import to_tokens
+from nemorl.losses.policy import reinforce
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.rollout.collect import to_token_batch
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.start.registry import TRAINING_BACKENDS
@@ -293,6 +298,31 @@ def test_a_folder_that_was_claimed_for_nothing_is_given_back(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_script_resumes_with_the_reward_that_it_gives(saved, tmp_path: Path, monkeypatch):
+    """Its flags are read before it gives the reward."""
+    folder, given = str(tmp_path / "run"), {"train": saved["rows"], "reward": digits}
+    flags = ["--run.dir", folder, "--generation.max-new-tokens", "4", "--num-prompts-per-step", "4"]
+    monkeypatch.setattr(sys, "argv", ["mine.py"])
+
+    def train(*more: str) -> list[float]:
+        config = nemorl.cli(nemorl.GRPOConfig, [*flags, *more])
+        with nemorl.open_run(config, **given) as run:
+            prompts = run.prompts()
+            for step in run.steps(config.max_num_steps):
+                rollouts = step.sample(prompts.next(4), n=2)
+                batch = to_token_batch(rollouts)
+                batch = replace(
+                    batch,
+                    advantages=to_tokens(rollouts.rewards, batch.loss_mask),
+                    loss_weights=token_mean_weights(batch.loss_mask),
+                )
+                step.log(run.trainer.train_step(batch, nemorl.policy_loss(reinforce)))
+        return [line["loss"] for line in run.result.history]
+
+    train("--model.path", saved["model"], "--data.train", saved["rows"], "--max-num-steps", "1")
+    assert len(train("--run.resume", "--max-num-steps", "2")) == 2
+
+
 def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
     config = grpo_config(tmp_path / "run", steps=1, model=nemorl.ModelConfig(path=saved["model"]))
     nemorl.run(config, train=Path(saved["rows"]), reward=[digits, "contains_answer"])
@@ -303,7 +333,7 @@ def test_what_is_given_in_python_is_told_by_the_config(saved, tmp_path: Path):
     )
     with pytest.raises(
         ValueError,
-        match=r"reward must be one of .* but it is 'given in Python \(digits, contains_answer\)'",
+        match=r"reward must be given again, .* given in Python \(digits, contains_answer\): pass",
     ):
         nemorl.run(replace(kept, run=replace(kept.run, resume=True), max_num_steps=2))
     nemorl.run(

@@ -17,11 +17,12 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import nemorl
+from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.errors import WorkerTimeout
-from nemorl.runtime.start import live
+from nemorl.runtime.start import devices, live
 from nemorl.runtime.start.live import whole_model
 from nemorl.runtime.start.open_run import failed_ranks
 from tests.runtime import runs

@@ -13,10 +13,12 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput, SmallBackend, TrainingBackend
 from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.algorithms import sft
-from nemorl.runtime.start import live, registry
+from nemorl.runtime.start import devices, live, registry
 from tests.runtime.runs import (
     addition_rows,
+    digits,
     dpo_config,
+    grpo_config,
     numbers,
     of_phase,
     preference_rows,
@@ -125,8 +127,9 @@ def test_sft_and_dpo_run_and_resume(registered, tmp_path: Path):
 
 @pytest.mark.parametrize("dp_shard", [1, 2])
 def test_what_a_run_needs_besides_is_said_before_it_starts(
-    registered, dp_shard: int, tmp_path: Path
+    registered, dp_shard: int, tmp_path: Path, monkeypatch
 ):
+    rows = addition_rows(4)
     options = {"trainer": TRAIN, "parallel": nemorl.ParallelPlan(dp_shard=dp_shard)}
     with pytest.raises(ValueError, match="must have the method get_reference_logprobs for the"):
         run(dpo_config(tmp_path / "dpo", **options), tmp_path, train=preference_rows(4))

@@ -1,5 +1,5 @@
 import warnings
-from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +8,7 @@ from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.watch import plots
 from nemorl.runtime.watch.alerts import SignalWatch
 from nemorl.runtime.watch.plots import PlotCallback
+from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import tiny_run
 
 
@@ -43,10 +44,18 @@ def test_steps_without_a_signal_are_warned_of_ever_more_rarely():
     assert ["num_updates 0" in str(warning.message) for warning in caught] == [0, 0, 1, 0]
 
 
-def test_one_response_per_prompt_is_compared_with_none_of_its_group():
+def test_where_all_responses_are_right_harder_prompts_are_the_advice():
+    metrics = {"reward": 1.0, "reward_std": 0.0, "accuracy": 1.0}
+    with pytest.warns(UserWarning, match="the reward 1,.* Harder prompts may help"):
+        SignalWatch().on_step_end(tiny_run(step=1), 1, metrics)
+    metrics |= {"reward": 0.0, "accuracy": 0.0}
+    with pytest.warns(UserWarning, match="the reward 0,.* Easier prompts"):
+        SignalWatch().on_step_end(tiny_run(step=1), 1, metrics)
+
+
+def test_one_response_per_prompt_is_compared_with_none_of_its_group(tmp_path: Path):
     advantage = nemorl.GroupAdvantage(baseline="batch_mean", scale="batch_std")
-    config = nemorl.GRPOConfig(num_generations_per_prompt=1, advantage=advantage)
-    run = replace(tiny_run(), config=config)
+    config = grpo_config(tmp_path, num_generations_per_prompt=1, advantage=advantage, steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SignalWatch().on_step_end(

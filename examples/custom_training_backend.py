@@ -69,6 +69,9 @@ class WatchedBackend:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self.inner.weights()
 
+    def offload(self, *, keep_weights: bool = False) -> None:
+        self.inner.offload(keep_weights=keep_weights)
+
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """What it knows besides goes along, or a resumed run would go on with other numbers (the
         suite finds that out).

@@ -21,7 +21,7 @@ ROWS = {
     "train": 3,
     "head": 3,
     "generate": 2,
-    "memory": 3,
+    "memory": 4,
 }
 """Parts, and how many values their small forms measure at least."""
 
@@ -51,6 +51,7 @@ def test_a_part_runs_on_a_cpu(name: str, forked: Path):
         assert not [row for row in values if row["met"] is False]
 
 
+@pytest.mark.slow
 def test_the_runner_writes_the_page_and_a_json(tmp_path: Path, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"# Mine\n\n{__main__.BEGIN}\nold\n{__main__.END}\n\nkept\n")
@@ -78,7 +79,8 @@ def test_a_part_that_takes_too_long_or_dies_keeps_its_rows():
 def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path, monkeypatch):
     def interrupted(command, limit_s):
         assert 0 < limit_s <= 60 * 25
-        yield {"device": "a GPU", "versions": {}, "warning": "others use it"}
+        yield {"device": "a GPU", "versions": {}}
+        yield part.skipped("memory", "others use it")
         yield part.row("speed", 2.0, at_least=1)
         raise KeyboardInterrupt
 
@@ -121,7 +123,9 @@ def test_what_is_refused(version, cuda, error, said, monkeypatch):
 def test_a_gpu_that_others_use_or_that_is_too_small_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 * 10**9, 80 * 10**9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
-    assert "other programs hold 60 GB of this GPU" in part.device(small=False)["warning"]
+    (warning,) = part.shared()
+    assert "other programs hold 60 GB of this GPU" in warning["skipped"]
+    assert part.device(small=False)["device"] == "NVIDIA H100"
     part.require_memory(17e9, small=False)
     with pytest.raises(part.Skip, match=r"needs 19 GB .* but 20 of 80 GB are free"):
         part.require_memory(19e9, small=False)

@@ -23,7 +23,7 @@ from nemorl.checks import require
 
 ROOT = Path(__file__).parent.parent.parent
 SHARES = {"correct": 5, "train": 5, "head": 1, "generate": 4, "memory": 3, "weights": 2}
-"""Of the time, by part, in the order of what they tell per minute."""
+"""Of the time; the parts that tell most per minute come first."""
 BEGIN, END = "<!-- results -->", "<!-- end of results -->"
 Part = Literal["correct", "train", "head", "generate", "memory", "weights"]
 
@@ -137,9 +137,8 @@ def main(options: Options) -> int:
                 found = results.setdefault(row["device"], {"parts": {}})
                 found |= {"date": time.strftime("%Y-%m-%d"), "versions": row["versions"]}
                 found["parts"][name] = []
-                print(f"{name} ({row['device']}, {row.get('memory', '')})")
-                row = {"what": "memory", "skipped": row["warning"]} if "warning" in row else None
-            if row:
+                print(f"{name} ({row['device']})")
+            else:
                 found["parts"][name].append(row)
                 print("  " + "   ".join(filter(None, [row["what"], *outcome(row)])), flush=True)
                 failed |= "failed" in row or (name == "correct" and row.get("met") is False)

@@ -1,13 +1,15 @@
-"""The largest models that train on this GPU, as `nemorl plan` predicts them."""
+"""The largest models that train here, as `nemorl plan` predicts them, and their offloading."""
 
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
+from common import interleaved
 from train_step import batch_of
 
 from benchmarks.gpu.models import config_of, random_model, trainer
@@ -79,3 +81,14 @@ def largest(kind: str, work: PlanConfig, small: bool) -> Iterator[Row]:
     note = f"{size / 1e9:.3g} B parameters in {layers} layers: {measured / 1e9:.3g} GB at the peak"
     ratio = measured / predicted
     yield row(f"{kind}: peak, × the plan's", ratio, at_least=0.9, at_most=1.1, note=note)
+    if kind == "SFT":
+        yield offloading(made, small)
+
+
+def offloading(made: Any, small: bool) -> Row:
+    """To main memory and back; the round that pins that memory is not counted."""
+    away, back = map(median, interleaved([made.offload, made._away.restore], 3))
+    made.offload()
+    size, left = made._away.nbytes / 1e9, 0.0 if small else torch.cuda.memory_allocated() / 1e9
+    note = f"{size:.3g} GB away in {away:.2g} s, back in {back:.2g} s, {left:.2g} GB stay"
+    return row("offloading, GB/s", 2 * size / (away + back), note=note)

@@ -71,18 +71,18 @@ def device(small: bool) -> Row:
     import transformers
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions |= {} if small else {"CUDA": torch.version.cuda}
     if small:
         return {"device": "CPU, small form", "versions": versions}
+    return {"device": torch.cuda.get_device_name(), "versions": versions}
+
+
+def shared() -> Iterator[Row]:
+    """Yield a row where others use the GPU."""
     free, total = torch.cuda.mem_get_info()
-    found = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {**versions, "CUDA": torch.version.cuda},
-        "memory": f"{free / 1e9:.0f} of {total / 1e9:.0f} GB free",
-    }
     if free < 0.95 * total:
         used = f"other programs hold {(total - free) / 1e9:.0f} GB of this GPU"
-        found["warning"] = f"{used}: times are not reliable, and larger models are left out"
-    return found
+        yield skipped("memory", f"{used}: times are unreliable, and larger models are left out")
 
 
 def require_package(name: str) -> None:
@@ -124,6 +124,8 @@ def main(name: str, small: bool) -> None:
     if problem := refusal(small):
         return say({"refused": problem})
     say(device(small))
+    for found in () if small else shared():
+        say(found)
     try:
         part = importlib.import_module(f"benchmarks.gpu.{name}")
     except ImportError as error:

@@ -121,6 +121,13 @@ def _column(value: float | Tensor) -> float | Tensor:
     return value[..., None] if isinstance(value, Tensor) else value
 
 
+def _column_like(value: float | Tensor, like: Tensor) -> Tensor:
+    """Return it in `like`'s type, on its device; the host does not wait, as to copy a number."""
+    if isinstance(value, Tensor):
+        return value[..., None].to(like.device, like.dtype)
+    return like.new_full((), value)
+
+
 def _outside_support(
     scaled: Tensor,
     top_k: int | Tensor,
@@ -132,13 +139,11 @@ def _outside_support(
     top = scaled.amax(-1, keepdim=True)
     threshold = torch.full_like(top, -math.inf)
     if _is_on(min_p, 0.0):
-        threshold = (
-            top + torch.as_tensor(_column(min_p), dtype=scaled.dtype, device=scaled.device).log()
-        )
+        threshold = top + _column_like(min_p, scaled).log()
     if isinstance(top_k, Tensor) or _is_on(top_p, 1.0):
         order, index = scaled.sort(dim=-1, stable=True)
         if _is_on(top_k, 0):
-            k = torch.as_tensor(_column(top_k), device=scaled.device).long().expand(top.shape)
+            k = _column_like(top_k, index).expand(top.shape)
             kth = order.gather(-1, (order.shape[-1] - k).clamp(0, order.shape[-1] - 1))
             threshold = torch.where(k > 0, torch.maximum(threshold, kth), threshold)
         outside = order < threshold
@@ -146,7 +151,7 @@ def _outside_support(
             # The mass of what the filters before left, from the least likely token, as in vLLM. The
             # most likely one stays.
             mass = torch.where(outside, -math.inf, order).softmax(-1).cumsum(-1)
-            p = torch.as_tensor(_column(top_p), dtype=scaled.dtype, device=scaled.device)
+            p = _column_like(top_p, scaled)
             outside = outside | pad(((mass <= 1 - p) & (p < 1))[..., :-1], (0, 1))
         outside = torch.zeros_like(outside).scatter(-1, index, outside)
     else:

@@ -97,6 +97,13 @@ class FullTrainingBackend(TrainingBackend, Protocol):
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter under its Hugging Face name, tied ones once."""
 
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move what training keeps on the device to main memory, for a generator to use the device.
+        It is back with the next use of `model` and of all methods but `weights`.
+
+        keep_weights: the generator computes with the live model.
+        """
+
     def wait_for_checkpoint(self) -> None:
         """Return when the last `save_checkpoint` is on the disk. Raises what went wrong.
 

@@ -63,6 +63,11 @@ class TrainerConfig:
     """
     deterministic: bool = False
     """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
+    offload_during_generation: bool = False
+    """While engines on the trainer's GPUs generate, keep its parameters, gradients, optimizer state
+    and reference model in pinned main memory. With generation.backend torch in the trainer's
+    process the parameters stay, because it computes with them.
+    """
     do).
     """
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemorl.data.transfer import to_device
 from nemorl.losses.logprobs import filter_logits
 from nemorl.rollout.generation import FinishReason, SamplingParams
 from nemorl.rollout.random import uniform
@@ -63,7 +64,7 @@ class SlotTensors:
     @classmethod
     def of(cls, slots: list[Slot], device: torch.device) -> SlotTensors:
         def column(values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return to_device(torch.tensor(values, dtype=dtype), device)
 
         def same_or_column(values: list[Any], dtype: torch.dtype) -> Any:
             return values[0] if len(set(values)) == 1 else column(values, dtype)

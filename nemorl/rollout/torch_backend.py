@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.data.padding import pad
+from nemorl.data.transfer import to_device
 from nemorl.models.adapters import has_adapters
 from nemorl.models.causal_lm import decoder_of, end_tokens, head_weight, load_causal_lm
 from nemorl.models.hub import check_supported
@@ -250,16 +252,17 @@ class TorchGenerationBackend:
             value=0,
         )
         new = [s for group in groups for s in group]
-        sources = torch.tensor(
-            [row for row, group in enumerate(groups) for _ in group], device=device
+        rows = [row for row, group in enumerate(groups) for _ in group]
+        input_ids, sources, last = to_device(
+            (input_ids, torch.tensor(rows), lengths - 1), self._device
         )
         self.cache.prefill(torch.arange(num_active, num_active + len(new), device=device), sources)
         width = input_ids.shape[1]
         causal = torch.ones(1, 1, width, width, dtype=torch.bool, device=device).tril()
         positions = torch.arange(width, device=device)[None].expand(len(groups), -1)
-        hidden = self._forward(input_ids.to(device), positions, causal)
-        last = hidden[torch.arange(len(groups), device=device), lengths.to(device) - 1]
-        self._sample(self._logits(last)[sources], SlotTensors.of(new, device))
+        hidden = self._forward(input_ids, positions, causal)
+        hidden = hidden[torch.arange(len(groups), device=device), last]
+        self._sample(self._logits(hidden)[sources], SlotTensors.of(new, device))
         self._active = self._active + new
 
     def _decode(self) -> None:
@@ -289,13 +292,15 @@ class TorchGenerationBackend:
 
     def _sample(self, logits: Tensor, batch: SlotTensors) -> None:
         tokens, logprobs = sample_tokens(logits, batch)
-        if not bool(logprobs.isfinite().all()):
+        # The one moment of a step in which the host waits. Token ids are exact in float64.
+        drawn, found = torch.stack((tokens.double(), logprobs.double())).tolist()
+        if not all(map(math.isfinite, found)):
             raise FloatingPointError(
                 "the model's logits are not finite: its weights hold NaN or infinity"
             )
         version = self.policy_version
         assert version is not None
-        for s, token, logprob in zip(batch.slots, tokens.tolist(), logprobs.tolist(), strict=True):
+        for s, token, logprob in zip(batch.slots, map(int, drawn), found, strict=True):
             s.token_ids.append(token)
             s.logprobs.append(logprob)
             s.versions.append(version)
@@ -324,8 +329,7 @@ class TorchGenerationBackend:
         gaps = [slot for slot in range(remaining) if active[slot].finish_reason]
         movers = [slot for slot in range(remaining, len(active)) if not active[slot].finish_reason]
         if gaps:
-            device = self._device
-            self.cache.move(torch.tensor(gaps, device=device), torch.tensor(movers, device=device))
+            self.cache.move(*to_device((torch.tensor(gaps), torch.tensor(movers)), self._device))
         kept = active[:remaining]
         for gap, mover in zip(gaps, movers, strict=True):
             kept[gap] = active[mover]

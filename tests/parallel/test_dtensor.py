@@ -35,6 +35,8 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms import policy_loss, sft
 from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.config.grpo import GRPOConfig, KLConfig, OffPolicyConfig
+from tests.host_waits import HostWaits
 from tests.parallel.batches import nll_loss, random_batch
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -262,3 +264,42 @@ def test_setup_refuses_other_weights_than_a_checkpoint_began_with(rank: int, tmp
     message = "first must be of a run that began with the model in use, .* load the initial model"
     with pytest.raises(ValueError, match=message):
         set_up(tiny_model(seed=1), lora=lora, same_initial_model_as=tmp_path / "first")
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "rows": {"train_micro_batch_size": 2},
+    "packed": {"sequence_packing": True, "packed_row_tokens": 50, "train_micro_batch_size": 1},
+}
+
+
+def batch_and_loss(algorithm: str) -> tuple[TokenBatch, LossFn]:
+    batch = random_batch([9, 2, 30, 17])
+    zeros = torch.zeros(batch.input_ids.shape)
+    if algorithm == "SFT":
+        return batch, sft.loss_fn
+    names = ("advantages", "prev_logprobs", "reference_logprobs", "generation_logprobs")
+    kind = LogprobKind(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01)
+    batch = replace(batch, logprob_kind=kind, **dict.fromkeys(names, zeros))
+    kl, off_policy = KLConfig(coef=0.1), OffPolicyConfig(mode="truncate")
+    config = GRPOConfig(kl=kl, off_policy=off_policy, entropy_coef=0.1)
+    return batch, policy_loss.make_loss(config)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", ["SFT", "GRPO"])
+def test_the_host_waits_for_no_number_between_microbatches(
+    algorithm: str, layout: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The device has no numbers: to read one raises an error."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # it has none
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: False)
+    batch, loss_fn = batch_and_loss(algorithm)
+    backend = set_up(tiny_model(), trainer=LAYOUTS[layout])
+    backend.device = torch.device("meta")
+    backend.model.to("meta")
+    with HostWaits() as waits:
+        metrics, loss = backend._gradients(batch, loss_fn)
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            backend.get_logprobs(batch)  # all values go to the batch's device in the end
+    assert not [name for name in waits.found if name.endswith("meta")]
+    assert loss.is_meta and "entropy" in metrics

@@ -22,6 +22,8 @@ from nemorl.parallel.measure import (
     segment_lengths,
 )
 from nemorl.runtime.watch.resources import ResourceMeter
+from tests.parallel.batches import nll_loss
+from tests.parallel.test_tokens import grouped
 from tests.tiny_models import KINDS, tiny_model
 
 CPU = torch.device("cpu")
@@ -96,6 +98,21 @@ def test_a_step(monkeypatch):
     assert found["trainer/mfu"] == pytest.approx(flops / 1e9)
     monkeypatch.setattr(measure, "peak_flops", lambda device: None)
     assert "trainer/mfu" not in step(StepMeter(config, CPU, 1), batch)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_prompt_that_is_computed_once_counts_once(size: int | None):
+    """And twice where its sequences are in two microbatches."""
+    batch = grouped([(20, [3, 5, 4, 4])])
+    backend = DTensorBackend(tiny_model())
+    trainer = TrainerConfig(device="cpu", train_micro_batch_size=size)
+    backend.setup(BackendConfig(trainer=trainer))
+    work = backend.train_step(batch, nll_loss)["trainer/tflops_per_device"].total * 1e12
+    lengths = segment_lengths(batch)
+    config, copied = backend.model.config, 60 if size is None else 40
+    whole, token = flops_per_step(config, lengths), flops_per_step(config, (), copied=-1)
+    assert float(work) == pytest.approx(whole - copied * token)
+    assert float(work) < 0.5 * whole or size
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,15 @@ def test_those_of_a_prompt_stay_together():
     assert sorted(shared) == [((0, 1, 2),), ((3, 4, 5),)] != sorted(apart)
     for not_worth_it in ([(2, [6, 6]), (2, [6, 6])], [(9, [1, 1]), (9, [1, 1, 1])]):
         assert with_the_same_prompt(grouped(not_worth_it)) is None
+    # By tokens, too: here and on each of two ranks.
+    by_tokens = TrainerConfig(micro_batch_tokens=40)
+    assert sorted(cut(batch, by_tokens).microbatches[0]) == [(0, 1, 2), (3, 4, 5)]
+    apart = replace(by_tokens, share_prompts=False)
+    assert sorted(cut(batch, apart).microbatches[0]) == [(0, 1, 3, 4), (2, 5)]
+    found = cut(grouped([(4, [6, 1, 1])] * 4), by_tokens, num_ranks=2).microbatches
+    assert sorted(part for own in found for part in own) == [
+        tuple(range(i, i + 3)) for i in (0, 3, 6, 9)
+    ]
     # A unit that no row holds is cut; with too few units for the ranks there are none.
     assert pack_plan([9, 9, 9], 18, units=((0, 1, 2),)) == ((0, 1), (2,))
     assert len(pack_plan([9, 9, 9], 27, num_rows_multiple=3, units=((0, 1, 2),))) == 3

@@ -10,6 +10,7 @@ from nemorl.rollout import torch_backend as module
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
+from tests.host_waits import HostWaits
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 LONG = SamplingParams(seed=1, max_new_tokens=200)
@@ -125,3 +126,30 @@ def test_after_an_interrupt_the_same_event_loop_can_go_on(monkeypatch):
         assert backend.generate([[5, 6]], LONG) == expected
     finally:
         loop.close()
+
+
+def test_the_host_waits_once_for_a_token(monkeypatch):
+    """Also where sequences end and others take their place."""
+    found, decode, admit = [], TorchGenerationBackend._decode, TorchGenerationBackend._admit
+
+    def watched(method):
+        def call(self):
+            with HostWaits() as waits:
+                method(self)
+                self._retire()
+            del waits.found["tensor cpu"]  # of `pad`, which works in main memory
+            found.append(dict(waits.found))
+
+        return call
+
+    monkeypatch.setattr(TorchGenerationBackend, "_decode", watched(decode))
+    monkeypatch.setattr(TorchGenerationBackend, "_admit", watched(admit))
+    backend = made(tiny_model(scale=2.0), max_batch_size=4)
+    backend.tokenizer = None
+    filters = {"top_k": 9, "top_p": 0.9, "min_p": 0.01}
+    params = [
+        SamplingParams(max_new_tokens=3 + i, n=2, seed=i, **(filters if i % 2 else {}))
+        for i in range(5)
+    ]
+    backend.generate(random_prompts(5), params)
+    assert len(found) > 10 and all(each == {"tolist": 1} for each in found)

@@ -16,26 +16,28 @@ from torch.utils import _pytree as pytree
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
+from nemorl.data.transfer import to_device
 from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import Mean, Metrics, Sum, merge
+from nemorl.losses.types import Metrics, merge
 from nemorl.models import adapters
 from nemorl.models.attention import use_attention
 from nemorl.models.causal_lm import load_causal_lm, usable_device
 from nemorl.models.hub import check_supported
-from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.dtensor.build import build
-from nemorl.parallel.dtensor.checkpoint import CheckpointWriter, Saved
-from nemorl.parallel.dtensor.head import plain_logprobs, sharded_logprobs
+from nemorl.parallel.dtensor.checkpoint import CheckpointWriter, Saved, contents_of
+from nemorl.parallel.dtensor.head import plain_logprobs, planned, sharded_logprobs
 from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base, fingerprint
 from nemorl.parallel.dtensor.mesh import World, is_started_as_rank
+from nemorl.parallel.dtensor.offload import Offloaded
 from nemorl.parallel.dtensor.optimizer import learning_rate, make_optimizer, require_finite
 from nemorl.parallel.dtensor.pieces import gathering
-from nemorl.parallel.dtensor.tokens import Work, work_of
+from nemorl.parallel.dtensor.tokens import Work
 from nemorl.parallel.layout import Layout, cut
-from nemorl.parallel.measure import StepMeter
+from nemorl.parallel.measure import StepMeter, of_step
 from nemorl.parallel.profiling import close_profile, profile_folder, profiled
 from nemorl.rollout.random import derive_seed
 
@@ -57,9 +59,12 @@ class DTensorBackend:
         self._reference: nn.Module | None = None
         self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
+        self._away = Offloaded()
         self._batches: list[TokenBatch] = []
         self._loss = torch.zeros(())
         """Of the gradients that no step was taken along yet."""
+        self._copied = 0
+        """Tokens of prompts that these microbatches computed once for several sequences."""
         self.step = 0
 
     def setup(self, config: BackendConfig) -> None:
@@ -137,7 +142,13 @@ class DTensorBackend:
 
     @property
     def model(self) -> Any:
-        """The live model, which a generator in the same process may share."""
+        """The live model, which a generator in the same process may share; to ask for it ends
+        `offload`.
+        """
+        self._away.restore()
+        return self._loaded()
+
+    def _loaded(self) -> nn.Module:
         if self._model is None:
             raise RuntimeError(
                 "the training backend has no model: call setup() first, and nothing after"
@@ -157,11 +168,8 @@ class DTensorBackend:
         """Add the gradient of a batch's loss to that of the next `optim_step`, and return the
         metrics of the loss. An error drops what was added since the last step.
         """
-        if batch.loss_weights is None:
-            raise ValueError(
-                "batch.loss_weights must be given to train, but they are None: build them for the"
-                " whole step, as with token_mean_weights(batch.loss_mask)"
-            )
+        require_loss_weights(batch)
+        self._away.restore()
         if not self._batches:
             self.meter.begin()
         step, rank = self.step + 1, self.world.rank
@@ -182,8 +190,8 @@ class DTensorBackend:
         """
         if not self._batches:
             raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
-        config, batches, loss = self.config, self._batches, self._loss
-        self._batches, self._loss = [], torch.zeros((), device=self.device)
+        config, batches, loss, copied = self.config, self._batches, self._loss, self._copied
+        self._batches, self._loss, self._copied = [], torch.zeros((), device=self.device), 0
         with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
             grad_norm = self._clip()
             require_finite(loss, grad_norm, step=self.step + 1)
@@ -193,19 +201,12 @@ class DTensorBackend:
             # Counted before the weights change: after an error amid it the step has begun.
             self.step += 1
             self.optimizer.step()
-            measured = self.meter.end(batches)
-        one = torch.tensor(1.0)
-        return {
-            **self._merged({}, measured),
-            "loss": Mean(loss, one),
-            "grad_norm": Mean(grad_norm, one),
-            "lr": Mean(torch.tensor(float(lr)), one),
-            "num_tokens": Sum(torch.tensor(float(sum(b.num_tokens for b in batches)))),
-        }
+            measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)
+        return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
 
     def _forget(self) -> None:
         """Drop the gradients that no step was taken along."""
-        self._batches, self._loss = [], torch.zeros((), device=self.device)
+        self._batches, self._loss, self._copied = [], torch.zeros((), device=self.device), 0
         self.optimizer.zero_grad(set_to_none=True)
 
     def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
@@ -221,7 +222,8 @@ class DTensorBackend:
         loss = torch.zeros((), device=self.device)
         with gathering(model):
             for part in self._cut(batch).parts(world.data_rank):
-                rows, work = self._to_device((part, self._work(part, part.loss_mask)))
+                rows, work = to_device((part, self._work(part, part.loss_mask)), self.device)
+                self._copied += work.copied
                 logprobs, entropy = self._forward(model, rows, work, with_entropy=True)
                 output = loss_fn(ForwardOutput(logprobs, entropy), rows)
                 output.loss.backward()
@@ -265,13 +267,36 @@ class DTensorBackend:
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the live tensors; adapted ones are merged copies.
 
-        Those of a sharded model are gathered one by one: all ranks go through them together.
+        Those of a sharded model are gathered one by one: all ranks go through them together. While
+        they are offloaded, each is a copy on the device.
 
         dtype: cast to it before they are gathered.
         """
+        self._drop_gradients()
+        model = self._loaded()
+        yield from adapters.merged_tensors(model, dtype=dtype, present=self._away.present)
+
+    def offload(self, *, keep_weights: bool = False) -> None:
+        """Move parameters, gradients, optimizer state and the reference model to main memory. They
+        are back with the next use of `model` and of all methods but `weights`.
+
+        keep_weights: the generator computes with the model's own.
+        """
+        self._drop_gradients()
+        parameters = list(self._loaded().parameters())
+        held = [p.grad for p in parameters if p.grad is not None]
+        held += [x for state in self.optimizer.state.values() for x in state.values()]
+        if self._reference is not None:
+            held += self._reference.parameters()
+        if not keep_weights:
+            held += parameters
+        kind = self.device.type
+        self._away.take(x for x in held if isinstance(x, Tensor) and x.device.type == kind)
+
+    def _drop_gradients(self) -> None:
+        """Free gradients along which a step was taken: their memory is for the generator."""
         if not self._batches:
-            self.optimizer.zero_grad(set_to_none=True)  # their memory is for the generator
-        yield from adapters.merged_tensors(self.model, dtype=dtype)
+            self.optimizer.zero_grad(set_to_none=True)
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write a folder that `transformers` (with LoRA: PEFT) loads, with the optimizer's state.
@@ -282,7 +307,8 @@ class DTensorBackend:
         """
         assert self._writer is not None
         state = {"step": self.step, "base": self._base}
-        self._writer.save(self.model, self.optimizer, path, state=state, background=background)
+        contents = contents_of(self.model, self.optimizer, self.world)
+        self._writer.save(contents, path, state=state, background=background)
 
     def wait_for_checkpoint(self) -> None:
         if self._writer is not None:
@@ -319,6 +345,7 @@ class DTensorBackend:
             model.train(training)
             model.zero_grad(set_to_none=True)
         self._model = self._reference = self._given = None
+        self._away = Offloaded()
         self._settings.close()
 
     def _cut(self, batch: TokenBatch) -> Layout:
@@ -326,13 +353,14 @@ class DTensorBackend:
         return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
 
     def _logprobs(self, model: nn.Module, batch: TokenBatch) -> Logprobs:
+        self._away.restore()
         was_training = model.training
         model.eval()
         layout, rank = self._cut(batch), self.world.data_rank
         with torch.no_grad(), gathering(model):
             works = [(part, self._work(part, part.response_mask)) for part in layout.parts(rank)]
             values = [
-                self._forward(model, *self._to_device(each), with_entropy=False)[0]
+                self._forward(model, *to_device(each, self.device), with_entropy=False)[0]
                 for each in works
             ]
         placed = layout.place(values, rank)
@@ -342,8 +370,7 @@ class DTensorBackend:
         return Logprobs(layout.restore(placed.to(batch.input_ids.device)), batch.logprob_kind)
 
     def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
-        plan, share = self.world.plan, self.config.trainer.share_prompts
-        return work_of(part, wanted, share=share and plan.cp == 1, multiple_of=plan.row_multiple)
+        return planned(part, wanted, self.world, share=self.config.trainer.share_prompts)
 
     def _forward(
         self, model: nn.Module, batch: TokenBatch, work: Work, *, with_entropy: bool
@@ -354,9 +381,6 @@ class DTensorBackend:
         lower = self.config.parallel.param_dtype == "bfloat16"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lower):
             return plain_logprobs(model, batch, work, **options)
-
-    def _to_device(self, values: Any) -> Any:
-        return pytree.tree_map_only(Tensor, lambda x: x.to(self.device, non_blocking=True), values)
 
 
 def _lasting_name(name: str) -> str | None:

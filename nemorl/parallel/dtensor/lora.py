@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,15 +125,30 @@ def fingerprint(model: nn.Module) -> str:
 
     A sharded model has the same one; its tensors are gathered one by one: a collective call.
     """
+    return hash_of(
+        {
+            name.replace(".base_layer.", "."): sampled(full_tensor(tensor))
+            for name, tensor in model.state_dict().items()
+            if ".lora_" not in name
+        }
+    )
+
+
+def sampled(tensor: Tensor) -> tuple[tuple[int, ...], bytes]:
+    """Return what a fingerprint reads of a tensor: its shape, and some numbers as bytes."""
+    flat = tensor.detach().flatten()
+    # An odd step, so that the samples don't all lie in one column.
+    # A copy: memory that numpy has seen can't be offloaded any more.
+    sample = flat[:: flat.numel() // SAMPLED | 1].to("cpu", torch.float32, copy=True)
+    return tuple(tensor.shape), sample.numpy().tobytes()
+
+
+def hash_of(samples: Mapping[str, tuple[tuple[int, ...], bytes]]) -> str:
+    """Return the fingerprint of a model from `sampled` of its state_dict, in that order."""
     digest = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        if ".lora_" in name:
-            continue
-        flat = full_tensor(tensor).detach().flatten()
-        # An odd step, so that the samples don't all lie in one column.
-        sample = flat[:: flat.numel() // SAMPLED | 1].float().cpu()
-        digest.update(f"{name.replace('.base_layer.', '.')} {tuple(tensor.shape)}".encode())
-        digest.update(sample.numpy().tobytes())
+    for name, (shape, sample) in samples.items():
+        digest.update(f"{name} {shape}".encode())
+        digest.update(sample)
     return digest.hexdigest()
 
 

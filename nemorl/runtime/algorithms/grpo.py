@@ -52,11 +52,9 @@ def grpo(run: OpenRun) -> None:
                     part = replace(part, loss_weights=weights)
                     step.log(run.trainer.train_step(part, loss_fn))
                     num_updates += 1
-        share = float(informative.float().mean())
-        step.log(measured(everything))
-        step.log({"reward_std": float(everything.rewards.std(correction=0))})
-        step.log({"informative_groups": share, "num_updates": float(num_updates)})
-        step.log({"groups_kept": share if config.dynamic_sampling else 1.0})
+        found = compared(everything)
+        kept = found["informative_groups"] if config.dynamic_sampling else 1.0
+        step.log({**found, "groups_kept": kept, "num_updates": float(num_updates)})
         if config.overlong.buffer:
             step.log({"shaped_reward": float(shaping(everything).mean())})
         if not num_updates:

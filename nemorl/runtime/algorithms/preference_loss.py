@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -64,19 +65,20 @@ def preference_loss(
     its tokens' logprobs, or with `average` their mean.
     """
     assert part.loss_weights is not None
-    scores = by_sequence(output.token_logprobs, part, average=average)
+    options: dict[str, Any] = {"num": num_sequences(part)}  # read from the device once
+    scores = by_sequence(output.token_logprobs, part, average=average, **options)
     data = [scores] if single else [scores[0::2], scores[1::2]]
     if needs_reference:
         assert part.reference_logprobs is not None
-        reference = by_sequence(part.reference_logprobs, part, average=average)
+        reference = by_sequence(part.reference_logprobs, part, average=average, **options)
         data += [reference] if single else [reference[0::2], reference[1::2]]
-    options = {}
+    constants = {}
     if single:
         assert part.advantages is not None
-        data.append(by_sequence(part.advantages, part) > 0)
-        options["kl"] = kl if kl is None else kl.to(scores.device)
-    weights = torch.where(trained(part, single=single), weight, 0.0)
-    result = term(*data, weights, **options)
+        data.append(by_sequence(part.advantages, part, **options) > 0)
+        constants["kl"] = kl if kl is None else kl.to(scores.device)
+    weights = torch.where(trained(part, single=single, **options), weight, 0.0)
+    result = term(*data, weights, **constants)
     likelihood = nll(output.token_logprobs, part.loss_weights)
     metrics = {"nll": likelihood.metrics["nll"], "entropy": mean_of(output.entropy, part.loss_mask)}
     loss = result.loss + sft_weight * likelihood.loss if sft_weight else result.loss
@@ -125,20 +127,32 @@ def averages(loss: PreferenceLossConfig) -> bool:
     return not isinstance(loss, KTOLoss) and loss.average_logprobs
 
 
-def trained(part: TokenBatch, *, single: bool) -> Bool[Tensor, "items"]:
+def trained(part: TokenBatch, *, single: bool, num: int | None = None) -> Bool[Tensor, "items"]:
     """Return which pairs have a token to train on in both responses (`single`: which responses)."""
-    found = by_sequence(part.loss_mask.float(), part) > 0
+    found = by_sequence(part.loss_mask.float(), part, num=num) > 0
     return found if single else found[0::2] & found[1::2]
 
 
 def by_sequence(
-    values: Float[Tensor, "batch seq"], part: TokenBatch, *, average: bool = False
+    values: Float[Tensor, "batch seq"],
+    part: TokenBatch,
+    *,
+    average: bool = False,
+    num: int | None = None,
 ) -> Float[Tensor, "sequences"]:
-    """Return the sum or mean of the values over each response's trained tokens."""
+    """Return the sum or mean of the values over each response's trained tokens.
+
+    num: `num_sequences(part)`, where it is known.
+    """
     return sequence_logprobs(
         values,
         part.loss_mask,
         part.segment_ids,
-        num_sequences=int(num_segments(part.segment_ids).sum()),
+        num_sequences=num_sequences(part) if num is None else num,
         average=average,
     )
+
+
+def num_sequences(part: TokenBatch) -> int:
+    """Return the number of responses in all rows; on a GPU the host waits for it."""
+    return int(num_segments(part.segment_ids).sum())

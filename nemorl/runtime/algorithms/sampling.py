@@ -13,10 +13,8 @@ from nemorl.runtime.run.loop import OpenRun, PromptStream, Step
 from nemorl.runtime.run.samples import Samples, samples_of, whole_groups, worst_tokens
 
 
-def roll_out(
-    run: OpenRun, step: Step, prompts: PromptStream
-) -> tuple[Rollouts, Rollouts, Bool[Tensor, "batch"]]:
-    """Return the responses to train on, all that were sampled, and which are in informative groups.
+def roll_out(run: OpenRun, step: Step, prompts: PromptStream) -> tuple[Rollouts, Rollouts]:
+    """Return the responses to train on, and all that were sampled.
 
     Dynamic sampling replaces groups whose rewards, before they are shaped, are all equal by fresh
     ones, in rounds. Where it finds no other, it returns the last round.
@@ -28,12 +26,11 @@ def roll_out(
     with run.sampling():
         for _ in range(config.max_sampling_rounds if config.dynamic_sampling else 1):
             sampled.append(step.sample(prompts.next(wanted), n=size))
-            rewards, group_id = sampled[-1].rewards, sampled[-1].group_id
-            informative.append(informative_groups(rewards, group_id))
             if not config.dynamic_sampling:
                 break
-            if informative[-1].any():
-                kept.append(select(sampled[-1], informative[-1].nonzero()[:, 0].tolist()))
+            informative = informative_groups(sampled[-1].rewards, sampled[-1].group_id)
+            if informative.any():
+                kept.append(select(sampled[-1], informative.nonzero()[:, 0].tolist()))
                 wanted -= len(kept[-1]) // size
             if not wanted:
                 break

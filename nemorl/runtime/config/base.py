@@ -44,6 +44,15 @@ class BaseConfig:
     def __post_init__(self) -> None:
         self.require_room(self.data.max_total_sequence_length, "the longest sequence")
         check_lora(self.lora, self.model)
+        offloads, field = (
+            self.trainer.offload_during_generation,
+            "trainer.offload_during_generation",
+        )
+        for free, requirement in (
+            (self.parallel.cpu_offload, "is not for parallel.cpu_offload, which keeps all there"),
+            (not self.generation.colocated, "needs generation.colocated: others have own GPUs"),
+        ):
+            require(not (offloads and free), field, requirement, offloads, "remove it")
         require(
             self.optimizer.schedule != "constant" or not self.optimizer.min_lr_ratio,
             "optimizer.min_lr_ratio",

@@ -155,6 +155,9 @@ class RankedTrainer:
             raise raised(error, 0)
         return result
 
+    def offload(self, *, keep_weights: bool = False) -> None:
+        self._call("offload", keep_weights=keep_weights)
+
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         options = {"background": True} if background else {}
         self._call("save_checkpoint", path.absolute(), **options)

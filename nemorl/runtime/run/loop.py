@@ -205,6 +205,8 @@ class OpenRun:
         step = None if self._steps is None else self._steps.step
         with nullcontext() if step is None else step.timed("sync"):
             if not nested:
+                self._offload([self.trainer], keep_weights=self._live().shares_weights)
+                self._offload(self._frozen)
                 generator.wake()
             sync_weights(self.trainer, generator)
         self._awake = True
@@ -216,6 +218,11 @@ class OpenRun:
                 generator.sleep()
 
     _awake = False
+
+    def _offload(self, backends: Sequence[Any], **options: Any) -> None:
+        """Free the devices of what generation does not need, if that is asked for."""
+        for backend in backends if self.config.trainer.offload_during_generation else ():
+            backend.offload(**options)
 
     @property
     def view(self) -> Run:
@@ -252,6 +259,7 @@ class OpenRun:
     def _live(self) -> Parts:
         self._open()
         if self.live is None:
+            self._offload(self._frozen)  # an engine may start
             self.live = self._start(self)
             self.state = self.live.state
         return self.live

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemorl.data.batch import TokenBatch
+from nemorl.losses.rewards import informative_groups
 from nemorl.rollout.collect import Rollouts
 
 Samples = list[dict[str, Any]]
@@ -20,6 +21,19 @@ def measured(rollouts: Rollouts) -> dict[str, float]:
         "response_length": float(rollouts.lengths.float().mean()),
         "truncated_fraction": float(rollouts.truncated.float().mean()),
     }
+
+
+def compared(rollouts: Rollouts) -> dict[str, float]:
+    """Return `measured`, and how far the rewards differ: their standard deviation, and the share of
+    prompts whose responses differ in reward; neither where there is only one to compare.
+    """
+    found, groups = measured(rollouts), rollouts.group_id
+    if len(rollouts) > 1:
+        found["reward_std"] = float(rollouts.rewards.std(correction=0))
+    if len(rollouts) > len(groups.unique()):
+        informative = informative_groups(rollouts.rewards, groups)
+        found["informative_groups"] = float(informative.float().mean())
+    return found
 
 
 def spread(total: int, count: int) -> list[int]:

@@ -67,13 +67,14 @@ def check_agreement(
     num_tokens: int = 8,
 ) -> float:
     """Return the largest difference between the log-probabilities that trainer and generator give
-    to the tokens of a greedy answer.
+    to the tokens of a greedy answer. The generator sleeps from then on.
 
     Raises RuntimeError where it is more than rounding can explain: the generator then has other
     weights, or computes another model.
     """
     greedy = SamplingParams(temperature=0.0, max_new_tokens=num_tokens, seed=0)
     answer = generator.generate([prompt], greedy)[0]
+    generator.sleep()  # the trainer needs its memory
     tokens = [*prompt, *answer.token_ids]
     mask = [False] * len(prompt) + [True] * len(answer.token_ids)
     batch = collate([Example(input_ids=tokens, loss_mask=mask, response_mask=mask)])

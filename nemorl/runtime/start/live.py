@@ -53,6 +53,10 @@ from nemorl.runtime.watch.waiting import waiting_for_engines, waiting_for_ranks
 def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     """Load the model, start the engine, and take over the last checkpoint. `stack` ends them."""
     config, directory = launch.config, launch.directory
+    offloads = config.trainer.offload_during_generation
+    requirement = "is for runs that generate"
+    field = "trainer.offload_during_generation"
+    require(run.generates or not offloads, field, requirement, offloads, "remove it")
     directory_lengths = show_lengths(run.lengths, quiet=launch.quiet)
     engines = generation_config(config, directory, launch.devices) if run.generates else None
     if engines is not None:
@@ -61,11 +65,24 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     trainer = stack.enter_context(live_trainer(launch, run, found))
     generator = stack.enter_context(live_generator(launch, engines, trainer))
     if run.initial is not None:
+    found = checkpoint.latest(directory.path) if config.run.resume else None
+    trainer = stack.enter_context(live_trainer(launch, run, found))
+    shared = engines is not None and shares_weights(launch, engines)
+    model: Any = getattr(trainer, "model", None)
+    if offloads:
+        trainer.offload(keep_weights=shared)  # engines take what they find
+    generator = stack.enter_context(live_generator(launch, engines, model))
+    if generator is not None and offloads:
+        generator.sleep()  # what is loaded now needs the memory
+    if run.initial is not None:
         trust = {"trust_remote_code": config.model.trust_remote_code}
         given = launch.folder if launch.model is None else launch.model
         if engines.backend == "torch" and (of_model := model_config_of(given, **trust)):
             check_supported(of_model)  # before ranks are started for a model that it can't sample
         run.initial(trainer)
+        if offloads:
+            trainer.offload(keep_weights=shared)
+            generator.wake()
     state = resumed(launch, run, trainer)
     launch.tokenizer.save_pretrained(directory.path / "tokenizer")
     directory.write_data(directory_lengths)
@@ -102,7 +119,9 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
         who = "processes of torchrun" if devices.torchrun else "Ray actors"
         waiting = waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
     else:
+    offloads = config.trainer.offload_during_generation
         trainer = get_training_backend(name, launch.model)
+        "offload": ("trainer.offload_during_generation", offloads),
     setup = backend_config(
         config, run, launch.folder, found, devices=devices, directory=launch.directory
     )

@@ -192,7 +192,10 @@ def changes(path: str | Path, config: Any) -> list[str]:
             stacklevel=4,
         )
         return []
-    free = ("run.", "runtime.", "profile.", "max_num_steps", "num_epochs")
+    free = (
+        *("run.", "runtime.", "profile.", "max_num_steps", "num_epochs"),
+        "trainer.offload_during_generation",
+    )
     return [
         f"{key} is {now.get(key)!r}, was {before.get(key)!r}"
         for key in now | before

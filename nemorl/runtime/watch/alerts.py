@@ -22,7 +22,7 @@ class SignalWatch(Callback):
         reward, rounding = metrics.get("reward", math.nan), 1e-6
         if metrics.get("reward_std", math.inf) <= rounding * abs(reward):
             found = f"all responses had the reward {reward:g}"
-        elif compared and metrics.get("informative_groups") == 0:
+        elif metrics.get("informative_groups") == 0:
             found = "all responses to each prompt had the same reward"
         else:
             found = "no token has an advantage (responses cut off and filtered, or empty)"

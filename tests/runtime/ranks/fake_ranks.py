@@ -69,6 +69,9 @@ class FakeRanks:
     def weights(self) -> Any:
         return ((name, tensor.clone()) for name, tensor in self._call("weights"))
 
+    def offload(self, **options: Any) -> None:
+        self._call("offload", **options)
+
     def save_checkpoint(self, path: Path, **options: Any) -> None:
         self._call("save_checkpoint", path, **options)
 

@@ -204,6 +204,22 @@ def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
         pass  # nothing is loaded, and nothing is wrong
 
 
+def test_equal_rewards_are_noticed_in_a_loop_of_one_s_own(tmp_path: Path):
+    with pytest.warns(UserWarning, match="step 1: all responses had the reward 0.25") as caught:
+        history = whole(grpo_config(tmp_path / "a"), reward=lambda response: 0.25)
+    assert [line["reward_std"] for line in history] == [0.0] * 4
+    warned = [str(w.message) for w in caught if "little or nothing" in str(w.message)]
+    assert [text.partition(":")[0] for text in warned] == ["step 1", "step 2", "step 4"]
+    assert not any("num_updates" in text for text in warned)
+
+    def by_prompt(prompt: str, response: str) -> float:
+        return float(ord(prompt[0]))
+
+    with pytest.warns(UserWarning, match="all responses to each prompt had the same reward"):
+        (line,) = whole(grpo_config(tmp_path / "b"), 1, reward=by_prompt)
+    assert line["reward_std"] > 0 and line["informative_groups"] == 0
+
+
 @pytest.mark.parametrize("callback", [print, object()])
 def test_what_is_no_callback_is_refused(callback, tmp_path: Path):
     with pytest.raises(ValueError, match="callbacks must be instances of classes derived from"):

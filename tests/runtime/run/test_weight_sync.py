@@ -39,6 +39,7 @@ def test_a_generator_of_another_model_is_found_out_and_agrees_after_a_sync(train
     ):
         check_agreement(trainer, generator, PROMPT, precision="float32")
     trainer.step = 3
+    generator.wake()
     sync_weights(trainer, generator)
     assert check_agreement(trainer, generator, PROMPT, precision="float32") < 1e-5
     assert generator.policy_version == 3

@@ -25,6 +25,7 @@ from nemorl.runtime.run.errors import WorkerTimeout
 from nemorl.runtime.start import devices, live
 from nemorl.runtime.start.live import whole_model
 from nemorl.runtime.start.open_run import failed_ranks
+from tests.parallel.test_offload import held
 from tests.runtime import runs
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
@@ -349,3 +350,79 @@ def test_the_seed_is_that_of_every_generator(tmp_path: Path):
     random.seed(5)
     np.random.seed(5)
     assert drawn("second") == first
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, int]]]:
+    """What is on the devices of all backends each time that something is generated. The machine
+    is made to have a GPU for the checks, and the model is on the CPU all the same.
+    """
+    backends: list[DTensorBackend] = []
+    found: list[list[dict[str, int]]] = []
+    set_up, generate = DTensorBackend.setup, TorchGenerationBackend.generate
+
+    def setup(self, config):
+        backends.append(self)
+        set_up(self, config)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.clone()  # in place of a file's mapped memory
+
+    def watched(self, *args):
+        found.append([held(backend) for backend in backends if backend._model is not None])
+        return generate(self, *args)
+
+    monkeypatch.setattr(DTensorBackend, "setup", setup)
+    monkeypatch.setattr(TorchGenerationBackend, "generate", watched)
+    monkeypatch.setattr(devices, "_num_gpus", lambda: 1)
+    return found
+
+
+NOTHING = {"parameters": 0, "gradients": 0, "optimizer": 0, "reference": 0}
+
+
+@pytest.mark.parametrize("ranked", [False, True])
+def test_what_generation_does_not_need_is_offloaded_meanwhile(
+    ranked: bool, folder, ranks, tmp_path: Path, watched
+):
+    """All of it where the engine has weights of its own, as beside ranks."""
+    found = []
+    for offloads in (True, False):
+        options = {"kl": nemorl.KLConfig(coef=0.1), "run": {"val_period": 1, "async_save": True}}
+        config = replace(
+            grpo_config(tmp_path / str(offloads), steps=2, **options),
+            model=nemorl.ModelConfig(path=str(folder)),
+            parallel=nemorl.ParallelPlan(
+                activation_checkpointing="selective" if ranked else "none"
+            ),
+            trainer=nemorl.TrainerConfig(offload_during_generation=offloads),
+        )
+        found.append(go(config))
+        if offloads:
+            sizes = [only for (only,) in watched]
+            assert len(sizes) == 5  # the probe, two steps, two validations
+            kept = NOTHING if ranked else {**NOTHING, "parameters": sizes[0]["parameters"]}
+            assert all(size == kept for size in sizes) and bool(kept["parameters"]) != ranked
+    one, other = (list(map(numbers, each.history)) for each in found)
+    assert one == other
+
+
+def test_frozen_models_are_offloaded_too(folder, tmp_path: Path, watched):
+    trainer = nemorl.TrainerConfig(offload_during_generation=True)
+    config = grpo_config(tmp_path / "run", steps=1, trainer=trainer)
+    config = replace(config, model=nemorl.ModelConfig(path=str(folder)))
+    with nemorl.open_run(config, train=addition_rows(), reward=digits) as run:
+        prompts, early = run.prompts(), run.frozen_model(folder)
+        for step in run.steps(1):
+            late = run.frozen_model(folder)
+            step.sample(prompts.next(2))
+            assert held(early) == held(late) == NOTHING
+    probe, sample = watched
+    assert probe[0] == NOTHING and sample[0] == sample[2] == NOTHING
+
+
+def test_offloading_is_for_runs_that_generate(folder, tmp_path: Path, watched):
+    trainer = nemorl.TrainerConfig(offload_during_generation=True)
+    config = sft_config(tmp_path / "run", trainer=trainer)
+    config = replace(config, model=nemorl.ModelConfig(path=str(folder)))
+    with pytest.raises(ValueError, match="offload_during_generation is for runs that generate"):
+        nemorl.run(config, train=addition_rows())

@@ -1,0 +1,30 @@
+"""Copies for which the host does not wait."""
+
+import pytest
+import torch
+
+from nemorl.data.transfer import to_device
+
+
+def test_a_gpu_reads_from_pinned_memory_while_the_host_goes_on(monkeypatch: pytest.MonkeyPatch):
+    done = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: done.append("pin") or tensor)
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda tensor, *to, **how: done.append((*to, how)) or tensor
+    )
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    for device, copies in ((gpu, ["pin"]), (cpu, []), (torch.device("meta"), [])):
+        to_device({"a": torch.ones(2), "name": "b"}, device)
+        assert done == [*copies, (device, {"non_blocking": True})]
+        done.clear()
+
+
+@pytest.mark.gpu
+def test_what_arrives_is_what_was_sent():
+    sent = [torch.randn(1000), torch.arange(3), torch.ones(0), torch.tensor(True)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = to_device(sent, torch.device("cuda"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x.cpu(), y) for x, y in zip(found, sent, strict=True))

@@ -1,0 +1,192 @@
+"""What training keeps on a device, in main memory while engines generate. The device is a CPU here:
+memory is really freed and taken anew, only that nothing is pinned.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nemorl.losses.types import finalize
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.offload import Offloaded, local_part
+from nemorl.parallel.plan import ParallelPlan
+from tests.parallel.batches import nll_loss, random_batch
+from tests.ranks import run_ranks
+from tests.tiny_models import tiny_model
+
+FIRST, SECOND = random_batch([9, 2, 30, 17]), random_batch([4, 12], seed=1)
+KINDS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "with a reference": {"keep_reference": True},
+    "LoRA": {"lora": LoRAConfig(rank=2), "keep_reference": True},
+}
+
+
+def test_memory_goes_and_comes_back_under_the_same_tensors():
+    whole = torch.arange(12.0)
+    tensors = {"whole": whole, "view": whole.view(3, 4)[1:, ::2], "other": torch.ones(2).bool()}
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    offloaded = Offloaded()
+    offloaded.take(tensors.values())
+    offloaded.take([whole])  # which is away already
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        assert torch.equal(offloaded.present(tensor), before[name])
+    assert whole.untyped_storage().nbytes() == 0 and offloaded.nbytes == 12 * 4 + 2
+    offloaded.restore()
+    assert offloaded.nbytes == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
+    assert offloaded.present(whole) is whole
+    whole[5] = -1
+    assert tensors["view"][0, 0] == 4 and whole.view(3, 4)[1, 1] == -1
+
+
+def held(backend: DTensorBackend) -> dict[str, int]:
+    """Bytes on the device, by what they are."""
+
+    def size(tensors: Any) -> int:
+        parts = (local_part(x) for x in tensors if isinstance(x, Tensor))
+        return sum(
+            {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in parts}.values()
+        )
+
+    assert backend._model is not None
+    parameters = list(backend._model.parameters())
+    states = [x for state in backend.optimizer.state.values() for x in state.values()]
+    reference = backend._reference
+    return {
+        "parameters": size(parameters),
+        "gradients": size(p.grad for p in parameters),
+        "optimizer": size(states),
+        "reference": size(reference.parameters()) if reference is not None else 0,
+    }
+
+
+def set_up(model: nn.Module | None, path: str = "", **options: Any) -> DTensorBackend:
+    backend = DTensorBackend(model)
+    config = BackendConfig(
+        model=ModelConfig(path=path),
+        trainer=TrainerConfig(device="cpu"),
+        optimizer=OptimizerConfig(lr=1e-2),
+        **options,
+    )
+    backend.setup(config)
+    return backend
+
+
+def trained(backend: DTensorBackend, path: Path, *, offloads: bool, keep: bool) -> dict[str, Any]:
+    """All numbers of steps with generation between them, of which one is amid an accumulation."""
+    found: dict[str, Any] = {}
+    sizes: list[dict[str, int]] = []
+
+    def generate() -> dict[str, Tensor]:
+        if offloads:
+            backend.offload(keep_weights=keep)
+            sizes.append(held(backend))
+        weights = {name: tensor.clone() for name, tensor in backend.weights()}
+        if offloads:
+            assert held(backend) == sizes[-1]
+        return weights
+
+    found["initial"] = generate()
+    found["metrics"] = [finalize(backend.train_step(FIRST, nll_loss))["loss"]]
+    sizes.append(held(backend))
+    found["weights"] = generate()
+    found["cast"] = {name: x.clone() for name, x in backend.weights(torch.bfloat16)}
+    found["logprobs"] = backend.get_logprobs(FIRST).values
+    if backend.config.keep_reference:
+        generate()
+        found["reference"] = backend.get_reference_logprobs(FIRST).values
+    backend.forward_backward(FIRST, nll_loss)
+    generate()
+    backend.forward_backward(SECOND, nll_loss)
+    generate()
+    found["metrics"].append(finalize(backend.optim_step())["grad_norm"])
+    generate()
+    backend.save_checkpoint(path, background=True)  # numpy would hold on to a CPU's memory
+    backend.wait_for_checkpoint()
+    backend.train_step(SECOND, nll_loss)
+    generate()
+    backend.load_checkpoint(path)
+    backend.train_step(FIRST, nll_loss)
+    found["last"] = generate()
+    if offloads:
+        initial, trains, after, *_ = sizes
+        assert trains["parameters"] and trains["optimizer"] and trains["gradients"]
+        kept = trains["parameters"] if keep else 0
+        for size in (initial, after, sizes[-1]):
+            assert size == {"parameters": kept, "gradients": 0, "optimizer": 0, "reference": 0}
+        assert all(size["gradients"] == 0 for size in (*sizes[:1], *sizes[2:]))
+    return found
+
+
+def model(kind: str) -> nn.Module:
+    return tiny_model(scale=2.0, tied=kind != "LoRA")
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_has_the_same_bits(kind: str, keep: bool, tmp_path: Path):
+    found = []
+    for offloads in (True, False):
+        backend = set_up(model(kind), **KINDS[kind])
+        given = backend.model
+        found.append(trained(backend, tmp_path / str(offloads), offloads=offloads, keep=keep))
+        backend.shutdown()  # and the model is handed back with its weights
+        found[-1]["model"] = dict(given.state_dict())
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def on_rank(folder: Path, path: Path, options: dict[str, Any]) -> Any:
+    found = []
+    for offloads in (True, False):
+        plan = ParallelPlan(dp_shard=2, param_dtype="bfloat16")
+        backend = set_up(None, str(folder), parallel=plan, **options)
+        assert all(isinstance(p, DTensor) for p in backend.model.parameters())
+        found.append(trained(backend, path / str(offloads), offloads=offloads, keep=False))
+        backend.shutdown()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    return found[0]["last"]
+
+
+@pytest.mark.parametrize("kind", ["with a reference", "LoRA"])
+def test_ranks_have_the_same_bits(kind: str, tmp_path: Path):
+    model(kind).save_pretrained(tmp_path / "model")
+    one, other = run_ranks(2, on_rank, tmp_path / "model", tmp_path, KINDS[kind])
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_empty_meanwhile():
+    backend = DTensorBackend(tiny_model(scale=2.0, hidden_size=512).to("cuda"))
+    backend.setup(BackendConfig(trainer=TrainerConfig(device="cuda"), keep_reference=True))
+    backend.train_step(FIRST, nll_loss)
+    before = {name: tensor.clone() for name, tensor in backend.weights()}
+    size = sum(held(backend).values())
+    full = torch.cuda.memory_allocated()
+    backend.offload()
+    assert torch.cuda.memory_allocated() <= full - size
+    assert all(copy.is_pinned() for _, copy in backend._away._away.values())
+    for name, tensor in backend.weights():
+        assert torch.equal(tensor, before[name]) and tensor.is_cuda
+    backend.get_logprobs(FIRST)
+    assert sum(held(backend).values()) == size
+    backend.shutdown()
+
+
+def test_the_model_is_there_for_who_asks_for_it():
+    backend = set_up(tiny_model())
+    backend.offload()
+    assert held(backend)["parameters"] == 0
+    assert all(p.untyped_storage().nbytes() for p in backend.model.parameters())

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from common import command, quiet, save_model
-from parallel import _port, become_rank
+from parallel import become_rank, free_port
 from train_step import batch_of
 
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -64,7 +64,7 @@ def main(options: Options) -> None:
             }
             plan = ParallelPlan(**degrees)
             found = mp.get_context("spawn").Manager().dict()
-            mp.spawn(measure, (plan, folder, options.rounds, _port(), found), plan.num_ranks)
+            mp.spawn(measure, (plan, folder, options.rounds, free_port(), found), plan.num_ranks)
             times = {what: statistics.median(values) for what, values in found["seconds"].items()}
             weights, files = found["bytes"]
             rates = [

@@ -5,7 +5,10 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-EXTRAS = ("torchtitan", "spmd_types", "ray", "vllm", "peft", "math_verify", "tensorboard", "wandb")
+EXTRAS = (
+    *("torchtitan", "spmd_types", "megatron", "ray", "vllm", "peft", "math_verify"),
+    *("tensorboard", "wandb"),
+)
 
 
 class WithoutExtras(PathFinder):

@@ -23,6 +23,8 @@ PRELOADED = [
     "peft",
     "nemorl.parallel.dtensor.backend",
     "nemorl.parallel.dtensor.fsdp",
+    "megatron.core.optimizer",
+    "megatron.core.models.gpt",
     *(f"transformers.models.{kind}.modeling_{kind}" for kind in ("llama", "mistral", "qwen2")),
     "transformers.models.qwen3.modeling_qwen3",
 ]

@@ -34,12 +34,12 @@ ONLY_IN = {
     "torchtitan": "parallel/dtensor/",
     "megatron": "parallel/megatron/",
 }
-ONLY_ONE_FILE = ("torchtitan",)
+ONLY_ONE_FILE = ("torchtitan", "megatron")
 
 MAX_FUNCTION_LINES = 80
 PUBLIC = """
-BaseConfig Bundle CISPOLoss Callback ClippedLoss Completion DPOConfig DPOLoss DPOTrainer
-DataConfig DataModule EnvironmentInterface EnvironmentReturn EvalConfig ExportConfig
+BackendConfig BaseConfig Bundle CISPOLoss Callback ClippedLoss Completion DPOConfig DPOLoss
+DPOTrainer DataConfig DataModule EnvironmentInterface EnvironmentReturn EvalConfig ExportConfig
 FunctionalRewardWrapper GRPOConfig GRPOTrainer GSPOLoss GapConfig GenerateConfig
 GenerationBackend GenerationConfig GroupAdvantage HingeLoss IPOLoss KLConfig KTOLoss LoRAConfig
 LoggedRun MetricLogger ModelConfig ORPOLoss OffPolicyConfig OpenRun OptimizerConfig

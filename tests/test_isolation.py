@@ -140,7 +140,10 @@ WITHOUT_TORCH = {
     "sft --model.path {run} --data.train d --trainer.backend nope": "unknown training backend",
     "dpo --model.path {run}/none --data.train {run}/rows.jsonl": "there is no folder",
     "eval --model {run}/none --data {run}/rows.jsonl": "error: model must be a folder",
+    "grpo --model.path {run}/hf --data.train {run}/broken.jsonl": "broken.jsonl, line 4: not JSON",
+    "eval --model {run}/hf --data {run}/broken.jsonl": "broken.jsonl, line 4: not JSON",
     "export --run {run}/nothing --output {run}/out": "error: run must be the folder of a run",
+    "export --run {run}/early --output {run}/out": "error: run must have a checkpoint, but",
     "report {run}/nothing": "must be the folder of a run",
 }
 """Commands that need no tensor, and what they say."""
@@ -151,6 +154,9 @@ def test_what_needs_no_tensor_does_not_import_torch(run: Path, command: str):
     """Also where transformers would: `data inspect` tokenizes."""
     (run / "model").mkdir(exist_ok=True)
     (run / "model" / "config.json").write_text(json.dumps(MODEL))
+    (run / "broken.jsonl").write_text((run / "rows.jsonl").read_text() + '{"prompt": "1+1="')
+    (run / "early").mkdir(exist_ok=True)
+    shutil.copy(run / "config.yaml", run / "early")
     if not (run.parent / "sums2").exists():
         shutil.copytree(run, run.parent / "sums2")
     args = command.format(run=run).split()

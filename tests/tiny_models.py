@@ -8,11 +8,15 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 ALPHABET = "0123456789+=abcdefghijklmnopqrstuvwxyz é"
@@ -21,6 +25,12 @@ KINDS = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+EXPERTS = {
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 
 
@@ -41,7 +51,7 @@ def tiny_model(
 
     `scale` sharpens its predictions, so that they differ from each other as a trained model's do.
     """
-    config_class, model_class = KINDS[kind]
+    config_class, model_class = {**KINDS, **EXPERTS}[kind]
     torch.manual_seed(seed)
     options = {
         "vocab_size": len(ALPHABET) + 2,
@@ -57,6 +67,8 @@ def tiny_model(
         "eos_token_id": 1,
         "pad_token_id": 0,
         **({"sliding_window": None} if kind == "mistral" else {}),
+        **({"num_experts_per_tok": 2, "num_local_experts": 4} if kind in EXPERTS else {}),
+        **({"moe_intermediate_size": 24, "norm_topk_prob": True} if kind == "qwen3_moe" else {}),
     }
     model = model_class(config_class(**{**options, **overrides}))
     with torch.no_grad():

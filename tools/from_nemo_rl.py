@@ -86,7 +86,10 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "checkpointing.checkpoint_must_save_by": ((None,), "an interrupted run saves and resumes"),
     "policy.megatron_cfg.enabled": (
         (False, None),
-        Blocker("there is no Megatron backend yet: set it to false, and fill in dtensor_cfg"),
+        Blocker(
+            "files for Megatron are not translated: set it to false, fill in dtensor_cfg, and add"
+            " trainer.backend megatron to the result"
+        ),
     ),
     "policy.hf_config_overrides": (
         ({}, None),

@@ -1,7 +1,7 @@
 """PEFT adapters in a model: which layers have them, and how they are merged into the weights."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +61,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 @torch.no_grad()
 def merged_tensors(
-    model: nn.Module, *, dtype: torch.dtype | None = None
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    present: Callable[[Tensor], Tensor] = itself,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that the model has once adapters are merged, under Hugging Face's names.
 
@@ -71,18 +78,20 @@ def merged_tensors(
     a sharded model are gathered one by one: a collective call.
 
     dtype: cast to it, before they are gathered.
+    present: returns a tensor to read, where a live one may be offloaded.
     """
     layers = adapted_layers(model)
     for name, tensor in live_tensors(model).items():
         if ".lora_" in name:
             continue
         owner, adapted, leaf = name.partition(".base_layer.")
-        merges, value = adapted and leaf == "weight", tensor.detach()
+        merges, value = adapted and leaf == "weight", present(tensor.detach())
         value = full_tensor(value if merges or dtype is None else value.to(dtype))
         if merges:
             layer = layers[owner]
             for adapter in layer.active_adapters:
-                a, b = (full_tensor(part[adapter].weight) for part in (layer.lora_A, layer.lora_B))
+                pair = (part[adapter].weight for part in (layer.lora_A, layer.lora_B))
+                a, b = (full_tensor(present(matrix.detach())) for matrix in pair)
                 value = value + layer.scaling[adapter] * (b @ a)
         yield f"{owner}.{leaf}" if adapted else name, value if dtype is None else value.to(dtype)
 

@@ -19,6 +19,7 @@ def load_causal_lm(
     seed: int = 0,
     trust_remote_code: bool = False,
     field: str = "model.path",
+    experts: bool = False,
 ) -> nn.Module:
     """Load a causal language model in float32 on the CPU.
 
@@ -26,6 +27,7 @@ def load_causal_lm(
     from_scratch: random weights from `seed`, for the configuration alone.
     trust_remote_code: run Python code that comes with the model.
     field: the setting that an error names.
+    experts: a mixture of experts may be loaded.
 
     Raises: ValueError where the model can't be loaded or is not supported (`check_supported`).
     """
@@ -65,14 +67,15 @@ def load_causal_lm(
             if missing := sorted(report["missing_keys"]):
                 names = ", ".join(missing[:3])
                 raise ValueError(f"its weights lack {names}, {len(missing)} in all")
-    check_supported(model.config)
+    check_supported(model.config, experts=experts)
     return merge_adapters(model) if has_adapters(model) else model
 
 
-def on_meta(source: Any, *, trust_remote_code: bool = False) -> Any:
+def on_meta(source: Any, *, trust_remote_code: bool = False, experts: bool = False) -> Any:
     """Build a model in float32 on the meta device, without memory.
 
     source: a Hugging Face configuration, or the folder or hub name of a model.
+    experts: it may be a mixture of experts.
     """
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +83,7 @@ def on_meta(source: Any, *, trust_remote_code: bool = False) -> Any:
     if isinstance(source, str):
         with loading(source):
             source = read_config(source, **trust)
-    check_supported(source)
+    check_supported(source, experts=experts)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(source, dtype=torch.float32, **trust)
 

@@ -17,23 +17,31 @@ CONFIG, INDEX = "adapter_config.json", "model.safetensors.index.json"
 """Files of a folder with PEFT's adapters, and of one with a model in several files."""
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
+EXPERTS = ("qwen3_moe", "mixtral")
+"""Mixtures of experts, which only trainer.backend megatron trains."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary frequencies that are the model's alone. With "dynamic" and "longrope" they follow from the
 longest sequence in the batch, so a token's logprob would depend on its neighbors."""
 
 
-def check_supported(config: Any) -> None:
-    """Raise ValueError where a model with this configuration might give other numbers here."""
+def check_supported(config: Any, *, experts: bool = False) -> None:
+    """Raise ValueError where a model with this configuration might give other numbers here.
+
+    experts: mixtures of experts may be used.
+    """
+    supported = (*SUPPORTED, *EXPERTS * experts)
     types = set(getattr(config, "layer_types", None) or ["full_attention"])
     windowed = getattr(config, "use_sliding_window", True)
     window = getattr(config, "sliding_window", None) if windowed else None
     reason = ""
-    if config.model_type in SUPPORTED:
+    if config.model_type in supported:
         if not window and types == {"full_attention"}:
             return _check_rope(config)
         reason = f" and it has a sliding attention window of {window} tokens"
+    elif config.model_type in EXPERTS:
+        reason = ": train it with --trainer.backend megatron, and sample with vLLM"
     raise ValueError(
-        f"the model must be one of {', '.join(SUPPORTED)} with full attention, but it is"
+        f"the model must be one of {', '.join(supported)} with full attention, but it is"
         f" {config.model_type!r}{reason}"
     )
 

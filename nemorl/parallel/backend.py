@@ -111,13 +111,6 @@ class FullTrainingBackend(TrainingBackend, Protocol):
         """
 
 
-NEEDED = (
-    "setup",
-    "train_step",
-    "get_logprobs",
-    "save_checkpoint",
-    "load_checkpoint",
-    "shutdown",
 def require_loss_weights(batch: TokenBatch) -> None:
     """Raise ValueError for a batch that can't be trained on."""
     if batch.loss_weights is None:
@@ -127,6 +120,13 @@ def require_loss_weights(batch: TokenBatch) -> None:
         )
 
 
+NEEDED = (
+    "setup",
+    "train_step",
+    "get_logprobs",
+    "save_checkpoint",
+    "load_checkpoint",
+    "shutdown",
 )
 """The methods without which a class is no training backend."""
 

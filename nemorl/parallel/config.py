@@ -40,7 +40,9 @@ class TrainerConfig:
     """How a batch is turned into one optimizer step."""
 
     backend: str = "dtensor"
-    """Name of the training backend."""
+    """Name of the training backend: dtensor (FSDP2, tensor and context parallelism), megatron
+    (megatron-core; pipeline parallelism, too), or one of yours.
+    """
     train_micro_batch_size: int | None = None
     """Sequences (or packed rows) per forward pass, instead of micro_batch_tokens; changes memory,
     not the result.
@@ -61,13 +63,13 @@ class TrainerConfig:
     """Device: cpu, cuda, cuda:1, …; with several ranks cpu or cuda, of which each takes one GPU.
     Default: the first GPU if there is one.
     """
-    deterministic: bool = False
-    """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
     offload_during_generation: bool = False
     """While engines on the trainer's GPUs generate, keep its parameters, gradients, optimizer state
     and reference model in pinned main memory. With generation.backend torch in the trainer's
     process the parameters stay, because it computes with them.
     """
+    deterministic: bool = False
+    """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
     do).
     """
 

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 from nemorl.data.batch import TokenBatch, take
 from nemorl.data.packing import Plan, pack, pack_plan, unpack
 from nemorl.data.sharding import shard_by_rank, split, split_microbatches
-from nemorl.parallel.config import TrainerConfig
+from nemorl.data.transfer import to_device
+from nemorl.parallel.config import MICRO_BATCH_TOKENS, TrainerConfig
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class Layout:
         self, values: Sequence[Shaped[Tensor, "_ _"]], rank: int = 0
     ) -> Shaped[Tensor, "rows width"]:
         """Put a rank's values of its microbatches in the rows' places; 0 elsewhere."""
-        placed = values[0].new_zeros(self.rows.input_ids.shape)
-        for rows, value in zip(self.microbatches[rank], values, strict=True):
-            if rows:
-                width = min(value.shape[1], placed.shape[1])
-                placed[torch.tensor(rows), :width] = value[:, :width]
-        return placed
+        length, width = self.rows.input_ids.shape
+        placed = values[0].new_zeros(length, width)
+        plan = self.microbatches[rank]
+        own = [
+            pad(v, (0, width - v.shape[1])) for v, rows in zip(values, plan, strict=True) if rows
+        ]
+        if not own:
+            return placed
+        rows = torch.tensor([row for part in plan for row in part])
+        return placed.index_copy(0, to_device(rows, placed.device), torch.cat(own))
 
     def restore(self, placed: Shaped[Tensor, "rows width"]) -> Shaped[Tensor, "batch seq"]:
         """Return all rows' values in the batch's own layout; 0 on padding."""
@@ -72,7 +77,8 @@ def cut(
     """
     lengths = tuple(batch.lengths.tolist())
     packing, rows, alike = None, batch, None
-    if config.share_prompts and (config.sequence_packing or num_ranks > 1):
+    dealt_by_size = config.sequence_packing or config.train_micro_batch_size is None
+    if config.share_prompts and (dealt_by_size or num_ranks > 1):
         alike = with_the_same_prompt(batch)
     if config.sequence_packing:
         capacity = config.packed_row_tokens or config.micro_batch_tokens or max(lengths, default=1)
@@ -81,8 +87,8 @@ def cut(
     dealt: Plan = (tuple(range(len(rows))),)
     if num_ranks > 1:
         dealt = shard_by_rank(rows, num_ranks, units=alike)
-    count = max((len(_microbatches(rows, config, own, 1)) for own in dealt), default=1)
-    microbatches = tuple(_microbatches(rows, config, own, count) for own in dealt)
+    count = max((len(_microbatches(rows, config, own, alike, 1)) for own in dealt), default=1)
+    microbatches = tuple(_microbatches(rows, config, own, alike, count) for own in dealt)
     return Layout(rows, microbatches, packing, lengths, batch.input_ids.shape[1], multiple_of)
 
 
@@ -106,14 +112,26 @@ def with_the_same_prompt(batch: TokenBatch) -> Plan | None:
 
 
 def _microbatches(
-    rows: TokenBatch, config: TrainerConfig, own: Sequence[int], at_least: int
+    rows: TokenBatch, config: TrainerConfig, own: Sequence[int], units: Plan | None, at_least: int
 ) -> Plan:
-    """Return the microbatches of one rank's rows, as indices of all rows."""
+    """Return the microbatches of one rank's rows, as indices of all rows.
+
+    units: rows with the same prompt.
+    """
     if not own:
         return ((),) * at_least
     mine, budget = take(rows, own), config.micro_batch_tokens
+    if budget is None and config.train_micro_batch_size is None:
+        longest = int(mine.lengths.max())
+        if len(mine) * longest > MICRO_BATCH_TOKENS:
+            budget = max(MICRO_BATCH_TOKENS, longest)
     if budget is not None:
-        plan = split_microbatches(mine, token_budget=budget, min_microbatches=at_least)
+        place = {row: index for index, row in enumerate(own)}
+        parts = ([place[row] for row in unit if row in place] for unit in units or ())
+        together = tuple(tuple(part) for part in parts if part) or None
+        plan = split_microbatches(
+            mine, token_budget=budget, min_microbatches=at_least, units=together
+        )
     else:
         size = config.train_micro_batch_size or max(1, len(mine))
         plan = split_microbatches(mine, rows=size, min_microbatches=at_least)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import psutil
 import torch
 
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.types import Max, Mean, Metrics
+from nemorl.losses.types import Max, Mean, Metrics, Sum
 
 GIGABYTE = 1e9
 PEAK_FLOPS = {
@@ -36,11 +37,15 @@ counts.
 
 
 def flops_per_step(
-    model_config: Any, segment_lengths: Iterable[int], *, frozen_weights: bool = False
+    model_config: Any,
+    segment_lengths: Iterable[int],
+    *,
+    frozen_weights: bool = False,
+    copied: float = 0,
 ) -> float:
     """Return the floating-point operations of a forward and backward pass of a decoder.
 
-        6 · N · Σ L  +  12 · layers · heads · head_dim · Σ L (L + 1) / 2
+        6 · N · (Σ L − copied)  +  12 · layers · heads · head_dim · Σ L (L + 1) / 2
 
     N: weights of all matrices but the embeddings, with the output layer, tied or not; 2 operations
     per token forward, 4 backward. The second term is attention of each token to itself and those
@@ -50,17 +55,23 @@ def flops_per_step(
     model_config: a Hugging Face configuration.
     segment_lengths: L of each sequence.
     frozen_weights: as in LoRA, where matrices need no gradients: 4 · N.
+    copied: tokens of prompts that are computed once for several sequences, but for one of these.
+    Each sequence's attention is computed whole.
     """
     hidden, heads = model_config.hidden_size, model_config.num_attention_heads
     head_dim = getattr(model_config, "head_dim", None) or hidden // heads
     kv_heads = getattr(model_config, "num_key_value_heads", None) or heads
     attention = 2 * hidden * head_dim * (heads + kv_heads)
-    per_layer = attention + 3 * hidden * model_config.intermediate_size
+    width = model_config.intermediate_size
+    if getattr(model_config, "num_local_experts", None):  # a token goes through some of them
+        width = getattr(model_config, "moe_intermediate_size", width)
+        width *= model_config.num_experts_per_tok
+    per_layer = attention + 3 * hidden * width
     weights = model_config.num_hidden_layers * per_layer + hidden * model_config.vocab_size
     lengths = list(segment_lengths)
     pairs = sum(length * (length + 1) // 2 for length in lengths)
     in_heads = 12 * model_config.num_hidden_layers * heads * head_dim * pairs
-    return float((4 if frozen_weights else 6) * weights * sum(lengths) + in_heads)
+    return float((4 if frozen_weights else 6) * weights * (sum(lengths) - copied) + in_heads)
 
 
 def segment_lengths(batch: TokenBatch) -> list[int]:
@@ -73,8 +84,24 @@ def segment_lengths(batch: TokenBatch) -> list[int]:
     return real[real > 0].tolist()
 
 
+def of_step(
+    batches: Sequence[TokenBatch], loss: torch.Tensor, grad_norm: torch.Tensor, lr: float
+) -> Metrics:
+    """Return what every backend says of an optimizer step on `batches`: loss, grad_norm, lr and
+    num_tokens.
+    """
+    one = torch.tensor(1.0)
+    return {
+        "loss": Mean(loss, one),
+        "grad_norm": Mean(grad_norm, one),
+        "lr": Mean(torch.tensor(float(lr)), one),
+        "num_tokens": Sum(torch.tensor(float(sum(batch.num_tokens for batch in batches)))),
+    }
+
+
 class StepMeter:
-    """Measures optimizer steps: `begin` before each, then `end` with the batches of all devices.
+    """Measures optimizer steps: `begin` before each, then `end` with the batches of all devices and
+    this one's share of the `copied` tokens (`flops_per_step`).
 
     Metrics, which may be merged over steps and ranks:
 
@@ -103,7 +130,7 @@ class StepMeter:
             gpu_peaks.restart(self.device)
         self.started = time.perf_counter()
 
-    def end(self, batches: Sequence[TokenBatch]) -> Metrics:
+    def end(self, batches: Sequence[TokenBatch], *, copied: float = 0) -> Metrics:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -112,8 +139,8 @@ class StepMeter:
 
         seconds = number(time.perf_counter() - self.started)
         lengths = [length for batch in batches for length in segment_lengths(batch)]
-        work = flops_per_step(self.model_config, lengths, frozen_weights=self.frozen_weights)
-        work /= self.num_ranks
+        flops = partial(flops_per_step, self.model_config, frozen_weights=self.frozen_weights)
+        work = flops(lengths) / self.num_ranks + flops((), copied=copied)
         metrics: dict[str, Any] = {
             "trainer/seconds": Mean(seconds, number(1.0)),
             "trainer/memory_gb": Max(number(peak_memory(self.device) / GIGABYTE)),

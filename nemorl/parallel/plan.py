@@ -27,6 +27,12 @@ class ParallelPlan:
     tp: int = 1
     """Devices that split every layer between them (tensor parallelism). Keep it within a machine.
     """
+    pp: int = 1
+    """Devices that have different layers (pipeline parallelism), with trainer.backend megatron."""
+    ep: int = 1
+    """Devices, of those of a pipeline stage (dp_shard · cp · tp), that divide a mixture's experts
+    between them (expert parallelism), with trainer.backend megatron.
+    """
     cp: int = 1
     """Devices that split every row between them (context parallelism), for long sequences."""
     cp_method: Literal["ulysses", "allgather"] = "ulysses"
@@ -51,13 +57,16 @@ class ParallelPlan:
     """
 
     def __post_init__(self) -> None:
-        degrees = {name: getattr(self, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
+        degrees = {
+            name: getattr(self, name)
+            for name in ("dp_replicate", "dp_shard", "tp", "pp", "ep", "cp")
+        }
         at_least(1, **{f"parallel__{name}": degree for name, degree in degrees.items()})
 
     @property
     def model_ranks(self) -> int:
         """Devices that work on the same rows."""
-        return self.tp * self.cp
+        return self.tp * self.pp * self.cp
 
     @property
     def data_ranks(self) -> int:
@@ -91,40 +100,71 @@ class ParallelPlan:
         given = self.dp_shard is not None
         shard = f"dp_shard {self.dp_shard} · " if given else ""
         asked = (
-            f"{self.num_ranks} = dp_replicate {self.dp_replicate} · {shard}tp {self.tp} · cp"
-            f" {self.cp}"
+            f"{self.num_ranks} = dp_replicate {self.dp_replicate} · {shard}tp {self.tp} · pp"
+            f" {self.pp} · cp {self.cp}"
         )
         fits = self.num_ranks == num_devices if given else num_devices % self.num_ranks == 0
         verb = "ask for" if given else "divide"
         requirement = f"must {verb} the {num_devices} devices that there are"
         remedy = "change a degree, the number of devices, or omit parallel.dp_shard"
         require(fits, "parallel", requirement, asked, remedy)
-        return self if given else replace(self, dp_shard=num_devices // self.num_ranks)
+        plan = self if given else replace(self, dp_shard=num_devices // self.num_ranks)
+        sharing = plan.data_ranks * plan.cp * plan.tp
+        requirement = f"must divide the {sharing} devices of dp_shard · cp · tp"
+        require(not sharing % self.ep, "parallel.ep", requirement, self.ep, "raise dp_shard")
+        return plan
 
-    def problems(self, model: Any) -> Iterator[str]:
-        """Yield a sentence per number that does not divide, for a (Hugging Face) configuration."""
+    def problems(self, model: Any, *, backend: str = "dtensor") -> Iterator[str]:
+        """Yield a sentence per number that does not divide, for a (Hugging Face) configuration and
+        a training backend.
+        """
         heads = model.num_attention_heads
+        kv_heads = getattr(model, "num_key_value_heads", None) or heads
         sizes = {
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(model, "num_key_value_heads", None) or heads,
+            "num_key_value_heads": kv_heads,
             "intermediate_size": model.intermediate_size,
             "vocab_size": model.vocab_size,
         }
+        if backend == "megatron" and not self.tp % kv_heads:
+            del sizes["num_key_value_heads"]  # several ranks have the same ones
         for name, size in sizes.items():
             if size % self.tp:
                 yield f"parallel.tp {self.tp} does not divide the model's {name} {size}"
-        if self.cp > 1 and self.cp_method == "ulysses" and heads % self.model_ranks:
+        experts = getattr(model, "num_local_experts", None) or 0
+        if self.ep > 1 and (not experts or experts % self.ep):
+            has = f"the model's num_local_experts {experts}" if experts else "any number of experts"
+            yield f"parallel.ep {self.ep} does not divide {has}"
+        if experts and self.tp > 1 and not self.sequence_parallel:
+            yield f"experts with parallel.tp {self.tp} need parallel.sequence_parallel"
+        if self.pp > 1 and backend == "dtensor":
+            yield f"parallel.pp {self.pp} is for trainer.backend megatron"
+        elif self.pp > 1 and model.num_hidden_layers % self.pp:
+            yield (
+                f"parallel.pp {self.pp} does not divide the model's num_hidden_layers"
+                f" {model.num_hidden_layers}"
+            )
+        if self.cp > 1 and self.cp_method == "ulysses" and heads % (self.tp * self.cp):
             yield (
                 f"parallel.cp {self.cp} · tp {self.tp} does not divide the model's"
                 f" num_attention_heads {heads}, which cp_method ulysses needs (allgather does not)"
             )
 
-    def check(self, model: Any) -> None:
+    def check(self, model: Any, *, backend: str = "dtensor") -> None:
         """Raise a ValueError with everything in `problems`."""
-        if not (found := list(self.problems(model))):
+        if not (found := list(self.problems(model, backend=backend))):
             return
-        fits = [tp for tp in range(1, 65) if not any(replace(self, tp=tp, cp=1).problems(model))]
+        alone = [replace(self, tp=tp, cp=1, pp=1, ep=1) for tp in range(1, 65)]
+        fits = [plan.tp for plan in alone if not any(plan.problems(model, backend=backend))]
         remedy = f"parallel.tp may be {', '.join(map(str, fits))} here"
         if self.tp in fits:
             remedy = "take parallel.cp_method allgather, or another cp"
+            if any(replace(self, cp=1, pp=1).problems(model, backend=backend)):
+                remedy = "change parallel.ep, or remove it"
+            elif self.pp > 1 and backend == "dtensor":
+                remedy = "add --trainer.backend megatron, or remove it"
+            elif any(replace(self, cp=1).problems(model, backend=backend)):
+                layers = model.num_hidden_layers
+                pps = [pp for pp in range(1, min(layers, 64) + 1) if not layers % pp]
+                remedy = f"parallel.pp may be {', '.join(map(str, pps))} here"
         raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")

@@ -27,9 +27,12 @@ from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from tests.parallel.batches import nll_loss
+
+BACKENDS: dict[str, Any] = {"dtensor": DTensorBackend, "megatron": MegatronBackend}
 
 
 def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[int, int]:
@@ -51,7 +54,7 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[i
     with Allocations() as recorded:
         # Adapters are for a trained model: here one that is handed over, as no weights lie in the
         # folder.
-        backend = DTensorBackend(
+        backend = BACKENDS[work.backend](
             load_causal_lm(str(folder), from_scratch=True) if work.lora_rank else None
         )
         backend.setup(config)

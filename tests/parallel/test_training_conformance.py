@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,13 +74,19 @@ if DEVICE == "cpu" and find_spec("ray"):
     from tests.runtime.ranks.shared_ranks import ranked
 
     BACKENDS["dtensor on two ranks"] = ranked
+    BACKENDS["megatron on two ranks"] = partial(ranked, backend="megatron", pp=2)
 ADAPTED = {"dtensor with lora": adapted}
 """Backends that leave the model's weights alone and train something beside them: how the plainest
 loop gets what it trains.
 """
 
 
-@pytest.fixture(params=sorted(BACKENDS))
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] * name.startswith("megatron"))
+        for name in sorted(BACKENDS)
+    ]
+)
 def backend_name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -231,6 +238,23 @@ def test_the_reference_stays_where_it_was(make):
     assert not torch.equal(backend.get_logprobs(batch).values, before)
     with pytest.raises(RuntimeError, match="keep_reference"):
         make().get_reference_logprobs(batch)
+
+
+def test_offloading_changes_no_number(make, backend_name):
+    backend, batch = make(keep_reference=True), random_batch(LENGTHS)
+    if not hasattr(backend, "offload") or backend_name.startswith("megatron"):
+        pytest.skip("a run with this backend refuses trainer.offload_during_generation")
+    reference = backend.get_reference_logprobs(batch).values
+    backend.train_step(batch, nll_loss)
+    before, values = weights(backend), backend.get_logprobs(batch).values
+    for keep in (True, False):
+        backend.offload(keep_weights=keep)
+        backend.offload(keep_weights=keep)
+        assert_same_weights(weights(backend), before, 0)
+        torch.testing.assert_close(backend.get_logprobs(batch).values, values, atol=0, rtol=0)
+    backend.offload()
+    again = backend.get_reference_logprobs(batch).values
+    torch.testing.assert_close(again, reference, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("tied", [True, False])

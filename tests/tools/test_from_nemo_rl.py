@@ -340,7 +340,7 @@ def test_values_that_change_training_make_a_note(theirs: str, key: str, note: st
         ("grpo: {}\nenv: {reward_model: {enabled: true}}", "env.reward_model .*write it as one"),
         ("grpo: {}\nloss_fn: {use_importance_sampling_correction: true,"
          " truncated_importance_sampling_type: new}", "corrections are tis, icepop, seq-mask-tis"),
-        ("sft: {}\npolicy: {megatron_cfg: {enabled: true, more: 1}}", "no Megatron backend yet"),
+        ("sft: {}\npolicy: {megatron_cfg: {enabled: true, more: 1}}", "files for Megatron are not"),
         ("sft: {}\npolicy: {precision: float16}", "policy.precision 'float16': .*bfloat16"),
         ("sft: {}\npolicy: {optimizer: {name: torch.optim.SGD}}", "'torch.optim.SGD': .*AdamW"),
         ("sft: {}\npolicy: {scheduler: {name: StepLR}}", "constant, linear and cosine"),

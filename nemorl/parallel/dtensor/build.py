@@ -108,17 +108,24 @@ def load_folder(model: nn.Module, folder: Path) -> None:
     }
     with loading(str(folder)):
         stored = TensorFiles(weight_files(folder))
-        shapes, wrong = stored.shapes, []
-        for name, tensor in wanted.items():
-            found, expected = shapes.get(name), tuple(tensor.shape)
-            if found is None:
-                wrong.append(f"{name} is missing")
-            elif found != expected:
-                wrong.append(f"{name} is {list(found)}, where {list(expected)} is expected")
-        if wrong:
-            raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")
+        shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+        require_shapes(stored.shapes, shapes)
         for name, tensor in wanted.items():
             fill(tensor, stored, name)
+
+
+def require_shapes(
+    stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ValueError unless the expected tensors are stored, in these shapes."""
+    wrong = []
+    for name, shape in expected.items():
+        if (found := stored.get(name)) is None:
+            wrong.append(f"{name} is missing")
+        elif found != shape:
+            wrong.append(f"{name} is {list(found)}, where {list(shape)} is expected")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")
 
 
 @torch.no_grad()

@@ -17,7 +17,9 @@ pieces only, from files of any plan.
 import json
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,22 @@ File = tuple[str, list[Piece], Iterable[Tensor]]
 """A file's name, its pieces, and their values in the same order."""
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint is to hold, as a backend has it."""
+
+    weights: Mapping[str, Tensor]
+    """By name a tensor of each one's shape and type, in the order of `gather`."""
+    gather: Callable[[], Iterable[tuple[str, Tensor]]]
+    """Returns the whole tensors; a collective call."""
+    optimizer: tuple[list[Piece], Iterable[Tensor]]
+    """This rank's pieces of the optimizer's state."""
+    write_config: Callable[[Path], None]
+    """Writes the small files that go with the weights."""
+    adapters: bool = False
+    """Whether the weights are PEFT's."""
+
+
 class CheckpointWriter:
     """Writes this rank's part of checkpoints, one at a time, at once or in a thread.
 
@@ -60,8 +78,7 @@ class CheckpointWriter:
 
     def save(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        contents: Contents,
         path: Path,
         *,
         state: Mapping[str, Any],
@@ -73,8 +90,7 @@ class CheckpointWriter:
         written. `state` goes into backend.json.
         """
         self.wait()
-        lora = has_adapters(model)
-        tensors = adapter_tensors(model) if lora else live_tensors(model)
+        tensors, lora = contents.weights, contents.adapters
         count = 1 if lora else min(self.world.size, len(tensors))
         names = [WEIGHTS if lora else file_name("model", index, count) for index in range(count)]
         owners = shared_out({name: tensor.numel() for name, tensor in tensors.items()}, count)
@@ -86,7 +102,8 @@ class CheckpointWriter:
                 path.mkdir(parents=True, exist_ok=True)
                 for file in (*path.glob("*.json"), *path.glob("*.safetensors")):
                     file.unlink()
-                _write_small_files(model, path, state, lora=lora)
+                (path / STATE).write_text(json.dumps(dict(state)), encoding="utf-8")
+                contents.write_config(path)
                 if count > 1:
                     write_index(path, dict(zip(names, pieces, strict=False)))
                 (path / BEGUN).touch()
@@ -99,8 +116,11 @@ class CheckpointWriter:
                 )
         self._path, self._written, self._error = path, {}, None
         own, name = pieces[self.world.rank], names[min(self.world.rank, count - 1)]
-        weights: File = (name, own, _gathered(tensors, own))
-        files = [weights, self._optimizer(model, optimizer)]
+        of_optimizer = file_name("optimizer", self.world.rank, self.world.size)
+        files: list[File] = [
+            (name, own, owned(contents.gather(), {piece.name for piece in own})),
+            (of_optimizer, *contents.optimizer),
+        ]
         if background:
             files = [
                 (name, pieces, [tensor.detach().to("cpu", copy=True) for tensor in values])
@@ -141,30 +161,6 @@ class CheckpointWriter:
         if self._thread is not None:
             self._thread.join()
 
-    def _optimizer(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> File:
-        """Return this rank's pieces of the optimizer's state. Ranks with the same take turns.
-
-        In the order of its parameters: that of its own table would be another one after a load.
-        """
-        names = {id(parameter): name for name, parameter in live_tensors(model).items()}
-        pieces: list[Piece] = []
-        values: list[Tensor] = []
-        entries = [
-            (f"{names[id(parameter)]}.{what}", tensor)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            for what, tensor in sorted(optimizer.state.get(parameter, {}).items())
-        ]
-        for number, (name, tensor) in enumerate(entries):
-            local, offsets = own_part(tensor)
-            copies, this = self.world.size, self.world.rank
-            if isinstance(tensor, DTensor):
-                copies, this = replicas(tensor)
-            if local.numel() and this == number % copies:
-                pieces.append(Piece(name, local.dtype, tuple(local.shape), offsets))
-                values.append(local)
-        return file_name("optimizer", self.world.rank, self.world.size), pieces, values
-
     def _write(self, path: Path, files: list[File]) -> None:
         for name, pieces, values in files:
             tensors = iter(values)
@@ -204,14 +200,12 @@ class Saved:
             self._load_weights(model)
             self._load_optimizer(optimizer, model)
 
-    def _files(self, pattern: str) -> TensorFiles:
-        return TensorFiles(self.path.glob(pattern), self.checksums)
-
-    def _load_weights(self, model: nn.Module) -> None:
-        lora = has_adapters(model)
-        own = adapter_tensors(model) if lora else live_tensors(model)
-        stored = self._files(WEIGHTS if lora else "model*.safetensors")
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    def weights(self, shapes: Mapping[str, tuple[int, ...]], *, lora: bool = False) -> TensorFiles:
+        """Return the weights. Raises ValueError unless they are those of a model with `shapes`, or
+        of its adapters.
+        """
+        files = self.path.glob(WEIGHTS if lora else "model*.safetensors")
+        stored = TensorFiles(files, self.checksums)
         if wrong := sorted({name for name, _ in stored.shapes.items() ^ shapes.items()}):
             whose, remedy = "the model", "name the model of that run"
             if lora:
@@ -221,6 +215,26 @@ class Saved:
                 f"checkpoint {self.path} must be of {whose} in use, but differs in"
                 f" {', '.join(wrong[:5])} ({len(wrong)} in all): {remedy}"
             )
+        return stored
+
+    def optimizer(self, names: Iterable[str]) -> TensorFiles:
+        """Return the optimizer's state. Raises ValueError unless it is that of the parameters of
+        these names.
+        """
+        stored = TensorFiles(self.path.glob("optimizer*.safetensors"), self.checksums)
+        saved = {key.rpartition(".")[0] for key in stored.shapes}
+        if saved and (wrong := sorted(saved ^ set(names))):
+            raise ValueError(
+                f"the optimizer's state in {self.path} must be that of the parameters that train,"
+                f" but differs in {', '.join(wrong[:5])}: go on with the settings of that run"
+            )
+        return stored
+
+    def _load_weights(self, model: nn.Module) -> None:
+        lora = has_adapters(model)
+        own = adapter_tensors(model) if lora else live_tensors(model)
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        stored = self.weights(shapes, lora=lora)
         if lora:
             check_scale(model, self.path)
         for name, tensor in own.items():
@@ -230,16 +244,9 @@ class Saved:
         names = {id(parameter): name for name, parameter in live_tensors(model).items()}
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         indices = {names[id(parameter)]: index for index, parameter in enumerate(parameters)}
-        stored = self._files("optimizer*.safetensors")
-        shapes = stored.shapes
-        saved = {key.rpartition(".")[0] for key in shapes}
-        if saved and (wrong := sorted(saved ^ indices.keys())):
-            raise ValueError(
-                f"the optimizer's state in {self.path} must be that of the parameters that train,"
-                f" but differs in {', '.join(wrong[:5])}: go on with the settings of that run"
-            )
+        stored = self.optimizer(indices)
         state: dict[int, dict[str, Tensor]] = {}
-        for key, shape in shapes.items():
+        for key, shape in stored.shapes.items():
             name, _, what = key.rpartition(".")
             parameter = parameters[indices[name]]
             if shape == tuple(parameter.shape):
@@ -259,20 +266,60 @@ def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:
     return owners
 
 
-def _gathered(tensors: Mapping[str, Tensor], own: list[Piece]) -> Iterator[Tensor]:
-    """Yield this rank's share of whole tensors, all of which all ranks gather one by one."""
-    names = {piece.name for piece in own}
-    for name, tensor in tensors.items():
-        whole = full_tensor(tensor.detach())
+def owned(tensors: Iterable[tuple[str, Tensor]], names: Container[str]) -> Iterator[Tensor]:
+    """Yield those of some names, in order, and go through all."""
+    for name, tensor in tensors:
         if name in names:
-            yield whole
+            yield tensor
 
 
-def _write_small_files(model: Any, path: Path, state: Mapping[str, Any], *, lora: bool) -> None:
-    (path / STATE).write_text(json.dumps(dict(state)), encoding="utf-8")
-    if lora:
-        write_adapter_config(model, path)
-        return
+def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Contents:
+    """Return a checkpoint's contents of a model, or its adapters, and their optimizer."""
+    lora = has_adapters(model)
+    tensors = adapter_tensors(model) if lora else live_tensors(model)
+    return Contents(
+        weights=tensors,
+        gather=partial(_whole, tensors),
+        optimizer=_pieces(model, optimizer, world),
+        write_config=partial(write_adapter_config if lora else write_model_config, model),
+        adapters=lora,
+    )
+
+
+def _whole(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        yield name, full_tensor(tensor.detach())
+
+
+def _pieces(
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+) -> tuple[list[Piece], list[Tensor]]:
+    """Return this rank's pieces of the optimizer's state. Ranks with the same take turns.
+
+    In the order of its parameters: that of its own table would be another one after a load.
+    """
+    names = {id(parameter): name for name, parameter in live_tensors(model).items()}
+    pieces: list[Piece] = []
+    values: list[Tensor] = []
+    entries = [
+        (f"{names[id(parameter)]}.{what}", tensor)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        for what, tensor in sorted(optimizer.state.get(parameter, {}).items())
+    ]
+    for number, (name, tensor) in enumerate(entries):
+        local, offsets = own_part(tensor)
+        copies, this = world.size, world.rank
+        if isinstance(tensor, DTensor):
+            copies, this = replicas(tensor)
+        if local.numel() and this == number % copies:
+            pieces.append(Piece(name, local.dtype, tuple(local.shape), offsets))
+            values.append(local)
+    return pieces, values
+
+
+def write_model_config(model: Any, path: Path) -> None:
+    """Write what `transformers` needs besides the weights."""
     model.config.save_pretrained(path)
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.save_pretrained(path)

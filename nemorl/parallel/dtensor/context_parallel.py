@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from nemorl.models.attention import attend
-from nemorl.parallel.dtensor.attention import SegmentBuckets, segment_attention, segment_buckets
+from nemorl.parallel.dtensor.attention import SegmentBuckets, segment_attention
 from nemorl.parallel.dtensor.collectives import all_gather, exchange
 
 CONTEXT_ATTENTION = "nemorl_context_parallel"
@@ -77,17 +77,14 @@ class ContextState:
     """
 
     @classmethod
-    def of(
+    def with_bias(
         cls,
         segment_ids: Int[Tensor, "batch seq"],
         position_ids: Int[Tensor, "batch seq"],
         split: RowSplit,
-        method: str,
         dtype: torch.dtype,
     ) -> "ContextState":
         """Make it from whole rows: a token sees its segment up to itself, padding only itself."""
-        if method == "ulysses":
-            return cls(split, buckets=segment_buckets(segment_ids))
         segments, positions = segment_ids[:, None, split.order], position_ids[:, None, split.order]
         own, places = split.take(segment_ids)[:, :, None], split.take(position_ids)[:, :, None]
         sees = (own == segments) & (own > 0) & (places >= positions)

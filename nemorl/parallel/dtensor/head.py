@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +20,7 @@ from nemorl.models.causal_lm import decoder_of, head_weight
 from nemorl.parallel.dtensor.collectives import all_gather, all_gather_same, sum_backward
 from nemorl.parallel.dtensor.context_parallel import ContextState, RowSplit
 from nemorl.parallel.dtensor.mesh import DTYPES, World
-from nemorl.parallel.dtensor.tokens import Work
+from nemorl.parallel.dtensor.tokens import Work, split_work, work_of
 
 
 @dataclass(frozen=True)
@@ -62,48 +63,73 @@ def plain_logprobs(
     return logprobs, entropy
 
 
+@dataclass(frozen=True)
+class RankInputs:
+    """What a model that is spread over ranks gets of a microbatch, and what becomes of its results.
+
+    `values` are keyword arguments: with cp of this rank's tokens, otherwise of whole rows.
+    """
+
+    values: dict[str, Any]
+    work: Work
+
+    @classmethod
+    def of(
+        cls, batch: TokenBatch, work: Work, world: World, *, chunk: int, with_entropy: bool
+    ) -> RankInputs:
+        head = HeadInputs(work.states, work.next_ids, batch.logprob_kind, chunk, with_entropy)
+        values: dict[str, Any] = {"input_ids": work.input_ids, "position_ids": work.position_ids}
+        if work.split is None:
+            return cls({**values, "head_inputs": head, "segment_buckets": work.buckets}, work)
+        context = ContextState(work.split, work.buckets)
+        if world.plan.cp_method == "allgather":
+            dtype = DTYPES[world.plan.param_dtype]
+            rows = (batch.segment_ids, batch.position_ids)
+            context = ContextState.with_bias(*rows, work.split, dtype)
+        return cls({**values, "head_inputs": head, "context": context}, work)
+
+    def whole(
+        self, found: Iterable[Float[Tensor, "tokens"]], batch: TokenBatch
+    ) -> Iterator[Float[Tensor, "batch seq"]]:
+        """Yield what the model found (log-probabilities, entropies) in the microbatch's layout, 0
+        where none was asked for; with cp a collective call.
+        """
+        for values in found:
+            if (split := self.work.split) is None:
+                yield self.work.rows(values, batch.input_ids)
+                continue
+            part = self.work.rows(values, self.work.input_ids)
+            # Every rank computes the same loss of whole rows: a sequence's ratio needs all its
+            # tokens. Gathered one by one: where a loss has no entropy, the head computes no
+            # gradient of it.
+            whole = all_gather_same(part, 1, split.group).index_select(1, split.back)
+            yield nn.functional.pad(whole[:, :-1], (1, 0))
+
+
+def planned(
+    part: TokenBatch, wanted: Bool[Tensor, "batch seq"], world: World, *, share: bool
+) -> Work:
+    """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory.
+
+    share: compute equal prompts once, unless cp splits the rows.
+    """
+    plan = world.plan
+    if world.cp_group is None:
+        return work_of(part, wanted, share=share, multiple_of=plan.row_multiple)
+    cpu = torch.device("cpu")
+    rows = RowSplit.of(part.input_ids.shape[1], world.cp_rank, world.cp_group, cpu)
+    return split_work(part, wanted, rows, in_buckets=plan.cp_method == "ulysses")
+
+
 def sharded_logprobs(
     model: nn.Module, world: World, batch: TokenBatch, work: Work, *, chunk: int, with_entropy: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the same, of all of the rows, of a model that `build.shard` has spread; a collective
     call.
     """
-    options = (batch.logprob_kind, chunk, with_entropy)
-    if world.cp_group is None:
-        found = model(
-            input_ids=work.input_ids,
-            position_ids=work.position_ids,
-            head_inputs=HeadInputs(work.states, work.next_ids, *options),
-            segment_buckets=work.buckets,
-        )
-        logprobs, entropy = (work.rows(values, batch.input_ids) for values in found)
-        return logprobs, entropy
-    ids, segments, positions = batch.input_ids, batch.segment_ids, batch.position_ids
-    split = RowSplit.of(ids.shape[1], world.cp_rank, world.cp_group, ids.device)
-    wanted = work.rows(torch.ones_like(work.targets), ids).bool()
-    next_ids, predicts = split.take(shift(ids)), split.take(shift(wanted))
-    states = predicts.flatten().nonzero()[:, 0]
-    found = model(
-        input_ids=split.take(ids),
-        position_ids=split.take(positions),
-        head_inputs=HeadInputs(states, next_ids.flatten()[states], *options),
-        context=ContextState.of(
-            segments, positions, split, world.plan.cp_method, DTYPES[world.plan.param_dtype]
-        ),
-    )
-    # Every rank computes the same loss of whole rows: a sequence's ratio needs all its tokens.
-    # Gathered one by one: where a loss has no entropy, the head computes no gradient of it.
-    parts = (
-        x.new_zeros(next_ids.numel()).scatter(0, states, x).view(next_ids.shape) for x in found
-    )
-    whole = (all_gather_same(part, 1, world.cp_group).index_select(1, split.back) for part in parts)
-    logprobs, entropy = (nn.functional.pad(x[:, :-1], (1, 0)) for x in whole)
+    inputs = RankInputs.of(batch, work, world, chunk=chunk, with_entropy=with_entropy)
+    logprobs, entropy = inputs.whole(model(**inputs.values), batch)
     return logprobs, entropy
-
-
-def shift(values: Tensor) -> Tensor:
-    """Return at each token the next one's value; 0 at the last."""
-    return nn.functional.pad(values[:, 1:], (0, 1))
 
 
 def install_head(

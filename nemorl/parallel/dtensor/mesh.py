@@ -40,12 +40,18 @@ class World:
     data_rank: int = 0
     cp_rank: int = 0
     tp_rank: int = 0
+    pp_rank: int = 0
+    ep_rank: int = 0
     data_group: dist.ProcessGroup | None = None
     """The ranks with other rows."""
     cp_group: dist.ProcessGroup | None = None
     """The ranks with other tokens of the same rows."""
     tp_group: dist.ProcessGroup | None = None
     """The ranks with other parts of each layer."""
+    pp_group: dist.ProcessGroup | None = None
+    """The ranks with other layers."""
+    ep_group: dist.ProcessGroup | None = None
+    """The ranks with other experts."""
     control_group: dist.ProcessGroup | None = None
     """All ranks, for Python objects and CPU tensors."""
     saving_group: dist.ProcessGroup | None = None
@@ -55,6 +61,11 @@ class World:
     def sharded(self) -> bool:
         """Whether parameters are DTensors; with a single rank, too, if it was started as one."""
         return self.dims is not None
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the last layers, and computes losses."""
+        return self.pp_rank == self.plan.pp - 1
 
     @property
     def fsdp_mesh(self) -> Any:

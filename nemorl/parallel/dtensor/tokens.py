@@ -19,6 +19,7 @@ from nemorl.parallel.dtensor.attention import (
     segments,
     tokens_in_buckets,
 )
+from nemorl.parallel.dtensor.context_parallel import RowSplit
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,18 @@ class Work:
     position_ids: Int[Tensor, "_ _"]
     buckets: SegmentBuckets | None
     targets: Int[Tensor, "tokens"]
-    """The places in the flattened microbatch of the tokens whose log-probability is computed."""
+    """The places in the flattened microbatch of the tokens whose log-probability is computed; with
+    context parallelism those of their states.
+    """
     states: Int[Tensor, "tokens"]
     """The place of the hidden state that predicts each, in the flattened `input_ids`."""
     next_ids: Int[Tensor, "tokens"]
+    copied: int = 0
+    """Tokens of repeated prompts, which are not computed again."""
+    split: RowSplit | None = None
+    """With context parallelism: how rows lie on ranks. `input_ids` and `position_ids` are this
+    rank's.
+    """
 
     def rows(self, values: Float[Tensor, "tokens"], like: Tensor) -> Float[Tensor, "batch seq"]:
         """Return values of `targets` in the microbatch's layout; 0 elsewhere."""
@@ -42,6 +51,7 @@ class Work:
 
 
 register_pytree(SegmentBuckets)
+register_pytree(RowSplit)
 register_pytree(Work)
 
 
@@ -70,7 +80,39 @@ def work_of(
         targets=targets,
         states=place[targets - 1],
         next_ids=next_ids,
+        copied=int((segment_ids > 0).sum()) - len(kept),
     )
+
+
+def split_work(
+    batch: TokenBatch, wanted: Bool[Tensor, "batch seq"], split: RowSplit, *, in_buckets: bool
+) -> Work:
+    """Return what this rank computes of a microbatch of which all ranks of `split` have parts.
+
+    in_buckets: attention works on whole rows of some heads.
+    """
+    ids, positions, segment_ids, wanted = (
+        x.cpu() for x in (batch.input_ids, batch.position_ids, batch.segment_ids, wanted)
+    )
+    next_ids, predicts = (
+        split.take(shift(ids)),
+        split.take(shift(wanted & same_segment(segment_ids))),
+    )
+    states = predicts.flatten().nonzero()[:, 0]
+    return Work(
+        input_ids=split.take(ids),
+        position_ids=split.take(positions),
+        buckets=segment_buckets(segment_ids) if in_buckets else None,
+        targets=states,
+        states=states,
+        next_ids=next_ids.flatten()[states],
+        split=split,
+    )
+
+
+def shift(values: Tensor) -> Tensor:
+    """Return at each token the next one's value; 0 at the last."""
+    return pad(values[:, 1:], (0, 1))
 
 
 def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]] | None:

@@ -1,8 +1,9 @@
 """`nemorl plan`: all plans for a model on so many GPUs, with their memory and time."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from nemorl.models.hub import loading
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, seconds, step_traffic
+from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Memory, Step
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
 
@@ -28,7 +30,7 @@ class Candidate:
     fullest: Memory
     """The fullest moment of training or generation."""
     host: int
-    """Bytes of main memory of a machine that cpu_offload takes."""
+    """Bytes of main memory of a machine that offloading takes."""
     traffic: Traffic
     seconds: float
     """Of an optimizer step, for comparison."""
@@ -63,7 +65,7 @@ def find_plans(config: PlanConfig) -> Planned:
     """Find every plan for the model, in order. Raises ValueError where none suits it."""
     model, steps, refused = read_shape(config.model), [], dict[str, None]()
     for plan in candidates(config, model):
-        problems = list(plan.problems(model))
+        problems = list(plan.problems(model, backend=config.backend))
         refused |= dict.fromkeys(problems)
         if not problems:
             steps.append(Step(model, plan, config))
@@ -93,28 +95,31 @@ def read_shape(name: str) -> ModelShape:
 
 def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
     """Yield the plans that the settings allow, even if they don't suit the model."""
-    gpus = config.gpus
-    for tp in _degrees(1 if config.lora_rank else config.tp, gpus):
-        if tp > config.gpus_per_node:
+    gpus, dtensor = config.gpus, config.backend == "dtensor"
+    for tp, pp, cp, shard in product(
+        _degrees(1 if config.lora_rank else config.tp, gpus),
+        _degrees(1 if dtensor else config.pp, gpus),
+        _degrees(config.cp, gpus),
+        _degrees(config.dp_shard, gpus),
+    ):
+        replicate, left = divmod(gpus, tp * pp * cp * shard)
+        allowed = config.dp_replicate in (None, replicate) if dtensor else replicate == 1
+        if left or tp > config.gpus_per_node or not replicate or not allowed:
             continue
-        for cp in _degrees(config.cp, gpus // tp):
-            divides = cp == 1 or model.num_attention_heads % (tp * cp) == 0
-            for shard in _degrees(config.dp_shard, gpus // (tp * cp)):
-                replicate = gpus // (tp * cp * shard)
-                if config.dp_replicate not in (None, replicate):
-                    continue
-                for checkpointing in RECOMPUTED:
-                    if config.activation_checkpointing in (None, checkpointing):
-                        yield ParallelPlan(
-                            dp_replicate=replicate,
-                            dp_shard=shard,
-                            tp=tp,
-                            cp=cp,
-                            cp_method=config.cp_method or ("ulysses" if divides else "allgather"),
-                            param_dtype=config.param_dtype,
-                            activation_checkpointing=checkpointing,  # type: ignore[arg-type]
-                            cpu_offload=config.cpu_offload,
-                        )
+        divides = cp == 1 or model.num_attention_heads % (tp * cp) == 0
+        for checkpointing in RECOMPUTED:
+            if config.activation_checkpointing in (None, checkpointing):
+                yield ParallelPlan(
+                    dp_replicate=replicate,
+                    dp_shard=shard,
+                    tp=tp,
+                    pp=pp,
+                    cp=cp,
+                    cp_method=config.cp_method or ("ulysses" if divides else "allgather"),
+                    param_dtype=config.param_dtype,
+                    activation_checkpointing=checkpointing,  # type: ignore[arg-type]
+                    cpu_offload=config.cpu_offload,
+                )
 
 
 def _degrees(given: int | None, number: int) -> list[int]:
@@ -124,10 +129,14 @@ def _degrees(given: int | None, number: int) -> list[int]:
 
 def estimate(step: Step) -> Candidate:
     """Return the memory, traffic and time of a step."""
-    moments = [step.training_memory()]
-    if step.work.colocated_generation:
-        moments.append(step.generation_memory())
+    stages: Sequence[Step | Stage] = [step]
     traffic = step_traffic(step)
+    if step.work.backend == "megatron":
+        stages = pipeline = [Stage(step, index) for index in range(step.plan.pp)]
+        traffic = max((stage.traffic() for stage in pipeline), key=lambda sent: sent.total)
+    moments = [stage.training_memory() for stage in stages]
+    if step.work.colocated_generation:
+        moments += [step.generation_memory(stage.states()) for stage in stages]
     return Candidate(
         step.plan,
         fullest=max(moments, key=lambda moment: moment.total),
@@ -140,7 +149,7 @@ def estimate(step: Step) -> Candidate:
 def _order(candidate: Candidate) -> tuple[float, int, int]:
     """Order plans by time, to three digits, then the simplest and then the smallest first."""
     plan = candidate.plan
-    splits = sum(degree > 1 for degree in (plan.tp, plan.cp, plan.dp_replicate))
+    splits = sum(degree > 1 for degree in (plan.tp, plan.pp, plan.cp, plan.dp_replicate))
     return float(f"{candidate.seconds:.2e}"), splits, candidate.fullest.total
 
 
@@ -170,7 +179,7 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
         f" (--reserve {config.reserve:g}). sent: GB per GPU and optimizer step. time: of a step,"
         " estimated, relative to the first."
     )
-    if config.cpu_offload:
+    if config.cpu_offload or config.offload_during_generation:
         console.print("host: GB of a machine's main memory, besides what processes need.")
     if any(candidate.plan.cp_method == "allgather" for candidate in shown):
         console.print("cp *: by cp_method allgather.")
@@ -185,6 +194,8 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
 
 def other_flags(config: PlanConfig) -> Iterator[str]:
     """Yield the settings of a run, besides its plan, that the estimate is for."""
+    if config.backend != "dtensor":
+        yield f"--trainer.backend {config.backend}"
     yield f"--trainer.train-micro-batch-size {config.micro_batch_rows}"
     if config.packed:
         yield f"--trainer.sequence-packing --trainer.packed-row-tokens {config.seq_len}"
@@ -194,6 +205,8 @@ def other_flags(config: PlanConfig) -> Iterator[str]:
         sequences, replicas = config.generation_sequences, config.gpus // config.generation_tp
         yield f"--generation.backend vllm --generation.max-batch-size {sequences}"
         yield f"--generation.num-replicas {replicas}" if config.gpus > 1 else ""
+    if config.offload_during_generation:
+        yield "--trainer.offload-during-generation"
     if config.generation_tp > 1:
         yield f"--generation.tensor-parallel-size {config.generation_tp}"
     if config.lora_rank:
@@ -206,6 +219,8 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     """Return what the smallest plan lacks, and which settings take less memory."""
     given, needed = config.gpu_memory, smallest.fullest.total
     generation = "fewer --generation-sequences, " if config.colocated_generation else ""
+    if generation and not (config.offload_during_generation or config.cpu_offload):
+        generation = f"--offload-during-generation, {generation}"
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs {needed / GB:.1f}"
@@ -214,7 +229,7 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     )
 
 
-DEGREES = {"repl": "dp_replicate", "shard": "dp_shard", "tp": "tp", "cp": "cp"}
+DEGREES = {"repl": "dp_replicate", "shard": "dp_shard", "tp": "tp", "pp": "pp", "cp": "cp"}
 PARTS = {
     "param": "parameters",
     "grads": "gradients",
@@ -238,16 +253,18 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         for title, name in PARTS.items()
         if any(getattr(each.fullest, name) for each in shown)
     }
-    host = ["host"] * config.cpu_offload
-    for title in (*DEGREES, "recompute", *parts, "total", *host, "sent", "time"):
+    host = ["host"] * (config.cpu_offload or config.offload_during_generation)
+    unused = "repl" if config.backend == "megatron" else "pp"
+    degrees = {title: name for title, name in DEGREES.items() if title != unused}
+    for title in (*degrees, "recompute", *parts, "total", *host, "sent", "time"):
         result.add_column(title, justify="right", no_wrap=True)
     for candidate in shown:
         plan, memory = candidate.plan, candidate.fullest
-        cells: list[Any] = [getattr(plan, name) for name in DEGREES.values()]
+        cells: list[Any] = [getattr(plan, name) for name in degrees.values()]
         if plan.cp_method == "allgather":
             cells[-1] = f"{plan.cp}*"
         sizes = [getattr(memory, name) for name in parts.values()] + [memory.total]
-        sizes += [candidate.host] * config.cpu_offload + [candidate.traffic.total]
+        sizes += [candidate.host] * len(host) + [candidate.traffic.total]
         cells += [plan.activation_checkpointing, *map(_gigabytes, sizes)]
         ratio = candidate.seconds / shown[0].seconds
         result.add_row(*map(str, cells), f"{ratio:.2f}×")

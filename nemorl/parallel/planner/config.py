@@ -31,10 +31,14 @@ class PlanConfig:
     """GPUs of a machine, which have faster links; tensor parallelism stays within them."""
     param_dtype: Precision = "bfloat16"
     """What the model computes in (parallel.param_dtype)."""
+    backend: Literal["dtensor", "megatron"] = "dtensor"
+    """The training backend (trainer.backend)."""
     tp: int | None = None
     """Only plans with this parallel.tp."""
     cp: int | None = None
     """Only plans with this parallel.cp."""
+    pp: int | None = None
+    """Only plans with this parallel.pp (backend megatron)."""
     dp_shard: int | None = None
     """Only plans with this parallel.dp_shard."""
     dp_replicate: int | None = None
@@ -64,6 +68,8 @@ class PlanConfig:
     """Devices over which each engine splits the model (generation.tensor_parallel_size)."""
     generation_sequences: int = 64
     """Sequences of seq_len tokens that an engine's cache holds at a time."""
+    offload_during_generation: bool = False
+    """Whether the model is in main memory meanwhile (trainer.offload_during_generation)."""
     reserve: float = 0.1
     """Share of the memory left to the CUDA context, NCCL's buffers and fragmentation."""
     show: int = 10
@@ -71,7 +77,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         counts = "gpus seq_len micro_batch_rows batch_rows gpus_per_node logprob_chunk"
-        degrees = ("tp", "cp", "dp_shard", "dp_replicate", "generation_tp")
+        degrees = ("tp", "pp", "cp", "dp_shard", "dp_replicate", "generation_tp")
         names = (*counts.split(), *degrees, "generation_sequences", "show")
         at_least(1, **{name: getattr(self, name) for name in names})
         at_least(0, lora_rank=self.lora_rank)
@@ -87,17 +93,34 @@ class PlanConfig:
         needs = {
             "lora_target_modules": ("lora_rank", not self.lora_target_modules),
             "generation_tp": ("colocated_generation", self.generation_tp == 1),
+            "offload_during_generation": (
+                "colocated_generation",
+                not self.offload_during_generation,
+            ),
         }
         for name, (needed, unset) in needs.items():
             remedy = f"add --{needed.replace('_', '-')}, or omit it"
             met = unset or bool(getattr(self, needed))
             require(met, name, f"needs {needed}", getattr(self, name), remedy)
+        both = self.offload_during_generation and self.cpu_offload
+        name, requirement = "offload_during_generation", "is not for cpu_offload"
+        require(not both, name, requirement, True, "omit one of them")
         within = (self.tp or 1) <= self.gpus_per_node
         requirement = f"must be at most the {self.gpus_per_node} GPUs of a machine"
         require(within, "tp", requirement, self.tp, "raise --gpus-per-node if more are linked")
         single = not self.lora_rank or (self.tp or 1) == 1
         remedy = "spread adapters by dp_shard and cp"
         require(single, "lora_rank", "must be 0 with tp above 1", self.lora_rank, remedy)
+        megatron = self.backend == "megatron"
+        for name, unset in {
+            "pp": megatron or (self.pp or 1) == 1,
+            "lora_rank": not (megatron and self.lora_rank),
+            "cpu_offload": not (megatron and self.cpu_offload),
+            "offload_during_generation": not (megatron and self.offload_during_generation),
+            "dp_replicate": not megatron or (self.dp_replicate or 1) == 1,
+        }.items():
+            requirement = f"is {'not ' if megatron else 'only '}for backend megatron"
+            require(unset, name, requirement, getattr(self, name), "remove it, or change backend")
         for name in self.lora_target_modules:
             requirement = f"must be of {', '.join(LINEAR)}"
             require(name in LINEAR, "lora_target_modules", requirement, name, "name linear layers")

@@ -26,6 +26,8 @@ class Traffic:
     """Tensor parallelism: activations, twice in each half of a layer."""
     context: int = 0
     """Context parallelism: heads for tokens, or keys and values."""
+    pipeline: int = 0
+    """Pipeline parallelism: what stages hand to each other, and a tied embedding's gradient."""
 
     @property
     def total(self) -> int:
@@ -55,43 +57,62 @@ def step_traffic(step: Step) -> Traffic:
     per_layer = forward + backward + again[plan.activation_checkpointing]
     array = step.tokens * model.hidden_size * step.dtype_size
 
-    q, kv, _ = step.heads_width
-    repeated = (model.num_key_value_heads // plan.tp) % plan.cp > 0
-    exchanged = 2 * q + 2 * (q if repeated else kv)
-    width = 2 * kv * plan.cp if plan.cp_method == "allgather" else exchanged
-    passes = 2 if plan.activation_checkpointing == "none" else 3
     return Traffic(
         shard=sent((gathered + gradients) * ranks, ranks),
         replicate=sent(gradients, plan.dp_replicate, 2),
         tensor=sent(array, plan.tp, layers * per_layer + 4),
-        context=sent(step.tokens * width * step.dtype_size, plan.cp, passes * layers),
+        context=sent(context_array(step), plan.cp, layers),
     )
+
+
+def context_array(step: Step) -> int:
+    """Return the bytes that a layer exchanges of a microbatch for context parallelism."""
+    plan, (q, kv, _) = step.plan, step.heads_width
+    repeated = (step.model.num_key_value_heads // plan.tp) % plan.cp > 0
+    exchanged = 2 * q + 2 * (q if repeated else kv)
+    width = 2 * kv * plan.cp if plan.cp_method == "allgather" else exchanged
+    passes = 2 if plan.activation_checkpointing == "none" else 3
+    return step.tokens * width * step.dtype_size * passes
 
 
 def seconds(step: Step, traffic: Traffic) -> float:
     """Return the time of an optimizer step, to compare plans by.
 
-    Parameters travel while layers compute, activations while they wait. Axes lie in a machine from
-    the innermost: tp, cp, dp_shard. Groups whose size does not divide a machine's span several.
+    Parameters travel while layers compute, activations while they wait; in megatron-core both wait.
+    Axes lie in a machine from the innermost: tp, cp, dp_shard, pp. Groups whose size does not
+    divide a machine's span several. A pipeline of p stages that take m microbatches through is idle
+    (p - 1) / (m + p - 1) of the time, and as slow as its last stage, which has the head.
+    Of offloading for generation, which nothing hides, once a step.
     """
     model, plan, work = step.model, step.plan, step.work
-    embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    weights = model.num_parameters() - embedding
+    head = model.vocab_size * model.hidden_size
+    embedding = 0 if model.tie_word_embeddings else head
+    weights = (model.num_parameters() - embedding - head) / plan.pp + head
     attention = 2 * model.num_hidden_layers * model.q_size * step.width / (4 if work.packed else 1)
+    attention /= plan.pp
     # Two operations forward, two for the inputs' gradient, two for that of weights that train.
     small = step.adapter_parameters()
     passes = 4 * weights + 6 * (small + attention) if work.lora_rank else 6 * (weights + attention)
     again = RECOMPUTED[plan.activation_checkpointing] * 6 * (weights + small + attention)
-    compute = step.micro_batches * step.tokens * (passes + again) / plan.tp
+    if work.backend == "megatron" and plan.activation_checkpointing == "selective":
+        again = 2 * attention
+    turns = step.micro_batches + plan.pp - 1
+    compute = turns * step.tokens * (passes + again) / plan.tp
 
     def speed(devices: int) -> float:
         near = plan.num_ranks <= work.gpus_per_node or work.gpus_per_node % devices == 0
         return NODE_BANDWIDTH if near else NETWORK_BANDWIDTH
 
-    shards = plan.model_ranks * (plan.dp_shard or 1)
+    shards = plan.tp * plan.cp * (plan.dp_shard or 1)
     hidden = traffic.shard / speed(shards) + traffic.replicate / speed(plan.num_ranks)
     if plan.cpu_offload:  # parameters come twice from main memory, and gradients go there
         moved = 2 * step.kept() + step.trained()
         hidden = max(hidden, step.micro_batches * STATE * moved / HOST_BANDWIDTH)
-    waiting = traffic.tensor / speed(plan.tp) + traffic.context / speed(plan.model_ranks)
+    waiting = traffic.tensor / speed(plan.tp) + traffic.context / speed(plan.tp * plan.cp)
+    waiting += traffic.pipeline / speed(plan.num_ranks)
+    if work.backend == "megatron":
+        hidden, waiting = 0, waiting + hidden
+    if work.offload_during_generation:  # there and back; weights come once more, for the engine
+        states = step.states()
+        waiting += (2 * states.total + states.parameters) / HOST_BANDWIDTH
     return max(compute / FLOPS[plan.param_dtype], hidden) + waiting

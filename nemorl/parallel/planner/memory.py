@@ -96,44 +96,53 @@ class Step:
         """Return the parameters that a device trains."""
         return self._adapter_shard() if self.work.lora_rank else self.kept()
 
+    @property
+    def copied(self) -> bool:
+        """Whether there is a frozen copy."""
+        return self.work.reference and not self.work.lora_rank
+
     def states(self) -> Memory:
         """Return what a device keeps from step to step."""
         if self.plan.cpu_offload:
             return Memory()
-        copied = self.work.reference and not self.work.lora_rank
         return Memory(
             parameters=STATE * self.kept(),
             optimizer=2 * STATE * self.trained(),
-            reference=STATE * self.model.shard_parameters(self.plan) * copied,
+            reference=STATE * self.model.shard_parameters(self.plan) * self.copied,
         )
 
-    def generation_memory(self) -> Memory:
-        """Return the memory while an engine in bfloat16 on the same devices samples."""
+    def generation_memory(self, states: Memory) -> Memory:
+        """Return the memory while an engine in bfloat16 samples beside a trainer's states."""
         model, work = self.model, self.work
         kv_heads = max(1, model.num_key_value_heads // work.generation_tp)
         cache = 4 * model.num_hidden_layers * kv_heads * model.head_dim
         cache *= work.generation_sequences * work.seq_len
-        weights = 2 * model.num_parameters() // work.generation_tp
-        return replace(self.states(), generation=weights + cache)
+        generation = 2 * model.num_parameters() // work.generation_tp + cache
+        if not work.offload_during_generation:
+            return replace(states, generation=generation)
+        # Weights are handed over one by one.
+        largest = max(matrix.size for matrix in (*model.layer(), *model.ends()))
+        return Memory(gathered=STATE * largest, generation=generation)
 
     def host_memory(self, *, pinned: bool = True) -> int:
-        """Return the main memory that a process takes with cpu_offload: parameters, gradients,
-        optimizer and the frozen copy.
+        """Return the main memory that a process takes for what is offloaded: parameters, optimizer,
+        the frozen copy and, with cpu_offload, gradients.
 
-        pinned: FSDP2 pins parameters and gradients beside GPUs, and torch gives out pinned memory
-        in powers of two.
+        pinned: beside GPUs all is pinned but the optimizer of cpu_offload, and torch gives out
+        pinned memory in powers of two.
         """
-        if not self.plan.cpu_offload:
+        if not (self.plan.cpu_offload or self.work.offload_during_generation):
             return 0
 
         def held(matrices: Iterable[Matrix]) -> int:
             sizes = [STATE * matrix.shard(self.plan) for matrix in matrices]
             return sum(1 << (size - 1).bit_length() if pinned else size for size in sizes)
 
-        copies = 1 if self.work.lora_rank else 2 + self.work.reference
-        layer = copies * held(self.model.layer()) + 2 * held(self.adapters())
+        trained = 2 if self.plan.cpu_offload else 3
+        copies = 1 if self.work.lora_rank else trained + self.work.reference
+        layer = copies * held(self.model.layer()) + trained * held(self.adapters())
         whole = self.model.num_hidden_layers * layer + copies * held(self.model.ends())
-        return whole + 2 * STATE * self.trained()
+        return whole + 2 * STATE * self.trained() * self.plan.cpu_offload
 
     def training_memory(self) -> Memory:
         """Return the fullest moment: the backward pass of the head, with all activations; of the
@@ -145,8 +154,8 @@ class Step:
         stream = 3 * self.tokens * self.dtype_size * self.model.hidden_size
         head, after, begins, layer_ends, embedding = self._gathered()
         moments = (
-            (layers * kept + self._outer_activations(), self._logits(), head),
-            (layers * kept + again + self._layer_backward(), 0, after + begins),
+            (layers * kept + self.outer_activations(), self.logits_memory(), head),
+            (layers * kept + again + self.layer_backward(), 0, after + begins),
             ((layers - 1) * kept + stream, 0, after + layer_ends),
             (stream, 0, embedding),
         )
@@ -154,7 +163,7 @@ class Step:
         return replace(
             self.states(),
             gradients=0 if plan.cpu_offload else STATE * self.trained(),
-            activations=activations + self._mask(),
+            activations=activations + self.mask_memory(),
             logits=logits,
             gathered=gathered,
         )
@@ -211,13 +220,13 @@ class Step:
         into = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
         outputs = sum(len(reads & names) if autocast else bool(reads & names) for names in into)
         normed = 0 if frozen else STATE if autocast else size
-        norms = 2 * hidden * (STATE + normed) // self._token_split() + outputs * hidden * size
+        norms = 2 * hidden * (STATE + normed) // self.token_split() + outputs * hidden * size
         head_norms = (q + kv) * (STATE + (0 if frozen else size)) if model.qk_norm else 0
         # Attention's output in its own order and in the rows'; adapters under autocast cast it
         # back and forth.
         reordered = plan.cp_method == "ulysses" if plan.cp > 1 else self.work.packed
         twice = (reordered or (frozen and autocast)) and "o_proj" in reads
-        attention = (q * (2 + twice) + 2 * self._kept_keys()) * size
+        attention = (q * (2 + twice) + 2 * self.kept_keys()) * size
         attention += 4 * (model.num_attention_heads // plan.tp)
         feed_forward = (3 + ("down_proj" in reads)) * inner * size
         between = len(adapted) * self.work.lora_rank * size
@@ -231,37 +240,38 @@ class Step:
         if how == "none":
             return self.saved_per_layer()
         size = self.dtype_size if self.plan.needs_ranks else STATE
-        kept = self.model.hidden_size * size // self._token_split()
+        kept = self.model.hidden_size * size // self.token_split()
         return self.tokens * (kept + (size * self._kept_products() if how == "selective" else 0))
 
-    def _layer_backward(self) -> int:
+    def layer_backward(self) -> int:
         """Return the gradients held at a time: three arrays of the feed-forward, or attention's."""
         model = self.model
         widest = max(3 * model.intermediate_size, 3 * model.q_size + 2 * model.kv_size)
         return self.tokens * self.dtype_size * (widest // self.plan.tp + 2 * model.hidden_size)
 
-    def _outer_activations(self) -> int:
+    def outer_activations(self) -> int:
         """Return last norm, hidden states' gradient, rotary tables and token ids."""
         size, hidden = self.dtype_size, self.model.hidden_size
-        norm = hidden * (STATE + size) // self._token_split() + hidden * size
+        norm = hidden * (STATE + size) // self.token_split() + hidden * size
         return self.tokens * (norm + hidden * size + 2 * self.model.head_dim * size + 40)
 
-    def _logits(self) -> int:
+    def logits_memory(self) -> int:
         """Return a chunk of logits in float32 with the arrays of softmax and gradient."""
         rows = min(self.work.logprob_chunk, self.tokens)
         arrays = 2 + (self.plan.tp > 1) * 2 + self.work.entropy * 2
         return STATE * rows * (self.model.vocab_size // self.plan.tp) * arrays
 
-    def _token_split(self) -> int:
+    def token_split(self) -> int:
+        """Return the ranks over which sequence parallelism splits norms and residuals."""
         return self.plan.tp if self.plan.sequence_parallel else 1
 
-    def _mask(self) -> int:
+    def mask_memory(self) -> int:
         """Return the mask of the device's tokens with all of their row, which layers share."""
         if self.plan.cp == 1 or self.plan.cp_method == "ulysses":
             return 0
         return self.tokens * self.width * self.dtype_size
 
-    def _kept_keys(self) -> int:
+    def kept_keys(self) -> int:
         """Return the width of the keys that attention keeps, per token of one device."""
         (q, kv, _), plan = self.heads_width, self.plan
         if plan.cp == 1:

@@ -243,6 +243,8 @@ class OpenRun:
         """
         if self._steps is not None:
             error = self._steps.leave_update(error)
+        if out_of_memory(error):
+            error.add_note(MEMORY_ADVICE)
         if self._steps is not None and self._steps.begun and self.live is not None:
             notify_of_error(self.live.callbacks, self.view, error)
         return error
@@ -250,8 +252,6 @@ class OpenRun:
     def close(self) -> None:
         self._over = True
 
-        if out_of_memory(error):
-            error.add_note(MEMORY_ADVICE)
     def _open(self) -> None:
         if self._over:
             raise RuntimeError("the run is closed: use it inside `with nemorl.open_run(...)`")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemorl.checks import refuse_unused, require
+from nemorl.parallel.megatron import limits as megatron
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.generation import GenerationConfig
@@ -30,6 +31,8 @@ class Devices:
 
     plan: ParallelPlan
     """Without an open degree."""
+    backend: str = "dtensor"
+    """Name of the training backend."""
     ranked: bool
     """Whether the model is on ranks in other processes; a single rank counts."""
     torchrun: bool = False
@@ -53,10 +56,12 @@ class Devices:
         """
         started = torchrun_size(environ)
         torchrun, num_ranks = started is not None, started or config.parallel.num_ranks
-        plan = config.parallel.on(num_ranks)
-        ranked = torchrun or plan.needs_ranks
+        plan, backend = config.parallel.on(num_ranks), config.trainer.backend
+        ranked = torchrun or plan.needs_ranks or backend == "megatron"
         on_cluster = ranked and not torchrun and bool(environ.get("RAY_ADDRESS"))
         check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
+        if backend == "megatron":
+            megatron.check(config)
         require(
             not (config.lora.rank and plan.tp > 1),
             "lora.rank",
@@ -67,6 +72,14 @@ class Devices:
         gpus = _num_gpus() if num_gpus is None else num_gpus
         check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
         on_gpus = config.trainer.device != "cpu" and gpus > 0
+        offloads = config.trainer.offload_during_generation
+        require(
+            not offloads or on_gpus or (on_cluster and config.trainer.device != "cpu"),
+            "trainer.offload_during_generation",
+            "needs a GPU that trains: on a CPU everything is in main memory",
+            offloads,
+            "remove it",
+        )
         require(
             config.run.dir is not None or environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0",
             "run.dir",
@@ -81,6 +94,7 @@ class Devices:
             warnings.warn(doubt, stacklevel=3)
         found = cls(
             plan=plan,
+            backend=backend,
             ranked=ranked,
             torchrun=torchrun,
             restarted=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
@@ -106,7 +120,9 @@ class Devices:
         """Raise ValueError if the plan can't spread a model of this configuration, if any."""
         needed = ("num_attention_heads", "intermediate_size", "vocab_size")
         if config is not None and all(hasattr(config, name) for name in needed):
-            self.plan.check(config)
+            if self.backend == "megatron":
+                megatron.check_model(config)
+            self.plan.check(config, backend=self.backend)
         if self.vllm_on_cpu:
             check_heads(config)
 

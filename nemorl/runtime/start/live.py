@@ -61,10 +61,10 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     engines = generation_config(config, directory, launch.devices) if run.generates else None
     if engines is not None:
         launch.devices.check_cluster(config, engines)
-    found = checkpoint.latest(directory.path) if config.run.resume else None
-    trainer = stack.enter_context(live_trainer(launch, run, found))
-    generator = stack.enter_context(live_generator(launch, engines, trainer))
-    if run.initial is not None:
+        trust = {"trust_remote_code": config.model.trust_remote_code}
+        given = launch.folder if launch.model is None else launch.model
+        if engines.backend == "torch" and (of_model := model_config_of(given, **trust)):
+            check_supported(of_model)  # before ranks are started for a model that it can't sample
     found = checkpoint.latest(directory.path) if config.run.resume else None
     trainer = stack.enter_context(live_trainer(launch, run, found))
     shared = engines is not None and shares_weights(launch, engines)
@@ -75,18 +75,14 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     if generator is not None and offloads:
         generator.sleep()  # what is loaded now needs the memory
     if run.initial is not None:
-        trust = {"trust_remote_code": config.model.trust_remote_code}
-        given = launch.folder if launch.model is None else launch.model
-        if engines.backend == "torch" and (of_model := model_config_of(given, **trust)):
-            check_supported(of_model)  # before ranks are started for a model that it can't sample
         run.initial(trainer)
-        if offloads:
-            trainer.offload(keep_weights=shared)
-            generator.wake()
     state = resumed(launch, run, trainer)
     launch.tokenizer.save_pretrained(directory.path / "tokenizer")
     directory.write_data(directory_lengths)
     if generator is not None:
+        if offloads:
+            trainer.offload(keep_weights=shared)
+            generator.wake()
         generator.update_weights(TrainerWeights(trainer), version=trainer.step)
         length = min(8, config.data.max_total_sequence_length // 2)
         prompt = [token % model.config.vocab_size for token in range(length)]
@@ -119,13 +115,13 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
         who = "processes of torchrun" if devices.torchrun else "Ray actors"
         waiting = waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
     else:
-    offloads = config.trainer.offload_during_generation
         trainer = get_training_backend(name, launch.model)
-        "offload": ("trainer.offload_during_generation", offloads),
     setup = backend_config(
         config, run, launch.folder, found, devices=devices, directory=launch.directory
     )
+    offloads = config.trainer.offload_during_generation
     needs = {
+        "offload": ("trainer.offload_during_generation", offloads),
         "get_reference_logprobs": ("the reference model", setup.keep_reference),
         "weights": ("generation", run.generates),
         "wait_for_checkpoint": ("run.async_save", config.run.async_save),
@@ -135,6 +131,7 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
             raise ValueError(
                 f"trainer.backend must have the method {method} for {what}, but"
                 f" {config.trainer.backend!r} has none: add it, or omit what needs it"
+                f"{' (--reference precomputed)' * hasattr(config, 'reference')}"
             )
     try:
         with waiting:
@@ -150,7 +147,6 @@ def live_trainer(launch: Launch, run: OpenRun, found: Path | None) -> Iterator[A
         seed_generators(config.run.seed)  # those that a reward or a loop may use
         if model is not None:
             check_vocabulary(model, launch.tokenizer)
-                f"{' (--reference precomputed)' * hasattr(config, 'reference')}"
         yield trainer
     except BaseException:
         with suppress(Exception):  # the first error is the one to show
@@ -193,6 +189,14 @@ def frozen_model(launch: Launch, path: str) -> Iterator[Any]:
         backend.shutdown()
 
 
+def shares_weights(launch: Launch, engines: GenerationConfig) -> bool:
+    """Return whether the engine computes with the trainer's own weights, which are in this process
+    then.
+    """
+    backend: Any = get_generation_backend(engines.backend)
+    return not launch.devices.ranked and getattr(backend, "shares_model", True)
+
+
 @contextmanager
 def live_generator(
     launch: Launch, engines: GenerationConfig | None, model: Any
@@ -208,14 +212,6 @@ def live_generator(
         model = whole_model(model, "cpu" if config.trainer.device == "cpu" else None)
     generator = backend(
         model=model, tokenizer=launch.tokenizer, precision=config.parallel.param_dtype
-def shares_weights(launch: Launch, engines: GenerationConfig) -> bool:
-    """Return whether the engine computes with the trainer's own weights, which are in this process
-    then.
-    """
-    backend: Any = get_generation_backend(engines.backend)
-    return not launch.devices.ranked and getattr(backend, "shares_model", True)
-
-
     )
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):

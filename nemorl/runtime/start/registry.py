@@ -39,7 +39,8 @@ ALGORITHMS: dict[str, Algorithm] = {
     "dpo": Algorithm(DPOConfig, "nemorl.runtime.algorithms.dpo:dpo"),
 }
 TRAINING_BACKENDS: dict[str, str | type] = {
-    "dtensor": "nemorl.parallel.dtensor.backend:DTensorBackend"
+    "dtensor": "nemorl.parallel.dtensor.backend:DTensorBackend",
+    "megatron": "nemorl.parallel.megatron.backend:MegatronBackend",
 }
 GENERATION_BACKENDS: dict[str, str | type] = {
     "torch": "nemorl.rollout.torch_backend:TorchGenerationBackend",

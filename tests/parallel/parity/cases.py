@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.parity.golden import PACKED_ROW, Problem
+from tests.tiny_models import EXPERTS
 
 PLANS: dict[str, ParallelPlan | None] = {
     "one process": None,
@@ -31,8 +32,25 @@ PLANS: dict[str, ParallelPlan | None] = {
     "FSDP2 2 × CP 2 allgather × TP 2 + SP": ParallelPlan(
         dp_shard=2, cp=2, tp=2, cp_method="allgather"
     ),
+    "megatron 1": ParallelPlan(dp_shard=1),
+    "megatron DP 2": ParallelPlan(dp_shard=2),
+    "megatron TP 2": ParallelPlan(dp_shard=1, tp=2, sequence_parallel=False),
+    "megatron TP 2 + SP": ParallelPlan(dp_shard=1, tp=2),
+    "megatron PP 2": ParallelPlan(dp_shard=1, pp=2),
+    "megatron CP 2 ulysses": ParallelPlan(dp_shard=1, cp=2),
+    "megatron CP 2 allgather": ParallelPlan(dp_shard=1, cp=2, cp_method="allgather"),
+    "megatron PP 4": ParallelPlan(dp_shard=1, pp=4),
+    "megatron TP 2 × PP 2": ParallelPlan(dp_shard=1, tp=2, pp=2, sequence_parallel=False),
+    "megatron TP 2 × PP 2 + SP": ParallelPlan(dp_shard=1, tp=2, pp=2),
+    "megatron DP 2 × PP 2": ParallelPlan(dp_shard=2, pp=2),
+    "megatron DP 2 × TP 2 + SP": ParallelPlan(dp_shard=2, tp=2),
+    "megatron TP 2 × PP 2 × CP 2 + SP": ParallelPlan(dp_shard=1, tp=2, pp=2, cp=2),
+    "megatron EP 2": ParallelPlan(dp_shard=2, ep=2),
+    "megatron EP 2 × TP 2 + SP": ParallelPlan(dp_shard=2, ep=2, tp=2),
+    "megatron EP 2 × PP 2": ParallelPlan(dp_shard=2, ep=2, pp=2),
+    "megatron EP 2 × CP 2": ParallelPlan(dp_shard=1, ep=2, cp=2),
 }
-"""By the names of the table.
+"""By the names of the table; those of trainer.backend megatron begin with it.
 
 None: plain tensors in a process without a process group; FSDP2 1: the whole machinery in a single
 rank.
@@ -70,6 +88,10 @@ class Case:
         return 0 if plan is None else plan.num_ranks
 
     @property
+    def backend(self) -> str:
+        return "megatron" if is_megatron(self.plan) else "dtensor"
+
+    @property
     def parallel(self) -> ParallelPlan:
         options: dict[str, Any] = {
             "param_dtype": self.problem.dtype,
@@ -85,6 +107,7 @@ class Case:
             f"{problem.logprobs} logprobs": problem.logprobs,
             "LoRA": problem.lora,
             "two rows": problem.few,
+            f"{problem.layers} layers": problem.layers != 3,
             f"{how} checkpointing": how != "none",
             "compiled": self.compile,
             problem.dtype: problem.dtype != "float32",
@@ -108,52 +131,81 @@ def _matrix() -> Iterator[Case]:
     # In bfloat16 with losses that don't clip: rounding would decide on which side of the clip a
     # ratio falls, and that is no small difference.
     for plan in PLANS:
+        of = partial(Problem, layers=4 if is_megatron(plan) else 3)
+        yield from _mixtures(plan)
+        if is_megatron(plan) and of_megatron(plan).ep > 1:
+            continue
         for layout in LAYOUTS:
             for tied in (True, False):
                 for checkpointing in ("none", "selective", "full"):
                     yield Case(
                         plan=plan,
                         layout=layout,
-                        problem=Problem(tied=tied),
+                        problem=of(tied=tied),
                         activation_checkpointing=checkpointing,
                     )
                 yield Case(
                     plan=plan,
                     layout=layout,
-                    problem=Problem(tied=tied, loss="nll" if tied else "pairs", dtype="bfloat16"),
+                    problem=of(tied=tied, loss="nll" if tied else "pairs", dtype="bfloat16"),
                 )
         for layout in ("padded", "packed"):
             for model in ("llama", "qwen3", "mistral"):
                 for tied in (True, False):
-                    yield Case(plan=plan, layout=layout, problem=Problem(model=model, tied=tied))
+                    yield Case(plan=plan, layout=layout, problem=of(model=model, tied=tied))
             for loss in ("pairs", "nll"):
-                yield Case(plan=plan, layout=layout, problem=Problem(loss=loss))
+                yield Case(plan=plan, layout=layout, problem=of(loss=loss))
             for logprobs in ("temperature", "filtered", "min-p"):
-                yield Case(plan=plan, layout=layout, problem=Problem(logprobs=logprobs))
+                yield Case(plan=plan, layout=layout, problem=of(logprobs=logprobs))
             if has_lora(plan):
-                yield Case(plan=plan, layout=layout, problem=Problem(lora=True))
+                yield Case(plan=plan, layout=layout, problem=of(lora=True))
         for layout in ("padded", "microbatched"):
-            yield Case(plan=plan, layout=layout, problem=Problem(few=True))
+            yield Case(plan=plan, layout=layout, problem=of(few=True))
+        if is_megatron(plan):  # which compiles nothing
+            continue
         yield Case(plan=plan, layout="packed", compile=True)
         yield Case(
             plan=plan,
             layout="padded",
-            problem=Problem(tied=False),
+            problem=of(tied=False),
             activation_checkpointing="full",
             compile=True,
         )
         yield Case(
             plan=plan,
             layout="microbatched",
-            problem=Problem(model="qwen3", tied=False),
+            problem=of(model="qwen3", tied=False),
             activation_checkpointing="selective",
             compile=True,
         )
 
 
+def _mixtures(plan: str) -> Iterator[Case]:
+    """Of experts, with tensor parallelism only together with sequence parallelism."""
+    if not is_megatron(plan) or (of_megatron(plan).tp > 1 and not plan.endswith("SP")):
+        return
+    for model in EXPERTS:
+        for tied in (True, False):
+            for layout in LAYOUTS if of_megatron(plan).ep > 1 else ("packed",):
+                problem = Problem(layers=4, model=model, tied=tied)
+                yield Case(plan=plan, layout=layout, problem=problem)
+        problem = Problem(layers=4, model=model, loss="pairs")
+        yield Case(plan=plan, problem=problem, activation_checkpointing="full")
+
+
+def of_megatron(plan: str) -> ParallelPlan:
+    found = PLANS[plan]
+    assert found is not None
+    return found
+
+
+def is_megatron(plan: str) -> bool:
+    return plan.startswith("megatron")
+
+
 def has_lora(plan: str) -> bool:
-    """Adapters are refused with tensor parallelism."""
-    return (PLANS[plan] or ParallelPlan()).tp == 1
+    """Adapters are refused with tensor parallelism, and by megatron."""
+    return (PLANS[plan] or ParallelPlan()).tp == 1 and not is_megatron(plan)
 
 
 UNTIED = Problem(tied=False)
@@ -181,6 +233,16 @@ QUICK = (
         layout="packed",
         problem=Problem(model="qwen3"),
         activation_checkpointing="selective",
+    ),
+    Case(plan="megatron TP 2 + SP", layout="packed", problem=Problem(model="qwen3")),
+    Case(plan="megatron PP 2", layout="microbatched", problem=Problem(layers=4)),
+    Case(plan="megatron CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
+    Case(plan="megatron EP 2", layout="packed", problem=Problem(model="qwen3_moe")),
+    Case(
+        plan="megatron TP 2 × PP 2 + SP",
+        layout="packed",
+        problem=Problem(layers=4, tied=False, logprobs="filtered"),
+        activation_checkpointing="full",
     ),
 )
 """The cases of every test run."""
@@ -223,6 +285,42 @@ REST = (
         problem=UNTIED,
         activation_checkpointing="full",
     ),
+    Case(plan="megatron 1", layout="packed", problem=Problem(model="llama")),
+    Case(plan="megatron DP 2", layout="one packed row", problem=UNTIED),
+    Case(plan="megatron DP 2", layout="packed", problem=Problem(loss="nll", dtype="bfloat16")),
+    Case(plan="megatron TP 2", layout="padded", problem=Problem(model="qwen3", tied=False)),
+    Case(
+        plan="megatron TP 2 + SP",
+        layout="packed",
+        problem=Problem(tied=False, loss="pairs", dtype="bfloat16"),
+    ),
+    Case(
+        plan="megatron PP 2",
+        layout="packed",
+        problem=Problem(layers=4, model="mistral", tied=False),
+        activation_checkpointing="selective",
+    ),
+    Case(plan="megatron CP 2 allgather", layout="token budget"),
+    Case(plan="megatron PP 4", layout="microbatched", problem=Problem(layers=4, tied=False)),
+    Case(plan="megatron TP 2 × PP 2", layout="padded", problem=Problem(layers=4, loss="nll")),
+    Case(plan="megatron DP 2 × PP 2", layout="padded", problem=Problem(layers=4, few=True)),
+    Case(
+        plan="megatron DP 2 × TP 2 + SP", layout="packed", problem=Problem(logprobs="temperature")
+    ),
+    Case(plan="megatron TP 2 × PP 2 × CP 2 + SP", layout="packed", problem=Problem(layers=4)),
+    Case(plan="megatron EP 2", layout="token budget", problem=Problem(model="mixtral", tied=False)),
+    Case(
+        plan="megatron EP 2 × TP 2 + SP",
+        layout="packed",
+        problem=Problem(model="mixtral"),
+        activation_checkpointing="full",
+    ),
+    Case(
+        plan="megatron EP 2 × PP 2",
+        layout="microbatched",
+        problem=Problem(layers=4, model="qwen3_moe", loss="pairs"),
+    ),
+    Case(plan="megatron EP 2 × CP 2", layout="padded", problem=Problem(model="qwen3_moe")),
 )
 """With these each plan, layout, model, loss and setting comes at least once in `make test-all`."""
 
@@ -244,5 +342,18 @@ CONTROLS = (
     Case(plan="TP 2", layout="padded", sabotage="the gradient of the others' vocabulary"),
     Case(plan="CP 2 ulysses", layout="padded", sabotage="counting the loss once"),
     Case(plan="FSDP2 2", layout="padded", sabotage="which prompts are the same"),
+    Case(plan="megatron DP 2", layout="packed", sabotage="the reduction of gradients"),
+    Case(plan="megatron DP 2", layout="packed", sabotage="the sum of gradients (a mean instead)"),
+    Case(plan="megatron TP 2", layout="packed", sabotage="the packed mask"),
+    Case(plan="megatron TP 2", layout="padded", sabotage="the gradient of the others' vocabulary"),
+    Case(plan="megatron TP 2 + SP", layout="packed", sabotage="the gradients of norms"),
+    Case(plan="megatron CP 2 ulysses", layout="padded", sabotage="counting the loss once"),
+    Case(plan="megatron CP 2 allgather", layout="packed", sabotage="the packed mask"),
+    Case(
+        plan="megatron PP 2",
+        layout="packed",
+        problem=Problem(layers=4),
+        sabotage="the gradient of the other stage's embedding",
+    ),
 )
 """Negative controls: each must be found to be wrong."""

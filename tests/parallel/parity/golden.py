@@ -16,7 +16,6 @@ VOCAB = 52
 SIZES = {
     "hidden_size": 40,
     "intermediate_size": 72,
-    "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "vocab_size": VOCAB,
@@ -45,6 +44,7 @@ class Problem:
 
     model: str = "qwen2"
     tied: bool = True
+    layers: int = 3
     loss: str = "policy"
     """policy: token-level clipping, sequence-level clipping, KL and entropy at once; pairs:
 
@@ -63,7 +63,8 @@ class Problem:
 
 def make_model(problem: Problem) -> nn.Module:
     """With biases and norms off 0 and 1, so that one left out, or counted twice, shows."""
-    model = tiny_model(problem.model, seed=1, tied=problem.tied, scale=5.0, **SIZES)
+    sizes = {**SIZES, "num_hidden_layers": problem.layers}
+    model = tiny_model(problem.model, seed=1, tied=problem.tied, scale=5.0, **sizes)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():

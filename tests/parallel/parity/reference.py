@@ -15,6 +15,7 @@ from torch.nn.functional import logsigmoid
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import LogprobKind
+from nemorl.parallel.megatron.weights import as_stored
 from tests.parallel.parity import losses
 from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, Problem, golden_batch, make_model
 
@@ -164,7 +165,7 @@ def reference(problem: Problem) -> Outcome:
         entropy=first[1],
         losses=tuple(values),
         grad_norms=tuple(norms),
-        gradients=gradients,
-        weights=weights,
+        gradients=as_stored(gradients, problem.model),
+        weights=as_stored(weights, problem.model),
         after=after,
     )

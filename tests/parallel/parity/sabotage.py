@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,14 +13,21 @@ import torch.distributed as dist
 from torch import nn
 
 
-def no_reduction() -> AbstractContextManager[Any]:
+@contextmanager
+def no_reduction() -> Iterator[None]:
     """Each rank keeps the gradient of its own rows (of its own tokens, with cp)."""
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+    from nemorl.parallel.megatron.core import DistributedDataParallel
 
     def own_part(self: Any, output_tensor: Any, input_tensor: Any, group: Any, **_: Any) -> None:
         output_tensor.copy_(input_tensor.view(dist.get_world_size(group), -1)[dist.get_rank(group)])
 
-    return patch.object(DefaultReduceScatter, "__call__", own_part)
+    with (
+        patch.object(DefaultReduceScatter, "__call__", own_part),
+        patch.object(DistributedDataParallel, "finish_grad_sync"),
+    ):
+        yield
 
 
 def no_reduction_over_replicas() -> AbstractContextManager[Any]:
@@ -31,11 +39,34 @@ def no_reduction_over_replicas() -> AbstractContextManager[Any]:
     return patch.object(_fsdp_collectives, "dist", SimpleNamespace(**functions))
 
 
-def mean_of_gradients() -> AbstractContextManager[Any]:
-    """FSDP2's own way: gradients are averaged over ranks."""
+@contextmanager
+def mean_of_gradients() -> Iterator[None]:
+    """FSDP2's own way, and megatron-core's: gradients are averaged over ranks."""
     from torch.distributed.fsdp import FSDPModule
 
-    return patch.object(FSDPModule, "set_gradient_divide_factor")
+    from nemorl.parallel.megatron.optimizer import ShardedAdamW
+
+    reduce = ShardedAdamW.reduce
+
+    def averaged(self: Any) -> Any:
+        self.model.scale_gradients(1 / self.parts[0].data_parallel_group.size())
+        return reduce(self)
+
+    with (
+        patch.object(FSDPModule, "set_gradient_divide_factor"),
+        patch.object(ShardedAdamW, "reduce", averaged),
+    ):
+        yield
+
+
+def no_gradients_of_others(what: str) -> Callable[[], AbstractContextManager[Any]]:
+    """One of the sums with which megatron-core ends a backward pass is left out."""
+
+    def broken() -> AbstractContextManager[Any]:
+        module = import_module("megatron.core.distributed.finalize_model_grads")
+        return patch.object(module, what)
+
+    return broken
 
 
 @contextmanager
@@ -58,9 +89,9 @@ def untied() -> Iterator[None]:
 @contextmanager
 def no_packed_mask() -> Iterator[None]:
     """A token sees all that stands before it in its row, whatever sequence that is."""
-    from nemorl.parallel.dtensor import backend, context_parallel
+    from nemorl.parallel.dtensor import context_parallel, head
 
-    with_mask = context_parallel.ContextState.of
+    with_mask = context_parallel.ContextState.with_bias
 
     def without_mask(segment_ids: torch.Tensor, position_ids: torch.Tensor, *more: Any) -> Any:
         return with_mask(
@@ -69,14 +100,18 @@ def no_packed_mask() -> Iterator[None]:
             *more,
         )
 
-    plan = backend.work_of
+    plan, split_plan = head.work_of, head.split_work
 
     def without_buckets(*given: Any, **options: Any) -> Any:
         return replace(plan(*given, **options | {"share": False}), buckets=None)
 
+    def split_without(*given: Any, **options: Any) -> Any:
+        return replace(split_plan(*given, **options), buckets=None)
+
     with (
-        patch.object(backend, "work_of", without_buckets),
-        patch.object(context_parallel.ContextState, "of", without_mask),
+        patch.object(head, "work_of", without_buckets),
+        patch.object(head, "split_work", split_without),
+        patch.object(context_parallel.ContextState, "with_bias", without_mask),
     ):
         yield
 
@@ -93,11 +128,17 @@ def any_prompt() -> AbstractContextManager[Any]:
     return patch.object(tokens, "once", blind)
 
 
-def own_vocabulary_alone() -> AbstractContextManager[Any]:
+@contextmanager
+def own_vocabulary_alone() -> Iterator[None]:
     """The gradient of the last hidden states comes from this rank's part of the vocabulary only."""
     from nemorl.parallel.dtensor import head
+    from nemorl.parallel.megatron import model
 
-    return patch.object(head, "sum_backward", lambda values, _: values)
+    with (
+        patch.object(head, "sum_backward", lambda values, _: values),
+        patch.object(model, "sum_backward", lambda values, _: values),
+    ):
+        yield
 
 
 def counted_by_every_rank() -> AbstractContextManager[Any]:
@@ -116,4 +157,8 @@ SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "which prompts are the same": any_prompt,
     "the gradient of the others' vocabulary": own_vocabulary_alone,
     "counting the loss once": counted_by_every_rank,
+    "the gradients of norms": no_gradients_of_others("_allreduce_non_tensor_model_parallel_grads"),
+    "the gradient of the other stage's embedding": no_gradients_of_others(
+        "_allreduce_word_embedding_grads"
+    ),
 }

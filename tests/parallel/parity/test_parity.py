@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from tests.parallel.parity import golden
 from tests.parallel.parity.cases import (
     CONTROLS,
     LAYOUTS,
@@ -17,10 +18,11 @@ from tests.parallel.parity.cases import (
     subset,
 )
 from tests.parallel.parity.compare import LIMITS, verdict
-from tests.parallel.parity.golden import KINDS, LOSSES, Problem, golden_batch
+from tests.parallel.parity.golden import LOSSES, Problem, golden_batch
 from tests.parallel.parity.reference import reference
 from tests.parallel.parity.run import chunks, run_chunk
 from tests.parallel.parity.table import number, table
+from tests.tiny_models import EXPERTS, KINDS
 
 
 def together(quick: tuple[Case, ...], rest: tuple[Case, ...]) -> list:
@@ -86,7 +88,7 @@ def test_the_subset_has_everything_once():
     }
     assert {case.layout for case in subset()} == set(LAYOUTS)
     assert {case.problem.loss for case in subset()} == set(LOSSES)
-    assert {case.problem.model for case in subset()} == {"qwen2", "llama", "qwen3", "mistral"}
+    assert {case.problem.model for case in subset()} == KINDS.keys() | EXPERTS.keys()
     assert {case.activation_checkpointing for case in subset()} == {"none", "selective", "full"}
     for cases in (matrix(), subset()):
         assert len({str(case) for case in cases}) == len(cases)
@@ -99,6 +101,8 @@ def test_the_subset_has_everything_once():
         Problem(loss="pairs"),
         Problem(logprobs="filtered"),
         Problem(model="qwen3", tied=False),
+        Problem(layers=4),
+        Problem(model="qwen3_moe"),
     ],
     ids=str,
 )
@@ -117,7 +121,7 @@ def test_the_golden_batch_is_one_that_shows_something(problem: Problem):
 def test_the_reference_is_what_the_losses_say():
     """Both are written apart; a kind of logprobs with filters has fewer tokens in its support."""
     plain, filtered = reference(Problem()), reference(Problem(logprobs="filtered"))
-    assert KINDS["filtered"].filtered and filtered.entropy.sum() < plain.entropy.sum()
+    assert golden.KINDS["filtered"].filtered and filtered.entropy.sum() < plain.entropy.sum()
     assert not torch.equal(plain.logprobs, filtered.logprobs)
 
 

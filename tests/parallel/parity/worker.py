@@ -2,6 +2,7 @@
 
 import gc
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.megatron.backend import MegatronBackend
 from tests.parallel.batches import DEVICE
 from tests.parallel.parity.cases import LAYOUTS, Case
 from tests.parallel.parity.golden import LORA_ALPHA, LORA_RANK, golden_batch
@@ -51,7 +53,7 @@ def run_case(case: Case, folder: Path) -> Result:
     with ExitStack() as stack:
         if case.sabotage:
             stack.enter_context(SABOTAGES[case.sabotage]())
-        backend = DTensorBackend()
+        backend = MegatronBackend() if case.backend == "megatron" else DTensorBackend()
         stack.callback(gc.collect)
         stack.callback(backend.shutdown)
         backend.setup(config_of(case, folder))
@@ -76,14 +78,14 @@ def config_of(case: Case, folder: Path) -> BackendConfig:
     )
 
 
-def measure(backend: DTensorBackend, case: Case) -> Result:
+def measure(backend: DTensorBackend | MegatronBackend, case: Case) -> Result:
     batch = golden_batch(case.problem)
     seen = Seen(batch)
     before = backend.get_logprobs(batch).values
     losses, norms, gradients, metrics = [], [], {}, {}
-    hook = backend.optimizer.register_step_pre_hook(
-        lambda *_: gradients.update(gradients_of(backend))
-    )
+    optimizer = backend.optimizer
+    adamw = optimizer if isinstance(optimizer, torch.optim.AdamW) else optimizer.parts[0].optimizer
+    hook = adamw.register_step_pre_hook(lambda *_: gradients.update(gradients_of(backend)))
     for step in range(STEPS):
         watch = seen if step == 0 else lambda *_: None
         found = finalize(backend.train_step(batch, watched(case.problem.loss, watch)))
@@ -108,13 +110,21 @@ def measure(backend: DTensorBackend, case: Case) -> Result:
     return outcome if first else None, metrics, seen.spread
 
 
-def gradients_of(backend: DTensorBackend) -> dict[str, Tensor]:
+def gradients_of(backend: DTensorBackend | MegatronBackend) -> dict[str, Tensor]:
     """Of every parameter the whole gradient, under its Hugging Face name; a collective call."""
+    if isinstance(backend, MegatronBackend):
+        return dict(backend.conversion.whole(partial(megatron_gradient, backend)))
     return {
         name: full_tensor(parameter.grad).detach().cpu().clone()
         for name, parameter in live_tensors(backend.model).items()
         if parameter.grad is not None
     }
+
+
+def megatron_gradient(backend: MegatronBackend, name: str) -> Tensor:
+    optimizer, parameter = backend.optimizer, backend._stage.get_parameter(name)
+    own = None if optimizer.span(parameter) is None else optimizer.main(parameter).grad
+    return optimizer.gathered(parameter, own)
 
 
 class Seen:

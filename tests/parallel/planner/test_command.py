@@ -201,10 +201,19 @@ BAD = {
     "--cp 4 --dp-shard 4": "the degrees given do not multiply to a divisor of 8",
     "--gpus 16 --tp 16": "tp must be at most the 8 GPUs",
     "--generation-tp 2": "generation_tp needs colocated_generation",
+    "--offload-during-generation": "offload_during_generation needs colocated_generation",
+    "--offload-during-generation --colocated-generation --cpu-offload": "is not for cpu_offload",
     "--lora-rank 8 --tp 2": "lora_rank must be 0 with tp above 1, but it is 8",
     "--lora-target-modules q_proj": "lora_target_modules needs lora_rank",
     "--lora-rank 8 --lora-target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
     "--reserve 1": "reserve must lie in",
+    "--pp 2": "pp is only for backend megatron, but it is 2",
+    "--backend megatron --lora-rank 8": "lora_rank is not for backend megatron, but it is 8",
+    "--backend megatron --cpu-offload": "cpu_offload is not for backend megatron",
+    "--backend megatron --colocated-generation --offload-during-generation": (
+        "offload_during_generation is not for backend megatron"
+    ),
+    "--backend megatron --pp 3 --gpus 9": "parallel.pp 3 does not divide the model's num_hidden",
 }
 
 
@@ -230,7 +239,9 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"cpu_offload": True}, {"lora_rank": 16}, {"seq_len": 131072}], ids=str
+    "options",
+    [{}, {"cpu_offload": True}, {"lora_rank": 16}, {"seq_len": 131072}, {"backend": "megatron"}],
+    ids=str,
 )
 def test_the_table_fits_80_columns(options: dict[str, Any], models: Path):
     output = shown(models, "7b", gpus=8, **options)
@@ -256,6 +267,14 @@ def test_main_memory_is_that_of_a_machine(models: Path):
     assert replicated.host == pytest.approx(2 * few.host, rel=0.01), "each copy of the model"
     assert "host" in shown(models, "70b", gpus=8, cpu_offload=True)
     assert "host" not in shown(models, "70b", gpus=64)
+
+
+def test_offloading_leaves_engines_room(models: Path):
+    options: dict[str, Any] = {"gpus": 8, "colocated_generation": True}
+    said = shown(models, "7b", offload_during_generation=True, **options)
+    assert "--trainer.offload-during-generation" in said and "host" in said
+    with pytest.raises(ValueError, match=r"try --cpu.* --offload-during-generation, fewer"):
+        shown(models, "7b", generation_sequences=512, **options)
 
 
 def test_adapters_leave_room(models: Path):
@@ -288,3 +307,24 @@ def test_engines_come_with_their_settings(models: Path):
     engines = run_with(output.strip().splitlines()[-1], "grpo").generation
     assert engines.backend == "vllm" and engines.num_replicas == 4
     assert engines.tensor_parallel_size == 2 and engines.max_batch_size == 64
+
+
+def test_pipelines_are_megatrons(models: Path):
+    options: dict[str, Any] = {"gpus": 16, "gpu_memory": 300}
+    found = find(models, backend="megatron", **options)
+    degrees = {each.plan.pp for each in (*found.fitting, *found.too_large)}
+    assert degrees == {1, 2, 4, 8, 16} and found.fitting[0].plan.dp_replicate == 1
+    assert {each.plan.pp for each in find(models, **options).fitting} == {1}
+    output = shown(models, "70b", width=120, pp=4, backend="megatron", **options)
+    config = run_with(output.strip().splitlines()[-1])
+    assert config.parallel.pp == 4 and config.trainer.backend == "megatron"
+
+
+def test_a_pipeline_is_idle_while_it_fills_and_drains(models: Path):
+    options: dict[str, Any] = {"gpus": 8, "pp": 8, "backend": "megatron", "gpu_memory": 2000}
+    times = {}
+    for count in (1, 2, 4, 64):  # microbatches
+        work = PlanConfig(model=str(models / "70b"), batch_rows=count, **options)
+        times[count] = find_plans(work).fitting[0].seconds
+    turns = {count: seconds / times[1] * 8 for count, seconds in times.items()}
+    assert turns == pytest.approx({1: 8, 2: 9, 4: 11, 64: 71}, rel=0.02)

@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from nemorl.models.adapters import live_tensors
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
-from nemorl.parallel.planner.cost import step_traffic
+from nemorl.parallel.planner.cost import HOST_BANDWIDTH, seconds, step_traffic
+from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Step
 from nemorl.parallel.planner.model_shape import SIZES as NAMES
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
@@ -227,6 +228,49 @@ def test_the_peaks_of_two_ranks_and_what_they_send(cases: dict[str, Any], tmp_pa
         assert step_traffic(step).total == pytest.approx(sent, rel=0.15), name
 
 
+MEGATRON = replace(WORK, backend="megatron")
+PP = ParallelPlan(dp_shard=1, pp=2)
+STAGES = {
+    "PP": ("llama", PP, MEGATRON),
+    "PP, untied": ("llama", PP, MEGATRON),
+    "PP, bfloat16": ("qwen2", replace(PP, param_dtype="bfloat16"), MEGATRON),
+    "TP": ("llama", replace(TP, dp_shard=1), MEGATRON),
+    "DP": ("llama", SHARDED, MEGATRON),
+}
+RARE_STAGES = {
+    "PP, full": ("llama", replace(PP, activation_checkpointing="full"), MEGATRON),
+    "PP, selective": ("qwen3", replace(PP, activation_checkpointing="selective"), MEGATRON),
+    "PP, packed, reference": ("qwen3", PP, replace(MEGATRON, packed=True, reference=True)),
+    "PP of short rows": ("mistral", PP, replace(SHORT, backend="megatron")),
+    "TP without SP": ("llama", replace(TP, sequence_parallel=False), MEGATRON),
+    "CP": ("llama", CP, MEGATRON),
+    "DP, bfloat16, full": (
+        "qwen2",
+        replace(SHARDED, param_dtype="bfloat16", activation_checkpointing="full"),
+        MEGATRON,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "cases", [STAGES, pytest.param(RARE_STAGES, marks=pytest.mark.slow)], ids=["usual", "rare"]
+)
+def test_the_peaks_of_megatrons_stages_and_what_they_send(cases: dict[str, Any], tmp_path: Path):
+    folders, work = {}, []
+    for name, (kind, plan, task) in cases.items():
+        folders[name] = small_folder(tmp_path, kind, tie_word_embeddings="untied" not in name)
+        work.append((folders[name][0], plan, task))
+    measured = run_ranks(2, on_ranks, work)
+    for number, (name, (_, plan, task)) in enumerate(cases.items()):
+        rows = 2 * task.micro_batch_rows * plan.data_ranks
+        step = Step(folders[name][1], plan, replace(task, batch_rows=rows))
+        for rank, found in enumerate(measured):
+            stage, (peak, sent) = Stage(step, rank if plan.pp > 1 else 0), found[number]
+            where = f"{name}, rank {rank}"
+            assert stage.training_memory().total == pytest.approx(peak, rel=0.15), where
+            assert stage.traffic().total == pytest.approx(sent, rel=0.15), where
+
+
 def test_what_shards_and_what_does_not():
     shape, work = model_shape(LLAMA_70B), workload(seq_len=8192)
     sharded = (ParallelPlan(dp_shard=degree) for degree in (2, 8))
@@ -288,9 +332,30 @@ def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...],
 def test_a_generator_takes_weights_and_a_cache():
     shape, plan = model_shape(LLAMA_70B), ParallelPlan(dp_shard=64)
     engine = {"colocated_generation": True, "generation_tp": 8, "generation_sequences": 1000}
-    memory = Step(shape, plan, workload(gpus=64, seq_len=1, **engine)).generation_memory()
+    step = Step(shape, plan, workload(gpus=64, seq_len=1, **engine))
+    memory = step.generation_memory(step.states())
     assert memory.generation == 2 * shape.num_parameters() // 8 + 2 * 80 * 128 * 2 * 1000
     assert memory.optimizer == 8 * shape.shard_parameters(plan) and memory.activations == 0
+
+
+def test_a_generator_has_the_device_while_the_model_is_offloaded():
+    """But for the largest weight, which is handed over in float32."""
+    shape, plan = model_shape(LLAMA_70B), ParallelPlan(dp_shard=8)
+    options = {"colocated_generation": True, "generation_tp": 8, "reference": True}
+    beside = Step(shape, plan, workload(gpus=8, **options))
+    alone = replace(beside, work=replace(beside.work, offload_during_generation=True))
+    one, other = (step.generation_memory(step.states()) for step in (beside, alone))
+    assert other.total == one.generation + 4 * 8192 * max(28672, shape.vocab_size)
+    shard = 4 * shape.shard_parameters(plan)
+    assert one.total - one.generation == 4 * shard
+    assert beside.training_memory() == alone.training_memory()
+    assert beside.host_memory() == 0 and alone.host_memory(pinned=False) == 4 * shard
+    assert 4 * shard < alone.host_memory() < 6 * shard
+    adapted = replace(alone, work=replace(alone.work, lora_rank=16))
+    assert adapted.host_memory(pinned=False) == 4 * adapted.kept() + 8 * adapted.trained()
+    # There and back, and the parameters once more for the engine.
+    more = seconds(alone, step_traffic(alone)) - seconds(beside, step_traffic(beside))
+    assert more == pytest.approx(9 * shard / HOST_BANDWIDTH)
 
 
 def test_rows_are_padded_to_what_the_plan_can_split():

@@ -7,18 +7,19 @@ import itertools
 import os
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from nemorl.parallel.config import BackendConfig, TrainerConfig
-from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks.rank import Rank
 from nemorl.runtime.ranks.trainer import RankedTrainer
 from nemorl.runtime.ranks.wire import dumps, loads
+from nemorl.runtime.start.registry import training_backend_class
 from tests.ray_session import ray_cpus
 
 SIZE = 2
@@ -34,8 +35,9 @@ class Several:
         self.hosts: dict[int, Rank] = {}
         self.step = 0
 
-    def on(self, number: int, method: str, payload: list[Any]) -> Any:
-        host = self.hosts.setdefault(number, Rank(DTensorBackend, int(os.environ["RANK"])))
+    def on(self, number: int, backend: str, method: str, payload: list[Any]) -> Any:
+        make = training_backend_class(backend)
+        host = self.hosts.setdefault(number, Rank(make, int(os.environ["RANK"])))
         args, kwargs = loads(payload)
         try:
             return host.do(method, args, kwargs)
@@ -53,11 +55,12 @@ class View:
 
     numbers = itertools.count()
 
-    def __init__(self) -> None:
-        self.number = next(self.numbers)
+    def __init__(self, backend: str) -> None:
+        self.number, self.backend = next(self.numbers), backend
 
     def call(self, method: str, payload: list[Any], phase: str) -> Any:
-        return group().call("on", dumps(((self.number, method, payload), {})), phase)
+        arguments = self.number, self.backend, method, payload
+        return group().call("on", dumps((arguments, {})), phase)
 
     def shutdown(self, timeout_s: float, result: Any = None) -> None:
         self.call("shutdown", dumps(((), {})), "shutdown")
@@ -74,14 +77,13 @@ def group() -> Any:
     return made
 
 
-def ranked(model: nn.Module, config: BackendConfig) -> RankedTrainer:
+def ranked(
+    model: nn.Module, config: BackendConfig, backend: str = "dtensor", **degrees: int
+) -> RankedTrainer:
     """The model, by way of a folder, on two ranks."""
-    trainer = RankedTrainer(View)
+    trainer = RankedTrainer(partial(View, backend))
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)  # type: ignore[operator]
-        trainer.setup(
-            replace(
-                config, model=replace(config.model, path=folder), parallel=config.parallel.on(SIZE)
-            )
-        )
+        plan = replace(config.parallel, **degrees).on(SIZE)
+        trainer.setup(replace(config, model=replace(config.model, path=folder), parallel=plan))
     return trainer

@@ -324,7 +324,103 @@ def test_preferences_on_ranks(place: Path, tmp_path: Path):
     assert_close(*results)
 
 
-def test_vllm_beside_ranks(place: Path, tmp_path: Path):
+@pytest.mark.parametrize("algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_megatron_gives_the_numbers_of_one_process(algorithm: str, place: Path, tmp_path: Path):
+    """By one flag: metrics, samples and export."""
+    flags = ["--trainer.backend", "megatron", "--parallel.pp", "2"]
+    assert cli.main(arguments(algorithm, place, tmp_path, *flags)) == 0
+    assert_as_in_one_process(algorithm, place, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the run goes on with other settings")
+def test_a_run_goes_on_with_the_other_backend(place: Path, tmp_path: Path):
+    """One process of dtensor, then two stages of megatron, then dtensor's ranks."""
+    lr = nemorl.OptimizerConfig(lr=1e-2)
+    straight = in_tests(ranked(sft_config, place, tmp_path / "straight", optimizer=lr))
+    config = ranked(sft_config, place, tmp_path / "run", optimizer=lr)
+    ways = ((1, "dtensor", {}), (3, "megatron", {"pp": 2}), (STEPS, "dtensor", {"dp_shard": 2}))
+    for steps, backend, plan in ways:
+        resumed = replace(
+            config,
+            run=replace(config.run, resume=steps > 1),
+            max_num_steps=steps,
+            trainer=replace(config.trainer, backend=backend),
+            parallel=nemorl.ParallelPlan(**plan),
+        )
+        result = in_tests(resumed)
+    assert_close(result, straight)
+
+
+@pytest.fixture
+def experts(place: Path, tmp_path: Path) -> Path:
+    """The place of another model, a mixture of experts."""
+    folder = tmp_path / "place"
+    tiny_model("qwen3_moe", scale=2.0, vocab_size=48).save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    shutil.copy(place / "rows.jsonl", folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_experts_on_ranks_of_their_own(experts: Path, tmp_path: Path):
+    """What is exported is a model that transformers loads, and that has learned."""
+    config = ranked(
+        sft_config,
+        experts,
+        tmp_path / "run",
+        run={"export": True},
+        optimizer=nemorl.OptimizerConfig(lr=1e-2),
+        parallel=nemorl.ParallelPlan(dp_shard=2, ep=2),
+    )
+    in_tests(replace(config, trainer=replace(config.trainer, backend="megatron")))
+    ids = torch.tensor([tiny_tokenizer()("1+1=2")["input_ids"]])
+    before, after = (
+        float(AutoModelForCausalLM.from_pretrained(folder)(ids, labels=ids).loss)
+        for folder in (experts / "model", tmp_path / "run" / "hf")
+    )
+    assert after < before - 0.1
+
+
+def test_experts_need_a_sampler_that_has_them(
+    experts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """Said before a rank is started."""
+    flags = ["--trainer.backend", "megatron", "--parallel.dp-shard", "2"]
+    assert cli.main(arguments("grpo", experts, tmp_path / "run", *flags)) != 0
+    assert "it is 'qwen3_moe': train it with --trainer.backend megatron, and sample with vLLM" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    assert not list((tmp_path / "run").glob("logs/rank-*"))
+
+
+@pytest.mark.slow
+def test_preferences_on_a_pipeline(place: Path, tmp_path: Path):
+    """With a reference model, which has stages like the other."""
+    config = ranked(
+        dpo_config, place, tmp_path / "alone", optimizer=nemorl.OptimizerConfig(lr=1e-3)
+    )
+    spread = replace(
+        config,
+        run=replace(config.run, dir=str(tmp_path / "spread")),
+        trainer=replace(config.trainer, backend="megatron", micro_batch_tokens=64),
+        parallel=nemorl.ParallelPlan(pp=2),
+    )
+    results = [
+        nemorl.run(each, train=preference_rows(), validation=preference_rows(8, seed=1))
+        for each in (spread, config)
+    ]
+    assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    ("backend", "plan"),
+    [
+        ("dtensor", {"dp_shard": 2}),
+        pytest.param("megatron", {"tp": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_vllm_beside_ranks(backend: str, plan: dict[str, int], place: Path, tmp_path: Path):
     """Its weights are the ranks', after every step: sampler and trainer agree on every token."""
     generation = nemorl.GenerationConfig(
         backend="vllm", max_new_tokens=4, max_batch_size=64, engine=CACHE

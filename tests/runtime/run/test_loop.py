@@ -250,19 +250,6 @@ def test_a_hook_that_is_never_called_is_refused(tmp_path: Path):
 
     with pytest.raises(ValueError, match=r"Typo has on_step_ends; did you mean on_step_end\?"):
         whole(grpo_config(tmp_path), callbacks=[Typo()])
-
-
-def test_prompts_of_unknown_tokens_only_are_warned_of(tmp_path: Path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("1+É=", "ÉÉ", "a", "Ü")))
-    message = r"rows\.jsonl, line 2: the prompt has unknown tokens \(<pad>\) only, like 2 of 4 pr"
-    config = grpo_config(tmp_path / "run")
-    with pytest.warns(UserWarning, match=message), opened(config, train=str(rows)) as run:
-        run.prompts()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gpt2s = SimpleNamespace(unk_token_id=0, eos_token_id=0)  # has bytes for every text
-        warn_of_unknown([{}], [[0]], gpt2s)
     for name in ("onStepEnd", "step_end", "on_stepend"):
         other = type("Other", (nemorl.Callback,), {name: lambda self, trainer, step, metrics: None})
         with pytest.raises(ValueError, match=rf"Other has {name}; did you mean on_step_end\?"):
@@ -301,6 +288,19 @@ def test_sigterm_in_a_reward_is_no_exit_of_the_reward(tmp_path: Path):
 
     with pytest.raises(Terminated):
         start(grpo_config(tmp_path), reward=reward)
+
+
+def test_prompts_of_unknown_tokens_only_are_warned_of(tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"prompt": "{text}"}}\n' for text in ("1+É=", "ÉÉ", "a", "Ü")))
+    message = r"rows\.jsonl, line 2: the prompt has unknown tokens \(<pad>\) only, like 2 of 4 pr"
+    config = grpo_config(tmp_path / "run")
+    with pytest.warns(UserWarning, match=message), opened(config, train=str(rows)) as run:
+        run.prompts()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gpt2s = SimpleNamespace(unk_token_id=0, eos_token_id=0)  # has bytes for every text
+        warn_of_unknown([{}], [[0]], gpt2s)
 
 
 def test_what_takes_less_memory_is_said_where_there_is_too_little(tmp_path: Path):

@@ -21,6 +21,9 @@ TORCHRUN = {
 }
 
 
+OFFLOAD = nemorl.TrainerConfig(offload_during_generation=True)
+
+
 def config(
     *, plan: dict[str, Any] | None = None, runtime: dict[str, Any] | None = None, **options: Any
 ) -> nemorl.SFTConfig:
@@ -61,7 +64,7 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             0,
             (
                 r"parallel must divide the 4 devices that there are, but it is '3 = dp_replicate 1"
-                r" · tp 3 · cp 1'"
+                r" · tp 3 · pp 1 · cp 1'"
             ),
         ),
         (
@@ -127,6 +130,18 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
             r"runtime.cpus_per_rank must be at most the \d+ CPU cores",
         ),
         (
+            {"trainer": OFFLOAD},
+            {},
+            0,
+            r"trainer.offload_during_generation needs a GPU that trains: .* but it is True: remove",
+        ),
+        (
+            {"trainer": replace(OFFLOAD, device="cpu"), "plan": {"tp": 2}},
+            {"RAY_ADDRESS": "auto"},
+            2,
+            r"trainer.offload_during_generation needs a GPU that trains",
+        ),
+        (
             {"plan": {"tp": 4}},
             {},
             2,
@@ -143,6 +158,21 @@ def test_whose_processes_have_the_devices(plan, runtime, environ, dp_shard, rank
 def test_refused_before_anything_starts(options, environ, gpus, message):
     with pytest.raises(ValueError, match=message):
         Devices.of(config(**options), environ, num_gpus=gpus)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": {"cpu_offload": True}}, "is not for parallel.cpu_offload"),
+        (
+            {"generation": nemorl.GenerationConfig(backend="vllm", colocated=False)},
+            "needs generation.colocated",
+        ),
+    ],
+)
+def test_offloading_where_it_is_of_no_use(options, message):
+    with pytest.raises(ValueError, match=f"trainer.offload_during_generation {message}"):
+        config(trainer=OFFLOAD, **options)
 
 
 @pytest.mark.parametrize(

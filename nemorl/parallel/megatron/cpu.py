@@ -1,0 +1,67 @@
+"""A CPU where megatron-core asks for CUDA. On a GPU nothing is changed."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nemorl.parallel.megatron.core import random, token_dispatcher
+
+CPU = torch.device("cpu")
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    """Creates tensors on the CPU where code says "cuda"; its types are named as those on GPUs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if kwargs and torch.device(kwargs.get("device") or CPU).type == "cuda":
+            kwargs = {**kwargs, "device": CPU}
+        return func(*args, **(kwargs or {}))
+
+
+class _Stream:
+    """Stands for a CUDA stream where all is done in order. A class, as annotations may need one."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> "_Stream":
+        return self
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _splits(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
+    """Return the numbers of tokens that ranks exchange, in the form that this needs."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+@contextmanager
+def runtime(device: torch.device) -> Iterator[None]:
+    """Run megatron-core's functions in the block on this device.
+
+    Its generators for dropout are not used: the models have none.
+    """
+    with ExitStack() as stack:
+        if device.type == "cpu":
+            for place, name, function in (
+                (torch.cuda, "current_device", lambda: CPU),
+                (torch.cuda, "synchronize", lambda *_: None),
+                (torch.cuda, "Stream", _Stream),
+                (torch.cuda, "current_stream", _Stream),
+                (torch.cuda, "stream", lambda _: nullcontext()),
+                (token_dispatcher, "maybe_move_tensor_to_cpu", _splits),
+                (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+                (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+            ):
+                stack.enter_context(patch.object(place, name, function))
+            stack.enter_context(_CudaIsCpu())
+        yield

@@ -1,0 +1,246 @@
+"""A stage of a Hugging Face decoder as a model of megatron-core.
+
+Attention, rotary angles and the head are ours, the same as of the dtensor backend, so that packed
+rows, context parallelism and kinds of logprobs have one implementation.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
+from nemorl.models.hub import EXPERTS
+from nemorl.parallel.dtensor.attention import SegmentBuckets, segment_attention
+from nemorl.parallel.dtensor.collectives import all_gather, sum_backward
+from nemorl.parallel.dtensor.context_parallel import ContextState, context_attention
+from nemorl.parallel.dtensor.head import HeadInputs
+from nemorl.parallel.dtensor.mesh import DTYPES, World
+from nemorl.parallel.megatron import core
+from nemorl.parallel.plan import ParallelPlan
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+"""What `parallel.activation_checkpointing` is in megatron-core."""
+
+
+@dataclass
+class Rows(core.PackedSeqParams):
+    """What attention needs to know of a microbatch, in the place that megatron-core passes on."""
+
+    segment_buckets: SegmentBuckets | None = None
+    context: ContextState | None = None
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean x² + eps) · weight, over the last dimension."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+        super().__init__()
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        weight = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
+        self.weight, self.eps = nn.Parameter(weight), eps
+        # Then its gradient is of this rank's tokens, and is summed over tp.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+        return functional.rms_norm(values, values.shape[-1:], self.weight, self.eps)
+
+
+class CoreAttention(core.MegatronModule):
+    """Causal attention within each segment, of rows that context parallelism may have split."""
+
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Float[Tensor, "part batch heads dim"],
+        key: Float[Tensor, "part batch kv_heads dim"],
+        value: Float[Tensor, "part batch kv_heads dim"],
+        *_: Any,
+        packed_seq_params: Rows,
+        **__: Any,
+    ) -> Float[Tensor, "part batch width"]:
+        rows, of_heads = packed_seq_params, [x.permute(1, 2, 0, 3) for x in (query, key, value)]
+        options: dict[str, Any] = {"scaling": self.scale}
+        if rows.context is None:
+            options["segment_buckets"] = rows.segment_buckets
+            output, _ = segment_attention(self, *of_heads, None, **options)
+        else:
+            options["context"] = rows.context
+            output, _ = context_attention(self, *of_heads, None, **options)
+        return output.transpose(0, 1).flatten(2).contiguous()
+
+
+class Stage(core.GPTModel):
+    """The layers of this rank's pipeline stage: from token ids, or what the stage before it sent,
+    to hidden states, and on the last stage to log-probabilities.
+    """
+
+    def __init__(self, model: Any, world: World) -> None:
+        """model: the Hugging Face model, which may be on the meta device."""
+        hf, rotary = model.config, model.get_decoder().rotary_emb
+        rotary = type(rotary)(config=hf)  # with numbers
+        config = transformer_config(hf, world, rotary_factor=rotary.attention_scaling)
+        spec = core.get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+        )
+        layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        attention.core_attention = CoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+        layers = [spec] * (config.num_layers // world.plan.pp)
+        super().__init__(
+            config=config,
+            transformer_layer_spec=core.TransformerBlockSubmodules(
+                layer_specs=layers, layer_norm=RMSNorm
+            ),
+            vocab_size=hf.vocab_size,
+            max_sequence_length=hf.max_position_embeddings,
+            pre_process=world.pp_rank == 0,
+            post_process=world.is_last_stage,
+            share_embeddings_and_output_weights=hf.tie_word_embeddings,
+            position_embedding_type="none",  # `forward` makes the rotary angles
+        )
+        self.world, self.padding = world, getattr(hf, "pad_token_id", None)
+        self.frequencies = rotary.inv_freq.to(world.device)
+
+    def forward(
+        self,
+        *,
+        input_ids: Int[Tensor, "batch part"],
+        position_ids: Int[Tensor, "batch part"],
+        head_inputs: HeadInputs,
+        **rows: Any,
+    ) -> Any:
+        """Return hidden states `[part, batch, hidden]`, and the last stage log-probabilities and
+        entropies of the next tokens after the states that are read, `[tokens]`.
+        """
+        hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
+        # By each token's place in its sequence, where megatron-core has that in the row.
+        angles = position_ids.t()[..., None].float() * self.frequencies
+        hidden = self.decoder(
+            hidden_states=hidden,
+            attention_mask=None,
+            rotary_pos_emb=torch.cat((angles, angles), -1)[:, :, None],
+            packed_seq_params=Rows(qkv_format="sbhd", **rows),
+        )
+        return self._logprobs(hidden, head_inputs) if self.post_process else hidden.contiguous()
+
+    def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the tokens' embeddings, of which that of padding is not trained, as in Hugging
+        Face's models.
+        """
+        hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.padding is None:
+            return hidden
+        is_padding = (input_ids == self.padding).t()[..., None]
+        if self.config.sequence_parallel:
+            is_padding = is_padding.chunk(self.world.plan.tp)[self.world.tp_rank]
+        return torch.where(is_padding, hidden.detach(), hidden)
+
+    def _logprobs(self, hidden: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
+        shares, group = self.share_embeddings_and_output_weights, self.world.tp_group
+        weight = self.shared_embedding_or_output_weight() if shares else self.output_layer.weight
+        if group is not None and self.config.sequence_parallel:
+            hidden = all_gather(hidden, 0, group)
+        elif group is not None:
+            hidden = sum_backward(hidden, group)
+        return vocab_parallel_linear_logprobs(
+            hidden.transpose(0, 1).flatten(0, 1).index_select(0, inputs.states),
+            weight,
+            inputs.next_ids,
+            group,
+            kind=inputs.kind,
+            chunk=inputs.chunk,
+            with_entropy=inputs.with_entropy,
+        )
+
+
+def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> Any:
+    """Return megatron-core's settings for a Hugging Face configuration.
+
+    rotary_factor: of both cosine and sine, by which scores grow twice.
+    """
+    plan, heads = world.plan, hf.num_attention_heads
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
+    dtype = DTYPES[plan.param_dtype]
+    on_gpu = world.device.type == "cuda"
+    return core.TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=heads,
+        num_query_groups=getattr(hf, "num_key_value_heads", None) or heads,
+        kv_channels=head_dim,
+        softmax_scale=head_dim**-0.5 * rotary_factor**2,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=hf.model_type == "qwen2",
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=plan.tp,
+        pipeline_model_parallel_size=plan.pp,
+        context_parallel_size=plan.cp,
+        sequence_parallel=plan.sequence_parallel and plan.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=not on_gpu,
+        perform_initialization=False,
+        # Without fusions, whose kernels are those of Transformer Engine and Apex.
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        # A loss is a sum: nothing is divided by microbatches, tokens or ranks.
+        calculate_per_token_loss=True,
+        # Stages send each other the shapes of microbatches, with which goes the dispatcher.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        batch_p2p_comm=on_gpu,
+        deallocate_pipeline_outputs=True,
+        **experts(hf, plan),
+        **RECOMPUTE[plan.activation_checkpointing],
+    )
+
+
+def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
+    """Return megatron-core's settings for the mixture of experts that a configuration has, if any.
+
+    Each token goes through those of the largest logits, weighted by the softmax over these, or
+    (norm_topk_prob off) over all. No loss balances them, as in Hugging Face's models by default.
+    """
+    if hf.model_type not in EXPERTS:
+        return {}
+    return {
+        "num_moe_experts": hf.num_local_experts,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", hf.intermediate_size),
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "expert_model_parallel_size": plan.ep,
+        # Whole experts: ranks that split them would gather unequally many tokens.
+        "expert_tensor_parallel_size": 1 if plan.ep > 1 else plan.tp,
+    }

@@ -1,0 +1,121 @@
+"""megatron-core's distributed optimizer: each data parallel rank has a share of AdamW's state."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nemorl.parallel.config import OptimizerConfig
+from nemorl.parallel.dtensor.mesh import DTYPES, World
+from nemorl.parallel.dtensor.optimizer import make_optimizer
+from nemorl.parallel.megatron import core
+
+
+class ShardedAdamW:
+    """AdamW of a stage's parameters, of which this rank has a span in float32.
+
+    The spans of the ranks that share the stage's part of the model (data and context parallel ones)
+    make up each parameter. Gradients are summed over these ranks, never divided.
+    """
+
+    def __init__(self, stage: Any, config: OptimizerConfig, world: World) -> None:
+        self.config, self.device = config, world.device
+        in_fp32 = world.plan.reduce_dtype == "float32"
+        self.model = core.DistributedDataParallel(
+            stage.config,
+            core.DistributedDataParallelConfig(
+                use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32
+            ),
+            stage,
+        )
+        dtype = DTYPES[world.plan.param_dtype]
+        self._settings = core.OptimizerConfig(
+            bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True
+        )
+        state = core.parallel_state
+        shared = state.get_data_parallel_group(with_context_parallel=True)
+        self.parts = [self._part(self.model.buffers, shared)]
+        if experts := self.model.expert_parallel_buffers:  # each is on fewer ranks
+            self.parts.append(self._part(experts, state.get_expert_data_parallel_group()))
+
+    def _part(self, buffers: list[Any], group: dist.ProcessGroup) -> Any:
+        """Make the optimizer of the parameters in some buffers, which a group shares."""
+        parameters = nn.ParameterList(each for buffer in buffers for each in buffer.param_index_map)
+        # In the order of its arguments: AdamW, settings, grad_scaler, init_state_fn.
+        part = core.DistributedOptimizer(
+            make_optimizer(parameters, self.config),
+            self._settings,
+            None,
+            None,
+            model_chunks=[self.model],
+            per_model_buffers={0: buffers},
+            data_parallel_group=group,
+            data_parallel_group_gloo=None,
+            data_parallel_group_idx=0,
+            distributed_optimizer_instance_id=0,
+        )
+        part.grad_stats_parallel_group = dist.group.WORLD
+        part.tp_group = core.parallel_state.get_tensor_model_parallel_group()
+        return part
+
+    def part(self, parameter: nn.Parameter) -> Any:
+        """Return the optimizer of a parameter."""
+        return self.parts[-1] if not getattr(parameter, "allreduce", True) else self.parts[0]
+
+    def zero_grad(self) -> None:
+        self.model.zero_grad_buffer()
+        for part in self.parts:
+            part.zero_grad()
+
+    def reduce(self) -> Float[Tensor, ""]:
+        """Sum the gradients over ranks, and return the norm of the whole one; a collective call."""
+        core.finalize_model_grads([self.model], None)
+        norms = []
+        for part in self.parts:
+            part.prepare_grads()
+            norms.append(torch.as_tensor(part.get_grad_norm(), dtype=torch.float32))
+        return torch.stack(norms).norm().to(self.device)
+
+    def step(self, norm: Float[Tensor, ""], lr: float) -> None:
+        """Clip the gradient, whose norm is given, and take a step; a collective call."""
+        for part in self.parts:
+            if (limit := self.config.max_grad_norm) is not None:
+                core.clip_grad_by_total_norm_fp32(part.get_parameters(), limit, float(norm))
+            for group in part.param_groups:
+                group["lr"] = lr
+        for part in self.parts:
+            part.step_with_ready_grads()
+
+    def span(self, parameter: nn.Parameter) -> slice | None:
+        """Return what this rank has of a flattened parameter, if anything."""
+        part = self.part(parameter)
+        if parameter not in part.model_param_gbuf_map:
+            return None
+        found = part._get_model_param_range_map(parameter)["param"]
+        return slice(found.start, found.end)
+
+    def main(self, parameter: nn.Parameter) -> Tensor:
+        """Return this rank's span in float32, which AdamW updates."""
+        part = self.part(parameter)
+        group, index = part.model_param_group_index_map[parameter]
+        return part.param_groups[group]["params"][index]
+
+    def state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return what AdamW keeps of this rank's span; of none, nothing."""
+        if self.span(parameter) is None:
+            return {}
+        return self.part(parameter).state[self.main(parameter)]
+
+    @torch.no_grad()
+    def gathered(self, parameter: nn.Parameter, own: Tensor | None) -> Tensor:
+        """Return, in the parameter's shape, the spans of all ranks, of which `own` is this one's;
+        a collective call.
+        """
+        whole = torch.zeros(parameter.shape, dtype=torch.float32, device=self.device)
+        if (span := self.span(parameter)) is not None and own is not None:
+            whole.view(-1)[span] = own
+        # As integers: a sum of floats would lose the sign of zero.
+        dist.all_reduce(whole.view(torch.int32), group=self.part(parameter).data_parallel_group)
+        return whole

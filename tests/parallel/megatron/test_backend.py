@@ -1,0 +1,260 @@
+"""What the conformance suite and parity don't see: checkpoints across backends and plans, float32
+weights of a model in bfloat16, gradients added over batches.
+"""
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemorl.losses.types import finalize
+from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.measure import flops_per_step, segment_lengths
+from nemorl.parallel.megatron.backend import MegatronBackend
+from nemorl.parallel.plan import ParallelPlan
+from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.test_tokens import grouped
+from tests.ranks import run_ranks
+from tests.tiny_models import tiny_model
+
+LENGTHS = [9, 2, 30, 17, 1, 12]
+OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, eps=1e-4)
+WAYS = {
+    "tp 2": ("megatron", ParallelPlan(dp_shard=1, tp=2)),
+    "pp 2": ("megatron", ParallelPlan(dp_shard=1, pp=2)),
+    "dp 2": ("megatron", ParallelPlan(dp_shard=2)),
+    "pp 2 in bfloat16": ("megatron", ParallelPlan(dp_shard=1, pp=2, param_dtype="bfloat16")),
+    "dp 2 in bfloat16": ("megatron", ParallelPlan(dp_shard=2, param_dtype="bfloat16")),
+    "ep 2": ("megatron", ParallelPlan(dp_shard=2, ep=2)),
+    "ep 2 of tp": ("megatron", ParallelPlan(dp_shard=1, tp=2, ep=2)),
+    "FSDP2 2": ("dtensor", ParallelPlan(dp_shard=2)),
+}
+
+
+def start(way: str, folder: Path, **options: Any) -> DTensorBackend | MegatronBackend:
+    name, plan = WAYS[way]
+    backend = MegatronBackend() if name == "megatron" else DTensorBackend()
+    config = BackendConfig(
+        model=ModelConfig(path=str(folder)),
+        trainer=TrainerConfig(device="cpu"),
+        optimizer=OPTIMIZER,
+        parallel=plan,
+        total_steps=4,
+    )
+    backend.setup(replace(config, **options))
+    return backend
+
+
+def weights(backend: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.weights()}
+
+
+def train(backend: Any, *seeds: int) -> list[float]:
+    steps = (backend.train_step(random_batch(LENGTHS, seed=seed), nll_loss) for seed in seeds)
+    return [finalize(metrics)["loss"] for metrics in steps]
+
+
+def save(way: str, model: Path, checkpoint: Path) -> dict[str, Tensor]:
+    backend = start(way, model)
+    train(backend, 0, 1)
+    backend.save_checkpoint(checkpoint)
+    found = weights(backend)
+    backend.shutdown()
+    return found
+
+
+def resume(way: str, model: Path, checkpoint: Path) -> tuple[dict, list[float], dict]:
+    backend = start(way, model)
+    backend.load_checkpoint(checkpoint)
+    assert backend.step == 2
+    before, losses = weights(backend), train(backend, 2, 3)
+    after = weights(backend)
+    backend.shutdown()
+    return before, losses, after
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_model("qwen3", scale=2.0, tied=False).save_pretrained(folder)
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("first", ["tp 2", "pp 2", "FSDP2 2", "dp 2 in bfloat16"])
+def test_every_plan_and_backend_goes_on_with_a_checkpoint(first, model, tmp_path: Path):
+    saved = run_ranks(2, save, first, model, tmp_path)[0]
+    ways = [way for way in WAYS if not way.startswith("ep")]
+    results = {way: run_ranks(2, resume, way, model, tmp_path) for way in ways}
+    _, expected, end = results["FSDP2 2"][0]
+    for way, of_ranks in results.items():
+        rounded = "bfloat16" in way
+        for before, losses, after in of_ranks:
+            torch.testing.assert_close(before, saved, atol=0, rtol=0)
+            assert losses == pytest.approx(expected, abs=0.02 if rounded else 1e-6)
+            if not rounded:
+                torch.testing.assert_close(after, end, atol=2e-6, rtol=0)
+
+
+def test_experts_go_on_with_a_checkpoint(tmp_path: Path):
+    """Of another plan, with other ranks for them."""
+    model, checkpoint = tmp_path / "model", tmp_path / "checkpoint"
+    tiny_model("qwen3_moe", scale=2.0, tied=False).save_pretrained(model)
+    saved = run_ranks(2, save, "ep 2", model, checkpoint)[0]
+    ends = []
+    for way in ("ep 2", "tp 2", "pp 2", "ep 2 of tp"):
+        for before, losses, after in run_ranks(2, resume, way, model, checkpoint):
+            torch.testing.assert_close(before, saved, atol=0, rtol=0)
+            ends.append((losses, after))
+    for losses, after in ends[1:]:
+        assert losses == pytest.approx(ends[0][0], abs=1e-6)
+        torch.testing.assert_close(after, ends[0][1], atol=2e-6, rtol=0)
+
+
+def of_experts(folder: Path) -> Tensor:
+    backend = start("ep 2", folder)
+    found = backend.get_logprobs(random_batch(LENGTHS)).values
+    backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("normed", [True, False])
+def test_experts_are_weighted_as_the_model_says(normed: bool, tmp_path: Path):
+    model, batch = tiny_model("qwen3_moe", scale=2.0, norm_topk_prob=normed), random_batch(LENGTHS)
+    model.save_pretrained(tmp_path)
+    for found in run_ranks(2, of_experts, tmp_path):
+        for row, length in enumerate(LENGTHS):
+            ids = batch.input_ids[row : row + 1, :length]
+            with torch.no_grad():
+                logprobs = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
+            expected = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
+            torch.testing.assert_close(found[row, 1:length], expected, atol=2e-6, rtol=0)
+
+
+def in_bfloat16(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    backend = start("dp 2 in bfloat16", folder)
+    found = weights(backend), {n: t.clone() for n, t in backend.weights(dtype=torch.bfloat16)}
+    backend.shutdown()
+    return found
+
+
+def test_a_model_in_bfloat16_begins_with_the_files_float32(model: Path):
+    expected = dict(tiny_model("qwen3", scale=2.0, tied=False).named_parameters())
+    for exact, rounded in run_ranks(2, in_bfloat16, model):
+        for name, parameter in expected.items():
+            assert torch.equal(exact[name], parameter)
+            assert torch.equal(rounded[name], parameter.bfloat16())
+
+
+def in_two_parts(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    batch, found = random_batch(LENGTHS), []
+    halves = [[0, 2, 4], [1, 3, 5]]
+    for parts in ([range(len(LENGTHS))], halves):
+        backend = start("dp 2", folder)
+        for rows in parts:
+            mask = torch.zeros(len(LENGTHS), 1)
+            mask[list(rows)] = 1
+            part = replace(batch, loss_weights=batch.loss_weights * mask)
+            backend.forward_backward(part, nll_loss)
+        backend.optim_step()
+        found.append(weights(backend))
+        backend.shutdown()
+    return found[0], found[1]
+
+
+def test_gradients_of_several_batches_add(model: Path):
+    for whole, parts in run_ranks(2, in_two_parts, model):
+        torch.testing.assert_close(parts, whole, atol=1e-6, rtol=0)
+
+
+def many_ranks_of_a_head(folder: Path) -> Tensor:
+    WAYS["tp 4"] = ("megatron", ParallelPlan(dp_shard=1, tp=4))
+    backend = start("tp 4", folder)
+    train(backend, 0)
+    found = backend.get_logprobs(random_batch(LENGTHS)).values
+    backend.shutdown()
+    return found
+
+
+def test_more_ranks_than_key_value_heads(tmp_path: Path):
+    tiny_model("qwen3", scale=2.0, vocab_size=44).save_pretrained(tmp_path)
+    alone = DTensorBackend(tiny_model("qwen3", scale=2.0, vocab_size=44))
+    alone.setup(
+        BackendConfig(trainer=TrainerConfig(device="cpu"), optimizer=OPTIMIZER, total_steps=4)
+    )
+    train(alone, 0)
+    expected = alone.get_logprobs(random_batch(LENGTHS)).values
+    for found in run_ranks(4, many_ranks_of_a_head, tmp_path):
+        torch.testing.assert_close(found, expected, atol=5e-6, rtol=0)
+
+
+def test_a_process_of_its_own_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match=r"trainer.backend megatron needs a process .* a rank"):
+        MegatronBackend().setup(BackendConfig())
+
+
+ROPES = (
+    {"rope_type": "linear", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+)
+
+
+def with_rope(folders: list[Path]) -> list[Tensor]:
+    found = []
+    for folder in folders:
+        backend = start("tp 2", folder)
+        found.append(backend.get_logprobs(random_batch(LENGTHS)).values)
+        backend.shutdown()
+    return found
+
+
+def test_rotary_frequencies_and_their_factor_are_the_models(tmp_path: Path):
+    """yarn has one of cosine and sine, too."""
+    models = [
+        tiny_model("llama", scale=2.0, rope_parameters={"rope_theta": 1e4, **rope})
+        for rope in ROPES
+    ]
+    folders = [tmp_path / str(index) for index in range(len(models))]
+    expected = []
+    for model, folder in zip(models, folders, strict=True):
+        model.save_pretrained(folder)
+        alone = DTensorBackend(model)
+        alone.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+        expected.append(alone.get_logprobs(random_batch(LENGTHS)).values)
+    assert (expected[0] - expected[1]).abs().max() > 1e-3
+    for found in run_ranks(2, with_rope, folders):
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=0)
+
+
+def base_of(way: str, folder: Path) -> str:
+    backend = start(way, folder)
+    found = backend._base
+    backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_initial_weights_have_one_fingerprint(tied: bool, tmp_path: Path):
+    """By which a run that is resumed with the other backend finds its reference again."""
+    tiny_model("qwen2", tied=tied).save_pretrained(tmp_path)
+    ways = ("tp 2", "pp 2", "dp 2 in bfloat16", "FSDP2 2")
+    assert len({base for way in ways for base in run_ranks(2, base_of, way, tmp_path)}) == 1
+
+
+def work_of_a_step(folder: Path) -> tuple[float, float]:
+    """Operations of a step as measured, and of its sequences one by one."""
+    backend, batch = start("pp 2", folder), grouped([(20, [3, 5, 4, 4])])
+    found = backend.train_step(batch, nll_loss)["trainer/tflops_per_device"].total * 1e12
+    config, lengths = backend.model.config, segment_lengths(batch)
+    backend.shutdown()
+    return float(found), flops_per_step(config, lengths, copied=60)
+
+
+def test_a_prompt_that_is_computed_once_counts_once(model: Path):
+    for found, expected in run_ranks(2, work_of_a_step, model):
+        assert found == pytest.approx(expected)

@@ -1,0 +1,104 @@
+"""What megatron can't do is said before a process is started, with the numbers."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import nemorl
+from nemorl.models.hub import check_supported
+from nemorl.parallel.megatron import limits
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.start.devices import Devices
+from tests.tiny_models import tiny_model
+
+
+def config(
+    plan: dict[str, Any], *, backend: str = "megatron", offload: bool = False, **options: Any
+) -> nemorl.SFTConfig:
+    trainer = nemorl.TrainerConfig(backend=backend, device="cpu", offload_during_generation=offload)
+    return nemorl.SFTConfig(parallel=ParallelPlan(**plan), trainer=trainer, **options)
+
+
+def devices(plan: dict[str, Any], **options: Any) -> Devices:
+    return Devices.of(config(plan, **options), {}, num_gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "options", "message"),
+    [
+        ({"compile": True}, {}, "parallel.compile must be off with trainer.backend megatron"),
+        ({"cpu_offload": True}, {}, "parallel.cpu_offload must be off"),
+        (
+            {},
+            {"offload": True},
+            "trainer.offload_during_generation must be off",
+        ),
+        ({"dp_replicate": 2}, {}, "parallel.dp_replicate must be 1 .* it is 2: parallel.dp_shard"),
+        ({"reduce_dtype": "bfloat16"}, {}, "parallel.reduce_dtype must be float32 unless"),
+        ({}, {"lora": nemorl.LoRAConfig(rank=4)}, "lora.rank must be 0 .* it is 4: .* dtensor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:parallel asks for")
+def test_settings_that_would_do_nothing(plan, options, message):
+    with pytest.raises(ValueError, match=message):
+        devices(plan, **options)
+
+
+@pytest.mark.parametrize(
+    ("plan", "sizes", "message"),
+    [
+        ({"pp": 3}, {"num_hidden_layers": 4}, "pp 3 does not divide .* 4: .* 1, 2, 4 here"),
+        ({"tp": 3}, {}, "tp 3 does not divide the model's num_attention_heads 4; .*tp may be 1, 2"),
+        ({"tp": 2}, {"vocab_size": 43}, "tp 2 does not divide the model's vocab_size 43"),
+        ({"cp": 3}, {}, "cp 3 · tp 1 does not divide .*num_attention_heads 4, .* take .*allgather"),
+        ({}, {"attention_bias": True}, "the model's attention_bias must be False"),
+        ({}, {"attention_dropout": 0.1}, "attention_dropout must be 0.0 .* it is 0.1"),
+        ({}, {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        ({"dp_shard": 2, "ep": 2}, {}, "ep 2 does not divide any number of experts: .* remove it"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:parallel asks for")
+def test_models_that_do_not_fit(plan, sizes, message):
+    model = tiny_model("llama", **sizes).config
+    with pytest.raises(ValueError, match=message):
+        devices(plan).check_model(model)
+
+
+@pytest.mark.filterwarnings("ignore:parallel asks for")
+def test_experts_that_do_not_fit():
+    model = tiny_model("qwen3_moe").config
+    with pytest.raises(ValueError, match=r"ep must divide the 2 devices of dp_shard · cp · tp"):
+        devices({"dp_shard": 2, "ep": 3})
+    with pytest.raises(ValueError, match=r"ep 3 does not divide the model's num_local_experts 4"):
+        devices({"dp_shard": 3, "ep": 3}).check_model(model)
+    with pytest.raises(ValueError, match=r"experts with parallel.tp 2 need .*sequence_parallel"):
+        devices({"tp": 2, "sequence_parallel": False}).check_model(model)
+    with pytest.raises(ValueError, match=r"mlp_only_layers must be \[\]"):
+        devices({}).check_model(tiny_model("qwen3_moe", mlp_only_layers=[1]).config)
+    with pytest.raises(ValueError, match=r"but it is 'qwen3_moe': .*--trainer.backend megatron"):
+        check_supported(model)
+
+
+def test_more_ranks_than_key_value_heads():
+    """Several ranks may have the same head, which dtensor's can't."""
+    model = tiny_model(vocab_size=44).config
+    with pytest.warns(UserWarning, match="they take turns"):
+        devices({"tp": 4}).check_model(model)
+        other = devices({"tp": 4}, backend="dtensor")
+    with pytest.raises(ValueError, match="tp 4 does not divide the model's num_key_value_heads 2"):
+        other.check_model(model)
+
+
+def test_pipelines_are_megatrons():
+    assert devices({}).ranked and devices({"pp": 2}).plan.num_ranks == 2
+    message = r"pp 2 is for trainer.backend megatron: add --trainer.backend megatron"
+    with pytest.raises(ValueError, match=message):
+        devices({"pp": 2}, backend="dtensor").check_model(tiny_model().config)
+
+
+def test_it_says_how_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits, "find_spec", lambda name: None)
+    off = SimpleNamespace(rank=0)
+    with pytest.raises(ValueError, match=r"must be installed.*pip install 'nemorl\[megatron\]'"):
+        limits.check(SimpleNamespace(lora=off, parallel=ParallelPlan()))

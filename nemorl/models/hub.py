@@ -39,7 +39,8 @@ def check_supported(config: Any, *, experts: bool = False) -> None:
             return _check_rope(config)
         reason = f" and it has a sliding attention window of {window} tokens"
     elif config.model_type in EXPERTS:
-        reason = ": train it with --trainer.backend megatron, and sample with vLLM"
+        reason = ": train it with --trainer.backend megatron, and sample with --generation.backend"
+        reason += " megatron or vllm"
     raise ValueError(
         f"the model must be one of {', '.join(supported)} with full attention, but it is"
         f" {config.model_type!r}{reason}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import deque
@@ -13,7 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakSet
 
-from nemorl.rollout.generation import Completion, SamplingParams, check_in_flight
+from nemorl.rollout.generation import (
+    Completion,
+    SamplingParams,
+    check_in_flight,
+    checked_requests,
+    seeded,
+)
 
 PAUSE_S = 0.01
 """How often a request looks whether a sleeping engine is awake."""
@@ -177,3 +184,67 @@ class Scheduler:
             if not isinstance(error, Exception):
                 raise
         self._open = [request for request in self._open if not request.future.done()]
+
+
+class ScheduledBackend:
+    """What `GenerationBackend`s that compute in the threads of their callers have in common.
+
+    One derives from it, and adds `setup`, `update_weights` and `sleep`.
+    """
+
+    vocab_size: int | None = None
+    max_positions = sys.maxsize
+
+    def __init__(
+        self, step: Callable[[list[Request], list[Request]], None], tokenizer: Any
+    ) -> None:
+        """step: of the `Scheduler`."""
+        self.tokenizer, self._scheduler = tokenizer, Scheduler(step)
+
+    @property
+    def policy_version(self) -> int | None:
+        return self._scheduler.policy_version
+
+    def limits(self, config: Any) -> None:
+        """Take the limits of prompts from a Hugging Face configuration."""
+        self.vocab_size = config.vocab_size
+        self.max_positions = getattr(config, "max_position_embeddings", None) or self.max_positions
+
+    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
+        self._scheduler.check()
+        return await self._scheduler.sample(self._requests([prompt], params)[0])
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+    ) -> list[Completion]:
+        self._scheduler.check()
+        return self._scheduler.generate(self._requests(prompts, sampling_params))
+
+    def wake(self) -> None:
+        self._scheduler.asleep = False
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        self._scheduler.shutdown()
+
+    def _requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+    ) -> list[Request]:
+        if self.vocab_size is None:
+            raise RuntimeError("the generation backend has no model: call setup() first")
+        params = checked_requests(
+            prompts,
+            sampling_params,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+        )
+        return [
+            Request(prompt, seeded(p, self.tokenizer))
+            for prompt, p in zip(prompts, params, strict=True)
+        ]

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.ranks.generator import RankedGenerator
 from tests.examples import load_example
 from tests.runtime.engines.shared import small_model as tiny_model
 from tests.runtime.engines.shared import vllm_backend
+from tests.runtime.ranks.shared_ranks import ranked
 from tests.tiny_models import KINDS, random_prompts, tiny_tokenizer
 
 
@@ -32,7 +35,18 @@ def transformers_backend(model: nn.Module, max_batch_size: int) -> GenerationBac
     return backend
 
 
+def megatron_backend(model: nn.Module, max_batch_size: int) -> GenerationBackend:
+    """On the two ranks of a pipeline."""
+    trainer = BackendConfig(trainer=TrainerConfig(device="cpu"))
+    backend = RankedGenerator(
+        trainer=ranked(model, trainer, backend="megatron", pp=2), tokenizer=tiny_tokenizer()
+    )
+    backend.setup(GenerationConfig(backend="megatron", max_batch_size=max_batch_size))
+    return backend
+
+
 BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {
+    "megatron": megatron_backend,
     "torch": torch_backend,
     "transformers": transformers_backend,
     "vllm": vllm_backend,
@@ -41,7 +55,8 @@ BACKENDS: dict[str, Callable[[nn.Module, int], GenerationBackend]] = {
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "make" in metafunc.fixturenames:
-        groups = {"vllm": [pytest.mark.xdist_group("ray")]}
+        ray = pytest.mark.xdist_group("ray")
+        groups = {"vllm": [ray], "megatron": [ray, pytest.mark.slow]}
         names = [pytest.param(name, marks=groups.get(name, [])) for name in sorted(BACKENDS)]
         metafunc.parametrize("make", names, indirect=True)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from nemorl.rollout import torch_backend as module
+from nemorl.rollout.decoding import Decoding
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
@@ -42,7 +43,7 @@ def test_between_two_steps_the_model_is_the_trainers():
         for _ in range(20):
             await asyncio.sleep(0)
             assert model.training and model.config._attn_implementation == attention
-        assert 5 < len(backend._active[0].token_ids) < 25
+        assert 5 < len(backend.decoding.active[0].token_ids) < 25
         task.cancel()
 
     asyncio.run(main())
@@ -85,7 +86,7 @@ def test_the_cache_grows_under_sequences_that_are_in_it():
         return [tokens(answer) for answer in await asyncio.gather(*tasks)]
 
     assert asyncio.run(main()) == expected
-    assert backend.cache.num_slots == 7
+    assert backend.decoding.cache.num_slots == 7
 
 
 def test_other_tasks_have_their_turn_in_every_step():
@@ -108,19 +109,19 @@ def test_after_an_interrupt_the_same_event_loop_can_go_on(monkeypatch):
     """As in a notebook, whose loop outlives the interrupt."""
     backend = made(tiny_model(scale=2.0))
     expected = backend.generate([[5, 6]], LONG)
-    decode = TorchGenerationBackend._decode
+    decode = Decoding._decode
 
-    def interrupted(self):
-        monkeypatch.setattr(TorchGenerationBackend, "_decode", decode)
+    def interrupted(self, version):
+        monkeypatch.setattr(Decoding, "_decode", decode)
         signal.raise_signal(signal.SIGINT)
 
     loop = asyncio.new_event_loop()
     try:
-        monkeypatch.setattr(TorchGenerationBackend, "_decode", interrupted)
+        monkeypatch.setattr(Decoding, "_decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loop.run_until_complete(backend.sample([5, 6], LONG))
         assert loop.run_until_complete(backend.sample([5, 6], LONG)) == expected
-        monkeypatch.setattr(TorchGenerationBackend, "_decode", interrupted)
+        monkeypatch.setattr(Decoding, "_decode", interrupted)
         with pytest.raises(KeyboardInterrupt):
             backend.generate([[5, 6]], LONG)
         assert backend.generate([[5, 6]], LONG) == expected
@@ -130,22 +131,22 @@ def test_after_an_interrupt_the_same_event_loop_can_go_on(monkeypatch):
 
 def test_the_host_waits_once_for_a_token(monkeypatch):
     """Also where sequences end and others take their place."""
-    found, decode, admit = [], TorchGenerationBackend._decode, TorchGenerationBackend._admit
+    found, decode, admit = [], Decoding._decode, Decoding._admit
 
     def watched(method):
-        def call(self):
+        def call(self, version):
             with HostWaits() as waits:
-                method(self)
+                method(self, version)
                 self._retire()
             del waits.found["tensor cpu"]  # of `pad`, which works in main memory
             found.append(dict(waits.found))
 
         return call
 
-    monkeypatch.setattr(TorchGenerationBackend, "_decode", watched(decode))
-    monkeypatch.setattr(TorchGenerationBackend, "_admit", watched(admit))
+    monkeypatch.setattr(Decoding, "_decode", watched(decode))
+    monkeypatch.setattr(Decoding, "_admit", watched(admit))
     backend = made(tiny_model(scale=2.0), max_batch_size=4)
-    backend.tokenizer = None
+    backend.decoding.tokenizer = None
     filters = {"top_k": 9, "top_p": 0.9, "min_p": 0.01}
     params = [
         SamplingParams(max_new_tokens=3 + i, n=2, seed=i, **(filters if i % 2 else {}))

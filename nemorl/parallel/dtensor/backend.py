@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
@@ -23,7 +21,8 @@ from nemorl.models import adapters
 from nemorl.models.attention import use_attention
 from nemorl.models.causal_lm import load_causal_lm, usable_device
 from nemorl.models.hub import check_supported
-from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
+from nemorl.parallel.accumulation import Accumulating
+from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor.attention import ATTENTION_NAME, segment_attention
@@ -33,16 +32,16 @@ from nemorl.parallel.dtensor.head import plain_logprobs, planned, sharded_logpro
 from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base, fingerprint
 from nemorl.parallel.dtensor.mesh import World, is_started_as_rank
 from nemorl.parallel.dtensor.offload import Offloaded
-from nemorl.parallel.dtensor.optimizer import learning_rate, make_optimizer, require_finite
+from nemorl.parallel.dtensor.optimizer import make_optimizer
 from nemorl.parallel.dtensor.pieces import gathering
 from nemorl.parallel.dtensor.tokens import Work
 from nemorl.parallel.layout import Layout, cut
-from nemorl.parallel.measure import StepMeter, of_step
-from nemorl.parallel.profiling import close_profile, profile_folder, profiled
+from nemorl.parallel.measure import StepMeter
+from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.rollout.random import derive_seed
 
 
-class DTensorBackend:
+class DTensorBackend(Accumulating):
     """Trains a model that it is given, or that `setup` loads; parameters and optimizer are float32.
 
     In a process by itself the model has plain tensors. In a rank (`mesh.is_started_as_rank`) it is
@@ -54,18 +53,13 @@ class DTensorBackend:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
         self._given = model
         self._model: nn.Module | None = None
         self._reference: nn.Module | None = None
         self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
         self._away = Offloaded()
-        self._batches: list[TokenBatch] = []
-        self._loss = torch.zeros(())
-        """Of the gradients that no step was taken along yet."""
-        self._copied = 0
-        """Tokens of prompts that these microbatches computed once for several sequences."""
-        self.step = 0
 
     def setup(self, config: BackendConfig) -> None:
         self.config = config
@@ -156,64 +150,12 @@ class DTensorBackend:
             )
         return self._model
 
-    def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Take an optimizer step on a batch alone: `forward_backward`, then `optim_step`.
-
-        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
-        """
-        self._forget()
-        return {**self.forward_backward(batch, loss_fn), **self.optim_step()}
-
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Add the gradient of a batch's loss to that of the next `optim_step`, and return the
-        metrics of the loss. An error drops what was added since the last step.
-        """
-        require_loss_weights(batch)
         self._away.restore()
-        if not self._batches:
-            self.meter.begin()
-        step, rank = self.step + 1, self.world.rank
-        try:
-            with profiled(self.config.profile, step=step, rank=rank, last=False):
-                metrics, loss = self._gradients(batch, loss_fn)
-        except BaseException:
-            self._forget()
-            raise
-        self._batches, self._loss = [*self._batches, batch], self._loss + loss
-        return self._merged(metrics, {})
-
-    def optim_step(self) -> Metrics:
-        """Take an optimizer step along the gradients added since the last one.
-
-        Returns: loss, grad_norm (before clipping), lr, num_tokens and what `StepMeter` measures.
-        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
-        """
-        if not self._batches:
-            raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
-        config, batches, loss, copied = self.config, self._batches, self._loss, self._copied
-        self._batches, self._loss, self._copied = [], torch.zeros((), device=self.device), 0
-        with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
-            grad_norm = self._clip()
-            require_finite(loss, grad_norm, step=self.step + 1)
-            lr = learning_rate(self.step, config.optimizer, total_steps=config.total_steps)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            # Counted before the weights change: after an error amid it the step has begun.
-            self.step += 1
-            self.optimizer.step()
-            measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)
-        return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
-
-    def _forget(self) -> None:
-        """Drop the gradients that no step was taken along."""
-        self._batches, self._loss, self._copied = [], torch.zeros((), device=self.device), 0
-        self.optimizer.zero_grad(set_to_none=True)
+        return super().forward_backward(batch, loss_fn)
 
     def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
-        """Add the gradient; return the metrics of this rank's rows and the whole loss."""
         model, world = self.model.train(), self.world
-        if not self._batches:
-            self.optimizer.zero_grad(set_to_none=True)
         if world.sharded:  # dropout that is the same in a resumed run
             later = (len(self._batches),) if self._batches else ()
             seed = derive_seed(self.config.seed, self.step, world.data_rank, world.cp_rank, *later)
@@ -232,24 +174,21 @@ class DTensorBackend:
             dist.all_reduce(loss, group=world.data_group)
         return metrics, loss
 
-    def _clip(self) -> Tensor:
-        """Clip the gradient's norm over all devices; return the norm before."""
-        limit = self.config.optimizer.max_grad_norm
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-        norm = adapters.full_tensor(norm.detach())
-        if limit is not None:
-            nn.utils.clip_grads_with_norm_(parameters, limit, norm, foreach=True)
-        return norm
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
-    def _merged(self, metrics: Metrics, measured: Metrics) -> Metrics:
-        """Merge what all ranks measured, and the metrics of the first of those that share rows."""
-        first = self.world.cp_rank == self.world.tp_rank == 0
-        own = {**metrics, **measured} if first else measured
-        if self.world.size == 1:
-            return own
-        own = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), own)
-        return functools.reduce(merge, self.world.gather_objects(own))
+    def _grad_norm(self) -> Tensor:
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, foreach=True)
+        return adapters.full_tensor(norm.detach())
+
+    def _update(self, grad_norm: Tensor, lr: float) -> None:
+        if (limit := self.config.optimizer.max_grad_norm) is not None:
+            parameters = self.model.parameters()
+            nn.utils.clip_grads_with_norm_(parameters, limit, grad_norm, foreach=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._logprobs(self.model, batch)
@@ -296,7 +235,7 @@ class DTensorBackend:
     def _drop_gradients(self) -> None:
         """Free gradients along which a step was taken: their memory is for the generator."""
         if not self._batches:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._zero_grad()
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write a folder that `transformers` (with LoRA: PEFT) loads, with the optimizer's state.

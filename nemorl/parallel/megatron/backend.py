@@ -6,7 +6,6 @@ without.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
@@ -30,7 +28,8 @@ from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import CONFIG, loading
 from nemorl.models.pretrained import weight_files, weights_folder
 from nemorl.models.tensor_files import Piece, TensorFiles
-from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
+from nemorl.parallel.accumulation import Accumulating
+from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.dtensor.build import require_shapes
@@ -45,17 +44,19 @@ from nemorl.parallel.dtensor.checkpoint import (
 from nemorl.parallel.dtensor.head import RankInputs, planned
 from nemorl.parallel.dtensor.lora import check_base, hash_of, sampled
 from nemorl.parallel.dtensor.mesh import is_started_as_rank
-from nemorl.parallel.dtensor.optimizer import learning_rate, require_finite
 from nemorl.parallel.layout import Layout, cut
-from nemorl.parallel.measure import StepMeter, of_step
+from nemorl.parallel.measure import StepMeter
+from nemorl.parallel.megatron.engine import Engine, Order
 from nemorl.parallel.megatron.limits import check, check_model
-from nemorl.parallel.profiling import close_profile, profile_folder, profiled
+from nemorl.parallel.megatron.weights import Shapes
+from nemorl.parallel.profiling import close_profile, profile_folder
+from nemorl.rollout.generation import Completion
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """What AdamW keeps of a parameter, besides its number of steps."""
 
 
-class MegatronBackend:
+class MegatronBackend(Accumulating):
     """Trains the model that `setup` loads, spread as `config.parallel` says; a rank of several.
 
     All ranks make the same calls with the same whole batches, and each gets the whole result. The
@@ -64,16 +65,13 @@ class MegatronBackend:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__()
         self._given = model
         self._stage: Any = None
         self._reference: Any = None
+        self._engine: Engine | None = None
         self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
-        self._batches: list[TokenBatch] = []
-        self._loss = torch.zeros(())
-        """Of the gradients that no step was taken along yet."""
-        self._copied = 0
-        self.step = 0
 
     def setup(self, config: BackendConfig) -> None:
         self.config = config
@@ -172,61 +170,8 @@ class MegatronBackend:
             )
         return self._model
 
-    def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Take an optimizer step on a batch alone: `forward_backward`, then `optim_step`.
-
-        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
-        """
-        self._forget()
-        return {**self.forward_backward(batch, loss_fn), **self.optim_step()}
-
-    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Add the gradient of a batch's loss to that of the next `optim_step`, and return the
-        metrics of the loss. An error drops what was added since the last step.
-        """
-        require_loss_weights(batch)
-        if not self._batches:
-            self.meter.begin()
-        step, rank = self.step + 1, self.world.rank
-        try:
-            with profiled(self.config.profile, step=step, rank=rank, last=False):
-                metrics, loss = self._gradients(batch, loss_fn)
-        except BaseException:
-            self._forget()
-            raise
-        self._batches, self._loss = [*self._batches, batch], self._loss + loss
-        return self._merged(metrics, {})
-
-    def optim_step(self) -> Metrics:
-        """Take an optimizer step along the gradients added since the last one.
-
-        Returns: loss, grad_norm (before clipping), lr, num_tokens and what `StepMeter` measures.
-        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
-        """
-        if not self._batches:
-            raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
-        config, batches, loss, copied = self.config, self._batches, self._loss, self._copied
-        self._batches, self._loss, self._copied = [], torch.zeros((), device=self.device), 0
-        with profiled(config.profile, step=self.step + 1, rank=self.world.rank), self._runtime():
-            grad_norm = self.optimizer.reduce()
-            require_finite(loss, grad_norm, step=self.step + 1)
-            lr = learning_rate(self.step, config.optimizer, total_steps=config.total_steps)
-            # Counted before the weights change: after an error amid it the step has begun.
-            self.step += 1
-            self.optimizer.step(grad_norm, lr)
-            measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)
-        return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
-
-    def _forget(self) -> None:
-        """Drop the gradients that no step was taken along."""
-        self._batches, self._loss, self._copied = [], torch.zeros((), device=self.device), 0
-        self.optimizer.zero_grad()
-
     def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
-        """Add the gradient; return the metrics of this rank's rows and the whole loss."""
         self._stage.train()
-        if not self._batches:
-            self.optimizer.zero_grad()
         outputs = self._schedule(self.optimizer.model, self._cut(batch), "loss_mask", loss_fn)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
@@ -299,12 +244,16 @@ class MegatronBackend:
             dist.broadcast(values, last, group=group)
         return values
 
-    def _merged(self, metrics: Metrics, measured: Metrics) -> Metrics:
-        """Merge what all ranks measured, and the metrics of the first of those that share rows."""
-        first = self.world.is_last_stage and self.world.cp_rank == self.world.tp_rank == 0
-        own = {**metrics, **measured} if first else measured
-        own = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), own)
-        return functools.reduce(merge, self.world.gather_objects(own))
+    def _zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+    def _grad_norm(self) -> Tensor:
+        with self._runtime():
+            return self.optimizer.reduce()
+
+    def _update(self, grad_norm: Tensor, lr: float) -> None:
+        with self._runtime():
+            self.optimizer.step(grad_norm, lr)
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._logprobs(self._stage, batch)
@@ -335,6 +284,26 @@ class MegatronBackend:
         yield from self.conversion.whole(
             lambda name: self._in_float32(parameters[name]), dtype or torch.float32
         )
+
+    def open_engine(self, **options: Any) -> Shapes:
+        """Make the engine that generates with these weights; return the weights' names and shapes.
+
+        options: of `Decoding`.
+        """
+        self._engine = Engine(self._stage, self.world, **options)
+        return self.conversion.shapes
+
+    def decode(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
+        """Have the engine do what is ordered; return the answers that are complete, and a pass's
+        seconds.
+        """
+        assert self._engine is not None
+        with self._runtime():
+            return self._engine.follow(order)
+
+    def take_weights(self, weights: dict[str, Tensor]) -> None:
+        """Train and generate with these whole tensors from now on."""
+        self._fill([self._stage], partial(_box, weights))
 
     def _in_float32(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype == torch.float32:
@@ -422,7 +391,7 @@ class MegatronBackend:
         close_profile()
         if self._writer is not None:
             self._writer.close()
-        self._stage = self._reference = self._given = self._writer = None
+        self._stage = self._reference = self._given = self._writer = self._engine = None
         vars(self).pop("optimizer", None)
         self._settings.close()
 

@@ -21,6 +21,8 @@ from nemorl.parallel.dtensor.head import HeadInputs
 from nemorl.parallel.dtensor.mesh import DTYPES, World
 from nemorl.parallel.megatron import core
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.attention import cached_attention
+from nemorl.rollout.decoding import Pass
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
@@ -40,6 +42,8 @@ class Rows(core.PackedSeqParams):
 
     segment_buckets: SegmentBuckets | None = None
     context: ContextState | None = None
+    cached: Pass | None = None
+    """Where a response is generated: its tokens attend to what a cache has."""
 
 
 class RMSNorm(nn.Module):
@@ -63,6 +67,8 @@ class CoreAttention(core.MegatronModule):
     def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale
+        self.index = 0
+        """Of the layer on this stage."""
 
     def forward(
         self,
@@ -73,7 +79,10 @@ class CoreAttention(core.MegatronModule):
         packed_seq_params: Rows,
         **__: Any,
     ) -> Float[Tensor, "part batch width"]:
-        rows, of_heads = packed_seq_params, [x.permute(1, 2, 0, 3) for x in (query, key, value)]
+        rows = packed_seq_params
+        if rows.cached is not None:
+            return self._cached(rows.cached, query, key, value)
+        of_heads = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
         options: dict[str, Any] = {"scaling": self.scale}
         if rows.context is None:
             options["segment_buckets"] = rows.segment_buckets
@@ -82,6 +91,15 @@ class CoreAttention(core.MegatronModule):
             options["context"] = rows.context
             output, _ = context_attention(self, *of_heads, None, **options)
         return output.transpose(0, 1).flatten(2).contiguous()
+
+    def _cached(self, work: Pass, *values: Float[Tensor, "part 1 _ dim"]) -> Tensor:
+        """The same of a pass's rows, which lie one after the other."""
+        rows, size = work.input_ids.shape, work.input_ids.numel()
+        query, key, value = (x[:size, 0].unflatten(0, rows).transpose(1, 2) for x in values)
+        key, value = work.cache.update(key, value, self.index)
+        output, _ = cached_attention(self, query, key, value, work.visible, scaling=self.scale)
+        output = output.flatten(2).flatten(0, 1)[:, None]
+        return functional.pad(output, (0, 0, 0, 0, 0, len(values[0]) - size))
 
 
 class Stage(core.GPTModel):
@@ -117,6 +135,8 @@ class Stage(core.GPTModel):
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             position_embedding_type="none",  # `forward` makes the rotary angles
         )
+        for index, layer in enumerate(self.decoder.layers):
+            layer.self_attention.core_attention.index = index
         self.world, self.padding = world, getattr(hf, "pad_token_id", None)
         self.frequencies = rotary.inv_freq.to(world.device)
 
@@ -125,11 +145,13 @@ class Stage(core.GPTModel):
         *,
         input_ids: Int[Tensor, "batch part"],
         position_ids: Int[Tensor, "batch part"],
-        head_inputs: HeadInputs,
+        head_inputs: HeadInputs | None = None,
+        cached: Pass | None = None,
         **rows: Any,
     ) -> Any:
         """Return hidden states `[part, batch, hidden]`, and the last stage log-probabilities and
-        entropies of the next tokens after the states that are read, `[tokens]`.
+        entropies of the next tokens after the states that are read, `[tokens]`; of a `cached` pass
+        its states' logits for this rank's part of the vocabulary, `[rows, part]`.
         """
         hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
         # By each token's place in its sequence, where megatron-core has that in the row.
@@ -138,9 +160,14 @@ class Stage(core.GPTModel):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, :, None],
-            packed_seq_params=Rows(qkv_format="sbhd", **rows),
+            packed_seq_params=Rows(qkv_format="sbhd", cached=cached, **rows),
         )
-        return self._logprobs(hidden, head_inputs) if self.post_process else hidden.contiguous()
+        if not self.post_process:
+            return hidden.contiguous()
+        if head_inputs is not None:
+            return self._logprobs(hidden, head_inputs)
+        assert cached is not None
+        return functional.linear(self._read(hidden, cached.states), self._head_weight())
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         """Return the tokens' embeddings, of which that of padding is not trained, as in Hugging
@@ -154,18 +181,25 @@ class Stage(core.GPTModel):
             is_padding = is_padding.chunk(self.world.plan.tp)[self.world.tp_rank]
         return torch.where(is_padding, hidden.detach(), hidden)
 
-    def _logprobs(self, hidden: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
-        shares, group = self.share_embeddings_and_output_weights, self.world.tp_group
-        weight = self.shared_embedding_or_output_weight() if shares else self.output_layer.weight
+    def _head_weight(self) -> Tensor:
+        shares = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if shares else self.output_layer.weight
+
+    def _read(self, hidden: Tensor, states: Tensor) -> Tensor:
+        """Return the states that the head reads `[tokens, hidden]`, by their places in the rows."""
+        group = self.world.tp_group
         if group is not None and self.config.sequence_parallel:
             hidden = all_gather(hidden, 0, group)
         elif group is not None:
             hidden = sum_backward(hidden, group)
+        return hidden.transpose(0, 1).flatten(0, 1).index_select(0, states)
+
+    def _logprobs(self, hidden: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
         return vocab_parallel_linear_logprobs(
-            hidden.transpose(0, 1).flatten(0, 1).index_select(0, inputs.states),
-            weight,
+            self._read(hidden, inputs.states),
+            self._head_weight(),
             inputs.next_ids,
-            group,
+            self.world.tp_group,
             kind=inputs.kind,
             chunk=inputs.chunk,
             with_entropy=inputs.with_entropy,

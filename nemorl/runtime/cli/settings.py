@@ -107,6 +107,13 @@ class AnswerConfig:
             names=FOR_TRAINING,
         )
         require(
+            self.generation.backend != "megatron",
+            "generation.backend",
+            "must be torch or vllm, as megatron generates on the ranks of a trainer",
+            "megatron",
+            "remove it",
+        )
+        require(
             self.device is None or self.generation.backend != "vllm",
             "device",
             "is not for vllm, which takes the first GPU",

@@ -6,13 +6,18 @@ from typing import Any, Literal
 from nemorl.checks import at_least, refuse_unused
 from nemorl.rollout.generation import SamplingParams
 
+EMBEDDED = {"torch": "torch, the embedded engine", "megatron": "megatron, the trainer's ranks"}
+"""Engines that compute where the trainer does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
     """How responses are sampled."""
 
     backend: str = "torch"
-    """torch: embedded, with the trainer's weights; vllm: fast on GPUs, also on a cluster."""
+    """torch: embedded, with the trainer's weights; vllm: fast on GPUs, also on a cluster; megatron:
+    the ranks of trainer.backend megatron, with their weights.
+    """
     temperature: float = 1.0
     """Divisor of the logits; 0 is greedy (evaluation only)."""
     top_k: int = 0
@@ -83,12 +88,12 @@ class GenerationConfig:
             generation__max_restarts=self.max_restarts,
             generation__trainer_gpus=self.trainer_gpus,
         )
-        if self.backend == "torch":
+        if self.backend in EMBEDDED:
             names = [item.name for item in fields(self)]
             refuse_unused(
                 "generation",
                 self,
-                "is not for torch, the embedded engine",
+                f"is not for {EMBEDDED[self.backend]}",
                 "add --generation.backend vllm, or omit it",
                 names=names[names.index("num_replicas") :],
             )

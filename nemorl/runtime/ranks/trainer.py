@@ -20,6 +20,7 @@ from nemorl.models.hub import CONFIG, read_config
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.generation import Completion
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.environment import torchrun_size
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer
@@ -154,6 +155,15 @@ class RankedTrainer:
         if error is not None:
             raise raised(error, 0)
         return result
+
+    def open_engine(self, **options: Any) -> dict[str, tuple[int, ...]]:
+        return self._call("open_engine", **options)
+
+    def decode(self, order: Any) -> tuple[dict[int, list[Completion]], float]:
+        return self._call("decode", order)
+
+    def take_weights(self, weights: dict[str, Tensor]) -> None:
+        self._call("take_weights", weights)
 
     def offload(self, *, keep_weights: bool = False) -> None:
         self._call("offload", keep_weights=keep_weights)

@@ -62,6 +62,14 @@ class Devices:
         check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
         if backend == "megatron":
             megatron.check(config)
+        generates = config.generation.backend
+        require(
+            generates != "megatron" or backend == "megatron",
+            "generation.backend",
+            "must be torch or vllm unless the trainer's is megatron, whose ranks would generate",
+            generates,
+            "add --trainer.backend megatron, or remove it",
+        )
         require(
             not (config.lora.rank and plan.tp > 1),
             "lora.rank",

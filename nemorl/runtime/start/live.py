@@ -71,7 +71,7 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     model: Any = getattr(trainer, "model", None)
     if offloads:
         trainer.offload(keep_weights=shared)  # engines take what they find
-    generator = stack.enter_context(live_generator(launch, engines, model))
+    generator = stack.enter_context(live_generator(launch, engines, trainer))
     if generator is not None and offloads:
         generator.sleep()  # what is loaded now needs the memory
     if run.initial is not None:
@@ -190,29 +190,30 @@ def frozen_model(launch: Launch, path: str) -> Iterator[Any]:
 
 
 def shares_weights(launch: Launch, engines: GenerationConfig) -> bool:
-    """Return whether the engine computes with the trainer's own weights, which are in this process
-    then.
-    """
+    """Return whether the engine computes with the trainer's own weights."""
     backend: Any = get_generation_backend(engines.backend)
-    return not launch.devices.ranked and getattr(backend, "shares_model", True)
+    if launch.devices.ranked:
+        return getattr(backend, "on_trainer", False)
+    return getattr(backend, "shares_model", True)
 
 
 @contextmanager
 def live_generator(
-    launch: Launch, engines: GenerationConfig | None, model: Any
+    launch: Launch, engines: GenerationConfig | None, trainer: Any
 ) -> Iterator[GenerationBackend | None]:
     """Set up the engine that the run samples with, if any, and shut it down at the end."""
     if engines is None:
         yield None
         return
-    config = launch.config
+    config, model = launch.config, trainer.model
     backend: Any = get_generation_backend(engines.backend)
-    if launch.devices.ranked and getattr(backend, "shares_model", True):
+    given = {"model": model, "precision": config.parallel.param_dtype}
+    if getattr(backend, "on_trainer", False):
+        given = {"trainer": trainer}
+    elif launch.devices.ranked and getattr(backend, "shares_model", True):
         # Where the ranks have GPUs, this machine may have none.
-        model = whole_model(model, "cpu" if config.trainer.device == "cpu" else None)
-    generator = backend(
-        model=model, tokenizer=launch.tokenizer, precision=config.parallel.param_dtype
-    )
+        given["model"] = whole_model(model, "cpu" if config.trainer.device == "cpu" else None)
+    generator = backend(tokenizer=launch.tokenizer, **given)
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):
             generator.setup(engines)

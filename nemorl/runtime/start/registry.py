@@ -44,6 +44,7 @@ TRAINING_BACKENDS: dict[str, str | type] = {
 }
 GENERATION_BACKENDS: dict[str, str | type] = {
     "torch": "nemorl.rollout.torch_backend:TorchGenerationBackend",
+    "megatron": "nemorl.runtime.ranks.generator:RankedGenerator",
     "vllm": "nemorl.runtime.engines.backend:VLLMGenerationBackend",
 }
 LOGGERS: dict[str, Any] = {

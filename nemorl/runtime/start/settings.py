@@ -17,7 +17,7 @@ from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.config.generation import EMBEDDED, GenerationConfig
 from nemorl.runtime.config.tree import flat, load_config, to_dict
 from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.directory import RunDirectory
@@ -166,7 +166,7 @@ def generation_config(
     the trainer are the run's, unless they were given.
     """
     given, longest = config.generation, config.data.max_total_sequence_length
-    if given.backend == "torch":
+    if given.backend in EMBEDDED:
         return given
     require(
         given.max_model_len is None or given.max_model_len >= longest,

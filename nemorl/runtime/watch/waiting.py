@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from rich.console import Console
 
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.config.generation import EMBEDDED, GenerationConfig
 from nemorl.runtime.watch.log import event
 
 
@@ -28,8 +28,8 @@ def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
 def waiting_for_engines(
     config: GenerationConfig, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
-    """Return `waiting` for the set-up of a generation backend; the embedded one needs none."""
-    if config.backend == "torch":
+    """Return `waiting` for the set-up of a generation backend; embedded ones need none."""
+    if config.backend in EMBEDDED:
         return nullcontext()
     logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
     what = f"starting {config.num_replicas} x {config.backend} through Ray{logs}"
@@ -40,7 +40,8 @@ def waiting_for_ranks(
     plan: ParallelPlan, who: str, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
     """Return `waiting` for the set-up of a trainer on ranks."""
-    degrees = {name: getattr(plan, name) for name in ("dp_replicate", "dp_shard", "tp", "cp")}
+    axes = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+    degrees = {name: getattr(plan, name) for name in axes}
     spread = [f"{name} {degree}" for name, degree in degrees.items() if degree and degree > 1]
     devices = f"{plan.num_ranks} device{'s' * (plan.num_ranks > 1)}"
     how = ", ".join(spread) or "one rank"

@@ -102,3 +102,14 @@ def test_it_says_how_to_install(monkeypatch: pytest.MonkeyPatch):
     off = SimpleNamespace(rank=0)
     with pytest.raises(ValueError, match=r"must be installed.*pip install 'nemorl\[megatron\]'"):
         limits.check(SimpleNamespace(lora=off, parallel=ParallelPlan()))
+
+
+def test_what_generates_on_the_ranks_of_another_backend():
+    """Commands that only sample have no ranks at all."""
+    generation = nemorl.GenerationConfig(backend="megatron")
+    with pytest.raises(ValueError, match=r"generation.backend must be torch or vllm unless the tr"):
+        devices({}, backend="dtensor", generation=generation)
+    with pytest.raises(ValueError, match=r"as megatron generates on the ranks of a trainer"):
+        nemorl.EvalConfig(model="model", data="rows.jsonl", reward="exact", generation=generation)
+    with pytest.raises(ValueError, match=r"num_replicas is not for megatron, the trainer's ranks"):
+        nemorl.GenerationConfig(backend="megatron", num_replicas=2)

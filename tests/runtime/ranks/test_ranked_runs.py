@@ -332,6 +332,20 @@ def test_megatron_gives_the_numbers_of_one_process(algorithm: str, place: Path, 
     assert_as_in_one_process(algorithm, place, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--parallel.tp", "2"], marks=pytest.mark.slow),
+        ["--parallel.dp-shard", "2"],
+    ],
+)
+def test_the_ranks_that_train_generate(flags: list[str], place: Path, tmp_path: Path):
+    """By another flag: the responses, and so the numbers, are those of one process."""
+    backends = ["--trainer.backend", "megatron", "--generation.backend", "megatron"]
+    assert cli.main(arguments("grpo", place, tmp_path, *backends, *flags)) == 0
+    assert_as_in_one_process("grpo", place, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:the run goes on with other settings")
 def test_a_run_goes_on_with_the_other_backend(place: Path, tmp_path: Path):
@@ -382,15 +396,33 @@ def test_experts_on_ranks_of_their_own(experts: Path, tmp_path: Path):
     assert after < before - 0.1
 
 
+@pytest.mark.slow
+def test_experts_generate_and_learn(experts: Path, tmp_path: Path):
+    """Sampler and trainer agree on every token, on replicas that share experts."""
+    config = ranked(
+        grpo_config,
+        experts,
+        tmp_path / "run",
+        generation=nemorl.GenerationConfig(backend="megatron", max_new_tokens=4),
+        parallel=nemorl.ParallelPlan(dp_shard=2, ep=2),
+    )
+    result = in_tests(replace(config, trainer=replace(config.trainer, backend="megatron")))
+    lines = [line for line in result.history if line["phase"] == "train"]
+    assert len(lines) == STEPS
+    assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)
+    assert len({line["grad_norm"] for line in lines}) == STEPS
+
+
 def test_experts_need_a_sampler_that_has_them(
     experts: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
     """Said before a rank is started."""
     flags = ["--trainer.backend", "megatron", "--parallel.dp-shard", "2"]
     assert cli.main(arguments("grpo", experts, tmp_path / "run", *flags)) != 0
-    assert "it is 'qwen3_moe': train it with --trainer.backend megatron, and sample with vLLM" in (
-        " ".join(capsys.readouterr().err.split())
-    )
+    assert (
+        "it is 'qwen3_moe': train it with --trainer.backend megatron, and sample with"
+        " --generation.backend megatron or vllm"
+    ) in " ".join(capsys.readouterr().err.split())
     assert not list((tmp_path / "run").glob("logs/rank-*"))
 
 

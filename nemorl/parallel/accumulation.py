@@ -1,0 +1,114 @@
+"""Optimizer steps along gradients that are added up over batches: what backends have in common."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from nemorl.data.batch import TokenBatch
+from nemorl.losses.types import Metrics, merge
+from nemorl.parallel.backend import LossFn, require_loss_weights
+from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.dtensor.mesh import World
+from nemorl.parallel.dtensor.optimizer import learning_rate, require_finite
+from nemorl.parallel.measure import StepMeter, of_step
+from nemorl.parallel.profiling import profiled
+
+
+class Accumulating(ABC):
+    """`train_step`, `forward_backward` and `optim_step` of a rank, or of a process by itself."""
+
+    config: BackendConfig
+    world: World
+    meter: StepMeter
+
+    def __init__(self) -> None:
+        self._batches: list[TokenBatch] = []
+        self._loss = torch.zeros(())
+        """Of the gradients that no step was taken along yet."""
+        self._copied = 0
+        """Tokens of prompts that these microbatches computed once for several sequences."""
+        self.step = 0
+
+    @abstractmethod
+    def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
+        """Add the gradient; return the metrics of this rank's rows and the whole loss."""
+
+    @abstractmethod
+    def _zero_grad(self) -> None:
+        """Make all gradients zero."""
+
+    @abstractmethod
+    def _grad_norm(self) -> Tensor:
+        """Return the whole gradient's norm, once it is summed over ranks, before clipping."""
+
+    @abstractmethod
+    def _update(self, grad_norm: Tensor, lr: float) -> None:
+        """Change the weights."""
+
+    def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
+        """Take an optimizer step on a batch alone: `forward_backward`, then `optim_step`.
+
+        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
+        """
+        self._forget()
+        return {**self.forward_backward(batch, loss_fn), **self.optim_step()}
+
+    def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
+        """Add the gradient of a batch's loss to that of the next `optim_step`, and return the
+        metrics of the loss. An error drops what was added since the last step.
+        """
+        require_loss_weights(batch)
+        if not self._batches:
+            self.meter.begin()
+            self._zero_grad()
+        step, rank = self.step + 1, self.world.rank
+        try:
+            with profiled(self.config.profile, step=step, rank=rank, last=False):
+                metrics, loss = self._gradients(batch, loss_fn)
+        except BaseException:
+            self._forget()
+            raise
+        self._batches, self._loss = [*self._batches, batch], self._loss + loss
+        return self._merged(metrics, {})
+
+    def optim_step(self) -> Metrics:
+        """Take an optimizer step along the gradients added since the last one.
+
+        Returns: loss, grad_norm (before clipping), lr, num_tokens and what `StepMeter` measures.
+        Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
+        """
+        if not self._batches:
+            raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
+        config, batches, loss, copied = self.config, self._batches, self._loss, self._copied
+        self._restart()
+        with profiled(config.profile, step=self.step + 1, rank=self.world.rank):
+            grad_norm = self._grad_norm()
+            require_finite(loss, grad_norm, step=self.step + 1)
+            lr = learning_rate(self.step, config.optimizer, total_steps=config.total_steps)
+            # Counted before the weights change: after an error amid it the step has begun.
+            self.step += 1
+            self._update(grad_norm, lr)
+            measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)
+        return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
+
+    def _forget(self) -> None:
+        """Drop the gradients that no step was taken along."""
+        self._restart()
+        self._zero_grad()
+
+    def _restart(self) -> None:
+        self._batches, self._loss, self._copied = [], torch.zeros((), device=self.world.device), 0
+
+    def _merged(self, metrics: Metrics, measured: Metrics) -> Metrics:
+        """Merge what all ranks measured, and the metrics of the first of those that share rows."""
+        first = self.world.is_last_stage and self.world.cp_rank == self.world.tp_rank == 0
+        own = {**metrics, **measured} if first else measured
+        if self.world.size == 1:
+            return own
+        own = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), own)
+        return functools.reduce(merge, self.world.gather_objects(own))

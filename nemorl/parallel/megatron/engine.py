@@ -1,0 +1,160 @@
+"""Generation by the ranks that train, with the weights that they train."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nemorl.parallel.dtensor.collectives import all_gather_same
+from nemorl.parallel.dtensor.mesh import World
+from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
+from nemorl.rollout.generation import Completion, SamplingParams
+from nemorl.rollout.kv_cache import SlotCache
+from nemorl.rollout.sampling import Slot, SlotTensors
+from nemorl.rollout.scheduler import Request
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What all ranks do next. Requests have numbers."""
+
+    new: Sequence[tuple[int, Sequence[int], SamplingParams]] = ()
+    dropped: Sequence[int] = ()
+    passes: int = 0
+    """The most passes to compute."""
+    version: int = 0
+    """Of the weights."""
+    anew: bool = False
+    """Whether the cache of unfinished sequences is computed anew."""
+    asleep: bool = False
+    """Whether the cache's memory is freed."""
+
+
+class Engine:
+    """This rank's share of the decoding: each replica of the model takes its share of the requests,
+    and its ranks compute the same passes in lockstep.
+    """
+
+    def __init__(self, stage: Any, world: World, **options: Any) -> None:
+        """options: of `Decoding`."""
+        self.stage, self.world = stage, world
+        self.decoding = Decoding(self._draw, device=world.device, **options)
+        self.requests: dict[int, Request] = {}
+        self.replicas = world.plan.data_ranks * world.plan.cp
+        self.replica = world.data_rank * world.plan.cp + world.cp_rank
+
+    def follow(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
+        """Do what is ordered; return the answers that are complete, and a pass's seconds. A
+        collective call of all ranks, inside megatron-core's `runtime`.
+        """
+        if order.anew or order.asleep:
+            self.decoding.preempt()
+        if order.asleep:
+            self.decoding.cache = None
+        new = {n: Request(prompt, params) for n, prompt, params in order.new if self._is_ours(n)}
+        gone = [self.requests.pop(number, None) for number in order.dropped]
+        self.requests |= new
+        self.stage.eval()
+        passes, begun = 0, time.monotonic()
+        try:
+            with torch.no_grad():
+                self.decoding.queue(list(new.values()), [one for one in gone if one])
+                while passes < order.passes and self._advance(order.version):
+                    passes += 1
+        except BaseException:
+            self.decoding.forget()  # it must not get into later answers
+            self.requests.clear()
+            raise
+        done = [number for number, request in self.requests.items() if request.future.done()]
+        answers = {number: self.requests.pop(number).future.result() for number in done}
+        seconds = (time.monotonic() - begun) / max(1, passes)
+        if self.replicas > 1:
+            found = self.world.gather_objects(answers)
+            answers = {number: answer for one in found for number, answer in one.items()}
+        return answers, seconds
+
+    def _is_ours(self, number: int) -> bool:
+        return number % self.replicas == self.replica
+
+    def _advance(self, version: int) -> bool:
+        """Compute the next pass; where replicas share experts, all of them do, if any has one."""
+        if self.world.plan.ep == 1 or self.replicas == 1:
+            return self.decoding.advance(version)
+        busy = torch.tensor([bool(self.decoding.waiting or self.decoding.active)], dtype=torch.int)
+        own = bool(busy)
+        dist.all_reduce(busy, dist.ReduceOp.MAX, group=self.world.control_group)
+        if own:
+            return self.decoding.advance(version)
+        if busy:
+            self._forward(_nothing(self.world.device))
+        return bool(busy)
+
+    def _draw(self, work: Pass) -> Tensor:
+        world, logits = self.world, self._forward(work)
+        drawn = torch.zeros((2, len(work.slots.slots)), dtype=torch.float64, device=world.device)
+        if logits is not None and world.tp_rank == 0:
+            drawn = draw_tokens(logits, work)
+        if world.is_last_stage and world.tp_group is not None:
+            dist.broadcast(drawn, group=world.tp_group, group_src=0)
+        if world.pp_group is not None:
+            dist.broadcast(drawn, group=world.pp_group, group_src=world.plan.pp - 1)
+        return drawn
+
+    def _forward(self, work: Pass) -> Tensor | None:
+        """Take a pass through the pipeline; return the last stage's logits `[rows, vocab]`."""
+        from nemorl.parallel.megatron.core import get_forward_backward_func
+
+        found = get_forward_backward_func()(
+            forward_step_func=self._stage_forward,
+            data_iterator=iter([work]),
+            model=[self.stage],
+            num_microbatches=1,
+            seq_length=1,  # not used: stages send each other the shapes
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+        if not found:
+            return None
+        group = self.world.tp_group
+        return found[0] if group is None else all_gather_same(found[0], 1, group)
+
+    def _stage_forward(
+        self, passes: Iterator[Pass], model: Any
+    ) -> tuple[Tensor, Callable[..., Tensor]]:
+        work, plan = next(passes), self.world.plan
+        multiple = plan.tp if plan.sequence_parallel else 1
+        # All tokens in one row: a rank of sequence parallelism has a part of them.
+        rows = torch.stack((work.input_ids.flatten(), work.position_ids.flatten()))
+        input_ids, position_ids = pad(rows, (0, -rows.shape[1] % multiple))[:, None]
+        found = model(input_ids=input_ids, position_ids=position_ids, cached=work)
+        return found, partial(_same, found)
+
+
+def _same(found: Tensor, _: Any, non_loss_data: bool = True) -> Tensor:
+    return found
+
+
+def _nothing(device: torch.device) -> Pass:
+    """Return a pass of a token that nobody asked for."""
+    zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    slot = Slot(Request([0], SamplingParams(seed=0)), sample=0, limit=1)
+    work = Pass(
+        input_ids=zero,
+        position_ids=zero,
+        visible=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device),
+        states=zero[0],
+        sources=None,
+        slots=SlotTensors.of([slot], device),
+        cache=SlotCache(1, 1),
+    )
+    work.cache.prefill(zero[0], zero[0])
+    return work

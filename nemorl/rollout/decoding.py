@@ -1,0 +1,264 @@
+"""Responses in progress, decoded together: what an engine does beside its forward passes."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from nemorl.data.padding import pad
+from nemorl.data.transfer import to_device
+from nemorl.rollout.generation import Completion, FinishReason, text_before
+from nemorl.rollout.kv_cache import SlotCache
+from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
+from nemorl.rollout.scheduler import Request
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens of a pass, padding included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A forward pass: of whole sequences, or of the newest token of each."""
+
+    input_ids: Int[Tensor, "rows new"]
+    position_ids: Int[Tensor, "rows new"]
+    visible: Bool[Tensor, "_ 1 new keys"]
+    """What each new token sees."""
+    states: Int[Tensor, "rows"]
+    """Places, in the flattened rows, of the tokens after which others are drawn."""
+    sources: Int[Tensor, "samples"] | None
+    """The row of each sample; None: each row has one."""
+    slots: SlotTensors
+    cache: SlotCache
+
+
+def draw_tokens(logits: Float[Tensor, "rows vocab"], work: Pass) -> Float[Tensor, "2 samples"]:
+    """Draw each sample's next token; return the tokens and their log-probabilities, as float64, in
+    which ids are exact.
+    """
+    if work.sources is not None:
+        logits = logits[work.sources]
+    tokens, logprobs = sample_tokens(logits, work.slots)
+    return torch.stack((tokens.double(), logprobs.double()))
+
+
+class Decoding:
+    """The sequences that an engine decodes at a time, and those that wait for their slots.
+
+    Decoding is continuous: waiting prompts take the slots of finished sequences. A prompt is
+    computed once for all its samples.
+    """
+
+    def __init__(
+        self,
+        draw: Callable[[Pass], Float[Tensor, "2 samples"]],
+        *,
+        device: torch.device,
+        max_batch_size: int,
+        max_positions: int,
+        end_tokens: Iterable[int],
+        tokenizer: Any = None,
+    ) -> None:
+        """draw: computes a pass, and returns what `draw_tokens` does of its logits."""
+        self.draw, self.device, self.tokenizer = draw, device, tokenizer
+        self.max_batch_size, self.max_positions = max_batch_size, max_positions
+        self.end_tokens = set(end_tokens)
+        self.cache: SlotCache | None = None
+        self.active: list[Slot] = []
+        self.waiting: deque[list[Slot]] = deque()
+        """Samples that share a prefill."""
+        self._batch: SlotTensors | None = None
+
+    def forget(self) -> None:
+        """Drop all sequences, and the cache."""
+        self.cache = self._batch = None
+        self.active = []
+        self.waiting.clear()
+
+    def preempt(self) -> None:
+        """Have the cache of unfinished sequences computed anew, from their tokens so far."""
+        self.waiting.extendleft([one] for one in reversed(self.active))
+        self.active, self._batch = [], None
+
+    def queue(self, new: list[Request], dropped: list[Request]) -> None:
+        """Take requests, short prompts first, to pad least; and let go of others."""
+        size, groups = self.max_batch_size, []
+        for request in new:
+            n, length = request.params.n, len(request.prompt)
+            limit = min(request.params.max_new_tokens, self.max_positions - length)
+            request.parts = [Slot(request, j, limit) for j in range(n)]
+            groups += [request.parts[i : i + size] for i in range(0, n, size)]
+        self.waiting.extend(sorted(groups, key=lambda group: group[0].length))
+        if dropped:
+            gone = set(dropped)
+            for slot in self.active:
+                if slot.request in gone:
+                    slot.finish_reason = "stop"
+            self._retire()
+            self.waiting = deque(group for group in self.waiting if group[0].request not in gone)
+        if self.waiting and (new or self.cache is None):
+            self._make_room()
+
+    def advance(self, version: int) -> bool:
+        """Compute the next pass: of waiting sequences where there is room, else a token for each
+        active one. Return whether there was one.
+        """
+        if self._room():
+            self._admit(version)
+        elif self.active:
+            self._decode(version)
+        else:
+            return False
+        self._retire()
+        return True
+
+    def _make_room(self) -> None:
+        """Make the cache large enough for all requests, or for a full batch of them."""
+        everything = [s for group in self.waiting for s in group] + self.active
+        length = max(len(s.request.prompt) + s.limit for s in everything)
+        slots = min(self.max_batch_size, len(everything))
+        if self.cache is None:
+            self.cache = SlotCache(slots, length)
+        elif self.cache.num_slots < slots or self.cache.length < length:
+            if self.active:  # requests come one by one: not a copy for each
+                slots = min(self.max_batch_size, max(slots, 2 * self.cache.num_slots))
+                length = max(length, self.cache.length)
+                self.cache.grow(max(slots, self.cache.num_slots), length)
+            else:
+                self.cache = SlotCache(slots, length)
+
+    def _room(self) -> bool:
+        """Whether to admit a group now: while others decode, once an eighth is free."""
+        if not self.waiting:
+            return False
+        assert self.cache is not None
+        free = self.cache.num_slots - len(self.active)
+        return free >= (max(len(self.waiting[0]), self.cache.num_slots // 8) if self.active else 1)
+
+    def _admit(self, version: int) -> None:
+        """Compute waiting sequences in one pass of up to PREFILL_TOKENS, and sample."""
+        assert self.cache is not None
+        num_active = len(self.active)
+        free = self.cache.num_slots - num_active
+        groups: list[list[Slot]] = []
+        width = 0
+        while self.waiting and len(self.waiting[0]) <= free:
+            width = max(width, self.waiting[0][0].length)
+            if groups and (len(groups) + 1) * width > PREFILL_TOKENS:
+                break
+            free -= len(self.waiting[0])
+            groups.append(self.waiting.popleft())
+        input_ids, lengths = pad(
+            [torch.tensor([*first.request.prompt, *first.token_ids]) for first, *_ in groups],
+            value=0,
+        )
+        width = input_ids.shape[1]
+        new = [s for group in groups for s in group]
+        rows = torch.tensor([row for row, group in enumerate(groups) for _ in group])
+        device = self.device
+        input_ids, rows, lengths = to_device((input_ids, rows, lengths), device)
+        slots = torch.arange(num_active, num_active + len(new), device=device)
+        self.cache.prefill(slots, rows)
+        work = Pass(
+            input_ids=input_ids,
+            position_ids=torch.arange(width, device=device)[None].expand(len(groups), -1),
+            visible=torch.ones(1, 1, width, width, dtype=torch.bool, device=device).tril(),
+            states=torch.arange(len(groups), device=device) * width + lengths - 1,
+            sources=rows,
+            slots=SlotTensors.of(new, device),
+            cache=self.cache,
+        )
+        self._sample(work, version)
+        self.active = self.active + new
+
+    def _decode(self, version: int) -> None:
+        assert self.cache is not None
+        device, batch = self.device, self._batch
+        if batch is None or batch.slots is not self.active:
+            batch = self._batch = SlotTensors.of(self.active, device)
+        self.cache.decode(batch.positions, batch.width)
+        places = torch.arange(batch.width, device=device)
+        work = Pass(
+            input_ids=batch.tokens[:, None],
+            position_ids=batch.positions[:, None],
+            visible=(places <= batch.positions[:, None])[:, None, None],
+            states=torch.arange(len(batch.slots), device=device),
+            sources=None,
+            slots=batch,
+            cache=self.cache,
+        )
+        self._sample(work, version)
+
+    def _sample(self, work: Pass, version: int) -> None:
+        drawn = self.draw(work)
+        # The one moment of a pass in which the host waits.
+        tokens, logprobs = drawn.tolist()
+        if not all(map(math.isfinite, logprobs)):
+            raise FloatingPointError(
+                "the model's logits are not finite: its weights hold NaN or infinity"
+            )
+        for s, token, logprob in zip(work.slots.slots, map(int, tokens), logprobs, strict=True):
+            s.token_ids.append(token)
+            s.logprobs.append(logprob)
+            s.versions.append(version)
+            s.finish_reason = self._finish_reason(s, token)
+        work.slots.advance(drawn[0].long())
+
+    def _finish_reason(self, s: Slot, token: int) -> FinishReason | None:
+        if token in s.params.stop_token_ids or token in self.end_tokens:
+            return "stop"
+        if s.params.stop_strings:
+            # It began at most its length in bytes earlier.
+            longest = max(len(stop.encode()) for stop in s.params.stop_strings)
+            tail = self.tokenizer.decode(s.token_ids[-longest - 4 :], skip_special_tokens=True)
+            if any(stop in tail for stop in s.params.stop_strings):
+                return "stop"
+        return "length" if len(s.token_ids) >= s.limit else None
+
+    def _retire(self) -> None:
+        """Take finished sequences out; the last active ones move into their slots."""
+        active = self.active
+        done = [s for s in active if s.finish_reason]
+        if not done:
+            return
+        assert self.cache is not None
+        remaining = len(active) - len(done)
+        gaps = [slot for slot in range(remaining) if active[slot].finish_reason]
+        movers = [slot for slot in range(remaining, len(active)) if not active[slot].finish_reason]
+        if gaps:
+            self.cache.move(*to_device((torch.tensor(gaps), torch.tensor(movers)), self.device))
+        kept = active[:remaining]
+        for gap, mover in zip(gaps, movers, strict=True):
+            kept[gap] = active[mover]
+        self.active = kept
+        self._answer(list(dict.fromkeys(s.request for s in done)))
+
+    def _answer(self, requests: list[Request]) -> None:
+        """Answer the requests of which all samples are finished."""
+        whole = [request for request in requests if all(s.finish_reason for s in request.parts)]
+        samples = [s for request in whole for s in request.parts]
+        texts = [""] * len(samples)
+        if self.tokenizer is not None and samples:
+            ids = [s.token_ids for s in samples]
+            texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        made = [
+            Completion(
+                token_ids=tuple(s.token_ids),
+                logprobs=tuple(s.logprobs),
+                finish_reason=s.finish_reason or "length",
+                text=text_before(s.params.stop_strings, text),
+                policy_versions=tuple(s.versions),
+            )
+            for s, text in zip(samples, texts, strict=True)
+        ]
+        rest = iter(made)
+        for request in whole:
+            request.answer(list(islice(rest, request.params.n)))

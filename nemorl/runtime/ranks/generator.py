@@ -1,0 +1,97 @@
+"""The ranks that train, as a `GenerationBackend` that computes with their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from nemorl.models.causal_lm import end_tokens
+from nemorl.parallel.megatron.engine import Order
+from nemorl.rollout.scheduler import Request, ScheduledBackend
+from nemorl.runtime.engines.weights import checked_weights
+from nemorl.runtime.run.weight_sync import TrainerWeights
+
+STEP_S = 0.05
+"""Seconds that a call of the ranks is to take: an event loop waits so long."""
+MOST_PASSES = 256
+
+
+class RankedGenerator(ScheduledBackend):
+    """`GenerationBackend` "megatron": the ranks of the trainer "megatron" generate.
+
+    Nothing is copied, and nothing is to be synchronized. With tensor and pipeline parallelism the
+    ranks of a replica compute together; each replica takes a share of the requests. Sampling and
+    seeds are those of the embedded engine, "torch".
+    """
+
+    on_trainer = True
+    """Made with the trainer, in place of its model."""
+
+    def __init__(self, *, trainer: Any, tokenizer: Any = None) -> None:
+        super().__init__(self._step, tokenizer)
+        self.trainer = trainer
+        self._numbers, self._open = count(), dict[Request, int]()
+        self._order = Order()
+        """What the ranks must do before the next pass."""
+        self._passes = 1
+
+    def setup(self, config: Any) -> None:
+        model = self.trainer.model
+        self.limits(model.config)
+        self._expected = self.trainer.open_engine(
+            max_batch_size=config.max_batch_size,
+            max_positions=self.max_positions,
+            end_tokens=end_tokens(model, self.tokenizer),
+            tokenizer=self.tokenizer,
+        )
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, in_flight: str = "keep"
+    ) -> None:
+        """Go on with the trainer's weights as they are now, or with others, which become its.
+
+        Raises: RuntimeError for "wait" where requests are in flight and it is the trainer that has
+        changed them: the old weights are gone.
+        """
+        same = isinstance(weights, TrainerWeights) and weights.trainer is self.trainer
+        if in_flight == "wait" and same and self._scheduler.busy:
+            raise RuntimeError(
+                "in_flight='wait' needs the old weights, but this engine computes on the trainer's"
+                " own: await the requests before the trainer's step, or use in_flight='keep'"
+            )
+        with self._scheduler.updating(version, in_flight):
+            self._order = replace(self._order, anew=True)
+            if not same:
+                self.trainer.take_weights(dict(checked_weights(weights, self._expected)))
+
+    def sleep(self) -> None:
+        with self._scheduler.lock:
+            self.trainer.decode(Order(asleep=True))
+            self._scheduler.asleep = True
+
+    def _step(self, new: list[Request], dropped: list[Request]) -> None:
+        """Have the ranks decode for about STEP_S, or until nothing is left."""
+        numbered = dict(zip(new, self._numbers, strict=False))
+        self._open |= numbered
+        gone = [self._open.pop(request) for request in dropped if request in self._open]
+        order = replace(
+            self._order,
+            new=[(number, request.prompt, request.params) for request, number in numbered.items()],
+            dropped=[*self._order.dropped, *gone],
+            passes=self._passes,
+            version=self.policy_version or 0,
+        )
+        self._order = Order()
+        try:
+            answers, seconds = self.trainer.decode(order)
+        except BaseException:  # after an interrupt the ranks still have them
+            self._order = Order(dropped=[*self._open.values()])
+            self._open.clear()
+            raise
+        self._passes = max(1, min(int(STEP_S / seconds), MOST_PASSES))
+        for request in [one for one, number in self._open.items() if number in answers]:
+            request.answer(answers[self._open.pop(request)])

@@ -1,0 +1,115 @@
+"""Plans that the conformance suite of generation does not run, against engines of one process."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
+from nemorl.parallel.megatron.backend import MegatronBackend
+from nemorl.parallel.megatron.engine import Order
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.generation import Completion, SamplingParams
+from tests.parallel.batches import nll_loss, random_batch
+from tests.ranks import run_ranks
+from tests.rollout.test_generation_conformance import (
+    greedy,
+    of_transformers,
+    reference_logprobs,
+    torch_backend,
+)
+from tests.tiny_models import random_prompts, tiny_model
+
+PROMPTS = random_prompts(9, seed=3)
+PARAMS = [
+    SamplingParams(
+        seed=100 + i,
+        n=1 + i % 3,
+        max_new_tokens=5 + 3 * i,
+        top_p=0.9 if i % 4 == 1 else 1.0,
+        temperature=float(i % 5 > 0),
+    )
+    for i in range(9)
+]
+PLANS = {
+    "tp": ParallelPlan(dp_shard=1, tp=2),
+    "tp, whole sequences": ParallelPlan(dp_shard=1, tp=2, sequence_parallel=False),
+    "dp": ParallelPlan(dp_shard=2),
+    "cp": ParallelPlan(dp_shard=1, cp=2, cp_method="allgather"),
+    "tp above the key-value heads": ParallelPlan(dp_shard=1, tp=4),
+    "all": ParallelPlan(dp_shard=1, tp=2, pp=2, cp=2, cp_method="allgather"),
+}
+QUICK = ("tp", "dp")
+
+
+def started(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend:
+    backend = MegatronBackend()
+    trainer = TrainerConfig(device="cpu")
+    backend.setup(
+        BackendConfig(model=ModelConfig(path=str(folder)), trainer=trainer, parallel=plan)
+    )
+    backend.open_engine(max_batch_size=8, max_positions=256, end_tokens=[1], **options)
+    return backend
+
+
+def answers(
+    backend: MegatronBackend, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[Completion]:
+    """By a few passes at a time."""
+    order, found = Order(new=[*zip(range(100), prompts, params, strict=False)], passes=3), {}
+    while len(found) < len(prompts):
+        found |= backend.decode(order)[0]
+        order = Order(passes=3)
+    return [completion for _, answer in sorted(found.items()) for completion in answer]
+
+
+def sampled(folder: Path, plan: ParallelPlan) -> list[Completion]:
+    """After a step of training that changes little, and whose state must not be in the way."""
+    backend = started(folder, plan)
+    backend.get_logprobs(random_batch([9, 2, 30, 17], seed=0))
+    return answers(backend, PROMPTS, PARAMS)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in PLANS]
+)
+def test_every_plan_gives_the_tokens_of_the_embedded_engine(name: str, tmp_path: Path):
+    model, plan = tiny_model(scale=2.0, vocab_size=44), PLANS[name]
+    model.save_pretrained(tmp_path)
+    expected = torch_backend(model, 8).generate(PROMPTS, PARAMS)
+    for found in run_ranks(plan.num_ranks, sampled, tmp_path, plan):
+        assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+        for one, other in zip(found, expected, strict=True):
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert one.finish_reason == other.finish_reason
+
+
+def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:
+    """Before and after a step, whose weights are saved."""
+    backend, params = started(folder, plan), [greedy(12, seed=0)] * len(PROMPTS)
+    before = answers(backend, PROMPTS, params)
+    backend.train_step(random_batch([9, 2, 30, 17], seed=0), nll_loss)
+    backend.save_checkpoint(folder / "after")
+    return [before, answers(backend, PROMPTS, params)]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param(ParallelPlan(dp_shard=2, ep=2), id="ep"),
+        pytest.param(ParallelPlan(dp_shard=2, tp=2, ep=2), id="ep, tp", marks=pytest.mark.slow),
+        pytest.param(ParallelPlan(dp_shard=2, pp=2, ep=2), id="ep, pp", marks=pytest.mark.slow),
+    ],
+)
+def test_experts_of_other_ranks(plan: ParallelPlan, tmp_path: Path):
+    """Replicas that have nothing to do compute along; and a step's weights are the engine's."""
+    tiny_model("qwen3_moe", scale=3.0).save_pretrained(tmp_path)
+    before, after = run_ranks(plan.num_ranks, trained, tmp_path, plan)[0]
+    for folder, found in ((tmp_path, before), (tmp_path / "after", after)):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        for prompt, completion in zip(PROMPTS, found, strict=True):
+            assert list(completion.token_ids) == of_transformers(model, prompt, 12)
+            expected = reference_logprobs(model, prompt, completion.token_ids, 1.0)
+            assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
+    assert before != after

@@ -78,7 +78,7 @@ def each_array(batch: TokenBatch, function: Callable[[Tensor, int], Tensor]) -> 
     [[5], [5]]
     """
     arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    changed = {
+    changed: dict[str, Any] = {
         name: function(values, FREE.get(name, 0))
         for name, values in arrays.items()
         if isinstance(values, Tensor)

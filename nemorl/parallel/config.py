@@ -68,6 +68,10 @@ class TrainerConfig:
     and reference model in pinned main memory. With generation.backend torch in the trainer's
     process the parameters stay, because it computes with them.
     """
+    router_replay: bool = False
+    """Train a mixture of experts with the experts that the sampler chose for each token, weighted
+    by the trainer's router. With trainer.backend and generation.backend megatron.
+    """
     deterministic: bool = False
     """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
     do).

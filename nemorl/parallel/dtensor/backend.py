@@ -38,6 +38,7 @@ from nemorl.parallel.dtensor.pieces import gathering
 from nemorl.parallel.dtensor.tokens import Work
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter, of_step
+from nemorl.parallel.megatron.limits import check_elsewhere
 from nemorl.parallel.profiling import close_profile, profile_folder, profiled
 from nemorl.rollout.random import derive_seed
 
@@ -69,6 +70,7 @@ class DTensorBackend:
 
     def setup(self, config: BackendConfig) -> None:
         self.config = config
+        check_elsewhere(config.trainer)
         if config.lora.rank:
             adapters.require_peft("lora.rank")
         profile_folder(config.profile)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import prod
@@ -49,6 +50,7 @@ from nemorl.parallel.dtensor.optimizer import learning_rate, require_finite
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter, of_step
 from nemorl.parallel.megatron.limits import check, check_model
+from nemorl.parallel.megatron.routing import require_routes, routes_of
 from nemorl.parallel.profiling import close_profile, profile_folder, profiled
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -119,7 +121,7 @@ class MegatronBackend:
             given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
         self._model = on_meta(str(folder) if given is None else given.config, **trust)
         hf = self._model.config
-        check_model(hf)
+        check_model(hf, config.trainer)
         self.world.plan.check(hf, backend="megatron")
         stored_as = partial(as_stored, model_type=hf.model_type)
         self._tensors = stored_as(live_tensors(self._model))
@@ -266,10 +268,12 @@ class MegatronBackend:
         part, trainer = next(parts), self.config.trainer
         work = planned(part, getattr(part, mask), self.world, share=trainer.share_prompts)
         self._copied += work.copied * (loss_fn is not None)
-        rows, work = to_device((part, work), self.device)
+        routes = routes_of(part, work, self.world)
+        part = replace(part, routed_experts=None)
+        rows, work, routes = to_device((part, work, routes), self.device)
         chunk, with_entropy = trainer.logprob_chunk, loss_fn is not None
         inputs = RankInputs.of(rows, work, self.world, chunk=chunk, with_entropy=with_entropy)
-        found = model(**inputs.values)
+        found = model(**inputs.values, routes=routes)
         if self.world.is_last_stage and not with_entropy:
             found = found[0]  # for mixtures of experts the schedule wants a tensor
         return found, partial(self._finish, inputs, rows, loss_fn)
@@ -318,7 +322,8 @@ class MegatronBackend:
 
     def _logprobs(self, stage: Any, batch: TokenBatch) -> Logprobs:
         stage.eval()
-        layout = self._cut(batch)
+        # The reference model's routers choose by themselves: the sampler's were others.
+        layout = self._cut(batch, replay=stage is self._stage)
         values = self._schedule(stage, layout, "response_mask")
         placed = torch.zeros(layout.rows.input_ids.shape, device=self.device)
         if values:
@@ -426,8 +431,12 @@ class MegatronBackend:
         vars(self).pop("optimizer", None)
         self._settings.close()
 
-    def _cut(self, batch: TokenBatch) -> Layout:
+    def _cut(self, batch: TokenBatch, *, replay: bool = True) -> Layout:
         plan, trainer = self.world.plan, self.config.trainer
+        if trainer.router_replay and replay:
+            require_routes(batch, self.model.config)
+        else:
+            batch = replace(batch, routed_experts=None)
         return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
 
     def _runtime(self) -> AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from nemorl.parallel.dtensor.context_parallel import ContextState, context_atten
 from nemorl.parallel.dtensor.head import HeadInputs
 from nemorl.parallel.dtensor.mesh import DTYPES, World
 from nemorl.parallel.megatron import core
+from nemorl.parallel.megatron.routing import install_routes
 from nemorl.parallel.plan import ParallelPlan
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -40,6 +41,8 @@ class Rows(core.PackedSeqParams):
 
     segment_buckets: SegmentBuckets | None = None
     context: ContextState | None = None
+    routes: Int[Tensor, "tokens layers topk"] | None = None
+    """The experts that compute the tokens, in the layers of the stage; None: as routers choose."""
 
 
 class RMSNorm(nn.Module):
@@ -119,6 +122,7 @@ class Stage(core.GPTModel):
         )
         self.world, self.padding = world, getattr(hf, "pad_token_id", None)
         self.frequencies = rotary.inv_freq.to(world.device)
+        install_routes(self.decoder.layers)
 
     def forward(
         self,

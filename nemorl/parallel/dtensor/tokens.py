@@ -64,6 +64,13 @@ class Work:
             return values
         return _in_one_row(values, self.shared[0], self.input_ids.shape[1], free=free)
 
+    def copies(self, real: Bool[Tensor, "batch seq"]) -> Float[Tensor, "_ _"]:
+        """Return for how many `real` tokens of the microbatch each one in `input_ids` stands."""
+        if self.shared is None:
+            return self.computed(real, free=False).float()
+        place = self.shared[1][real.flatten()]
+        return place.bincount(minlength=self.input_ids.shape[1]).float()[None]
+
 
 register_pytree(SegmentBuckets)
 register_pytree(RowSplit)

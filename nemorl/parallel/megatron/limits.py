@@ -16,7 +16,7 @@ SUPPORTED: dict[str, Any] = {
     "router_jitter_noise": 0.0,
 }
 """Values that a model's configuration must have."""
-OF_EXPERTS = ("router_replay",)
+OF_EXPERTS = ("router_replay", "router_aux_loss_coef")
 """Settings of the section trainer for mixtures of experts."""
 
 

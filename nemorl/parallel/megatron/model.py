@@ -20,7 +20,7 @@ from nemorl.parallel.dtensor.context_parallel import ContextState, context_atten
 from nemorl.parallel.dtensor.head import HeadInputs
 from nemorl.parallel.dtensor.mesh import DTYPES, World
 from nemorl.parallel.megatron import core
-from nemorl.parallel.megatron.routing import install_routes
+from nemorl.parallel.megatron.routing import Routes, follow_rows
 from nemorl.parallel.plan import ParallelPlan
 
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -43,6 +43,8 @@ class Rows(core.PackedSeqParams):
     context: ContextState | None = None
     routes: Int[Tensor, "tokens layers topk"] | None = None
     """The experts that compute the tokens, in the layers of the stage; None: as routers choose."""
+    copies: Float[Tensor, "tokens"] | None = None
+    """For how many tokens of the batch each one stands; None where nothing balances experts."""
 
 
 class RMSNorm(nn.Module):
@@ -87,6 +89,19 @@ class CoreAttention(core.MegatronModule):
         return output.transpose(0, 1).flatten(2).contiguous()
 
 
+class Router(core.TopKRouter):
+    """Chooses experts where none are given, and can be drawn to use all of them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.router_replay = Routes()
+
+    def routing(
+        self, logits: Float[Tensor, "part batch experts"], padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return super().routing(self.router_replay.seen(logits), padding_mask)
+
+
 class Stage(core.GPTModel):
     """The layers of this rank's pipeline stage: from token ids, or what the stage before it sent,
     to hidden states, and on the last stage to log-probabilities.
@@ -107,6 +122,8 @@ class Stage(core.GPTModel):
         attention.core_attention = CoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if config.num_moe_experts:
+            layer.mlp.submodules.router = Router
         layers = [spec] * (config.num_layers // world.plan.pp)
         super().__init__(
             config=config,
@@ -122,7 +139,7 @@ class Stage(core.GPTModel):
         )
         self.world, self.padding = world, getattr(hf, "pad_token_id", None)
         self.frequencies = rotary.inv_freq.to(world.device)
-        install_routes(self.decoder.layers)
+        follow_rows(self.decoder.layers)
 
     def forward(
         self,
@@ -233,7 +250,8 @@ def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
     """Return megatron-core's settings for the mixture of experts that a configuration has, if any.
 
     Each token goes through those of the largest logits, weighted by the softmax over these, or
-    (norm_topk_prob off) over all. No loss balances them, as in Hugging Face's models by default.
+    (norm_topk_prob off) over all. megatron-core's losses that balance them are of a microbatch:
+    that of trainer.router_aux_loss_coef is in `routing`.
     """
     if hf.model_type not in EXPERTS:
         return {}

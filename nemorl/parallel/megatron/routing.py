@@ -1,9 +1,11 @@
 """Which experts compute a token: those of the router's largest logits, or those that the sampler
-chose (router replay, arXiv 2510.11370), weighted by the router all the same.
+chose (router replay, arXiv 2510.11370), weighted by the router all the same. And a loss that
+balances their load (arXiv 2101.03961, as Hugging Face has it).
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,6 +30,17 @@ class Routes:
         self.given: Int[Tensor, "tokens topk"] | None = None
         self.taken: Int[Tensor, "tokens topk"] | None = None
         self.records = False
+        self.copies: Float[Tensor, "tokens"] | None = None
+        self.balance: Load | Pull | None = None
+
+    def seen(
+        self, logits: Float[Tensor, "part batch experts"]
+    ) -> Float[Tensor, "part batch experts"]:
+        """Return the router's logits, after the loss that balances experts has looked at them."""
+        if self.balance is None:
+            return logits
+        assert self.copies is not None
+        return self.balance.seen(logits.flatten(0, 1), self.copies).view(logits.shape)
 
     def get_replay_topk(
         self,
@@ -48,18 +61,100 @@ class Routes:
         return found, experts
 
 
-def install_routes(layers: nn.ModuleList) -> None:
-    """Have the routers of a stage's layers take the experts in `packed_seq_params.routes`."""
+@dataclass(frozen=True)
+class Load:
+    """Sums over tokens and layers: how often each expert is among the likeliest ones, and its
+    probability.
+    """
+
+    topk: int
+    sums: Float[Tensor, "2 experts"]
+    """In float64, so that they do not depend on the order of the tokens."""
+
+    def seen(
+        self, logits: Float[Tensor, "tokens experts"], copies: Float[Tensor, "tokens"]
+    ) -> Float[Tensor, "tokens experts"]:
+        probabilities = logits.float().softmax(-1)
+        weights = copies.to(self.sums.dtype)
+        likeliest = probabilities.topk(self.topk, -1).indices
+        self.sums[0].index_add_(0, likeliest.flatten(), weights.repeat_interleave(self.topk))
+        self.sums[1] += weights @ probabilities.to(self.sums.dtype)
+        return logits
+
+    def loss(self, count: int) -> Float[Tensor, ""]:
+        """Return E · Σ_e share_e · mean probability_e, over `count` tokens of all layers.
+
+        Source: Hugging Face's `load_balancing_loss_func`.
+        """
+        shares, means = self.sums / count
+        return self.sums.shape[1] * (shares * means).sum().float()
+
+    def pull(self, count: int, *, coef: float) -> "Pull":
+        """Return what a token adds to the gradient of coef · `loss`, whose shares are fixed."""
+        shares = self.sums[0] / count
+        return Pull((coef * self.sums.shape[1] / count * shares).float())
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The gradient of a loss that is Σ_e weight_e · probability_e, summed over tokens."""
+
+    weights: Float[Tensor, "experts"]
+
+    def seen(
+        self, logits: Float[Tensor, "tokens experts"], copies: Float[Tensor, "tokens"]
+    ) -> Float[Tensor, "tokens experts"]:
+        return _Pulled.apply(logits, self.weights, copies)
+
+
+class _Pulled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, weights: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, weights, copies)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, weights, copies = ctx.saved_tensors
+        probabilities = logits.float().softmax(-1)
+        mean = probabilities @ weights
+        pulled = copies[:, None] * probabilities * (weights - mean[:, None])
+        return grads[0] + pulled.to(grads[0].dtype), None, None
+
+
+@contextmanager
+def balancing(stage: Any, balance: Load | Pull | None) -> Iterator[None]:
+    """Have the routers of a stage show their logits to `balance` in the block."""
+    if balance is None:
+        yield
+        return
+    found = _routes(stage)
+    for each in found:
+        each.balance = balance
+    try:
+        yield
+    finally:
+        for each in found:
+            each.balance = None
+
+
+def follow_rows(layers: nn.ModuleList) -> None:
+    """Have the routers of a stage's layers get what `packed_seq_params` has of the tokens."""
     for index, layer in enumerate(layers):
-        if (router := getattr(layer.mlp, "router", None)) is not None:
-            router.router_replay = Routes()
+        if hasattr(layer.mlp, "router"):
             # Before each pass of the layer: it may be recomputed after those of other microbatches.
             layer.register_forward_pre_hook(partial(_give, index), with_kwargs=True)
 
 
 def _give(index: int, layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-    routes = getattr(kwargs.get("packed_seq_params"), "routes", None)
-    layer.mlp.router.router_replay.given = None if routes is None else routes[:, index]
+    rows, own = kwargs.get("packed_seq_params"), layer.mlp.router.router_replay
+    routes = getattr(rows, "routes", None)
+    own.given = None if routes is None else routes[:, index]
+    own.copies = getattr(rows, "copies", None)
+
+
+def _routes(stage: Any) -> list[Routes]:
+    return [layer.mlp.router.router_replay for layer in stage.decoder.layers]
 
 
 @contextmanager
@@ -70,7 +165,7 @@ def recorded_routes(stage: Any) -> Iterator[Callable[[], Int[Tensor, "tokens lay
     the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of this
     rank's part of seq).
     """
-    found: list[Routes] = [layer.mlp.router.router_replay for layer in stage.decoder.layers]
+    found = _routes(stage)
     for each in found:
         each.records = True
     try:
@@ -97,6 +192,11 @@ def routes_of(
         return None
     of_stage = part.routed_experts.cpu().chunk(world.plan.pp, 2)[world.pp_rank]
     return by_state(work.computed(of_stage, free=-1), world)
+
+
+def copies_of(part: TokenBatch, work: Work, world: World) -> Float[Tensor, "tokens"]:
+    """Return for how many tokens of a microbatch each one stands that this rank's routers get."""
+    return by_state(work.copies(part.segment_ids.cpu() > 0), world)
 
 
 def by_state(values: Shaped[Tensor, "batch part *rest"], world: World) -> Shaped[Tensor, "_ *rest"]:

@@ -87,7 +87,7 @@ def test_what_is_for_experts():
         trainer = nemorl.TrainerConfig(backend=backend, device="cpu", **options)
         return nemorl.SFTConfig(trainer=trainer)
 
-    for options in ({"router_replay": True},):
+    for options in ({"router_replay": True}, {"router_aux_loss_coef": 0.1}):
         (name,) = options
         with pytest.raises(ValueError, match=rf"trainer.{name} needs trainer.backend megatron"):
             Devices.of(of("dtensor", **options), {}, num_gpus=0)

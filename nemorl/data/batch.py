@@ -1,7 +1,8 @@
 """`TokenBatch`: everything a training step needs to know about its tokens, as one frozen pytree."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,10 @@ class TokenBatch:
     prev_logprobs: PerToken | None = None
     generation_logprobs: PerToken | None = None
     reference_logprobs: PerToken | None = None
+    routed_experts: Int[Tensor, "batch seq layers topk"] | None = None
+    """The experts that the sampler chose for each token, for `trainer.router_replay`; -1 where the
+    trainer's router chooses: off the sampler's tokens, and for the last one, which it only drew.
+    """
     logprob_kind: LogprobKind = LogprobKind()
     """The distribution of all logprob arrays, and of those that the trainer computes."""
 
@@ -54,8 +59,31 @@ class TokenBatch:
         return self.input_ids.shape[0]
 
 
-DTYPES = {"input_ids": torch.int64, "loss_mask": torch.bool, "response_mask": torch.bool}
+DTYPES = {
+    "input_ids": torch.int64,
+    "loss_mask": torch.bool,
+    "response_mask": torch.bool,
+    "routed_experts": torch.int16,
+}
+FREE = {"routed_experts": -1}
+"""What stands in free places, if not 0."""
 register_pytree(TokenBatch, constant="logprob_kind")
+
+
+def each_array(batch: TokenBatch, function: Callable[[Tensor, int], Tensor]) -> TokenBatch:
+    """Return a batch with `function(values, free)` of each array, whose free places hold `free`.
+
+    >>> one = collate([{"input_ids": [5], "loss_mask": [False], "response_mask": [False]}])
+    >>> each_array(one, lambda values, free: values.repeat(2, 1)).input_ids.tolist()
+    [[5], [5]]
+    """
+    arrays = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    changed: dict[str, Any] = {
+        name: function(values, FREE.get(name, 0))
+        for name, values in arrays.items()
+        if isinstance(values, Tensor)
+    }
+    return replace(batch, **changed)
 
 
 def collate(
@@ -93,7 +121,7 @@ def collate(
         if not missing:
             dtype = DTYPES.get(field.name, torch.float32)
             sequences = [torch.as_tensor(getattr(item, field.name), dtype=dtype) for item in items]
-            columns[field.name] = pad(sequences, value=0, length=length)[0]
+            columns[field.name] = pad(sequences, value=FREE.get(field.name, 0), length=length)[0]
     _require_trainable(columns["loss_mask"], columns["response_mask"])
     lengths = torch.tensor([item.num_tokens for item in items])
     place = torch.arange(columns["input_ids"].shape[1]).expand_as(columns["input_ids"])
@@ -142,9 +170,13 @@ def trim(batch: TokenBatch, *, multiple_of: int = 1) -> TokenBatch:
     """
     longest = int(extents(batch).max()) if len(batch) else 0
     added = round_up(max(longest, 1), multiple_of) - batch.input_ids.shape[1]
-    return pytree.tree_map_only(
-        Tensor, lambda values: torch.nn.functional.pad(values, (0, added)), batch
-    )
+    return each_array(batch, partial(_widened, added=added))
+
+
+def _widened(values: Tensor, free: int, *, added: int) -> Tensor:
+    """Add free columns on the right, or take some away."""
+    of_columns = (*(0, 0) * (values.ndim - 2), 0, added)
+    return torch.nn.functional.pad(values, of_columns, value=free)
 
 
 def extents(batch: TokenBatch) -> Int[Tensor, "batch"]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,10 @@ class Example:
     prev_logprobs: Sequence[float] | None = None
     generation_logprobs: Sequence[float] | None = None
     reference_logprobs: Sequence[float] | None = None
+    routed_experts: Any = None
+    """`[tokens, layers, topk]`, of lists or a tensor: the experts that the sampler chose for each
+    token; -1 where it chose none.
+    """
 
     def __post_init__(self) -> None:
         for name, values in self.arrays().items():

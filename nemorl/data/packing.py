@@ -9,10 +9,9 @@ import numpy as np
 import torch
 from jaxtyping import Int, Shaped
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from nemorl.checks import at_least
-from nemorl.data.batch import TokenBatch
+from nemorl.data.batch import TokenBatch, each_array
 from nemorl.data.bins import best_fit_decreasing
 
 Plan = tuple[tuple[int, ...], ...]
@@ -85,7 +84,8 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     """Return a batch whose rows are a plan's: all arrays move, segments count on, 1, 2, ...
 
     An index of the plan is a row of `batch` with all its segments: those (the two answers of a
-    preference pair) stay together, in order. Free places hold 0.
+    preference pair) stay together, in order. Free places hold 0, or
+    -1 among experts.
     Raises: ValueError where the plan lacks or repeats a row.
 
     >>> from nemorl.data.batch import collate
@@ -106,8 +106,9 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
         real.device
     )
     numbered = replace(batch, segment_ids=torch.where(real, batch.segment_ids + before[:, None], 0))
-    return pytree.tree_map_only(
-        Tensor, lambda values: _move(values, source, target, (len(plan), width)), numbered
+    shape = (len(plan), width)
+    return each_array(
+        numbered, lambda values, free: _move(values, source, target, shape, free=free)
     )
 
 
@@ -204,8 +205,10 @@ def _within(lengths: np.ndarray, starts: np.ndarray) -> Tensor:
     return torch.from_numpy(np.repeat(starts - before, lengths) + np.arange(lengths.sum()))
 
 
-def _move(values: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int]) -> Tensor:
-    moved = values.new_zeros((shape[0] * shape[1], *values.shape[2:]))
+def _move(
+    values: Tensor, source: Tensor, target: Tensor, shape: tuple[int, int], *, free: int = 0
+) -> Tensor:
+    moved = values.new_full((shape[0] * shape[1], *values.shape[2:]), free)
     return moved.index_copy(0, target, values.flatten(0, 1)[source]).unflatten(0, shape)
 
 

@@ -68,6 +68,14 @@ class TrainerConfig:
     and reference model in pinned main memory. With generation.backend torch in the trainer's
     process the parameters stay, because it computes with them.
     """
+    router_replay: bool = False
+    """Train a mixture of experts with the experts that the sampler chose for each token, weighted
+    by the trainer's router. With trainer.backend and generation.backend megatron.
+    """
+    router_aux_loss_coef: float = 0.0
+    """Weight of the loss that balances the load of a mixture's experts, Hugging Face's of the whole
+    batch; it takes another forward pass. With trainer.backend megatron.
+    """
     deterministic: bool = False
     """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
     do).
@@ -81,6 +89,7 @@ class TrainerConfig:
             trainer__packed_row_tokens=self.packed_row_tokens,
             trainer__logprob_chunk=self.logprob_chunk,
         )
+        at_least(0, trainer__router_aux_loss_coef=self.router_aux_loss_coef)
         require(
             self.train_micro_batch_size is None or self.micro_batch_tokens is None,
             "trainer.micro_batch_tokens",

@@ -7,9 +7,8 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils import _pytree as pytree
 
-from nemorl.data.batch import TokenBatch, take
+from nemorl.data.batch import TokenBatch, each_array, take
 from nemorl.data.packing import Plan, pack, pack_plan, unpack
 from nemorl.data.sharding import shard_by_rank, split, split_microbatches
 from nemorl.data.transfer import to_device
@@ -33,8 +32,9 @@ class Layout:
         """Return the microbatches of a rank; an empty one as a row of padding, for collectives."""
         plan = self.microbatches[rank]
         found = split(self.rows, plan, multiple_of=self.multiple_of)
-        padding = pytree.tree_map_only(
-            Tensor, lambda x: x.new_zeros(1, self.multiple_of), self.rows
+        size = (1, self.multiple_of)
+        padding = each_array(
+            self.rows, lambda values, free: values.new_full((*size, *values.shape[2:]), free)
         )
         return tuple(part if rows else padding for part, rows in zip(found, plan, strict=True))
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import as_messages, prompt_of
@@ -236,6 +237,14 @@ def to_token_batch(rollouts: Rollouts) -> TokenBatch:
                 loss_mask=response,
                 response_mask=response,
                 generation_logprobs=[0.0] * len(prompt) + list(completion.logprobs),
+                routed_experts=_with_last(completion.routed_experts),
             )
         )
     return collate(examples, logprob_kind=rollouts.kind)
+
+
+def _with_last(
+    experts: Int[Tensor, "computed layers topk"] | None,
+) -> Int[Tensor, "tokens layers topk"] | None:
+    """Add the last token, for which the sampler chose none."""
+    return None if experts is None else pad(experts, (0, 0, 0, 0, 0, 1), value=-1)

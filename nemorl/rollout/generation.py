@@ -1,7 +1,7 @@
 """Requests to a generation engine, its answers, and the Protocol of engines."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from nemorl.checks import at_least, require
@@ -68,6 +68,11 @@ class Completion:
     """Without special tokens, up to a stop string."""
     policy_versions: tuple[int, ...] = ()
     """Of the weights that sampled each token."""
+    routed_experts: "Tensor | None" = field(default=None, compare=False, repr=False)
+    """`[positions, layers, topk]`: the experts that computed each token of prompt and response, but
+    for the last one, which was only drawn. None of a model without experts, or from an engine that
+    keeps no record.
+    """
 
     @property
     def policy_version(self) -> int:

@@ -27,10 +27,17 @@ def batch_of(lengths: list[int], *, width: int = 0, seed: int = 0) -> TokenBatch
         response = [False] + [True] * (length - 1) if length else []
         floats = torch.rand(5, length, generator=generator)
         floats[:, :1] = float("nan")
-        arrays = {name: row.tolist() for name, row in zip(OPTIONAL, floats, strict=True)}
+        arrays = {name: row.tolist() for name, row in zip(OPTIONAL[:-1], floats, strict=True)}
+        experts = torch.randint(-1, 9, (length, 2, 3), generator=generator)
         ids = list(range(first, first + length))
         examples.append(
-            Example(input_ids=ids, loss_mask=response, response_mask=response, **arrays)
+            Example(
+                input_ids=ids,
+                loss_mask=response,
+                response_mask=response,
+                routed_experts=experts,
+                **arrays,
+            )
         )
         first += length
     return collate(examples, length=max([width, *lengths]))
@@ -64,7 +71,13 @@ def assert_equal(one: TokenBatch, other: TokenBatch) -> None:
 
 
 def each_array(function: Callable[..., torch.Tensor], *batches: TokenBatch) -> TokenBatch:
-    """The batch of `function` of each array of the batches."""
-    return pytree.tree_map(
-        lambda *arrays: None if arrays[0] is None else function(*arrays), *batches
-    )
+    """The batch of `function`, which leaves 0 in free places, of each array of the batches."""
+
+    def of(*arrays: torch.Tensor) -> torch.Tensor | None:
+        if arrays[0] is None:
+            return None
+        if arrays[0].dtype != torch.int16:
+            return function(*arrays)
+        return function(*(experts + 1 for experts in arrays)) - 1  # -1 is free there
+
+    return pytree.tree_map(of, *batches)

@@ -7,7 +7,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from nemorl.data.batch import Example, TokenBatch, collate, extents, take, trim
+from nemorl.data.packing import pack
 from nemorl.losses.logprobs import LogprobKind
+from nemorl.parallel.layout import Layout
 from tests.data.batches import SPECS, assert_equal, batch_of, built, each_array, tokens_of
 
 
@@ -43,6 +45,21 @@ def test_worked_collate():
     ).input_ids.tolist() == [[8, 0, 0]]
 
 
+def test_experts_are_minus_one_where_no_token_is():
+    """However a batch is padded, packed, cut."""
+    one, two = [[[0, 1]], [[2, 3]]], [[[1, 0]]]
+    batch = collate([example(5, 6, routed_experts=one), example(8, routed_experts=two)], length=3)
+    free, packed = [[-1, -1]], pack(batch, ((0, 1), ()))
+    for found, expected in (
+        (batch, [[*one, free], [*two, free, free]]),
+        (trim(batch, multiple_of=4), [[*one, free, free], [*two, free, free, free]]),
+        (trim(batch), [one, [*two, free]]),
+        (packed, [[*one, *two], [free] * 3]),
+        (Layout(batch, (((),),), None, (2, 1), 3, 2).parts()[0], [[free, free]]),
+    ):
+        assert found.routed_experts is not None and found.routed_experts.tolist() == expected
+
+
 def test_a_batch_is_a_pytree_with_its_kind():
     batch = collate([example(5, 6)], logprob_kind=LogprobKind(temperature=0.5))
     doubled = pytree.tree_map_only(Tensor, lambda values: torch.cat([values, values]), batch)
@@ -69,7 +86,7 @@ def test_widths_change_without_losing_a_token(spec):
 
 
 def test_extent_counts_padding_on_the_left():
-    shifted = each_array(lambda array: array.roll(1, -1), batch_of([2], width=4))
+    shifted = each_array(lambda array: array.roll(1, 1), batch_of([2], width=4))
     assert extents(shifted).tolist() == [3]
     assert trim(shifted).input_ids.tolist() == [[0, 1, 2]]
 

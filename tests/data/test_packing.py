@@ -176,7 +176,7 @@ def test_empty_sequences_and_rows_take_no_segment():
 def test_place_of_the_padding_does_not_matter():
     batch = batch_of([2], width=3)
     right = pack(batch, ((0,),))
-    left = pack(each_array(lambda array: array.roll(1, -1), batch), ((0,),))
+    left = pack(each_array(lambda array: array.roll(1, 1), batch), ((0,),))
     assert left.input_ids.tolist() == right.input_ids.tolist()
     assert left.position_ids.tolist() == right.position_ids.tolist()
 

@@ -175,6 +175,6 @@ def test_what_cannot_be_halved_is_followed_by_empty_ones():
 
 
 def test_a_budget_counts_padding_on_the_left():
-    shifted = each_array(lambda array: array.roll(1, -1), batch_of([2], width=4))
+    shifted = each_array(lambda array: array.roll(1, 1), batch_of([2], width=4))
     with pytest.raises(ValueError, match="row 0 has 3 tokens, token_budget is 2"):
         split_microbatches(shifted, token_budget=2)

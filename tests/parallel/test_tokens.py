@@ -107,6 +107,24 @@ def test_a_groups_prompt_goes_through_the_decoder_once():
     assert heads == [int(batch.loss_mask.sum())] * 2
 
 
+def test_prompts_that_other_experts_computed_are_not_the_same():
+    batch = grouped([(3, [1, 2, 1])])
+    experts = torch.zeros(3, batch.input_ids.shape[1], 2, 2, dtype=torch.int16)
+    experts[1, 2, 1] = torch.tensor([1, 0])
+    found = once(replace(batch, routed_experts=experts))
+    assert found is not None and found[0].tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 9, 13]
+    assert len(once(batch)[0]) == 3 + 4
+    # They come in the layout of the tokens that are computed; -1 is padding.
+    work = work_of(
+        replace(batch, routed_experts=experts), batch.loss_mask, share=True, multiple_of=8
+    )
+    rows = work.computed(experts, free=-1)
+    assert rows.shape == (1, 16, 2, 2) and torch.equal(
+        rows[0, :10], experts.flatten(0, 1)[found[0]]
+    )
+    assert (rows[0, 10:] == -1).all()
+
+
 def test_those_of_a_prompt_stay_together():
     batch = grouped([(4, [6, 1, 1]), (4, [6, 6, 1])])
     assert with_the_same_prompt(batch) == ((0, 1, 2), (3, 4, 5))

@@ -37,6 +37,7 @@ from nemorl.parallel.dtensor.pieces import gathering
 from nemorl.parallel.dtensor.tokens import Work
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
+from nemorl.parallel.megatron.limits import check_elsewhere
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.rollout.random import derive_seed
 
@@ -63,6 +64,7 @@ class DTensorBackend(Accumulating):
 
     def setup(self, config: BackendConfig) -> None:
         self.config = config
+        check_elsewhere(config.trainer)
         if config.lora.rank:
             adapters.require_peft("lora.rank")
         profile_folder(config.profile)

@@ -44,7 +44,7 @@ class RowSplit:
         """The places of this rank's tokens."""
         return self.order.chunk(dist.get_world_size(self.group))[self.rank]
 
-    def take(self, values: Shaped[Tensor, "batch seq"]) -> Shaped[Tensor, "batch part"]:
+    def take(self, values: Shaped[Tensor, "batch seq *rest"]) -> Shaped[Tensor, "batch part *rest"]:
         """Return this rank's tokens of whole rows."""
         return values.index_select(1, self.own)
 

@@ -5,7 +5,7 @@ and the head only where log-probabilities are asked for. Planned on the CPU: no 
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -43,16 +43,38 @@ class Work:
     """With context parallelism: how rows lie on ranks. `input_ids` and `position_ids` are this
     rank's.
     """
+    shared: tuple[Tensor, Tensor] | None = None
+    """Of shared prompts, what `once` found; it stays in main memory."""
 
     def rows(self, values: Float[Tensor, "tokens"], like: Tensor) -> Float[Tensor, "batch seq"]:
         """Return values of `targets` in the microbatch's layout; 0 elsewhere."""
         empty = values.new_zeros(like.numel())
         return empty.scatter(0, self.targets, values).view(like.shape)
 
+    def computed(
+        self, values: Shaped[Tensor, "batch seq *rest"], *, free: int
+    ) -> Shaped[Tensor, "_ _ *rest"]:
+        """Return a microbatch's values of the tokens in `input_ids`, in its layout.
+
+        free: the value where there is no token.
+        """
+        if self.split is not None:
+            return self.split.take(values)
+        if self.shared is None:
+            return values
+        return _in_one_row(values, self.shared[0], self.input_ids.shape[1], free=free)
+
+    def copies(self, real: Bool[Tensor, "batch seq"]) -> Float[Tensor, "_ _"]:
+        """Return for how many `real` tokens of the microbatch each one in `input_ids` stands."""
+        if self.shared is None:
+            return self.computed(real, free=False).float()
+        place = self.shared[1][real.flatten()]
+        return place.bincount(minlength=self.input_ids.shape[1]).float()[None]
+
 
 register_pytree(SegmentBuckets)
 register_pytree(RowSplit)
-register_pytree(Work)
+register_pytree(Work, constant="shared")
 
 
 def work_of(
@@ -71,17 +93,23 @@ def work_of(
     if found is None:
         return Work(ids, positions, segment_buckets(segment_ids), targets, targets - 1, next_ids)
     kept, place = found
-    more = round_up(len(kept), multiple_of) - len(kept)
+    width = round_up(len(kept), multiple_of)
     buckets = tokens_in_buckets(*segments(segment_ids))
     return Work(
-        input_ids=pad(ids.flatten()[kept], (0, more))[None],
-        position_ids=pad(positions.flatten()[kept], (0, more))[None],
-        buckets=SegmentBuckets.of(tuple(place[tokens] for tokens in buckets), len(kept) + more),
+        input_ids=_in_one_row(ids, kept, width),
+        position_ids=_in_one_row(positions, kept, width),
+        buckets=SegmentBuckets.of(tuple(place[tokens] for tokens in buckets), width),
         targets=targets,
         states=place[targets - 1],
         next_ids=next_ids,
         copied=int((segment_ids > 0).sum()) - len(kept),
+        shared=found,
     )
+
+
+def _in_one_row(values: Tensor, kept: Tensor, width: int, *, free: int = 0) -> Tensor:
+    row = values.flatten(0, 1)[kept]
+    return pad(row, (*(0, 0) * (row.ndim - 1), 0, width - len(row)), value=free)[None]
 
 
 def split_work(
@@ -120,7 +148,8 @@ def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]]
     None where no prompt is repeated.
 
     A prompt is what stands before the first token of `response_mask`. A token depends on those
-    before it alone, so that copies of a prompt have the same hidden states.
+    before it alone, so that copies of a prompt, computed by the same experts, have the same hidden
+    states.
 
     >>> from nemorl.data.batch import collate
     >>> last = [False, False, True]
@@ -131,6 +160,7 @@ def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]]
     """
     ids = batch.input_ids.cpu().flatten().numpy()
     response = batch.response_mask.cpu().flatten().numpy()
+    routed = None if batch.routed_experts is None else batch.routed_experts.cpu().flatten(0, 1)
     begins, lengths = segments(batch.segment_ids.cpu())
     first: dict[bytes, int] = {}
     kept: list[Tensor] = []
@@ -138,7 +168,10 @@ def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]]
     for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
         after = response[begin : begin + length]
         prompt = int(after.argmax()) if after.any() else length
-        copied = first.setdefault(ids[begin : begin + prompt].tobytes(), begin)
+        like = ids[begin : begin + prompt].tobytes()
+        if routed is not None:
+            like += routed[begin : begin + prompt].numpy().tobytes()
+        copied = first.setdefault(like, begin)
         own = begin if copied == begin else begin + prompt
         place[begin:own] = place[copied : copied + own - begin]
         kept.append(torch.arange(own, begin + length))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from math import prod
@@ -22,7 +23,7 @@ from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
 from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import Metrics, merge
+from nemorl.losses.types import Mean, Metrics, merge
 from nemorl.models.adapters import live_tensors
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import CONFIG, loading
@@ -48,6 +49,13 @@ from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron.engine import Engine, Order
 from nemorl.parallel.megatron.limits import check, check_model
+from nemorl.parallel.megatron.routing import (
+    Load,
+    balancing,
+    copies_of,
+    require_routes,
+    routes_of,
+)
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.rollout.generation import Completion
@@ -117,7 +125,7 @@ class MegatronBackend(Accumulating):
             given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
         self._model = on_meta(str(folder) if given is None else given.config, **trust)
         hf = self._model.config
-        check_model(hf)
+        check_model(hf, config.trainer)
         self.world.plan.check(hf, backend="megatron")
         stored_as = partial(as_stored, model_type=hf.model_type)
         self._tensors = stored_as(live_tensors(self._model))
@@ -171,21 +179,50 @@ class MegatronBackend(Accumulating):
         return self._model
 
     def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
+        coef = self.config.trainer.router_aux_loss_coef
+        require(
+            not (coef and self._batches),
+            "trainer.router_aux_loss_coef",
+            "must be 0 where gradients of several batches are added: its loss is of one",
+            coef,
+            "call optim_step() after each forward_backward(), with larger batches",
+        )
+        layout, pull = self._cut(batch), None
+        if coef:
+            load = self._load_of(layout)
+            count = batch.num_tokens * self.model.config.num_hidden_layers
+            balance, pull = load.loss(count), load.pull(count, coef=coef)
         self._stage.train()
-        outputs = self._schedule(self.optimizer.model, self._cut(batch), "loss_mask", loss_fn)
+        with balancing(self._stage, pull):
+            outputs = self._schedule(self.optimizer.model, layout, "loss_mask", loss_fn)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
         for output in outputs:
             metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
-        return metrics, self._from_last_stage(loss)
+        loss = self._from_last_stage(loss)
+        if pull is None:
+            return metrics, loss
+        metrics = {**metrics, "router_aux_loss": Mean(balance, torch.tensor(1.0))}
+        return metrics, loss + coef * balance
+
+    def _load_of(self, layout: Layout) -> Load:
+        """Return the load of the experts over a whole batch; a collective call."""
+        hf = self.model.config
+        sums = torch.zeros(2, hf.num_local_experts, dtype=torch.float64, device=self.device)
+        load = Load(hf.num_experts_per_tok, sums)
+        self._stage.eval()
+        with balancing(self._stage, load):
+            self._schedule(self._stage, layout, None)
+        dist.all_reduce(sums)  # each rank had other tokens, or other layers
+        return load
 
     def _schedule(
-        self, model: Any, layout: Layout, mask: str, loss_fn: LossFn | None = None
+        self, model: Any, layout: Layout, mask: str | None, loss_fn: LossFn | None = None
     ) -> list[Any]:
         """Take this rank's microbatches through the pipeline; return what the last stage finds of
         each: a loss, whose gradients are added, or without `loss_fn` the log-probabilities.
 
-        mask: the batch's mask of the tokens whose log-probability is computed.
+        mask: the batch's mask of the tokens whose log-probability is computed, if any.
         """
         from nemorl.parallel.megatron.core import get_forward_backward_func
 
@@ -203,18 +240,23 @@ class MegatronBackend(Accumulating):
             )
 
     def _forward(
-        self, mask: str, loss_fn: LossFn | None, parts: Iterator[TokenBatch], model: Any
+        self, mask: str | None, loss_fn: LossFn | None, parts: Iterator[TokenBatch], model: Any
     ) -> tuple[Any, Callable[..., Any]]:
         """Compute this stage's share of the next microbatch; also return what the last stage does
         with it.
         """
         part, trainer = next(parts), self.config.trainer
-        work = planned(part, getattr(part, mask), self.world, share=trainer.share_prompts)
+        wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)
+        work = planned(part, wanted, self.world, share=trainer.share_prompts)
         self._copied += work.copied * (loss_fn is not None)
-        rows, work = to_device((part, work), self.device)
+        routing = {"routes": routes_of(part, work, self.world)}
+        if trainer.router_aux_loss_coef:
+            routing["copies"] = copies_of(part, work, self.world)
+        part = replace(part, routed_experts=None)
+        rows, work, routing = to_device((part, work, routing), self.device)
         chunk, with_entropy = trainer.logprob_chunk, loss_fn is not None
         inputs = RankInputs.of(rows, work, self.world, chunk=chunk, with_entropy=with_entropy)
-        found = model(**inputs.values)
+        found = model(**inputs.values, **routing)
         if self.world.is_last_stage and not with_entropy:
             found = found[0]  # for mixtures of experts the schedule wants a tensor
         return found, partial(self._finish, inputs, rows, loss_fn)
@@ -267,7 +309,8 @@ class MegatronBackend(Accumulating):
 
     def _logprobs(self, stage: Any, batch: TokenBatch) -> Logprobs:
         stage.eval()
-        layout = self._cut(batch)
+        # The reference model's routers choose by themselves: the sampler's were others.
+        layout = self._cut(batch, replay=stage is self._stage)
         values = self._schedule(stage, layout, "response_mask")
         placed = torch.zeros(layout.rows.input_ids.shape, device=self.device)
         if values:
@@ -395,8 +438,12 @@ class MegatronBackend(Accumulating):
         vars(self).pop("optimizer", None)
         self._settings.close()
 
-    def _cut(self, batch: TokenBatch) -> Layout:
+    def _cut(self, batch: TokenBatch, *, replay: bool = True) -> Layout:
         plan, trainer = self.world.plan, self.config.trainer
+        if trainer.router_replay and replay:
+            require_routes(batch, self.model.config)
+        else:
+            batch = replace(batch, routed_experts=None)
         return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
 
     def _runtime(self) -> AbstractContextManager[None]:

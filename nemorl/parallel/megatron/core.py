@@ -36,6 +36,7 @@ try:
     from megatron.core.transformer.module import MegatronModule as MegatronModule
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.moe import token_dispatcher as token_dispatcher
+    from megatron.core.transformer.moe.router import TopKRouter as TopKRouter
     from megatron.core.transformer.transformer_block import (
         TransformerBlockSubmodules as TransformerBlockSubmodules,
     )

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import Any
 
-from nemorl.checks import require
+from nemorl.checks import refuse_unused, require
 from nemorl.parallel.plan import ParallelPlan
 
 SUPPORTED: dict[str, Any] = {
@@ -16,6 +16,8 @@ SUPPORTED: dict[str, Any] = {
     "router_jitter_noise": 0.0,
 }
 """Values that a model's configuration must have."""
+OF_EXPERTS = ("router_replay", "router_aux_loss_coef")
+"""Settings of the section trainer for mixtures of experts."""
 
 
 def check(config: Any) -> None:
@@ -54,10 +56,19 @@ def check(config: Any) -> None:
         require(fits, field, f"must {requirement} with trainer.backend megatron", value, remedy)
 
 
-def check_model(model: Any) -> None:
+def check_elsewhere(trainer: Any) -> None:
+    """Raise ValueError for settings of the section trainer that other backends do not have."""
+    requirement, remedy = "needs trainer.backend megatron", "add --trainer.backend megatron"
+    refuse_unused("trainer", trainer, requirement, remedy, names=OF_EXPERTS)
+
+
+def check_model(model: Any, trainer: Any) -> None:
     """Raise ValueError where a model (a Hugging Face configuration) has parts that are not
-    supported.
+    supported, or lacks experts that settings of the section trainer are for.
     """
+    if not getattr(model, "num_local_experts", None):
+        requirement = "is for models with experts"
+        refuse_unused("trainer", trainer, requirement, "remove it", names=OF_EXPERTS)
     for name, wanted in SUPPORTED.items():
         value = getattr(model, name, wanted)
         requirement = f"must be {wanted} with trainer.backend megatron"

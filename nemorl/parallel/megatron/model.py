@@ -20,6 +20,7 @@ from nemorl.parallel.dtensor.context_parallel import ContextState, context_atten
 from nemorl.parallel.dtensor.head import HeadInputs
 from nemorl.parallel.dtensor.mesh import DTYPES, World
 from nemorl.parallel.megatron import core
+from nemorl.parallel.megatron.routing import Routes, follow_rows
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.attention import cached_attention
 from nemorl.rollout.decoding import Pass
@@ -42,6 +43,10 @@ class Rows(core.PackedSeqParams):
 
     segment_buckets: SegmentBuckets | None = None
     context: ContextState | None = None
+    routes: Int[Tensor, "tokens layers topk"] | None = None
+    """The experts that compute the tokens, in the layers of the stage; None: as routers choose."""
+    copies: Float[Tensor, "tokens"] | None = None
+    """For how many tokens of the batch each one stands; None where nothing balances experts."""
     cached: Pass | None = None
     """Where a response is generated: its tokens attend to what a cache has."""
 
@@ -102,6 +107,19 @@ class CoreAttention(core.MegatronModule):
         return functional.pad(output, (0, 0, 0, 0, 0, len(values[0]) - size))
 
 
+class Router(core.TopKRouter):
+    """Chooses experts where none are given, and can be drawn to use all of them."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.router_replay = Routes()
+
+    def routing(
+        self, logits: Float[Tensor, "part batch experts"], padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return super().routing(self.router_replay.seen(logits), padding_mask)
+
+
 class Stage(core.GPTModel):
     """The layers of this rank's pipeline stage: from token ids, or what the stage before it sent,
     to hidden states, and on the last stage to log-probabilities.
@@ -122,6 +140,8 @@ class Stage(core.GPTModel):
         attention.core_attention = CoreAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if config.num_moe_experts:
+            layer.mlp.submodules.router = Router
         layers = [spec] * (config.num_layers // world.plan.pp)
         super().__init__(
             config=config,
@@ -139,6 +159,7 @@ class Stage(core.GPTModel):
             layer.self_attention.core_attention.index = index
         self.world, self.padding = world, getattr(hf, "pad_token_id", None)
         self.frequencies = rotary.inv_freq.to(world.device)
+        follow_rows(self.decoder.layers)
 
     def forward(
         self,
@@ -263,7 +284,8 @@ def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
     """Return megatron-core's settings for the mixture of experts that a configuration has, if any.
 
     Each token goes through those of the largest logits, weighted by the softmax over these, or
-    (norm_topk_prob off) over all. No loss balances them, as in Hugging Face's models by default.
+    (norm_topk_prob off) over all. megatron-core's losses that balance them are of a microbatch:
+    that of trainer.router_aux_loss_coef is in `routing`.
     """
     if hf.model_type not in EXPERTS:
         return {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemorl.checks import refuse_unused, require
+from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.megatron import limits as megatron
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.base import BaseConfig
@@ -62,6 +63,8 @@ class Devices:
         check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
         if backend == "megatron":
             megatron.check(config)
+        else:
+            megatron.check_elsewhere(config.trainer)
         generates = config.generation.backend
         require(
             generates != "megatron" or backend == "megatron",
@@ -124,12 +127,14 @@ class Devices:
             return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return self.plan.num_ranks
 
-    def check_model(self, config: Any) -> None:
-        """Raise ValueError if the plan can't spread a model of this configuration, if any."""
+    def check_model(self, config: Any, trainer: TrainerConfig | None = None) -> None:
+        """Raise ValueError if the plan can't spread a model of this configuration, if any, or if
+        settings of the trainer are not for it.
+        """
         needed = ("num_attention_heads", "intermediate_size", "vocab_size")
         if config is not None and all(hasattr(config, name) for name in needed):
             if self.backend == "megatron":
-                megatron.check_model(config)
+                megatron.check_model(config, trainer or TrainerConfig())
             self.plan.check(config, backend=self.backend)
         if self.vllm_on_cpu:
             check_heads(config)

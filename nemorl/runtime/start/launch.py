@@ -115,7 +115,7 @@ def launched(
             path = model_folder(config.model.path)
             trust = {"trust_remote_code": config.model.trust_remote_code}
             of_model = model_config_of(path if model is None else model, **trust)
-            devices.check_model(of_model)
+            devices.check_model(of_model, config.trainer)
             config = with_response_length(within_positions(config, of_model))
             tokenizer = with_chat_template(
                 tokenizer or load_tokenizer(config.model.tokenizer or path, **trust),

@@ -57,6 +57,14 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     requirement = "is for runs that generate"
     field = "trainer.offload_during_generation"
     require(run.generates or not offloads, field, requirement, offloads, "remove it")
+    require(
+        not (config.trainer.router_replay and run.generates)
+        or config.generation.backend == "megatron",
+        "generation.backend",
+        "must be megatron, which records the experts, with trainer.router_replay",
+        config.generation.backend,
+        "add --generation.backend megatron, or remove it",
+    )
     directory_lengths = show_lengths(run.lengths, quiet=launch.quiet)
     engines = generation_config(config, directory, launch.devices) if run.generates else None
     if engines is not None:

@@ -7,6 +7,8 @@ import pytest
 
 import nemorl
 from nemorl.models.hub import check_supported
+from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.start.devices import Devices
@@ -78,6 +80,24 @@ def test_experts_that_do_not_fit():
         devices({}).check_model(tiny_model("qwen3_moe", mlp_only_layers=[1]).config)
     with pytest.raises(ValueError, match=r"but it is 'qwen3_moe': .*--trainer.backend megatron"):
         check_supported(model)
+
+
+def test_what_is_for_experts():
+    def of(backend: str, **options: Any) -> nemorl.SFTConfig:
+        trainer = nemorl.TrainerConfig(backend=backend, device="cpu", **options)
+        return nemorl.SFTConfig(trainer=trainer)
+
+    for options in ({"router_replay": True}, {"router_aux_loss_coef": 0.1}):
+        (name,) = options
+        with pytest.raises(ValueError, match=rf"trainer.{name} needs trainer.backend megatron"):
+            Devices.of(of("dtensor", **options), {}, num_gpus=0)
+        with pytest.raises(ValueError, match=rf"trainer.{name} needs trainer.backend megatron"):
+            DTensorBackend().setup(BackendConfig(trainer=of("dtensor", **options).trainer))
+        config = of("megatron", **options)
+        found = Devices.of(config, {}, num_gpus=0)
+        found.check_model(tiny_model("mixtral").config, config.trainer)
+        with pytest.raises(ValueError, match=rf"trainer.{name} is for models with experts"):
+            found.check_model(tiny_model().config, config.trainer)
 
 
 def test_more_ranks_than_key_value_heads():

@@ -107,6 +107,7 @@ class Case:
             f"{problem.logprobs} logprobs": problem.logprobs,
             "LoRA": problem.lora,
             "two rows": problem.few,
+            "router replay": problem.replay,
             f"{problem.layers} layers": problem.layers != 3,
             f"{how} checkpointing": how != "none",
             "compiled": self.compile,
@@ -191,6 +192,9 @@ def _mixtures(plan: str) -> Iterator[Case]:
                 yield Case(plan=plan, layout=layout, problem=problem)
         problem = Problem(layers=4, model=model, loss="pairs")
         yield Case(plan=plan, problem=problem, activation_checkpointing="full")
+        for layout in ("padded", "packed", "microbatched"):
+            problem = Problem(layers=4, model=model, replay=True)
+            yield Case(plan=plan, layout=layout, problem=problem, activation_checkpointing="full")
 
 
 def of_megatron(plan: str) -> ParallelPlan:
@@ -209,6 +213,7 @@ def has_lora(plan: str) -> bool:
 
 
 UNTIED = Problem(tied=False)
+REPLAYED = Problem(layers=4, model="qwen3_moe", replay=True)
 QUICK = (
     Case(plan="one process", layout="packed"),
     Case(plan="FSDP2 1", layout="packed", problem=Problem(logprobs="filtered")),
@@ -238,6 +243,7 @@ QUICK = (
     Case(plan="megatron PP 2", layout="microbatched", problem=Problem(layers=4)),
     Case(plan="megatron CP 2 ulysses", layout="packed", problem=Problem(loss="pairs")),
     Case(plan="megatron EP 2", layout="packed", problem=Problem(model="qwen3_moe")),
+    Case(plan="megatron EP 2", layout="packed", problem=Problem(model="mixtral", replay=True)),
     Case(
         plan="megatron TP 2 × PP 2 + SP",
         layout="packed",
@@ -321,6 +327,17 @@ REST = (
         problem=Problem(layers=4, model="qwen3_moe", loss="pairs"),
     ),
     Case(plan="megatron EP 2 × CP 2", layout="padded", problem=Problem(model="qwen3_moe")),
+    *(
+        Case(plan=f"megatron {plan}", layout=layout, problem=problem, **recomputed)
+        for plan, layout, problem, recomputed in (
+            ("1", "token budget", REPLAYED, {}),
+            ("TP 2 + SP", "padded", REPLAYED, {}),
+            ("PP 2", "microbatched", REPLAYED, {"activation_checkpointing": "full"}),
+            ("EP 2", "one packed row", replace(REPLAYED, loss="pairs"), {}),
+            ("EP 2 × TP 2 + SP", "packed", REPLAYED, {"activation_checkpointing": "selective"}),
+            ("EP 2 × CP 2", "packed", REPLAYED, {"activation_checkpointing": "full"}),
+        )
+    ),
 )
 """With these each plan, layout, model, loss and setting comes at least once in `make test-all`."""
 
@@ -355,5 +372,6 @@ CONTROLS = (
         problem=Problem(layers=4),
         sabotage="the gradient of the other stage's embedding",
     ),
+    Case(plan="megatron EP 2", layout="packed", problem=REPLAYED, sabotage="the sampler's experts"),
 )
 """Negative controls: each must be found to be wrong."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -59,6 +60,8 @@ class Problem:
     """Only two rows of the batch: less than some plans have ranks, of which the others go through
     padding alone.
     """
+    replay: bool = False
+    """Whether the batch has experts of most tokens, other than those of the largest logits."""
 
 
 def make_model(problem: Problem) -> nn.Module:
@@ -73,6 +76,15 @@ def make_model(problem: Problem) -> nn.Module:
     return model
 
 
+def draw_experts(length: int, config: Any, generator: torch.Generator) -> torch.Tensor:
+    """Of each token, but the last and a fifth of the others, random experts; -1 of these."""
+    sizes = length, config.num_hidden_layers, config.num_local_experts
+    experts = torch.rand(sizes, generator=generator).argsort(-1)[..., : config.num_experts_per_tok]
+    own = torch.rand(length, generator=generator) < 0.2
+    own[-1] = True
+    return experts.masked_fill(own[:, None, None], -1)
+
+
 @cache
 def golden_batch(problem: Problem) -> TokenBatch:
     """`prev_logprobs` and `reference_logprobs` lie around the model's own, so that some ratios are
@@ -81,6 +93,7 @@ def golden_batch(problem: Problem) -> TokenBatch:
     from tests.parallel.parity.reference import sequence_logprobs
 
     generator, prompts = torch.Generator().manual_seed(3), list[torch.Tensor]()
+    drawing, drawn = torch.Generator().manual_seed(4), list[torch.Tensor]()
     model, kind, examples = make_model(problem), KINDS[problem.logprobs], []
     for i, length in enumerate(LENGTHS):
         ids = torch.randint(0, VOCAB, (length,), generator=generator)
@@ -88,10 +101,15 @@ def golden_batch(problem: Problem) -> TokenBatch:
         if i % 3 and prompts[-1].numel() < length:  # up to three sequences begin alike
             prompt = prompts[-1].numel()
             ids[:prompt] = prompts[-1]
+        experts = draw_experts(length, model.config, drawing) if problem.replay else None
+        if experts is not None:
+            if i % 3 and prompts[-1].numel() < length:
+                experts[:prompt] = drawn[-1]
+            drawn.append(experts[:prompt])
         prompts.append(ids[:prompt])
         trained = (torch.arange(length) >= prompt) & (torch.rand(length, generator=generator) < 0.9)
         with torch.no_grad():
-            now = sequence_logprobs(model, ids, kind)[0]
+            now = sequence_logprobs(model, ids, kind, experts)[0]
         near = [now + scale * torch.randn(length, generator=generator) for scale in (0.15, 0.3)]
         columns = {
             "prev_logprobs": near[0].tolist(),
@@ -105,6 +123,7 @@ def golden_batch(problem: Problem) -> TokenBatch:
                 input_ids=ids.tolist(),
                 loss_mask=trained.tolist(),
                 response_mask=response,
+                routed_experts=experts,
                 **columns,
             )
         )

@@ -3,9 +3,9 @@ time, with the losses as their papers have them.
 """
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,9 +47,31 @@ class Outcome:
     """`logprobs` after the last step."""
 
 
-def sequence_logprobs(model: nn.Module, ids: Tensor, kind: LogprobKind) -> tuple[Tensor, Tensor]:
-    """log p and entropy of each token of a sequence, 0 for the first, under `kind`."""
-    logits = model(ids[None], use_cache=False).logits[0, :-1].float() / kind.temperature
+def forced(experts: Tensor, router: Any, _: Any, output: Any) -> Any:
+    """What a router of Hugging Face's returns if tokens go through these experts, but for -1."""
+    logits, _, own = output
+    experts = torch.where(experts < 0, own, experts.long())
+    weights = logits.softmax(-1).gather(-1, experts)
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    return logits, weights, experts
+
+
+def sequence_logprobs(
+    model: nn.Module, ids: Tensor, kind: LogprobKind, experts: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """log p and entropy of each token of a sequence, 0 for the first, under `kind`.
+
+    experts: `[seq, layers, topk]`.
+    """
+    with ExitStack() as stack:
+        if experts is not None:
+            routers = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")]
+            for layer, router in enumerate(routers):
+                hook = router.register_forward_hook(partial(forced, experts[:, layer]))
+                stack.callback(hook.remove)
+            assert len(routers) == experts.shape[1]
+        logits = model(ids[None], use_cache=False).logits[0, :-1].float() / kind.temperature
     ranked = logits.detach().sort(-1, descending=True).values
     allowed = torch.ones_like(logits, dtype=torch.bool)
     if kind.min_p:
@@ -78,7 +100,12 @@ def forward(model: nn.Module, batch: TokenBatch, dtype: str) -> tuple[Tensor, Te
         for segment in range(1, int(segments.max()) + 1):
             places = (segments == segment).nonzero()[:, 0]
             with autocast:
-                values = sequence_logprobs(model, batch.input_ids[row, places], batch.logprob_kind)
+                values = sequence_logprobs(
+                    model,
+                    batch.input_ids[row, places],
+                    batch.logprob_kind,
+                    None if batch.routed_experts is None else batch.routed_experts[row, places],
+                )
             logprobs, entropies = (
                 old.index_put((torch.tensor(row), places), new)
                 for old, new in zip((logprobs, entropies), values, strict=True)

@@ -116,6 +116,13 @@ def no_packed_mask() -> Iterator[None]:
         yield
 
 
+def own_experts() -> AbstractContextManager[Any]:
+    """Routers choose the experts, not the sampler."""
+    from nemorl.parallel.megatron import backend
+
+    return patch.object(backend, "routes_of", lambda *_: None)
+
+
 def any_prompt() -> AbstractContextManager[Any]:
     """All prompts of a length are taken for the same."""
     from nemorl.parallel.dtensor import tokens
@@ -155,6 +162,7 @@ SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "the tied weight": untied,
     "the packed mask": no_packed_mask,
     "which prompts are the same": any_prompt,
+    "the sampler's experts": own_experts,
     "the gradient of the others' vocabulary": own_vocabulary_alone,
     "counting the loss once": counted_by_every_rank,
     "the gradients of norms": no_gradients_of_others("_allreduce_non_tensor_model_parallel_grads"),

@@ -45,7 +45,7 @@ def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
     assert {case: words for case, (right, words) in verdicts.items() if not right} == {}
 
 
-FORWARD = ("the packed mask", "which prompts are the same")
+FORWARD = ("the packed mask", "which prompts are the same", "the sampler's experts")
 """What also spoils logprobs."""
 
 
@@ -103,6 +103,7 @@ def test_the_subset_has_everything_once():
         Problem(model="qwen3", tied=False),
         Problem(layers=4),
         Problem(model="qwen3_moe"),
+        Problem(model="mixtral", replay=True),
     ],
     ids=str,
 )

@@ -63,7 +63,12 @@ def run_case(case: Case, folder: Path) -> Result:
 def config_of(case: Case, folder: Path) -> BackendConfig:
     return BackendConfig(
         model=ModelConfig(path=str(folder)),
-        trainer=TrainerConfig(device=DEVICE, logprob_chunk=48, **LAYOUTS[case.layout]),
+        trainer=TrainerConfig(
+            device=DEVICE,
+            logprob_chunk=48,
+            router_replay=case.problem.replay,
+            **LAYOUTS[case.layout],
+        ),
         optimizer=OptimizerConfig(
             lr=LR,
             weight_decay=WEIGHT_DECAY,

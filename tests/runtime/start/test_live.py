@@ -420,6 +420,18 @@ def test_frozen_models_are_offloaded_too(folder, tmp_path: Path, watched):
     assert probe[0] == NOTHING and sample[0] == sample[2] == NOTHING
 
 
+def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks):
+    tiny_model("mixtral").save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    config = on_ranks(grpo_config(tmp_path / "run"), tmp_path / "model")
+    trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", router_replay=True)
+    config = replace(config, trainer=trainer, parallel=nemorl.ParallelPlan())
+    message = "generation.backend must be megatron, which records the experts, .* it is 'torch'"
+    with pytest.raises(ValueError, match=message):
+        nemorl.run(config, train=addition_rows(), reward=digits)
+    assert not ranks["all"]
+
+
 def test_offloading_is_for_runs_that_generate(folder, tmp_path: Path, watched):
     trainer = nemorl.TrainerConfig(offload_during_generation=True)
     config = sft_config(tmp_path / "run", trainer=trainer)

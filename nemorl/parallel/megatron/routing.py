@@ -1,0 +1,227 @@
+"""Which experts compute a token: those of the router's largest logits, or those that the sampler
+chose (router replay, arXiv 2510.11370), weighted by the router all the same. And a loss that
+balances their load (arXiv 2101.03961, as Hugging Face has it).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int, Shaped
+from torch import Tensor, nn
+
+from nemorl.checks import require
+from nemorl.data.batch import TokenBatch
+from nemorl.parallel.dtensor.mesh import World
+from nemorl.parallel.dtensor.tokens import Work
+
+
+class Routes:
+    """The experts that a layer's router was given for a microbatch, and those that it took.
+
+    In the place of megatron-core's RouterReplay, which has no tokens of the router's own choice,
+    and of microbatches whose layers are recomputed only an order.
+    """
+
+    def __init__(self) -> None:
+        self.given: Int[Tensor, "tokens topk"] | None = None
+        self.taken: Int[Tensor, "tokens topk"] | None = None
+        self.records = False
+        self.copies: Float[Tensor, "tokens"] | None = None
+        self.balance: Load | Pull | None = None
+
+    def seen(
+        self, logits: Float[Tensor, "part batch experts"]
+    ) -> Float[Tensor, "part batch experts"]:
+        """Return the router's logits, after the loss that balances experts has looked at them."""
+        if self.balance is None:
+            return logits
+        assert self.copies is not None
+        return self.balance.seen(logits.flatten(0, 1), self.copies).view(logits.shape)
+
+    def get_replay_topk(
+        self,
+        scores: Float[Tensor, "tokens experts"],
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        largest: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]]:
+        """Return scores and numbers of each token's experts. megatron-core calls it."""
+        found, experts = largest(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.given is not None:
+            own = (self.given < 0).any(-1, keepdim=True)
+            experts = torch.where(own, experts, self.given.long())
+            found = scores.gather(1, experts)
+        if self.records:
+            self.taken = experts
+        return found, experts
+
+
+@dataclass(frozen=True)
+class Load:
+    """Sums over tokens and layers: how often each expert is among the likeliest ones, and its
+    probability.
+    """
+
+    topk: int
+    sums: Float[Tensor, "2 experts"]
+    """In float64, so that they do not depend on the order of the tokens."""
+
+    def seen(
+        self, logits: Float[Tensor, "tokens experts"], copies: Float[Tensor, "tokens"]
+    ) -> Float[Tensor, "tokens experts"]:
+        probabilities = logits.float().softmax(-1)
+        weights = copies.to(self.sums.dtype)
+        likeliest = probabilities.topk(self.topk, -1).indices
+        self.sums[0].index_add_(0, likeliest.flatten(), weights.repeat_interleave(self.topk))
+        self.sums[1] += weights @ probabilities.to(self.sums.dtype)
+        return logits
+
+    def loss(self, count: int) -> Float[Tensor, ""]:
+        """Return E · Σ_e share_e · mean probability_e, over `count` tokens of all layers.
+
+        Source: Hugging Face's `load_balancing_loss_func`.
+        """
+        shares, means = self.sums / count
+        return self.sums.shape[1] * (shares * means).sum().float()
+
+    def pull(self, count: int, *, coef: float) -> "Pull":
+        """Return what a token adds to the gradient of coef · `loss`, whose shares are fixed."""
+        shares = self.sums[0] / count
+        return Pull((coef * self.sums.shape[1] / count * shares).float())
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The gradient of a loss that is Σ_e weight_e · probability_e, summed over tokens."""
+
+    weights: Float[Tensor, "experts"]
+
+    def seen(
+        self, logits: Float[Tensor, "tokens experts"], copies: Float[Tensor, "tokens"]
+    ) -> Float[Tensor, "tokens experts"]:
+        return _Pulled.apply(logits, self.weights, copies)
+
+
+class _Pulled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, weights: Tensor, copies: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, weights, copies)
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        logits, weights, copies = ctx.saved_tensors
+        probabilities = logits.float().softmax(-1)
+        mean = probabilities @ weights
+        pulled = copies[:, None] * probabilities * (weights - mean[:, None])
+        return grads[0] + pulled.to(grads[0].dtype), None, None
+
+
+@contextmanager
+def balancing(stage: Any, balance: Load | Pull | None) -> Iterator[None]:
+    """Have the routers of a stage show their logits to `balance` in the block."""
+    if balance is None:
+        yield
+        return
+    found = _routes(stage)
+    for each in found:
+        each.balance = balance
+    try:
+        yield
+    finally:
+        for each in found:
+            each.balance = None
+
+
+def follow_rows(layers: nn.ModuleList) -> None:
+    """Have the routers of a stage's layers get what `packed_seq_params` has of the tokens."""
+    for index, layer in enumerate(layers):
+        if hasattr(layer.mlp, "router"):
+            # Before each pass of the layer: it may be recomputed after those of other microbatches.
+            layer.register_forward_pre_hook(partial(_give, index), with_kwargs=True)
+
+
+def _give(index: int, layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+    rows, own = kwargs.get("packed_seq_params"), layer.mlp.router.router_replay
+    routes = getattr(rows, "routes", None)
+    own.given = None if routes is None else routes[:, index]
+    own.copies = getattr(rows, "copies", None)
+
+
+def _routes(stage: Any) -> list[Routes]:
+    return [layer.mlp.router.router_replay for layer in stage.decoder.layers]
+
+
+@contextmanager
+def recorded_routes(stage: Any) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
+    """Record the experts that compute the tokens in the block, which has forward passes of a stage.
+
+    Yields: a function that returns those of the last pass, of this stage's layers; tokens are in
+    the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of this
+    rank's part of seq).
+    """
+    found = _routes(stage)
+    for each in found:
+        each.records = True
+    try:
+        yield partial(_taken, found)
+    finally:
+        for each in found:
+            each.records, each.taken = False, None
+
+
+def _taken(routes: list[Routes]) -> Tensor:
+    taken = [each.taken for each in routes]
+    if any(each is None for each in taken):
+        raise RuntimeError("no routes are recorded: call the stage first, inside of the block")
+    return torch.stack(taken, 1)  # type: ignore[arg-type]
+
+
+def routes_of(
+    part: TokenBatch, work: Work, world: World
+) -> Int[Tensor, "tokens layers topk"] | None:
+    """Return the sampler's experts of the tokens that this rank computes of a microbatch, in the
+    layers of its stage; None where the batch has none.
+    """
+    if part.routed_experts is None:
+        return None
+    of_stage = part.routed_experts.cpu().chunk(world.plan.pp, 2)[world.pp_rank]
+    return by_state(work.computed(of_stage, free=-1), world)
+
+
+def copies_of(part: TokenBatch, work: Work, world: World) -> Float[Tensor, "tokens"]:
+    """Return for how many tokens of a microbatch each one stands that this rank's routers get."""
+    return by_state(work.copies(part.segment_ids.cpu() > 0), world)
+
+
+def by_state(values: Shaped[Tensor, "batch part *rest"], world: World) -> Shaped[Tensor, "_ *rest"]:
+    """Return a rank's values of tokens in the order of the hidden states that its routers get."""
+    values = values.transpose(0, 1)
+    if world.plan.sequence_parallel:
+        values = values.chunk(world.plan.tp)[world.tp_rank]
+    return values.flatten(0, 1).contiguous()
+
+
+def require_routes(batch: TokenBatch, model: Any) -> None:
+    """Raise ValueError unless a batch has experts that a model (a configuration) has."""
+    experts, field = batch.routed_experts, "routed_experts"
+    require(
+        experts is not None,
+        field,
+        "must be in every batch with trainer.router_replay",
+        experts,
+        "have an engine sample that records them (generation.backend megatron), or remove it",
+    )
+    assert experts is not None
+    sizes = model.num_hidden_layers, model.num_experts_per_tok
+    shape, most = tuple(experts.shape[2:]), int(experts.max()) if experts.numel() else -1
+    remedy = "sample with the model that is trained"
+    requirement = f"must be [batch, seq, *{sizes}], the model's layers and experts of a token"
+    require(shape == sizes, field, requirement, tuple(experts.shape), remedy)
+    requirement = f"must be numbers of the model's {model.num_local_experts} experts"
+    require(most < model.num_local_experts, field, requirement, most, remedy)

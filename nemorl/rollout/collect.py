@@ -237,13 +237,13 @@ def to_token_batch(rollouts: Rollouts) -> TokenBatch:
                 loss_mask=response,
                 response_mask=response,
                 generation_logprobs=[0.0] * len(prompt) + list(completion.logprobs),
-                routed_experts=_with_last(completion.routed_experts),
+                routed_experts=with_last(completion.routed_experts),
             )
         )
     return collate(examples, logprob_kind=rollouts.kind)
 
 
-def _with_last(
+def with_last(
     experts: Int[Tensor, "computed layers topk"] | None,
 ) -> Int[Tensor, "tokens layers topk"] | None:
     """Add the last token, for which the sampler chose none."""

@@ -256,6 +256,7 @@ class Decoding:
                 finish_reason=s.finish_reason or "length",
                 text=text_before(s.params.stop_strings, text),
                 policy_versions=tuple(s.versions),
+                routed_experts=torch.cat(s.experts) if s.experts else None,
             )
             for s, text in zip(samples, texts, strict=True)
         ]

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 # By their new names where torch has them (2.13).
@@ -71,8 +71,8 @@ class _SumBackward(torch.autograd.Function):
 
 
 def all_gather(
-    values: Float[Tensor, "..."], dim: int, group: dist.ProcessGroup
-) -> Float[Tensor, "..."]:
+    values: Shaped[Tensor, "..."], dim: int, group: dist.ProcessGroup
+) -> Shaped[Tensor, "..."]:
     """Join every rank's values along `dim`; the gradient is the sum of all ranks' gradients."""
     return _AllGather.apply(values, dim, group)
 

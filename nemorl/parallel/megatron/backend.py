@@ -333,7 +333,8 @@ class MegatronBackend(Accumulating):
 
         options: of `Decoding`.
         """
-        self._engine = Engine(self._stage, self.world, **options)
+        records = self.config.trainer.router_replay
+        self._engine = Engine(self._stage, self.world, records_experts=records, **options)
         return self.conversion.shapes
 
     def decode(self, order: Order) -> tuple[dict[int, list[Completion]], float]:

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nemorl.parallel.dtensor.collectives import all_gather_same
+from nemorl.parallel.dtensor.collectives import all_gather, all_gather_same
 from nemorl.parallel.dtensor.mesh import World
+from nemorl.parallel.megatron.routing import recorded_routes
 from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
 from nemorl.rollout.generation import Completion, SamplingParams
 from nemorl.rollout.kv_cache import SlotCache
@@ -43,9 +44,9 @@ class Engine:
     and its ranks compute the same passes in lockstep.
     """
 
-    def __init__(self, stage: Any, world: World, **options: Any) -> None:
+    def __init__(self, stage: Any, world: World, *, records_experts: bool, **options: Any) -> None:
         """options: of `Decoding`."""
-        self.stage, self.world = stage, world
+        self.stage, self.world, self.records_experts = stage, world, records_experts
         self.decoding = Decoding(self._draw, device=world.device, **options)
         self.requests: dict[int, Request] = {}
         self.replicas = world.plan.data_ranks * world.plan.cp
@@ -98,7 +99,13 @@ class Engine:
         return bool(busy)
 
     def _draw(self, work: Pass) -> Tensor:
-        world, logits = self.world, self._forward(work)
+        world = self.world
+        if self.records_experts:
+            with recorded_routes(self.stage) as routes:
+                logits = self._forward(work)
+                self._keep(routes(), work)
+        else:
+            logits = self._forward(work)
         drawn = torch.zeros((2, len(work.slots.slots)), dtype=torch.float64, device=world.device)
         if logits is not None and world.tp_rank == 0:
             drawn = draw_tokens(logits, work)
@@ -126,6 +133,23 @@ class Engine:
             return None
         group = self.world.tp_group
         return found[0] if group is None else all_gather_same(found[0], 1, group)
+
+    def _keep(self, experts: Tensor, work: Pass) -> None:
+        """Give each sample the experts of the tokens that a pass computed. Of those that it computed
+        again, the first ones stay: the next token was drawn from these.
+        """
+        world = self.world
+        if world.plan.sequence_parallel and world.tp_group is not None:
+            experts = all_gather(experts, 0, world.tp_group)
+        if world.pp_group is not None:
+            experts = all_gather(experts, 1, world.pp_group)
+        # Gloo has no int16.
+        rows = experts[: work.input_ids.numel()].short().cpu().unflatten(0, work.input_ids.shape)
+        sources = range(len(rows)) if work.sources is None else work.sources.tolist()
+        for slot, row in zip(work.slots.slots, sources, strict=True):
+            first = slot.length - rows.shape[1] if work.sources is None else 0
+            known = sum(map(len, slot.experts))
+            slot.experts.append(rows[row, known - first : slot.length - first])
 
     def _stage_forward(
         self, passes: Iterator[Pass], model: Any

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nemorl.data.batch import Example, collate
 from nemorl.parallel.backend import TrainingBackend
+from nemorl.rollout.collect import with_last
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 
 T = TypeVar("T")
@@ -77,7 +78,9 @@ def check_agreement(
     generator.sleep()  # the trainer needs its memory
     tokens = [*prompt, *answer.token_ids]
     mask = [False] * len(prompt) + [True] * len(answer.token_ids)
-    batch = collate([Example(input_ids=tokens, loss_mask=mask, response_mask=mask)])
+    experts = with_last(answer.routed_experts)
+    example = Example(input_ids=tokens, loss_mask=mask, response_mask=mask, routed_experts=experts)
+    batch = collate([example])
     ours = trainer.get_logprobs(batch).values[0, len(prompt) :].cpu()
     theirs = torch.tensor(answer.logprobs)
     worst = float((ours - theirs).abs().max())

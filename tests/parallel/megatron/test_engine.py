@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
@@ -45,22 +46,28 @@ QUICK = ("tp", "dp")
 
 def started(folder: Path, plan: ParallelPlan, **options: Any) -> MegatronBackend:
     backend = MegatronBackend()
-    trainer = TrainerConfig(device="cpu")
-    backend.setup(
-        BackendConfig(model=ModelConfig(path=str(folder)), trainer=trainer, parallel=plan)
+    config = BackendConfig(
+        model=ModelConfig(path=str(folder)),
+        trainer=TrainerConfig(device="cpu", **options),
+        parallel=plan,
     )
-    backend.open_engine(max_batch_size=8, max_positions=256, end_tokens=[1], **options)
+    backend.setup(config)
+    backend.open_engine(max_batch_size=8, max_positions=256, end_tokens=[1])
     return backend
 
 
 def answers(
-    backend: MegatronBackend, prompts: list[list[int]], params: list[SamplingParams]
+    backend: MegatronBackend,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    *,
+    anew: bool = False,
 ) -> list[Completion]:
-    """By a few passes at a time."""
+    """By a few passes at a time; anew: with a new cache each time."""
     order, found = Order(new=[*zip(range(100), prompts, params, strict=False)], passes=3), {}
     while len(found) < len(prompts):
         found |= backend.decode(order)[0]
-        order = Order(passes=3)
+        order = Order(passes=3, anew=anew)
     return [completion for _, answer in sorted(found.items()) for completion in answer]
 
 
@@ -113,3 +120,32 @@ def test_experts_of_other_ranks(plan: ParallelPlan, tmp_path: Path):
             expected = reference_logprobs(model, prompt, completion.token_ids, 1.0)
             assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
     assert before != after
+
+
+def recorded(folder: Path, plan: ParallelPlan) -> list[Completion]:
+    """In the middle of each answer its cache is computed anew."""
+    backend = started(folder, plan, router_replay=True)
+    params = [SamplingParams(n=2, seed=i, max_new_tokens=3 + i) for i in range(9)]
+    return answers(backend, PROMPTS, params, anew=True)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ParallelPlan(dp_shard=2, ep=2),
+        pytest.param(ParallelPlan(dp_shard=1, tp=2, pp=2), marks=pytest.mark.slow),
+    ],
+)
+def test_the_experts_of_each_token_are_recorded(plan: ParallelPlan, tmp_path: Path):
+    """Of prompt and response, but for the last token, as transformers chooses them."""
+    model = tiny_model("qwen3_moe", scale=3.0)
+    model.save_pretrained(tmp_path)
+    found = run_ranks(plan.num_ranks, recorded, tmp_path, plan)[0]
+    for index, completion in enumerate(found):
+        ids = torch.tensor([[*PROMPTS[index // 2], *completion.token_ids]])[:, :-1]
+        logits = model(ids, output_router_logits=True).router_logits
+        expected = torch.stack([each.topk(2, -1).indices for each in logits], 1)
+        assert completion.routed_experts.dtype == torch.int16
+        assert completion.routed_experts.sort(-1).values.tolist() == (
+            expected.sort(-1).values.tolist()
+        )

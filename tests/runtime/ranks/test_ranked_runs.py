@@ -397,7 +397,8 @@ def test_experts_on_ranks_of_their_own(experts: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_experts_generate_and_learn(experts: Path, tmp_path: Path):
+@pytest.mark.parametrize("replay", [False, True])
+def test_experts_generate_and_learn(replay: bool, experts: Path, tmp_path: Path):
     """Sampler and trainer agree on every token, on replicas that share experts."""
     config = ranked(
         grpo_config,
@@ -406,7 +407,8 @@ def test_experts_generate_and_learn(experts: Path, tmp_path: Path):
         generation=nemorl.GenerationConfig(backend="megatron", max_new_tokens=4),
         parallel=nemorl.ParallelPlan(dp_shard=2, ep=2),
     )
-    result = in_tests(replace(config, trainer=replace(config.trainer, backend="megatron")))
+    trainer = replace(config.trainer, backend="megatron", router_replay=replay)
+    result = in_tests(replace(config, trainer=trainer))
     lines = [line for line in result.history if line["phase"] == "train"]
     assert len(lines) == STEPS
     assert all(line["token_mult_prob_error_max"] < 1 + 1e-4 for line in lines)

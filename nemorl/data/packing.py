@@ -84,8 +84,8 @@ def pack(batch: TokenBatch, plan: Plan) -> TokenBatch:
     """Return a batch whose rows are a plan's: all arrays move, segments count on, 1, 2, ...
 
     An index of the plan is a row of `batch` with all its segments: those (the two answers of a
-    preference pair) stay together, in order. Free places hold 0, or
-    -1 among experts.
+    preference pair) stay together, in order. Free places hold 0, among
+    experts -1.
     Raises: ValueError where the plan lacks or repeats a row.
 
     >>> from nemorl.data.batch import collate

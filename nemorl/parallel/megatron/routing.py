@@ -161,9 +161,9 @@ def _routes(stage: Any) -> list[Routes]:
 def recorded_routes(stage: Any) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
     """Record the experts that compute the tokens in the block, which has forward passes of a stage.
 
-    Yields: a function that returns those of the last pass, of this stage's layers; tokens are in
-    the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of this
-    rank's part of seq).
+    Yields: a function that returns those of the last pass, of this stage's layers, in int32. Tokens
+    are in the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of
+    this rank's part of seq).
     """
     found = _routes(stage)
     for each in found:
@@ -179,7 +179,7 @@ def _taken(routes: list[Routes]) -> Tensor:
     taken = [each.taken for each in routes]
     if any(each is None for each in taken):
         raise RuntimeError("no routes are recorded: call the stage first, inside of the block")
-    return torch.stack(taken, 1)  # type: ignore[arg-type]
+    return torch.stack(taken, 1).int()  # type: ignore[arg-type]
 
 
 def routes_of(

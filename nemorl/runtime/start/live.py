@@ -188,9 +188,11 @@ def frozen_model(launch: Launch, path: str) -> Iterator[Any]:
         folder = launch.directory.path / "logs" / "frozen"
         backend = make_trainer(config, make, devices.plan, folder)
     model = replace(config.model, path=model_folder(path), from_scratch=False)
+    # Its experts are not the sampler's, if it has any.
+    trainer = replace(config.trainer, router_replay=False, router_aux_loss_coef=0.0)
     generators = random_state()
     try:
-        backend.setup(BackendConfig(model=model, trainer=config.trainer, parallel=devices.plan))
+        backend.setup(BackendConfig(model=model, trainer=trainer, parallel=devices.plan))
         restore_generators(*generators)  # whenever it is loaded, a run has the same numbers
         yield backend
     finally:

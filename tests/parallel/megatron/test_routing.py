@@ -36,7 +36,8 @@ def record(folder: Path) -> list[Tensor]:
         assert all(
             layer.mlp.router.router_replay.taken is None for layer in backend._stage.decoder.layers
         )
-        found.append(own.unflatten(0, (-1, len(LENGTHS))).movedim(2, 0))
+        assert own.dtype == torch.int32
+        found.append(own.long().unflatten(0, (-1, len(LENGTHS))).movedim(2, 0))
         backend.shutdown()
     return found
 

@@ -9,6 +9,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -430,6 +431,26 @@ def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks):
     with pytest.raises(ValueError, match=message):
         nemorl.run(config, train=addition_rows(), reward=digits)
     assert not ranks["all"]
+
+
+def test_another_model_has_its_own_experts(folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Or none at all."""
+    setups: list[Any] = []
+    backend = SimpleNamespace(setup=setups.append, shutdown=lambda: None)
+    monkeypatch.setattr(live, "make_trainer", lambda *_: backend)
+    options = {"router_replay": True, "router_aux_loss_coef": 0.1}
+    trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", logprob_chunk=7, **options)
+    config = nemorl.GRPOConfig(trainer=trainer)
+    launch = object.__new__(live.Launch)  # of which this needs a part
+    vars(launch).update(
+        config=config,
+        devices=devices.Devices.of(config, {}, num_gpus=0),
+        directory=SimpleNamespace(path=tmp_path),
+    )
+    with live.frozen_model(launch, str(folder)):
+        assert setups[0].trainer == nemorl.TrainerConfig(
+            backend="megatron", device="cpu", logprob_chunk=7
+        )
 
 
 def test_offloading_is_for_runs_that_generate(folder, tmp_path: Path, watched):

@@ -135,8 +135,8 @@ class Engine:
         return found[0] if group is None else all_gather_same(found[0], 1, group)
 
     def _keep(self, experts: Tensor, work: Pass) -> None:
-        """Give each sample the experts of the tokens that a pass computed. Of those that it computed
-        again, the first ones stay: the next token was drawn from these.
+        """Give each sample the experts of the tokens that a pass computed. Those of tokens that are
+        computed again stay as they were: the response was drawn with them.
         """
         world = self.world
         if world.plan.sequence_parallel and world.tp_group is not None:

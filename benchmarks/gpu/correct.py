@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.models import config_of, random_model, trainer
 from benchmarks.gpu.part import Measurements, Row, Skip, row
 from nemorl import GenerationConfig, SamplingParams
-from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
+from nemorl.parallel.attention import segment_attention, segment_buckets
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.weight_sync import check_agreement

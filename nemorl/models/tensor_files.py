@@ -219,3 +219,17 @@ def _batches(
         batch[name] = tensor.detach().cpu()
         size += tensor.nbytes
     yield batch
+
+
+def require_shapes(
+    stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise ValueError unless the expected tensors are stored, in these shapes."""
+    wrong = []
+    for name, shape in expected.items():
+        if (found := stored.get(name)) is None:
+            wrong.append(f"{name} is missing")
+        elif found != shape:
+            wrong.append(f"{name} is {list(found)}, where {list(shape)} is expected")
+    if wrong:
+        raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")

@@ -1,5 +1,5 @@
-"""Training one model on many devices: the plan, the `TrainingBackend`, and its implementation.
+"""Training one model on many devices: the plan, the `TrainingBackend`, and its implementations.
 
-Others use `plan.ParallelPlan`, `backend` (the Protocol), `config`, `dtensor.backend.DTensorBackend`
-and, for `nemorl plan`, `planner`. No process is started here.
+The files here serve both backends, `dtensor/` and `megatron/`. Others use `plan.ParallelPlan`,
+`backend` (the Protocol), `config` and, for `nemorl plan`, `planner`. No process is started here.
 """

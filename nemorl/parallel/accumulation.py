@@ -13,10 +13,10 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Metrics, merge
 from nemorl.parallel.backend import LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig
-from nemorl.parallel.dtensor.mesh import World
-from nemorl.parallel.dtensor.optimizer import learning_rate, require_finite
 from nemorl.parallel.measure import StepMeter, of_step
+from nemorl.parallel.optimizer import learning_rate, require_finite
 from nemorl.parallel.profiling import profiled
+from nemorl.parallel.world import World
 
 
 class Accumulating(ABC):

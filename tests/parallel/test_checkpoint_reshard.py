@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from nemorl.losses.types import finalize
 from nemorl.models.checked_files import DamagedFile, checksum, read_manifest, write_manifest
 from nemorl.models.tensor_files import TensorFiles
+from nemorl.parallel import checkpoint
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
@@ -23,7 +24,6 @@ from nemorl.parallel.config import (
     OptimizerConfig,
     TrainerConfig,
 )
-from nemorl.parallel.dtensor import checkpoint
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from tests.parallel.batches import nll_loss, random_batch

@@ -4,13 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
-from nemorl.parallel.dtensor.context_parallel import (
-    ContextState,
-    RowSplit,
-    context_attention,
-    zigzag,
-)
+from nemorl.parallel.attention import segment_attention, segment_buckets
+from nemorl.parallel.context_parallel import ContextState, RowSplit, context_attention, zigzag
 from tests.ranks import run_ranks
 
 SEGMENTS = {

@@ -17,6 +17,7 @@ from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import finalize
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import check_supported
+from nemorl.parallel.attention import segment_attention, segment_buckets
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import (
     BackendConfig,
@@ -24,9 +25,8 @@ from nemorl.parallel.config import (
     OptimizerConfig,
     TrainerConfig,
 )
-from nemorl.parallel.dtensor.attention import segment_attention, segment_buckets
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.dtensor.optimizer import learning_rate
+from nemorl.parallel.optimizer import learning_rate
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.rollout.collect import Prompts, collect, to_token_batch

@@ -21,7 +21,8 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.dtensor.lora import adapter_tensors, fingerprint
+from nemorl.parallel.dtensor.lora import adapter_tensors
+from nemorl.parallel.fingerprint import fingerprint
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper

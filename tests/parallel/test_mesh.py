@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemorl.parallel.dtensor.mesh import World
+from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.plan import ParallelPlan
 from tests.ranks import run_ranks
 
 
 def late() -> list[str]:
     """What becomes of rank 0's collectives while rank 1 takes part in none."""
-    world, found = World.of(ParallelPlan(dp_shard=2), "cpu", timeout_s=1), []
+    world, found = mesh.join(ParallelPlan(dp_shard=2), "cpu", timeout_s=1), []
     store = dist.distributed_c10d._get_default_store()
     if world.rank == 1:
         store.wait(["rank 0 is done"])
@@ -37,7 +37,7 @@ def listens_to() -> set[str]:
     """The addresses that this rank's process listens to."""
     assert not dist.is_initialized()
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    World.of(ParallelPlan(dp_shard=2), "cpu")
+    mesh.join(ParallelPlan(dp_shard=2), "cpu")
     assert dist.get_world_size() == 2 and os.environ["GLOO_SOCKET_IFNAME"]
     found = psutil.Process().net_connections()
     return {one.laddr.ip for one in found if one.status == psutil.CONN_LISTEN}
@@ -50,9 +50,9 @@ def test_ranks_of_one_machine_listen_to_its_loopback_alone():
 def joined_twice() -> tuple[bool, int]:
     """Whether the second world is the first, and how many threads were begun for it."""
     plan = ParallelPlan(dp_shard=2)
-    first = World.of(plan, "cpu")
+    first = mesh.join(plan, "cpu")
     before = psutil.Process().num_threads()
-    return World.of(plan, "cpu") is first, psutil.Process().num_threads() - before
+    return mesh.join(plan, "cpu") is first, psutil.Process().num_threads() - before
 
 
 def test_a_second_run_of_a_process_takes_the_groups_of_the_first():

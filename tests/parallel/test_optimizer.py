@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from nemorl.models.adapters import full_tensor
 from nemorl.parallel.config import OptimizerConfig
-from nemorl.parallel.dtensor.optimizer import make_optimizer
+from nemorl.parallel.optimizer import make_optimizer
 from tests.ranks import run_ranks
 
 IMPLEMENTATIONS = ("fused", "foreach")

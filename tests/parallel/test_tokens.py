@@ -16,8 +16,8 @@ from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.dtensor.tokens import once, work_of
 from nemorl.parallel.layout import cut, with_the_same_prompt
+from nemorl.parallel.tokens import once, work_of
 from tests.parallel.batches import nll_loss
 from tests.tiny_models import ALPHABET, tiny_model
 

@@ -22,30 +22,34 @@ from nemorl.models.attention import use_attention
 from nemorl.models.causal_lm import load_causal_lm, usable_device
 from nemorl.models.hub import check_supported
 from nemorl.parallel.accumulation import Accumulating
+from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.parallel.checkpoint import CheckpointWriter, Saved
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
-from nemorl.parallel.dtensor.attention import ATTENTION_NAME, segment_attention
+from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.dtensor.build import build
-from nemorl.parallel.dtensor.checkpoint import CheckpointWriter, Saved, contents_of
-from nemorl.parallel.dtensor.head import plain_logprobs, planned, sharded_logprobs
-from nemorl.parallel.dtensor.lora import adapters_off, add_adapters, check_base, fingerprint
-from nemorl.parallel.dtensor.mesh import World, is_started_as_rank
+from nemorl.parallel.dtensor.checkpoint import contents_of, load
+from nemorl.parallel.dtensor.head import plain_logprobs, sharded_logprobs
+from nemorl.parallel.dtensor.lora import adapters_off, add_adapters
 from nemorl.parallel.dtensor.offload import Offloaded
-from nemorl.parallel.dtensor.optimizer import make_optimizer
 from nemorl.parallel.dtensor.pieces import gathering
-from nemorl.parallel.dtensor.tokens import Work
+from nemorl.parallel.fingerprint import check_base, fingerprint
+from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron.limits import check_elsewhere
+from nemorl.parallel.optimizer import make_optimizer
 from nemorl.parallel.profiling import close_profile, profile_folder
+from nemorl.parallel.tokens import Work
+from nemorl.parallel.world import World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
 
 
 class DTensorBackend(Accumulating):
     """Trains a model that it is given, or that `setup` loads; parameters and optimizer are float32.
 
-    In a process by itself the model has plain tensors. In a rank (`mesh.is_started_as_rank`) it is
+    In a process by itself the model has plain tensors. In a rank (`is_started_as_rank`) it is
     spread as `config.parallel` says: all ranks make the same calls with the same whole batches, and
     each gets the whole result. Dropout is on in `train_step` only.
 
@@ -128,7 +132,7 @@ class DTensorBackend(Accumulating):
     def _set_up_sharded(self, keeps_reference: bool) -> None:
         config, given = self.config, self._given
         timeout = config.collective_timeout_s
-        self.world = World.of(config.parallel, config.trainer.device, timeout_s=timeout)
+        self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device
         self._model = build(config, self.world, given=given)
         self._base = fingerprint(self._model)
@@ -264,7 +268,7 @@ class DTensorBackend(Accumulating):
         require(bool(rank) == with_adapters, "lora.rank", requirement, rank, remedy)
         if with_adapters or self.config.keep_reference:
             check_base(saved.state["base"], self._base, path)
-        saved.load(self.model, self.optimizer)
+        load(saved, self.model, self.optimizer)
         # The weights that the run began with, whatever this backend was set up with.
         self.step, self._base = saved.state["step"], saved.state["base"]
 

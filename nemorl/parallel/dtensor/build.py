@@ -16,14 +16,14 @@ from nemorl.models.attention import use_attention
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import loading
 from nemorl.models.pretrained import weight_files, weights_folder
-from nemorl.models.tensor_files import TensorFiles
+from nemorl.models.tensor_files import TensorFiles, require_shapes
+from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.config import BackendConfig, LoRAConfig
-from nemorl.parallel.dtensor.attention import ATTENTION_NAME, segment_attention
-from nemorl.parallel.dtensor.context_parallel import CONTEXT_ATTENTION, context_attention
+from nemorl.parallel.context_parallel import CONTEXT_ATTENTION, context_attention
 from nemorl.parallel.dtensor.head import install_head
 from nemorl.parallel.dtensor.lora import add_adapters, fresh_adapters
-from nemorl.parallel.dtensor.mesh import World
 from nemorl.parallel.dtensor.pieces import fill
+from nemorl.parallel.world import World
 
 
 def build(
@@ -112,20 +112,6 @@ def load_folder(model: nn.Module, folder: Path) -> None:
         require_shapes(stored.shapes, shapes)
         for name, tensor in wanted.items():
             fill(tensor, stored, name)
-
-
-def require_shapes(
-    stored: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise ValueError unless the expected tensors are stored, in these shapes."""
-    wrong = []
-    for name, shape in expected.items():
-        if (found := stored.get(name)) is None:
-            wrong.append(f"{name} is missing")
-        elif found != shape:
-            wrong.append(f"{name} is {list(found)}, where {list(shape)} is expected")
-    if wrong:
-        raise ValueError(f"{'; '.join(wrong[:3])} ({len(wrong)} in all)")
 
 
 @torch.no_grad()

@@ -1,276 +1,57 @@
-"""Checkpoints of a model and its optimizer as safetensors, in one form for every plan.
+"""What checkpoints of DTensors hold, and how a model and its optimizer are filled from them."""
 
-    config.json              and generation_config.json: with the weights a folder that
-                             `transformers` loads as it is
-    model.safetensors        or, of n ranks, model-0000k-of-0000n.safetensors and their index:
-                             whole weights, of which each rank writes its share
-                             (with LoRA: PEFT's two files instead)
-    optimizer.safetensors    or optimizer-0000k-of-0000n.safetensors: the pieces of
-                             `<parameter's name>.<what>` that rank k holds
-    backend.json             the optimizer's steps, and the fingerprint of the initial weights
-    manifest.json            sizes and CRC-32 of all of these, written last by rank 0
-
-No rank holds more than one whole tensor besides its own part, and each reads and checks its own
-pieces only, from files of any plan.
-"""
-
-import json
-import threading
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.models.adapters import WEIGHTS, full_tensor, has_adapters, live_tensors
-from nemorl.models.checked_files import (
-    CheckedFile,
-    Checksum,
-    checksum,
-    read_manifest,
-    write_manifest,
-)
-from nemorl.models.tensor_files import Piece, TensorFiles, file_name, write_index, write_tensors
+from nemorl.models.adapters import full_tensor, has_adapters, live_tensors
+from nemorl.models.tensor_files import Piece
+from nemorl.parallel.checkpoint import Contents, Saved, write_model_config
 from nemorl.parallel.dtensor.lora import adapter_tensors, check_scale, write_adapter_config
-from nemorl.parallel.dtensor.mesh import World
 from nemorl.parallel.dtensor.pieces import fill, own_part, replicas
-
-STATE = "backend.json"
-BEGUN = ".begun"
-"""A file by which ranks see whether they share the folder."""
-File = tuple[str, list[Piece], Iterable[Tensor]]
-"""A file's name, its pieces, and their values in the same order."""
+from nemorl.parallel.world import World
 
 
-@dataclass(frozen=True)
-class Contents:
-    """What a checkpoint is to hold, as a backend has it."""
+def load(saved: Saved, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Copy this rank's part into the model's own tensors, or its adapters, and its optimizer.
 
-    weights: Mapping[str, Tensor]
-    """By name a tensor of each one's shape and type, in the order of `gather`."""
-    gather: Callable[[], Iterable[tuple[str, Tensor]]]
-    """Returns the whole tensors; a collective call."""
-    optimizer: tuple[list[Piece], Iterable[Tensor]]
-    """This rank's pieces of the optimizer's state."""
-    write_config: Callable[[Path], None]
-    """Writes the small files that go with the weights."""
-    adapters: bool = False
-    """Whether the weights are PEFT's."""
-
-
-class CheckpointWriter:
-    """Writes this rank's part of checkpoints, one at a time, at once or in a thread.
-
-    Made by all ranks together. Errors are OSErrors, on every rank if one has them.
+    Raises ValueError, before anything is changed, if it belongs to another model. After a
+    DamagedFile another checkpoint must be loaded.
     """
+    with saved.world.share_errors():
+        _load_weights(saved, model)
+        _load_optimizer(saved, optimizer, model)
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self._thread: threading.Thread | None = None
-        self._path: Path | None = None
-        self._written: dict[str, Checksum] = {}
-        self._error: Exception | None = None
 
-    def save(
-        self,
-        contents: Contents,
-        path: Path,
-        *,
-        state: Mapping[str, Any],
-        background: bool = False,
-    ) -> None:
-        """Write everything that the next step depends on; a collective call.
+def _load_weights(saved: Saved, model: nn.Module) -> None:
+    lora = has_adapters(model)
+    own = adapter_tensors(model) if lora else live_tensors(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    stored = saved.weights(shapes, lora=lora)
+    if lora:
+        check_scale(model, saved.path)
+    for name, tensor in own.items():
+        fill(tensor, stored, name)
 
-        With `background` return as soon as all is copied to main memory; `wait` says when it is
-        written. `state` goes into backend.json.
-        """
-        self.wait()
-        tensors, lora = contents.weights, contents.adapters
-        count = 1 if lora else min(self.world.size, len(tensors))
-        names = [WEIGHTS if lora else file_name("model", index, count) for index in range(count)]
-        owners = shared_out({name: tensor.numel() for name, tensor in tensors.items()}, count)
-        pieces: list[list[Piece]] = [[] for _ in range(self.world.size)]
-        for name, tensor in tensors.items():
-            pieces[owners[name]].append(Piece.whole(name, tensor))
-        with self.world.share_errors():
-            if self.world.rank == 0:
-                path.mkdir(parents=True, exist_ok=True)
-                for file in (*path.glob("*.json"), *path.glob("*.safetensors")):
-                    file.unlink()
-                (path / STATE).write_text(json.dumps(dict(state)), encoding="utf-8")
-                contents.write_config(path)
-                if count > 1:
-                    write_index(path, dict(zip(names, pieces, strict=False)))
-                (path / BEGUN).touch()
-        with self.world.share_errors():
-            # It is listed, as a look-up may be answered from a cache.
-            if not path.is_dir() or path / BEGUN not in path.iterdir():
-                raise OSError(
-                    f"{path} is not the folder that the other ranks see: put the run in one that"
-                    " all machines share"
-                )
-        self._path, self._written, self._error = path, {}, None
-        own, name = pieces[self.world.rank], names[min(self.world.rank, count - 1)]
-        of_optimizer = file_name("optimizer", self.world.rank, self.world.size)
-        files: list[File] = [
-            (name, own, owned(contents.gather(), {piece.name for piece in own})),
-            (of_optimizer, *contents.optimizer),
-        ]
-        if background:
-            files = [
-                (name, pieces, [tensor.detach().to("cpu", copy=True) for tensor in values])
-                for name, pieces, values in files
-            ]
-            self._thread = threading.Thread(
-                target=self._write, args=(path, files), name="checkpoint", daemon=True
-            )
-            self._thread.start()
+
+def _load_optimizer(saved: Saved, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    names = {id(parameter): name for name, parameter in live_tensors(model).items()}
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    indices = {names[id(parameter)]: index for index, parameter in enumerate(parameters)}
+    stored = saved.optimizer(indices)
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, shape in stored.shapes.items():
+        name, _, what = key.rpartition(".")
+        parameter = parameters[indices[name]]
+        if shape == tuple(parameter.shape):
+            value = fill(torch.empty_like(parameter, requires_grad=False), stored, key)
         else:
-            self._write(path, files)
-            self.wait()
-
-    def wait(self) -> None:
-        """Return when all ranks have written the last checkpoint and its manifest is there.
-
-        A collective call, in any thread.
-        """
-        path = self._path
-        if path is None:
-            return
-        self.close()
-        self._thread = self._path = None
-        with self.world.share_errors(self.world.saving_group):
-            error = self._error
-            if error is not None and self.world.size > 1 and not isinstance(error, OSError):
-                error = OSError(repr(error))
-            if error is not None:
-                raise error
-        parts = self.world.gather_objects(self._written, group=self.world.saving_group)
-        with self.world.share_errors(self.world.saving_group):
-            if self.world.rank == 0:
-                write_manifest(path, {name: file for part in parts for name, file in part.items()})
-                (path / BEGUN).unlink()
-
-    def close(self) -> None:
-        """Let a thread finish its files."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def _write(self, path: Path, files: list[File]) -> None:
-        for name, pieces, values in files:
-            tensors = iter(values)
-            try:
-                if pieces:
-                    self._written[name] = write_tensors(path / name, pieces, tensors)
-            except Exception as error:
-                self._error = self._error or error
-            deque(tensors, maxlen=0)  # the other ranks need this one's part of every tensor
-        try:
-            for file in path.glob("*.json") if self.world.rank == 0 else ():
-                self._written[file.name] = checksum(file)
-        except OSError as error:
-            self._error = self._error or error
-
-
-class Saved:
-    """What a `CheckpointWriter` wrote, read by all ranks together.
-
-    `state` is the one that was saved. Damage that one rank meets is a DamagedFile on every rank.
-    """
-
-    def __init__(self, path: Path, world: World) -> None:
-        self.path, self.world = path, world
-        with world.share_errors():
-            self.checksums = read_manifest(path)
-            state = CheckedFile(path / STATE, self.checksums[STATE]).read()
-            self.state: dict[str, Any] = json.loads(bytes(state))
-
-    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy this rank's part into the model's own tensors, or its adapters, and its optimizer.
-
-        Raises ValueError, before anything is changed, if it belongs to another model. After a
-        DamagedFile another checkpoint must be loaded.
-        """
-        with self.world.share_errors():
-            self._load_weights(model)
-            self._load_optimizer(optimizer, model)
-
-    def weights(self, shapes: Mapping[str, tuple[int, ...]], *, lora: bool = False) -> TensorFiles:
-        """Return the weights. Raises ValueError unless they are those of a model with `shapes`, or
-        of its adapters.
-        """
-        files = self.path.glob(WEIGHTS if lora else "model*.safetensors")
-        stored = TensorFiles(files, self.checksums)
-        if wrong := sorted({name for name, _ in stored.shapes.items() ^ shapes.items()}):
-            whose, remedy = "the model", "name the model of that run"
-            if lora:
-                whose = "the adapters"
-                remedy = "give the model, lora.rank and lora.target_modules of that run"
-            raise ValueError(
-                f"checkpoint {self.path} must be of {whose} in use, but differs in"
-                f" {', '.join(wrong[:5])} ({len(wrong)} in all): {remedy}"
-            )
-        return stored
-
-    def optimizer(self, names: Iterable[str]) -> TensorFiles:
-        """Return the optimizer's state. Raises ValueError unless it is that of the parameters of
-        these names.
-        """
-        stored = TensorFiles(self.path.glob("optimizer*.safetensors"), self.checksums)
-        saved = {key.rpartition(".")[0] for key in stored.shapes}
-        if saved and (wrong := sorted(saved ^ set(names))):
-            raise ValueError(
-                f"the optimizer's state in {self.path} must be that of the parameters that train,"
-                f" but differs in {', '.join(wrong[:5])}: go on with the settings of that run"
-            )
-        return stored
-
-    def _load_weights(self, model: nn.Module) -> None:
-        lora = has_adapters(model)
-        own = adapter_tensors(model) if lora else live_tensors(model)
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        stored = self.weights(shapes, lora=lora)
-        if lora:
-            check_scale(model, self.path)
-        for name, tensor in own.items():
-            fill(tensor, stored, name)
-
-    def _load_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        names = {id(parameter): name for name, parameter in live_tensors(model).items()}
-        parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        indices = {names[id(parameter)]: index for index, parameter in enumerate(parameters)}
-        stored = self.optimizer(indices)
-        state: dict[int, dict[str, Tensor]] = {}
-        for key, shape in stored.shapes.items():
-            name, _, what = key.rpartition(".")
-            parameter = parameters[indices[name]]
-            if shape == tuple(parameter.shape):
-                value = fill(torch.empty_like(parameter, requires_grad=False), stored, key)
-            else:
-                value = stored.read(key).clone()
-            state.setdefault(indices[name], {})[what] = value
-        optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-
-
-def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Give each name an owner out of `count`: the largest first, to the one that has the least."""
-    loads, owners = [0] * count, {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owners[name] = loads.index(min(loads))
-        loads[owners[name]] += sizes[name]
-    return owners
-
-
-def owned(tensors: Iterable[tuple[str, Tensor]], names: Container[str]) -> Iterator[Tensor]:
-    """Yield those of some names, in order, and go through all."""
-    for name, tensor in tensors:
-        if name in names:
-            yield tensor
+            value = stored.read(key).clone()
+        state.setdefault(indices[name], {})[what] = value
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
 
 
 def contents_of(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Contents:
@@ -316,10 +97,3 @@ def _pieces(
             pieces.append(Piece(name, local.dtype, tuple(local.shape), offsets))
             values.append(local)
     return pieces, values
-
-
-def write_model_config(model: Any, path: Path) -> None:
-    """Write what `transformers` needs besides the weights."""
-    model.config.save_pretrained(path)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(path)

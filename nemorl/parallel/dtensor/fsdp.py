@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from nemorl.parallel.dtensor.mesh import DTYPES
 from nemorl.parallel.dtensor.tensor_parallel import is_tied
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.world import DTYPES
 
 
 def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:

@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.logprobs import LogprobKind, flat_linear_logprobs
+from nemorl.losses.logprobs import flat_linear_logprobs
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
 from nemorl.models.causal_lm import decoder_of, head_weight
-from nemorl.parallel.dtensor.collectives import all_gather, all_gather_same, sum_backward
-from nemorl.parallel.dtensor.context_parallel import ContextState, RowSplit
-from nemorl.parallel.dtensor.mesh import DTYPES, World
-from nemorl.parallel.dtensor.tokens import Work, split_work, work_of
-
-
-@dataclass(frozen=True)
-class HeadInputs:
-    """The head's inputs besides hidden states: which of them are read, and how."""
-
-    states: Int[Tensor, "tokens"]
-    """Places in the flattened hidden states."""
-    next_ids: Int[Tensor, "tokens"]
-    """The token that each one predicts."""
-    kind: LogprobKind
-    chunk: int
-    with_entropy: bool
+from nemorl.parallel.collectives import all_gather, sum_backward
+from nemorl.parallel.head import HeadInputs, RankInputs
+from nemorl.parallel.tokens import Work
+from nemorl.parallel.world import World
 
 
 def plain_logprobs(
@@ -61,64 +45,6 @@ def plain_logprobs(
     )
     logprobs, entropy = (work.rows(values, batch.input_ids) for values in found)
     return logprobs, entropy
-
-
-@dataclass(frozen=True)
-class RankInputs:
-    """What a model that is spread over ranks gets of a microbatch, and what becomes of its results.
-
-    `values` are keyword arguments: with cp of this rank's tokens, otherwise of whole rows.
-    """
-
-    values: dict[str, Any]
-    work: Work
-
-    @classmethod
-    def of(
-        cls, batch: TokenBatch, work: Work, world: World, *, chunk: int, with_entropy: bool
-    ) -> RankInputs:
-        head = HeadInputs(work.states, work.next_ids, batch.logprob_kind, chunk, with_entropy)
-        values: dict[str, Any] = {"input_ids": work.input_ids, "position_ids": work.position_ids}
-        if work.split is None:
-            return cls({**values, "head_inputs": head, "segment_buckets": work.buckets}, work)
-        context = ContextState(work.split, work.buckets)
-        if world.plan.cp_method == "allgather":
-            dtype = DTYPES[world.plan.param_dtype]
-            rows = (batch.segment_ids, batch.position_ids)
-            context = ContextState.with_bias(*rows, work.split, dtype)
-        return cls({**values, "head_inputs": head, "context": context}, work)
-
-    def whole(
-        self, found: Iterable[Float[Tensor, "tokens"]], batch: TokenBatch
-    ) -> Iterator[Float[Tensor, "batch seq"]]:
-        """Yield what the model found (log-probabilities, entropies) in the microbatch's layout, 0
-        where none was asked for; with cp a collective call.
-        """
-        for values in found:
-            if (split := self.work.split) is None:
-                yield self.work.rows(values, batch.input_ids)
-                continue
-            part = self.work.rows(values, self.work.input_ids)
-            # Every rank computes the same loss of whole rows: a sequence's ratio needs all its
-            # tokens. Gathered one by one: where a loss has no entropy, the head computes no
-            # gradient of it.
-            whole = all_gather_same(part, 1, split.group).index_select(1, split.back)
-            yield nn.functional.pad(whole[:, :-1], (1, 0))
-
-
-def planned(
-    part: TokenBatch, wanted: Bool[Tensor, "batch seq"], world: World, *, share: bool
-) -> Work:
-    """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory.
-
-    share: compute equal prompts once, unless cp splits the rows.
-    """
-    plan = world.plan
-    if world.cp_group is None:
-        return work_of(part, wanted, share=share, multiple_of=plan.row_multiple)
-    cpu = torch.device("cpu")
-    rows = RowSplit.of(part.input_ids.shape[1], world.cp_rank, world.cp_group, cpu)
-    return split_work(part, wanted, rows, in_buckets=plan.cp_method == "ulysses")
 
 
 def sharded_logprobs(

@@ -1,9 +1,8 @@
 """LoRA through PEFT: adapters in a model, switched off for the reference, in PEFT's folders."""
 
-import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.checks import require
-from nemorl.models.adapters import adapted_layers, full_tensor
+from nemorl.models.adapters import adapted_layers
 from nemorl.models.hub import CONFIG
 from nemorl.parallel.config import LoRAConfig
 
 NAME = "default"
 """PEFT's name of the only adapter."""
-SAMPLED = 1024
-"""Numbers of each tensor that a fingerprint reads."""
 
 
 def add_adapters(
@@ -118,44 +115,3 @@ def check_scale(model: Any, folder: Path) -> None:
     now = model.peft_config[NAME].lora_alpha
     requirement = f"must be that of the checkpoint ({alpha:g})"
     require(alpha == now, "lora.alpha", requirement, now, "leave it as it was")
-
-
-def fingerprint(model: nn.Module) -> str:
-    """Return a hash of the weights without adapters: names, shapes, and evenly spaced samples.
-
-    A sharded model has the same one; its tensors are gathered one by one: a collective call.
-    """
-    return hash_of(
-        {
-            name.replace(".base_layer.", "."): sampled(full_tensor(tensor))
-            for name, tensor in model.state_dict().items()
-            if ".lora_" not in name
-        }
-    )
-
-
-def sampled(tensor: Tensor) -> tuple[tuple[int, ...], bytes]:
-    """Return what a fingerprint reads of a tensor: its shape, and some numbers as bytes."""
-    flat = tensor.detach().flatten()
-    # An odd step, so that the samples don't all lie in one column.
-    # A copy: memory that numpy has seen can't be offloaded any more.
-    sample = flat[:: flat.numel() // SAMPLED | 1].to("cpu", torch.float32, copy=True)
-    return tuple(tensor.shape), sample.numpy().tobytes()
-
-
-def hash_of(samples: Mapping[str, tuple[tuple[int, ...], bytes]]) -> str:
-    """Return the fingerprint of a model from `sampled` of its state_dict, in that order."""
-    digest = hashlib.sha256()
-    for name, (shape, sample) in samples.items():
-        digest.update(f"{name} {shape}".encode())
-        digest.update(sample)
-    return digest.hexdigest()
-
-
-def check_base(expected: str, found: str, folder: Path) -> None:
-    """Raise ValueError if the run of a checkpoint began with weights of another fingerprint."""
-    if found != expected:
-        raise ValueError(
-            f"checkpoint {folder} must be of a run that began with the model in use, but it began"
-            " with other weights: load the initial model of that run anew"
-        )

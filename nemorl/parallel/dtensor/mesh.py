@@ -1,190 +1,51 @@
-"""The place of this process among the ranks that train a model together."""
+"""The place of this process among ranks that torchtitan has arranged in a mesh."""
 
 from __future__ import annotations
 
-import os
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import psutil
-import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
-from nemorl.models.causal_lm import usable_device
 from nemorl.parallel.plan import ParallelPlan
-
-LOOPBACK = "127.0.0.1"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-SLOWEST_SAVE = timedelta(days=1)
-"""A rank may wait this long for others that write; a dead one is noticed at once."""
+from nemorl.parallel.world import SLOWEST_SAVE, World, start_process_group
 
 
-@dataclass(frozen=True, kw_only=True)
-class World:
-    """The place of a process along the axes of the mesh, and its groups (None if it is alone).
+def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None) -> World:
+    """Join the ranks that the environment names (RANK, WORLD_SIZE, …); a collective call.
 
-    Its rows are those of `data_rank`; of each row it holds the tokens of `cp_rank`.
+    A process that joins them again gets the first groups: each has threads, and torch's caches
+    hold on to a mesh. timeout_s: how long a collective may take; torch's default for None.
     """
+    from nemorl.parallel.dtensor.titan import make_dims
 
-    plan: ParallelPlan
-    device: torch.device
-    dims: Any = None
-    """torchtitan's ParallelDims; None in a process that trains alone, on plain tensors."""
-    rank: int = 0
-    size: int = 1
-    data_rank: int = 0
-    cp_rank: int = 0
-    tp_rank: int = 0
-    pp_rank: int = 0
-    ep_rank: int = 0
-    data_group: dist.ProcessGroup | None = None
-    """The ranks with other rows."""
-    cp_group: dist.ProcessGroup | None = None
-    """The ranks with other tokens of the same rows."""
-    tp_group: dist.ProcessGroup | None = None
-    """The ranks with other parts of each layer."""
-    pp_group: dist.ProcessGroup | None = None
-    """The ranks with other layers."""
-    ep_group: dist.ProcessGroup | None = None
-    """The ranks with other experts."""
-    control_group: dist.ProcessGroup | None = None
-    """All ranks, for Python objects and CPU tensors."""
-    saving_group: dist.ProcessGroup | None = None
-    """All ranks, for a checkpoint that is written beside training steps."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether parameters are DTensors; with a single rank, too, if it was started as one."""
-        return self.dims is not None
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank has the last layers, and computes losses."""
-        return self.pp_rank == self.plan.pp - 1
-
-    @property
-    def fsdp_mesh(self) -> Any:
-        """The mesh over which FSDP2 shards; with dp_replicate the first axis repeats (HSDP)."""
-        axes = ["dp_replicate", "fsdp"] if self.plan.dp_replicate > 1 else "fsdp"
-        return self.dims.get_mesh(axes)
-
-    @classmethod
-    def of(
-        cls, plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None = None
-    ) -> World:
-        """Join the ranks that the environment names (RANK, WORLD_SIZE, …); a collective call.
-
-        A process that joins them again gets the first groups: each has threads, and torch's caches
-        hold on to a mesh. timeout_s: how long a collective may take; torch's default for None.
-        """
-        from nemorl.parallel.dtensor.titan import make_dims
-
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        device = start_process_group(device_name, timeout=timeout)
-        plan = plan.on(dist.get_world_size())
-        key = plan, device, timeout, dist.group.WORLD
-        if key in _JOINED:
-            return _JOINED[key]
-        dims = make_dims(plan, device.type)
-        if timeout is not None:
-            for mesh in dims.get_all_one_dimensional_meshes().values():
-                mesh.get_group().set_timeout(timeout)
-        place: dict[str, Any] = {}
-        for name, axis in (("data", "batch"), ("cp", "cp"), ("tp", "tp")):
-            mesh = dims.get_optional_mesh(axis)
-            place[f"{name}_rank"] = 0 if mesh is None else mesh.get_local_rank()
-            place[f"{name}_group"] = None if mesh is None else mesh.get_group()
-        if dist.get_backend() != "fake":  # which tries a plan in one process
-            place["control_group"] = dist.new_group(backend="gloo", timeout=timeout)
-            place["saving_group"] = dist.new_group(backend="gloo", timeout=SLOWEST_SAVE)
-        _JOINED[key] = cls(
-            plan=plan,
-            device=device,
-            dims=dims,
-            rank=dist.get_rank(),
-            size=dist.get_world_size(),
-            **place,
-        )
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    device = start_process_group(device_name, timeout=timeout)
+    plan = plan.on(dist.get_world_size())
+    key = plan, device, timeout, dist.group.WORLD
+    if key in _JOINED:
         return _JOINED[key]
-
-    def gather_objects(self, value: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Return the values of all ranks, in order; a collective call (of `group` if given)."""
-        if self.control_group is None:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=group or self.control_group)
-        return found
-
-    @contextmanager
-    def share_errors(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Raise an OSError of the block on every rank if one has it; a collective call."""
-        own = None
-        try:
-            yield
-        except OSError as error:
-            if self.size == 1:
-                raise
-            host = socket.gethostname()
-            own = type(error), f"rank {self.rank} of {self.size} on {host}: {error}"
-        for found in self.gather_objects(own, group=group):
-            if found is not None:
-                kind, message = found
-                raise kind(message)
+    dims = make_dims(plan, device.type)
+    if timeout is not None:
+        for mesh in dims.get_all_one_dimensional_meshes().values():
+            mesh.get_group().set_timeout(timeout)
+    place: dict[str, Any] = {}
+    for name, axis in (("data", "batch"), ("cp", "cp"), ("tp", "tp")):
+        mesh = dims.get_optional_mesh(axis)
+        place[f"{name}_rank"] = 0 if mesh is None else mesh.get_local_rank()
+        place[f"{name}_group"] = None if mesh is None else mesh.get_group()
+    if dist.get_backend() != "fake":  # which tries a plan in one process
+        place["control_group"] = dist.new_group(backend="gloo", timeout=timeout)
+        place["saving_group"] = dist.new_group(backend="gloo", timeout=SLOWEST_SAVE)
+    _JOINED[key] = World(
+        plan=plan,
+        device=device,
+        dims=dims,
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        **place,
+    )
+    return _JOINED[key]
 
 
 _JOINED: dict[Any, World] = {}
-
-
-def start_process_group(
-    device_name: str | None, *, timeout: timedelta | None = None
-) -> torch.device:
-    """Initialize torch.distributed from the environment; return this rank's device."""
-    kind = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if kind.type == "cuda" and kind.index is None:
-        # Where each process sees only its own GPU, that is number 0.
-        alone = torch.cuda.device_count() == 1
-        kind = torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", 0)))
-    device = usable_device(str(kind))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        store, rank, size = next(_meet() if _on_one_machine() else rendezvous("env://"))
-        # When torchrun restarts the ranks, its store still has the addresses of the old ones.
-        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-        store = dist.PrefixStore(f"restart_{restarts}", store)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return device
-
-
-def _on_one_machine() -> bool:
-    """Return whether the ranks are to meet at this machine's loopback, without torchrun's store."""
-    theirs = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost") and not theirs
-
-
-def _meet() -> Iterator[tuple[dist.Store, int, int]]:
-    """Yield store, rank and number of ranks, as torch's rendezvous, which listens everywhere."""
-    names = psutil.net_if_addrs().items()
-    here = next(name for name, own in names if any(one.address == LOOPBACK for one in own))
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", here)
-    rank, size, port = (int(os.environ[key]) for key in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
-    listening = None
-    if rank == 0:
-        listening = socket.create_server((LOOPBACK, port)).detach()
-    yield dist.TCPStore(LOOPBACK, port, size, rank == 0, master_listen_fd=listening), rank, size
-
-
-def is_started_as_rank() -> bool:
-    """Return whether this process was started as a rank, by torchrun or by us.
-
-    A process group of one says nothing: vLLM leaves one behind.
-    """
-    return ("WORLD_SIZE" in os.environ and "RANK" in os.environ) or (
-        dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    )

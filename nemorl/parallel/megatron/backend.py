@@ -28,13 +28,10 @@ from nemorl.models.adapters import live_tensors
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import CONFIG, loading
 from nemorl.models.pretrained import weight_files, weights_folder
-from nemorl.models.tensor_files import Piece, TensorFiles
+from nemorl.models.tensor_files import Piece, TensorFiles, require_shapes
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.backend import ForwardOutput, LossFn
-from nemorl.parallel.config import BackendConfig
-from nemorl.parallel.determinism import deterministic_kernels
-from nemorl.parallel.dtensor.build import require_shapes
-from nemorl.parallel.dtensor.checkpoint import (
+from nemorl.parallel.checkpoint import (
     CheckpointWriter,
     Contents,
     Saved,
@@ -42,9 +39,10 @@ from nemorl.parallel.dtensor.checkpoint import (
     shared_out,
     write_model_config,
 )
-from nemorl.parallel.dtensor.head import RankInputs, planned
-from nemorl.parallel.dtensor.lora import check_base, hash_of, sampled
-from nemorl.parallel.dtensor.mesh import is_started_as_rank
+from nemorl.parallel.config import BackendConfig
+from nemorl.parallel.determinism import deterministic_kernels
+from nemorl.parallel.fingerprint import check_base, hash_of, sampled
+from nemorl.parallel.head import RankInputs, planned
 from nemorl.parallel.layout import Layout, cut
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron.engine import Engine, Order
@@ -58,6 +56,7 @@ from nemorl.parallel.megatron.routing import (
 )
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.profiling import close_profile, profile_folder
+from nemorl.parallel.world import is_started_as_rank
 from nemorl.rollout.generation import Completion
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

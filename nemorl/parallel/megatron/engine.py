@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nemorl.parallel.dtensor.collectives import all_gather, all_gather_same
-from nemorl.parallel.dtensor.mesh import World
+from nemorl.parallel.collectives import all_gather, all_gather_same
 from nemorl.parallel.megatron.routing import recorded_routes
+from nemorl.parallel.world import World
 from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
 from nemorl.rollout.generation import Completion, SamplingParams
 from nemorl.rollout.kv_cache import SlotCache

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemorl.parallel.dtensor.mesh import SLOWEST_SAVE, World, start_process_group
 from nemorl.parallel.megatron.core import parallel_state, random
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.world import SLOWEST_SAVE, World, start_process_group
 
 DEFAULT_TIMEOUT_S = 1800.0
 

@@ -14,14 +14,14 @@ from torch.nn import functional
 
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
 from nemorl.models.hub import EXPERTS
-from nemorl.parallel.dtensor.attention import SegmentBuckets, segment_attention
-from nemorl.parallel.dtensor.collectives import all_gather, sum_backward
-from nemorl.parallel.dtensor.context_parallel import ContextState, context_attention
-from nemorl.parallel.dtensor.head import HeadInputs
-from nemorl.parallel.dtensor.mesh import DTYPES, World
+from nemorl.parallel.attention import SegmentBuckets, segment_attention
+from nemorl.parallel.collectives import all_gather, sum_backward
+from nemorl.parallel.context_parallel import ContextState, context_attention
+from nemorl.parallel.head import HeadInputs
 from nemorl.parallel.megatron import core
 from nemorl.parallel.megatron.routing import Routes, follow_rows
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.world import DTYPES, World
 from nemorl.rollout.attention import cached_attention
 from nemorl.rollout.decoding import Pass
 

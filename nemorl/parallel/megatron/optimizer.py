@@ -8,9 +8,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from nemorl.parallel.config import OptimizerConfig
-from nemorl.parallel.dtensor.mesh import DTYPES, World
-from nemorl.parallel.dtensor.optimizer import make_optimizer
 from nemorl.parallel.megatron import core
+from nemorl.parallel.optimizer import make_optimizer
+from nemorl.parallel.world import DTYPES, World
 
 
 class ShardedAdamW:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
-from nemorl.parallel.dtensor.mesh import World
-from nemorl.parallel.dtensor.tokens import Work
+from nemorl.parallel.tokens import Work
+from nemorl.parallel.world import World
 
 
 class Routes:

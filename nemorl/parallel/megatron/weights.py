@@ -14,7 +14,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 
-from nemorl.parallel.dtensor.mesh import World
+from nemorl.parallel.world import World
 
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """Returns the box of a whole tensor by its Hugging Face name: where it begins, and its shape."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nemorl.checks import require
-from nemorl.parallel.dtensor.mesh import start_process_group
+from nemorl.parallel.world import start_process_group
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Rank
 from nemorl.runtime.ranks.wire import dumps, loads

@@ -14,7 +14,7 @@ from nemorl.models.adapters import WEIGHTS, base_of, merge_folder, merged_tensor
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import CONFIG, copy_code
 from nemorl.models.tensor_files import TensorFiles, write_model_files
-from nemorl.parallel.dtensor.lora import check_base, fingerprint
+from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory, version_of

@@ -89,7 +89,7 @@ def untied() -> Iterator[None]:
 @contextmanager
 def no_packed_mask() -> Iterator[None]:
     """A token sees all that stands before it in its row, whatever sequence that is."""
-    from nemorl.parallel.dtensor import context_parallel, head
+    from nemorl.parallel import context_parallel, head
 
     with_mask = context_parallel.ContextState.with_bias
 
@@ -125,7 +125,7 @@ def own_experts() -> AbstractContextManager[Any]:
 
 def any_prompt() -> AbstractContextManager[Any]:
     """All prompts of a length are taken for the same."""
-    from nemorl.parallel.dtensor import tokens
+    from nemorl.parallel import tokens
 
     once = tokens.once
 
@@ -150,9 +150,9 @@ def own_vocabulary_alone() -> Iterator[None]:
 
 def counted_by_every_rank() -> AbstractContextManager[Any]:
     """With cp every rank computes the loss of whole rows; here each counts."""
-    from nemorl.parallel.dtensor import head
+    from nemorl.parallel import collectives, head
 
-    return patch.object(head, "all_gather_same", head.all_gather)
+    return patch.object(head, "all_gather_same", collectives.all_gather)
 
 
 SABOTAGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemorl.models.adapters import live_tensors
+from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import HOST_BANDWIDTH, seconds, step_traffic
@@ -111,13 +112,12 @@ def shards_of_1024(cases: list[tuple[dict[str, Any], ParallelPlan]]) -> list[int
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from nemorl.parallel.dtensor.build import on_meta, shard
-    from nemorl.parallel.dtensor.mesh import World
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1024)
     found = []
     for sizes, plan in cases:
         model = on_meta(AutoConfig.for_model(**sizes))
-        shard(model, World.of(plan, "cpu"))
+        shard(model, mesh.join(plan, "cpu"))
         found.append(sum(tensor.to_local().nbytes for tensor in live_tensors(model).values()))
     return found
 

@@ -13,13 +13,8 @@ from nemorl.data.batch import TokenBatch
 from nemorl.data.padding import round_up
 from nemorl.losses.segments import same_segment
 from nemorl.losses.types import register_pytree
-from nemorl.parallel.dtensor.attention import (
-    SegmentBuckets,
-    segment_buckets,
-    segments,
-    tokens_in_buckets,
-)
-from nemorl.parallel.dtensor.context_parallel import RowSplit
+from nemorl.parallel.attention import SegmentBuckets, segment_buckets, segments, tokens_in_buckets
+from nemorl.parallel.context_parallel import RowSplit
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from nemorl.models.attention import attend
-from nemorl.parallel.dtensor.attention import SegmentBuckets, segment_attention
-from nemorl.parallel.dtensor.collectives import all_gather, exchange
+from nemorl.parallel.attention import SegmentBuckets, segment_attention
+from nemorl.parallel.collectives import all_gather, exchange
 
 CONTEXT_ATTENTION = "nemorl_context_parallel"
 

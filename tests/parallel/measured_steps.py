@@ -148,12 +148,16 @@ class SentBytes(TorchDispatchMode):
         named = [
             value for value in args if isinstance(value, str) and value not in ("sum", "max", "avg")
         ]
-        size = (ProcessGroup.unbox(boxed[0]) if boxed else _resolve_process_group(named[0])).size()
-        arrays = [
-            value
-            for value in torch.utils._pytree.tree_leaves((args, result))
-            if isinstance(value, torch.Tensor)
-        ]
-        whole = max(array.nbytes for array in arrays)
+        group = ProcessGroup.unbox(boxed[0]) if boxed else _resolve_process_group(named[0])
+        size = group.size()
+        if name.startswith("alltoall_base") and (splits := args[4]):  # the parts are unequal
+            return args[1].nbytes * (sum(splits) - splits[group.rank()]) // max(1, sum(splits))
+        whole = max(map(_nbytes, (*args, result)))
         rounds = 2 if name.startswith(("allreduce", "all_reduce")) else 1
         return rounds * whole * (size - 1) // size
+
+
+def _nbytes(value: Any) -> int:
+    """Of a tensor, or of a list of the parts of one."""
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))

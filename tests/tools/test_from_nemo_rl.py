@@ -187,6 +187,154 @@ def test_a_recipe_builds_on_its_defaults():
     )
 
 
+MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
+    # grpo-llama3.2-1b-instruct-1n8g-megatron
+    "alone on eight GPUs": (
+        {
+            "grpo.num_prompts_per_step": 32,
+            "grpo.num_generations_per_prompt": 16,
+            "policy.train_global_batch_size": 512,
+            "policy.megatron_cfg.optimizer.min_lr": 5e-7,
+            "policy.megatron_cfg.scheduler.lr_warmup_iters": 50,
+            "policy.megatron_cfg.scheduler.lr_warmup_init": 5e-7,
+            "policy.megatron_cfg.freeze_moe_router": True,  # of a model that has none
+            "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32": False,
+        },
+        {
+            "parallel.dp_shard": 8,
+            "parallel.reduce_dtype": "bfloat16",
+            "optimizer.lr": 5e-6,
+            "optimizer.beta2": 0.999,
+            "optimizer.warmup_steps": 50,
+            "optimizer.max_grad_norm": 1.0,
+        },
+        {"policy.megatron_cfg.scheduler": "the warm-up starts at 0 instead of 5e-07"},
+    ),
+    # grpo-qwen3-30ba3b-8n8g-megatron
+    "experts": (
+        {
+            "policy.model_name": "Qwen/Qwen3-30B-A3B",
+            "cluster.num_nodes": 8,
+            "policy.megatron_cfg.tensor_model_parallel_size": 4,
+            "policy.megatron_cfg.pipeline_model_parallel_size": 4,
+            "policy.megatron_cfg.expert_model_parallel_size": 4,
+            "policy.megatron_cfg.sequence_parallel": True,
+            "policy.megatron_cfg.freeze_moe_router": True,
+            "policy.megatron_cfg.env_vars": {"PYTORCH_CUDA_ALLOC_CONF": "some"},
+            "policy.megatron_cfg.optimizer.lr": 3e-7,
+        },
+        {
+            **{"parallel.tp": 4, "parallel.pp": 4, "parallel.ep": 4, "parallel.dp_shard": 4},
+            "parallel.sequence_parallel": True,
+            "optimizer.lr": 3e-7,
+        },
+        {"policy.megatron_cfg.freeze_moe_router": "True: routers are trained, too"},
+    ),
+    # grpo-moonlight-16ba3b-4n8g-megatron
+    "stages of unequal length": (
+        {
+            "policy.megatron_cfg.pipeline_model_parallel_size": 4,
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage": 7,
+            "policy.megatron_cfg.moe_token_dispatcher_type": "flex",
+            "policy.megatron_cfg.expert_model_parallel_size": 2,
+            "policy.megatron_cfg.moe_router_load_balancing_type": "aux_loss",
+            "policy.megatron_cfg.activation_checkpointing": True,
+        },
+        {"parallel.pp": 4, "parallel.activation_checkpointing": "full", "parallel.dp_shard": 2},
+        {
+            "policy.megatron_cfg.num_layers_in_first_pipeline_stage": "7: stages have equally many",
+            "policy.megatron_cfg.moe_router_load_balancing_type": "'aux_loss': no loss balances",
+        },
+    ),
+    # dpo-llama3.1-8b-instruct-4n8g-megatron: a decay to the rate itself is none
+    "a rate that stays": (
+        {
+            "policy.megatron_cfg.tensor_model_parallel_size": 2,
+            "policy.megatron_cfg.sequence_parallel": False,
+            "policy.megatron_cfg.optimizer.min_lr": 5e-6,
+            "policy.megatron_cfg.scheduler.lr_decay_style": "linear",
+            "policy.megatron_cfg.scheduler.lr_decay_iters": 1_000_000_000,
+        },
+        {"parallel.tp": 2, "parallel.sequence_parallel": False, "parallel.dp_shard": 4},
+        {},
+    ),
+    "a rate that falls": (
+        {
+            "policy.megatron_cfg.optimizer.min_lr": 1.25e-6,
+            "policy.megatron_cfg.scheduler.lr_decay_style": "cosine",
+            "policy.megatron_cfg.scheduler.lr_decay_iters": 500,
+            "policy.megatron_cfg.context_parallel_size": 2,
+        },
+        {
+            "optimizer.schedule": "cosine",
+            "optimizer.min_lr_ratio": 0.25,
+            "parallel.cp": 2,
+            "parallel.dp_shard": 4,
+        },
+        {},
+    ),
+    # sft-llama3.1-8b-1n8g-megatron keeps the sections of the other backend, which count for nothing
+    "what is dtensor's": (
+        {
+            "policy.max_grad_norm": 0.5,
+            "policy.dtensor_cfg.tensor_parallel_size": 8,
+            "policy.dtensor_cfg.sequence_parallel": True,
+            "policy.optimizer.name": "torch.optim.SGD",
+            "policy.scheduler.name": "StepLR",
+        },
+        {"parallel.dp_shard": 8, "optimizer.lr": 5e-6, "optimizer.max_grad_norm": 1.0},
+        {},
+    ),
+}
+"""What a recipe says besides `of_megatron`, by dotted key; settings; how notes begin."""
+
+
+def of_megatron(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A file with the sections that recipes have."""
+    scheduler = {"lr_decay_style": "constant", "lr_warmup_iters": 0}
+    decay = "${policy.megatron_cfg.optimizer.weight_decay}"
+    flat = {
+        "grpo.max_num_steps": 500,
+        "policy.model_name": "some/model",
+        "policy.precision": "bfloat16",
+        "policy.megatron_cfg.enabled": True,
+        "policy.megatron_cfg.pipeline_dtype": "${policy.precision}",
+        "policy.megatron_cfg.apply_rope_fusion": True,
+        "policy.megatron_cfg.moe_router_dtype": "fp64",
+        "policy.megatron_cfg.optimizer": {"optimizer": "adam", "lr": 5e-6, "weight_decay": 0.1}
+        | {"bf16": True, "params_dtype": "float32", "clip_grad": 1.0, "sgd_momentum": 0.9},
+        "policy.megatron_cfg.scheduler": {**scheduler, "end_weight_decay": decay},
+        "policy.megatron_cfg.fp8_cfg": {"enabled": False, "fp8": "e4m3"},
+        "policy.megatron_cfg.peft": {"enabled": False, "dim": 8},
+        "cluster.gpus_per_node": 8,
+        "data.train.data_path": "rows.jsonl",
+        **recipe,
+    }
+    tree: dict[str, Any] = {}
+    for key, value in flat.items():
+        *path, leaf = key.split(".")
+        place = tree
+        for part in path:
+            place = place.setdefault(part, {})
+        place[leaf] = value
+    return tree
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_recipes_for_megatron(name: str, tmp_path: Path):
+    recipe, expected, notes = MEGATRON[name]
+    (tmp_path / "theirs.yaml").write_text(json.dumps(of_megatron(recipe)))
+    settings, found = flat_settings(tmp_path / "theirs.yaml")
+    usual = {"parallel.param_dtype": "bfloat16", "optimizer.weight_decay": 0.1}
+    expected = {"trainer.backend": "megatron", **usual, **expected}
+    assert settings.items() >= expected.items()
+    of_plan = {key for key in settings if key.startswith("parallel.")}
+    assert of_plan <= expected.keys() | {"parallel.ep"}
+    assert ("optimizer.schedule" in settings) == ("optimizer.schedule" in expected)
+    assert found.keys() == notes.keys()
+    assert all(found[key].startswith(text) for key, text in notes.items())
+
+
 EIGHT = "gpus_per_node: 8"
 
 
@@ -340,7 +488,16 @@ def test_values_that_change_training_make_a_note(theirs: str, key: str, note: st
         ("grpo: {}\nenv: {reward_model: {enabled: true}}", "env.reward_model .*write it as one"),
         ("grpo: {}\nloss_fn: {use_importance_sampling_correction: true,"
          " truncated_importance_sampling_type: new}", "corrections are tis, icepop, seq-mask-tis"),
-        ("sft: {}\npolicy: {megatron_cfg: {enabled: true, more: 1}}", "files for Megatron are not"),
+        ("sft: {}\npolicy: {megatron_cfg: {enabled: true}, dtensor_cfg: {enabled: true}}",
+         "megatron_cfg.enabled True: dtensor_cfg is enabled, too"),
+        ("sft: {}\npolicy: {megatron_cfg: {enabled: true, peft: {enabled: true, dim: 8}}}",
+         "peft.enabled True: adapters are trained by dtensor_cfg"),
+        ("sft: {}\npolicy: {megatron_cfg: {enabled: true, optimizer: {optimizer: sgd}}}",
+         "'sgd': the optimizer is AdamW"),
+        ("sft: {}\npolicy: {megatron_cfg: {enabled: true, optimizer: {fp16: true}}}",
+         "fp16 True: precision is float32 or bfloat16"),
+        ("sft: {}\npolicy: {megatron_cfg: {enabled: true, scheduler: {lr_decay_style: WSD}}}",
+         "constant, linear and cosine"),
         ("sft: {}\npolicy: {precision: float16}", "policy.precision 'float16': .*bfloat16"),
         ("sft: {}\npolicy: {optimizer: {name: torch.optim.SGD}}", "'torch.optim.SGD': .*AdamW"),
         ("sft: {}\npolicy: {scheduler: {name: StepLR}}", "constant, linear and cosine"),

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemorl.checks import require
 from nemorl.models.hub import loading
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
@@ -64,6 +65,14 @@ class Planned:
 def find_plans(config: PlanConfig) -> Planned:
     """Find every plan for the model, in order. Raises ValueError where none suits it."""
     model, steps, refused = read_shape(config.model), [], dict[str, None]()
+    require(
+        config.backend == "megatron" or not model.num_local_experts,
+        "backend",
+        f"must be megatron for {model.model_type}, a mixture of experts, which dtensor neither"
+        " trains nor plans",
+        config.backend,
+        "add --backend megatron",
+    )
     for plan in candidates(config, model):
         problems = list(plan.problems(model, backend=config.backend))
         refused |= dict.fromkeys(problems)
@@ -107,13 +116,17 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
         if left or tp > config.gpus_per_node or not replicate or not allowed:
             continue
         divides = cp == 1 or model.num_attention_heads % (tp * cp) == 0
-        for checkpointing in RECOMPUTED:
+        eps = [config.ep or 1]
+        if model.num_local_experts:
+            eps = _degrees(config.ep, shard * cp * tp)
+        for ep, checkpointing in product(eps, RECOMPUTED):
             if config.activation_checkpointing in (None, checkpointing):
                 yield ParallelPlan(
                     dp_replicate=replicate,
                     dp_shard=shard,
                     tp=tp,
                     pp=pp,
+                    ep=ep,
                     cp=cp,
                     cp_method=config.cp_method or ("ulysses" if divides else "allgather"),
                     param_dtype=config.param_dtype,
@@ -149,7 +162,8 @@ def estimate(step: Step) -> Candidate:
 def _order(candidate: Candidate) -> tuple[float, int, int]:
     """Order plans by time, to three digits, then the simplest and then the smallest first."""
     plan = candidate.plan
-    splits = sum(degree > 1 for degree in (plan.tp, plan.pp, plan.cp, plan.dp_replicate))
+    degrees = (plan.tp, plan.pp, plan.ep, plan.cp, plan.dp_replicate)
+    splits = sum(degree > 1 for degree in degrees)
     return float(f"{candidate.seconds:.2e}"), splits, candidate.fullest.total
 
 
@@ -162,8 +176,10 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
     shown = (found.fitting or found.too_large)[: config.show]
     adapter = found.step.adapter_parameters()
     trains = f", {adapter / 1e6:.1f} M in adapters that train," if adapter else ""
+    model = found.step.model
+    active = f" ({model.active_parameters() / GB:.2f} B per token)" * bool(model.num_local_experts)
     title = (
-        f"{config.model}: {found.step.model.num_parameters() / GB:.2f} B parameters{trains} on"
+        f"{config.model}: {model.num_parameters() / GB:.2f} B parameters{active}{trains} on"
         f" {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB"
     )
     console.print(Text(title, style="bold"))
@@ -229,7 +245,8 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     )
 
 
-DEGREES = {"repl": "dp_replicate", "shard": "dp_shard", "tp": "tp", "pp": "pp", "cp": "cp"}
+DEGREES = {"repl": "dp_replicate", "shard": "dp_shard", "tp": "tp", "pp": "pp", "ep": "ep"}
+DEGREES |= {"cp": "cp"}
 PARTS = {
     "param": "parameters",
     "grads": "gradients",
@@ -254,8 +271,9 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         if any(getattr(each.fullest, name) for each in shown)
     }
     host = ["host"] * (config.cpu_offload or config.offload_during_generation)
-    unused = "repl" if config.backend == "megatron" else "pp"
-    degrees = {title: name for title, name in DEGREES.items() if title != unused}
+    unused = ["repl"] if config.backend == "megatron" else ["pp"]
+    unused += ["ep"] * all(each.plan.ep == 1 for each in shown)
+    degrees = {title: name for title, name in DEGREES.items() if title not in unused}
     for title in (*degrees, "recompute", *parts, "total", *host, "sent", "time"):
         result.add_column(title, justify="right", no_wrap=True)
     for candidate in shown:

@@ -39,6 +39,8 @@ class PlanConfig:
     """Only plans with this parallel.cp."""
     pp: int | None = None
     """Only plans with this parallel.pp (backend megatron)."""
+    ep: int | None = None
+    """Only plans with this parallel.ep (backend megatron, mixtures of experts)."""
     dp_shard: int | None = None
     """Only plans with this parallel.dp_shard."""
     dp_replicate: int | None = None
@@ -77,7 +79,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         counts = "gpus seq_len micro_batch_rows batch_rows gpus_per_node logprob_chunk"
-        degrees = ("tp", "pp", "cp", "dp_shard", "dp_replicate", "generation_tp")
+        degrees = ("tp", "pp", "ep", "cp", "dp_shard", "dp_replicate", "generation_tp")
         names = (*counts.split(), *degrees, "generation_sequences", "show")
         at_least(1, **{name: getattr(self, name) for name in names})
         at_least(0, lora_rank=self.lora_rank)
@@ -114,6 +116,7 @@ class PlanConfig:
         megatron = self.backend == "megatron"
         for name, unset in {
             "pp": megatron or (self.pp or 1) == 1,
+            "ep": megatron or (self.ep or 1) == 1,
             "lora_rank": not (megatron and self.lora_rank),
             "cpu_offload": not (megatron and self.cpu_offload),
             "offload_during_generation": not (megatron and self.offload_during_generation),

@@ -26,6 +26,8 @@ class Traffic:
     """Tensor parallelism: activations, twice in each half of a layer."""
     context: int = 0
     """Context parallelism: heads for tokens, or keys and values."""
+    experts: int = 0
+    """Tokens to experts on other devices, and back."""
     pipeline: int = 0
     """Pipeline parallelism: what stages hand to each other, and a tied embedding's gradient."""
 
@@ -87,7 +89,7 @@ def seconds(step: Step, traffic: Traffic) -> float:
     model, plan, work = step.model, step.plan, step.work
     head = model.vocab_size * model.hidden_size
     embedding = 0 if model.tie_word_embeddings else head
-    weights = (model.num_parameters() - embedding - head) / plan.pp + head
+    weights = (model.active_parameters() - embedding - head) / plan.pp + head
     attention = 2 * model.num_hidden_layers * model.q_size * step.width / (4 if work.packed else 1)
     attention /= plan.pp
     # Two operations forward, two for the inputs' gradient, two for that of weights that train.
@@ -109,6 +111,7 @@ def seconds(step: Step, traffic: Traffic) -> float:
         moved = 2 * step.kept() + step.trained()
         hidden = max(hidden, step.micro_batches * STATE * moved / HOST_BANDWIDTH)
     waiting = traffic.tensor / speed(plan.tp) + traffic.context / speed(plan.tp * plan.cp)
+    waiting += traffic.experts / speed(max(plan.ep, plan.tp))
     waiting += traffic.pipeline / speed(plan.num_ranks)
     if work.backend == "megatron":
         hidden, waiting = 0, waiting + hidden

@@ -6,6 +6,9 @@ from nemorl.parallel.planner.cost import Traffic, context_array
 from nemorl.parallel.planner.memory import BYTES, STATE, Memory, Step
 from nemorl.parallel.planner.model_shape import Matrix
 
+SCORES = 16
+"""Bytes that a router keeps of a token and expert."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -39,10 +42,21 @@ class Stage:
         return found
 
     def parameters(self) -> int:
-        """Return the numbers that a device computes with."""
+        """Return the numbers that a device computes with, but for experts."""
         plan, model = self.step.plan, self.step.model
-        layer = sum(self._on_device(matrix) for matrix in model.layer())
+        layer = sum(self._on_device(matrix) for matrix in model.layer() if not matrix.of_experts)
         return self.num_layers * layer + sum(matrix.on(plan) for matrix in self.ends())
+
+    def of_experts(self) -> int:
+        """Return the numbers of its experts."""
+        matrices = (each for each in self.step.model.layer() if each.of_experts)
+        return self.num_layers * sum(each.on(self.step.plan) for each in matrices)
+
+    def shares(self) -> tuple[int, int]:
+        """Return how many devices have the same parameters, and the same experts."""
+        plan = self.step.plan
+        together = plan.data_ranks * plan.cp
+        return together, together * plan.tp // plan.ep if plan.ep > 1 else together
 
     def _on_device(self, matrix: Matrix) -> int:
         """Where tp exceeds the key-value heads, several ranks have the same ones."""
@@ -53,14 +67,15 @@ class Stage:
 
     def states(self) -> Memory:
         """Return what the device keeps from step to step."""
-        step, numbers = self.step, self.parameters()
+        step, parts = self.step, (self.parameters(), self.of_experts())
+        numbers = sum(parts)
         size, gradient = step.dtype_size, BYTES[step.plan.reduce_dtype]
         main = STATE if size < STATE else 0  # parameters in float32, of which the others are casts
-        share = step.plan.data_ranks * step.plan.cp
+        own = sum(part // shares for part, shares in zip(parts, self.shares(), strict=True))
         return Memory(
             parameters=size * numbers,
             gradients=gradient * numbers,
-            optimizer=(main + 2 * STATE) * numbers // share,
+            optimizer=(main + 2 * STATE) * own,
             reference=size * numbers * step.work.reference,
         )
 
@@ -68,7 +83,8 @@ class Stage:
         """Return what a layer keeps of a microbatch for its backward pass.
 
         Each norm: its input in float32, the normed input and its output. Attention: queries, keys
-        and values before and after their rotation, and the output. The feed-forward: five.
+        and values before and after their rotation, and the output. The feed-forward: five. Each
+        expert: the tokens it gets, and six; the router: scores of all experts.
         """
         step, plan, model = self.step, self.step.plan, self.step.model
         (q, kv, inner), size, hidden = step.heads_width, step.dtype_size, model.hidden_size
@@ -82,7 +98,37 @@ class Stage:
         # The output of attention, and its logsumexp, which "selective" computes again.
         output = 0 if recomputed == "selective" else q * size
         attention = (q * (2 + reordered) + kv + 2 * step.kept_keys()) * size + output
-        return step.tokens * int(norms + head_norms + attention + 5 * inner * size)
+        feed_forward: float = 5 * inner * size
+        if model.num_local_experts:
+            inner = self.experts_width
+            feed_forward = self.rows_of_experts * (hidden + 6 * inner) * size
+            feed_forward += SCORES * model.num_local_experts / step.token_split()
+        return int(step.tokens * (norms + head_norms + attention + feed_forward))
+
+    @property
+    def experts_width(self) -> int:
+        """Width of an expert on the device, which ranks of tensor parallelism split without ep."""
+        plan = self.step.plan
+        return self.step.model.moe_intermediate_size // (plan.tp if plan.ep == 1 else 1)
+
+    @property
+    def rows_of_experts(self) -> float:
+        """Rows that its experts get for each of its tokens, where all get equally many."""
+        gathered = self.step.plan.ep == 1
+        return self.step.model.num_experts_per_tok / (1 if gathered else self.step.token_split())
+
+    def layer_backward(self) -> int:
+        """Return the gradients held at a time: those of attention or the feed-forward, or of what
+        the experts gave and got.
+        """
+        step, model = self.step, self.step.model
+        if not model.num_local_experts:
+            return step.layer_backward()
+        widest = max(
+            (3 * model.q_size + 2 * model.kv_size) / step.plan.tp,
+            2 * self.rows_of_experts * model.hidden_size,
+        )
+        return int(step.tokens * step.dtype_size * (widest + 2 * model.hidden_size))
 
     def training_memory(self) -> Memory:
         """Return the fullest moment: the backward pass of the head, with all activations, or of the
@@ -91,7 +137,7 @@ class Stage:
         step, model, how = self.step, self.step.model, self.step.plan.activation_checkpointing
         kept = self.in_flight * self.num_layers * self.kept_per_layer(recomputed=how)
         again = self.kept_per_layer(recomputed="none") if how == "full" else 0
-        moments = [(kept + again + step.layer_backward(), 0, 0)]
+        moments = [(kept + again + self.layer_backward(), 0, 0)]
         if self.is_last:
             head = STATE * (model.vocab_size // step.plan.tp) * model.hidden_size
             moments += [(kept + step.outer_activations(), step.logits_memory(), head)]
@@ -112,18 +158,32 @@ class Stage:
             return int(times * array * (devices - 1) / devices)
 
         stream = step.tokens * model.hidden_size * step.dtype_size
-        shares = plan.data_ranks * plan.cp
-        per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
+        # All are gathered once for each optimizer, and with ep experts have one of their own.
+        gathers = 1 + (plan.ep > 1)
+        per_parameter = BYTES[plan.reduce_dtype] + gathers * step.dtype_size
         # With sequence parallelism the backward pass gathers the inputs of products again.
+        # Those of experts, of which as many more are sent, are counted on their own.
         per_layer = 10 if plan.sequence_parallel else 8
         again = 4 if plan.activation_checkpointing == "full" else 0
+        if model.num_local_experts:
+            per_layer, again = per_layer // 2, again // 2
         ends = (self.index == 0) + 3 * self.is_last
         neighbors = (self.index > 0) + (not self.is_last)
         tied = model.tie_word_embeddings and plan.pp > 1 and (self.index == 0 or self.is_last)
         embedding = STATE * model.vocab_size // plan.tp * model.hidden_size
         return Traffic(
-            shard=sent(per_parameter * self.parameters(), shares),
+            shard=sum(
+                sent(per_parameter * part, devices)
+                for part, devices in zip(
+                    (self.parameters(), self.of_experts()), self.shares(), strict=True
+                )
+            ),
             tensor=sent(stream, plan.tp, count * (layers * (per_layer + again) + ends)),
+            experts=sent(
+                stream * self.rows_of_experts,
+                plan.ep if plan.ep > 1 else plan.tp,
+                count * layers * (6 if plan.activation_checkpointing == "full" else 4),
+            ),
             context=sent(context_array(step), plan.cp, count * layers),
             pipeline=count * neighbors * stream // step.token_split()
             + (sent(embedding, 2, 2) if tied else 0),

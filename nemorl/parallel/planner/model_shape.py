@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from nemorl.checks import require
-from nemorl.models.hub import check_supported
+from nemorl.models.hub import EXPERTS, check_supported
+from nemorl.parallel.megatron.limits import check_model
 from nemorl.parallel.plan import ParallelPlan
 
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -19,11 +20,17 @@ SIZES = (
     "num_attention_heads",
     "vocab_size",
 )
+OF_EXPERTS = ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "use_sliding_window": False},
     "qwen3": {"num_key_value_heads": 32, "use_sliding_window": False, "head_dim": 128},
+    "qwen3_moe": {
+        **{"num_key_value_heads": 4, "use_sliding_window": False, "intermediate_size": 6144},
+        **{"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    },
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 """transformers' own values for what a config.json does not say."""
 
@@ -38,6 +45,8 @@ class Matrix:
     name: str
     shape: tuple[int, ...]
     tp: Literal[0, 1] | None = None
+    of_experts: bool = False
+    """Whether each device has some of the experts, or without ep a part of each."""
 
     @property
     def size(self) -> int:
@@ -45,6 +54,8 @@ class Matrix:
 
     def on(self, plan: ParallelPlan) -> int:
         """Return the numbers that a device computes with: tensor parallelism's share."""
+        if self.of_experts:
+            return self.size // (plan.ep if plan.ep > 1 else plan.tp)
         return self.size // (plan.tp if self.tp is not None else 1)
 
     def shard(self, plan: ParallelPlan) -> int:
@@ -76,6 +87,10 @@ class ModelShape:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    num_local_experts: int = 0
+    """Of each layer; 0: it has a feed-forward instead."""
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
 
     @property
     def q_size(self) -> int:
@@ -89,7 +104,7 @@ class ModelShape:
 
     @property
     def qk_norm(self) -> bool:
-        return self.model_type == "qwen3"
+        return self.model_type in ("qwen3", "qwen3_moe")
 
     def linear(self) -> Iterator[tuple[str, tuple[int, int], bool, Literal[0, 1]]]:
         """Yield name, shape, whether there is a bias, and tp's axis of a layer's matrices."""
@@ -97,6 +112,8 @@ class ModelShape:
         for name, rows in (("q", self.q_size), ("k", self.kv_size), ("v", self.kv_size)):
             yield f"self_attn.{name}_proj", (rows, hidden), self.qkv_bias, 0
         yield "self_attn.o_proj", (hidden, self.q_size), self.output_bias, 1
+        if self.num_local_experts:
+            return
         yield "mlp.gate_proj", (inner, hidden), self.mlp_bias, 0
         yield "mlp.up_proj", (inner, hidden), self.mlp_bias, 0
         yield "mlp.down_proj", (hidden, inner), self.mlp_bias, 1
@@ -107,6 +124,11 @@ class ModelShape:
             yield Matrix(f"{name}.weight", shape, axis)
             if bias:
                 yield Matrix(f"{name}.bias", shape[:1], None if axis else 0)
+        if count := self.num_local_experts:
+            inner, hidden = self.moe_intermediate_size, self.hidden_size
+            yield Matrix("mlp.gate.weight", (count, hidden))
+            for name, shape in (("gate_up", (2 * inner, hidden)), ("down", (hidden, inner))):
+                yield Matrix(f"mlp.experts.{name}_proj", (count, *shape), of_experts=True)
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield Matrix(f"{name}.weight", (self.hidden_size,))
         for name in ("self_attn.q_norm", "self_attn.k_norm") if self.qk_norm else ():
@@ -121,6 +143,13 @@ class ModelShape:
 
     def num_parameters(self) -> int:
         return self.shard_parameters(ParallelPlan())
+
+    def active_parameters(self) -> int:
+        """Return the numbers that a token is multiplied with."""
+        experts = sum(matrix.size for matrix in self.layer() if matrix.of_experts)
+        idle = self.num_local_experts - self.num_experts_per_tok
+        unused = experts * idle // self.num_local_experts if self.num_local_experts else 0
+        return self.num_parameters() - self.num_hidden_layers * unused
 
     def shard_parameters(self, plan: ParallelPlan) -> int:
         """Return the numbers that each device keeps, with the padding of FSDP2's pieces."""
@@ -137,8 +166,14 @@ def model_shape(
     """
     kind = str(config.get("model_type"))
     values = {"model_type": kind, **DEFAULTS.get(kind, {}), **config}
-    check_supported(SimpleNamespace(**values))
-    for name in SIZES:
+    check_supported(SimpleNamespace(**values), experts=True)
+    experts: dict[str, int] = {}
+    if kind in EXPERTS:
+        check_model(SimpleNamespace(**values))
+        values["num_local_experts"] = config.get("num_experts") or values["num_local_experts"]
+        values.setdefault("moe_intermediate_size", values.get("intermediate_size"))
+        experts = {name: values[name] for name in OF_EXPERTS}
+    for name in (*SIZES, *experts):
         size = values.get(name)
         valid = isinstance(size, int) and size > 0
         require(valid, "model", f"must say its {name}", size, f"complete {source}")
@@ -152,4 +187,5 @@ def model_shape(
         qkv_bias=kind == "qwen2" or (kind in ("llama", "qwen3") and bias),
         output_bias=kind in ("llama", "qwen3") and bias,
         mlp_bias=kind == "llama" and bool(values.get("mlp_bias")),
+        **experts,
     )

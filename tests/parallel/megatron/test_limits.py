@@ -76,6 +76,10 @@ def test_experts_that_do_not_fit():
         devices({"dp_shard": 3, "ep": 3}).check_model(model)
     with pytest.raises(ValueError, match=r"experts with parallel.tp 2 need .*sequence_parallel"):
         devices({"tp": 2, "sequence_parallel": False}).check_model(model)
+    narrow = tiny_model("qwen3_moe", moe_intermediate_size=25).config
+    devices({"tp": 2, "ep": 2}).check_model(narrow)
+    with pytest.raises(ValueError, match=r"tp 2 does not divide the model's moe_intermediate_size"):
+        devices({"tp": 2}).check_model(narrow)
     with pytest.raises(ValueError, match=r"mlp_only_layers must be \[\]"):
         devices({}).check_model(tiny_model("qwen3_moe", mlp_only_layers=[1]).config)
     with pytest.raises(ValueError, match=r"but it is 'qwen3_moe': .*--trainer.backend megatron"):

@@ -31,6 +31,8 @@ from nemorl.runtime.cli.main import main, parse
 MODELS = {
     "7b": ("qwen2", 4, (3584, 18944, 28, 28, 152064)),
     "70b": ("llama", 8, (8192, 28672, 80, 64, 128256)),
+    "30b-a3b": ("qwen3_moe", 4, (2048, 6144, 48, 32, 151936)),
+    "8x7b": ("mixtral", 8, (4096, 14336, 32, 32, 32000)),
 }
 
 
@@ -40,6 +42,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name, (kind, kv_heads, sizes) in MODELS.items():
         config = {"model_type": kind, "num_key_value_heads": kv_heads}
+        config |= {"head_dim": 128} if kind == "qwen3_moe" else {}
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(
             json.dumps(config | dict(zip(SIZES, sizes, strict=True)))
@@ -208,6 +211,10 @@ BAD = {
     "--lora-rank 8 --lora-target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
     "--reserve 1": "reserve must lie in",
     "--pp 2": "pp is only for backend megatron, but it is 2",
+    "--ep 2": "ep is only for backend megatron, but it is 2",
+    "--backend megatron --ep 2": "parallel.ep 2 does not divide any number of experts",
+    "--model 8x7b": "backend must be megatron for mixtral, a mixture of experts, which dtensor",
+    "--model 8x7b --backend megatron --ep 16 --gpus 16": "parallel.ep 16 does not divide the model",
     "--backend megatron --lora-rank 8": "lora_rank is not for backend megatron, but it is 8",
     "--backend megatron --cpu-offload": "cpu_offload is not for backend megatron",
     "--backend megatron --colocated-generation --offload-during-generation": (
@@ -240,11 +247,14 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"cpu_offload": True}, {"lora_rank": 16}, {"seq_len": 131072}, {"backend": "megatron"}],
+    [
+        *({}, {"cpu_offload": True}, {"lora_rank": 16}, {"seq_len": 131072}),
+        *({"backend": "megatron"}, {"backend": "megatron", "name": "30b-a3b", "gpus": 64}),
+    ],
     ids=str,
 )
 def test_the_table_fits_80_columns(options: dict[str, Any], models: Path):
-    output = shown(models, "7b", gpus=8, **options)
+    output = shown(models, **{"name": "7b", "gpus": 8, **options})
     (rule,) = [line for line in output.splitlines() if line.startswith("───")]
     assert len(rule) <= 80 and "…" not in output
     sentences = [line for line in output.splitlines() if not line.startswith("--")]
@@ -318,6 +328,24 @@ def test_pipelines_are_megatrons(models: Path):
     output = shown(models, "70b", width=120, pp=4, backend="megatron", **options)
     config = run_with(output.strip().splitlines()[-1])
     assert config.parallel.pp == 4 and config.trainer.backend == "megatron"
+
+
+@pytest.mark.parametrize(
+    ("name", "whole", "active"), [("30b-a3b", 30.53, 3.35), ("8x7b", 46.70, 12.88)]
+)
+def test_experts_are_divided(name: str, whole: float, active: float, models: Path):
+    """Sizes as the models' cards say them."""
+    options: dict[str, Any] = {"backend": "megatron", "gpus": 16, "gpu_memory": 2000}
+    output = shown(models, name, width=120, ep=8, **options)
+    assert f"{whole:.2f} B parameters ({active:.2f} B per token)" in output
+    config = run_with(output.strip().splitlines()[-1])
+    assert config.parallel.ep == 8 and config.trainer.backend == "megatron"
+    found = find(models, name, pp=1, tp=1, cp=1, **options).fitting
+    by_ep = {each.plan.ep: each for each in found}
+    assert set(by_ep) == {1, 2, 4, 8} | ({16} if name != "8x7b" else set())
+    assert by_ep[8].fullest.parameters < by_ep[2].fullest.parameters < by_ep[1].fullest.parameters
+    assert by_ep[8].fullest.optimizer == pytest.approx(by_ep[1].fullest.optimizer, rel=1e-6)
+    assert by_ep[1].traffic.experts == 0 < by_ep[2].traffic.experts < by_ep[8].traffic.experts
 
 
 def test_a_pipeline_is_idle_while_it_fills_and_drains(models: Path):

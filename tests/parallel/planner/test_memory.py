@@ -20,7 +20,7 @@ from nemorl.parallel.planner.model_shape import SIZES as NAMES
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
 from tests.parallel.measured_steps import measure_steps
 from tests.ranks import run_ranks
-from tests.tiny_models import KINDS
+from tests.tiny_models import EXPERTS, KINDS
 
 SIZES = dict(zip(NAMES, (128, 512, 4, 8, 4096), strict=True))
 SMALL = {
@@ -48,9 +48,12 @@ ODD = {
 
 def small_folder(folder: Path, kind: str = "llama", **overrides: Any) -> tuple[Path, ModelShape]:
     """A folder with a configuration alone, and its sizes."""
-    options = {**SMALL, **({"sliding_window": None} if kind == "mistral" else {}), **overrides}
+    options = {**SMALL, **({"sliding_window": None} if kind == "mistral" else {})}
+    options |= {"num_local_experts": 8, "num_experts_per_tok": 2} if kind in EXPERTS else {}
+    options |= {"moe_intermediate_size": 192} if kind == "qwen3_moe" else {}
+    options |= overrides
     folder = folder / "-".join([kind, *map(str, overrides.values())])
-    KINDS[kind][0](**options).save_pretrained(folder)
+    {**KINDS, **EXPERTS}[kind][0](**options).save_pretrained(folder)
     return folder, model_shape(json.loads((folder / "config.json").read_text()))
 
 
@@ -59,8 +62,10 @@ def small_folder(folder: Path, kind: str = "llama", **overrides: Any) -> tuple[P
     [{}, {"tie_word_embeddings": False}, {"attention_bias": True}, {"mlp_bias": True}],
     ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *EXPERTS])
 def test_the_sizes_are_the_models(kind: str, overrides: dict[str, Any], tmp_path: Path):
+    if kind in EXPERTS and set(overrides) & {"attention_bias", "mlp_bias"}:
+        overrides = {}  # are refused
     folder, shape = small_folder(tmp_path, kind, **overrides)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
@@ -69,13 +74,17 @@ def test_the_sizes_are_the_models(kind: str, overrides: dict[str, Any], tmp_path
     assert {matrix.name: matrix.shape for matrix in shape.layer()} == named
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *EXPERTS])
 def test_what_a_configuration_does_not_say_is_as_in_transformers(kind: str):
     said = {"model_type": kind, **SIZES, "num_attention_heads": 64}
     said |= {"sliding_window": None} if kind == "mistral" else {}
     shape, config = model_shape(said), AutoConfig.for_model(**said)
-    for name in ("num_key_value_heads", "tie_word_embeddings"):
+    names = ["num_key_value_heads", "tie_word_embeddings"]
+    for name in names + ["num_local_experts", "num_experts_per_tok"] * (kind in EXPERTS):
         assert getattr(shape, name) == getattr(config, name), name
+    if kind in EXPERTS:
+        inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        assert shape.moe_intermediate_size == inner
     heads_width = config.hidden_size // config.num_attention_heads
     assert shape.head_dim == (getattr(config, "head_dim", None) or heads_width)
 
@@ -236,6 +245,7 @@ STAGES = {
     "PP, bfloat16": ("qwen2", replace(PP, param_dtype="bfloat16"), MEGATRON),
     "TP": ("llama", replace(TP, dp_shard=1), MEGATRON),
     "DP": ("llama", SHARDED, MEGATRON),
+    "EP": ("qwen3_moe", replace(SHARDED, ep=2), MEGATRON),
 }
 RARE_STAGES = {
     "PP, full": ("llama", replace(PP, activation_checkpointing="full"), MEGATRON),
@@ -244,6 +254,20 @@ RARE_STAGES = {
     "PP of short rows": ("mistral", PP, replace(SHORT, backend="megatron")),
     "TP without SP": ("llama", replace(TP, sequence_parallel=False), MEGATRON),
     "CP": ("llama", CP, MEGATRON),
+    "experts, DP": ("mixtral", SHARDED, MEGATRON),
+    "experts, TP": ("qwen3_moe", replace(TP, dp_shard=1), MEGATRON),
+    "EP, TP": ("mixtral", replace(TP, dp_shard=1, ep=2), MEGATRON),
+    "EP, bfloat16, packed": (
+        "mixtral",
+        replace(SHARDED, ep=2, param_dtype="bfloat16"),
+        replace(MEGATRON, packed=True),
+    ),
+    "EP, full": (
+        "qwen3_moe",
+        replace(SHARDED, ep=2, activation_checkpointing="full"),
+        MEGATRON,
+    ),
+    "experts, PP": ("mixtral", PP, MEGATRON),
     "DP, bfloat16, full": (
         "qwen2",
         replace(SHARDED, param_dtype="bfloat16", activation_checkpointing="full"),
@@ -268,7 +292,7 @@ def test_the_peaks_of_megatrons_stages_and_what_they_send(cases: dict[str, Any],
             stage, (peak, sent) = Stage(step, rank if plan.pp > 1 else 0), found[number]
             where = f"{name}, rank {rank}"
             assert stage.training_memory().total == pytest.approx(peak, rel=0.15), where
-            assert stage.traffic().total == pytest.approx(sent, rel=0.15), where
+            assert stage.traffic().total == pytest.approx(sent, rel=0.1), where
 
 
 def test_what_shards_and_what_does_not():

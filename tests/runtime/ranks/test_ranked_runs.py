@@ -25,6 +25,7 @@ from tests.runtime.runs import (
     digits,
     dpo_config,
     grpo_config,
+    of_phase,
     preference_rows,
     sft_config,
 )
@@ -33,7 +34,7 @@ from tests.tiny_models import tiny_model, tiny_tokenizer
 pytestmark = pytest.mark.xdist_group("ray")
 
 ROOT = Path(__file__).parents[3]
-STEPS = 4
+STEPS = 5
 COMMON = [
     "--trainer.device",
     "cpu",
@@ -41,10 +42,6 @@ COMMON = [
     "none",
     "--data.max-total-sequence-length",
     "32",
-    "--generation.max-new-tokens",
-    "4",
-    "--optimizer.lr",
-    "1e-2",
     "--max-num-steps",
     str(STEPS),
     "--run.loggers",
@@ -52,34 +49,45 @@ COMMON = [
     "2",
     "--run.no-plots",
 ]
+BRIEF = ["--generation.max-new-tokens", "4", "--optimizer.lr", "1e-2"]
 COMMANDS = {
-    "sft": ["sft", *COMMON, "--train-global-batch-size", "16"],
+    "sft": ["sft", *COMMON, *BRIEF, "--train-global-batch-size", "16"],
     "grpo": [
         "grpo",
         *COMMON,
+        *BRIEF,
         "--reward",
         "contains_answer",
         "--num-prompts-per-step",
         "6",
         "--num-generations-per-prompt",
         "4",
+        "--kl.coef",
+        "0.02",
     ],
+    "dpo": ["dpo", *COMMON, "--train-global-batch-size", "16", "--optimizer.lr", "1e-3"],
 }
+ROWS = {"dpo": "pairs.jsonl"}
+"""What an algorithm trains on where it is not rows.jsonl."""
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model whose numbers 2 divides, its rows, and a run in one process of either
-    algorithm.
-    """
+    """A folder with a model whose numbers 2 divides, and its rows."""
     folder = tmp_path_factory.mktemp("ranked")
     tiny_model(
         scale=2.0, vocab_size=48, num_key_value_heads=4, hidden_size=128, head_dim=32
     ).save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in addition_rows()))
-    for algorithm in COMMANDS:
-        assert cli.main(arguments(algorithm, folder, folder / algorithm)) == 0
+    for name, rows in (("rows", addition_rows()), ("pairs", preference_rows())):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def in_one_process(algorithm: str, place: Path) -> Path:
+    """The folder of a run by dtensor in this process."""
+    if not (folder := place / algorithm).exists():
+        assert cli.main(arguments(algorithm, place, folder)) == 0
     return folder
 
 
@@ -89,9 +97,9 @@ def arguments(algorithm: str, place: Path, folder: Path, *more: str) -> list[str
         "--model.path",
         str(place / "model"),
         "--data.train",
-        str(place / "rows.jsonl"),
+        (rows := str(place / ROWS.get(algorithm, "rows.jsonl"))),
         "--data.validation",
-        str(place / "rows.jsonl"),
+        rows,
         "--run.max-val-samples",
         "8",
         "--run.dir",
@@ -113,22 +121,23 @@ def assert_alike(line: dict[str, Any], other: dict[str, Any]) -> None:
 
 def assert_as_in_one_process(algorithm: str, place: Path, folder: Path) -> None:
     """Metrics, responses, and what is exported."""
-    ours, expected = metrics(folder), metrics(place / algorithm)
+    alone = in_one_process(algorithm, place)
+    ours, expected = metrics(folder), metrics(alone)
     assert len(ours) == len(expected)
     for line, other in zip(ours, expected, strict=True):
         assert_alike(line, other)
-    for path in (place / algorithm / "samples").iterdir():
+    for path in (alone / "samples").iterdir():
         told = [
             [
-                json.loads(line)["response"]
+                {name: json.loads(line).get(name) for name in ("response", "chosen", "rejected")}
                 for line in (run / "samples" / path.name).read_text().splitlines()
             ]
-            for run in (place / algorithm, folder)
+            for run in (alone, folder)
         ]
         assert told[0] == told[1]
     trained, whole = (
         AutoModelForCausalLM.from_pretrained(run / "hf")(torch.arange(2, 40)[None]).logits
-        for run in (folder, place / algorithm)
+        for run in (folder, alone)
     )
     torch.testing.assert_close(
         trained, whole, rtol=1e-3, atol=1e-3
@@ -189,7 +198,7 @@ Path(folder / f"rank-{rank}.json").write_text(json.dumps(said))
 def script_config(place: Path, tmp_path: Path) -> str:
     """The sft run's settings in a file, which a script is started with."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    config = nemorl.load_config(nemorl.SFTConfig, place / "sft" / "config.yaml")
+    config = nemorl.load_config(nemorl.SFTConfig, in_one_process("sft", place) / "config.yaml")
     run = replace(config.run, dir=str(tmp_path / "run"), display="plain")
     config = replace(config, run=run)
     from nemorl.runtime.config.tree import dump_yaml
@@ -324,11 +333,31 @@ def test_preferences_on_ranks(place: Path, tmp_path: Path):
     assert_close(*results)
 
 
-@pytest.mark.parametrize("algorithm", ["sft", pytest.param("grpo", marks=pytest.mark.slow)])
-def test_megatron_gives_the_numbers_of_one_process(algorithm: str, place: Path, tmp_path: Path):
-    """By one flag: metrics, samples and export."""
-    flags = ["--trainer.backend", "megatron", "--parallel.pp", "2"]
-    assert cli.main(arguments(algorithm, place, tmp_path, *flags)) == 0
+PLANS = {2: "--parallel.pp 2", 4: "--parallel.pp 2 --parallel.tp 2"}
+"""By the number of processes."""
+
+
+@pytest.mark.filterwarnings("ignore:parallel asks for 4 ranks")
+@pytest.mark.parametrize(
+    ("algorithm", "plan"),
+    [
+        ("grpo", PLANS[2]),
+        *(
+            pytest.param(algorithm, plan, marks=pytest.mark.slow)
+            for algorithm, plan in [
+                ("grpo", "--parallel.tp 2"),
+                *(("grpo", PLANS[4]), ("sft", PLANS[2]), ("sft", PLANS[4])),
+                *(("dpo", PLANS[2]), ("dpo", PLANS[4])),
+            ]
+        ),
+    ],
+)
+def test_megatron_gives_the_numbers_of_one_process(
+    algorithm: str, plan: str, place: Path, tmp_path: Path
+):
+    """By one flag: every metric of five steps, samples and export."""
+    flags = f"--trainer.backend megatron --trainer.micro-batch-tokens 128 {plan}"
+    assert cli.main(arguments(algorithm, place, tmp_path, *flags.split())) == 0
     assert_as_in_one_process(algorithm, place, tmp_path)
 
 
@@ -344,6 +373,34 @@ def test_the_ranks_that_train_generate(flags: list[str], place: Path, tmp_path: 
     backends = ["--trainer.backend", "megatron", "--generation.backend", "megatron"]
     assert cli.main(arguments("grpo", place, tmp_path, *backends, *flags)) == 0
     assert_as_in_one_process("grpo", place, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", ["dtensor", "megatron"])
+def test_what_a_backend_exports_both_go_on_with(first: str, place: Path, tmp_path: Path):
+    """With the same numbers, from the validation before the first step on."""
+    plans = {"dtensor": {"dp_shard": 2}, "megatron": {"pp": 2}}
+    lr = nemorl.OptimizerConfig(lr=1e-2)
+    run = {"export": True, "val_at_start": True}
+
+    def trained(backend: str, model: Path, folder: Path) -> nemorl.TrainResult:
+        config = ranked(sft_config, place, folder, run=run, optimizer=lr)
+        config = replace(
+            config,
+            model=nemorl.ModelConfig(path=str(model)),
+            max_num_steps=2,
+            trainer=replace(config.trainer, backend=backend),
+            parallel=nemorl.ParallelPlan(**plans[backend]),
+        )
+        return in_tests(config, validation=addition_rows(8))
+
+    before = trained(first, place / "model", tmp_path / "first")
+    after = [trained(each, tmp_path / "first" / "hf", tmp_path / each) for each in plans]
+    assert_close(*after)
+    untrained, trained_once = (line["loss"] for line in of_phase(before, "validation"))
+    for result in after:
+        assert result.history[0]["loss"] == pytest.approx(trained_once, rel=1e-5)
+    assert trained_once < untrained - 0.1
 
 
 @pytest.mark.slow
@@ -428,30 +485,12 @@ def test_experts_need_a_sampler_that_has_them(
     assert not list((tmp_path / "run").glob("logs/rank-*"))
 
 
-@pytest.mark.slow
-def test_preferences_on_a_pipeline(place: Path, tmp_path: Path):
-    """With a reference model, which has stages like the other."""
-    config = ranked(
-        dpo_config, place, tmp_path / "alone", optimizer=nemorl.OptimizerConfig(lr=1e-3)
-    )
-    spread = replace(
-        config,
-        run=replace(config.run, dir=str(tmp_path / "spread")),
-        trainer=replace(config.trainer, backend="megatron", micro_batch_tokens=64),
-        parallel=nemorl.ParallelPlan(pp=2),
-    )
-    results = [
-        nemorl.run(each, train=preference_rows(), validation=preference_rows(8, seed=1))
-        for each in (spread, config)
-    ]
-    assert_close(*results)
-
-
 @pytest.mark.parametrize(
     ("backend", "plan"),
     [
         ("dtensor", {"dp_shard": 2}),
         pytest.param("megatron", {"tp": 2}, marks=pytest.mark.slow),
+        pytest.param("megatron", {"tp": 2, "pp": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_vllm_beside_ranks(backend: str, plan: dict[str, int], place: Path, tmp_path: Path):

@@ -558,7 +558,9 @@ def routers(value: Any, flat: Flat) -> Settings | str:
     split = (flat.get("policy.megatron_cfg.expert_model_parallel_size") or 1) > 1
     if value in (False, None, "none") or not (split or MIXTURE.search(name)):
         return {}
-    return "routers are trained, too" if value is True else "no loss balances the experts"
+    if value is True:
+        return "routers are trained, too"
+    return "experts are balanced by Hugging Face's loss, if trainer.router_aux_loss_coef is above 0"
 
 
 @rule("policy.precision")
@@ -661,8 +663,10 @@ def data_parallel(value: Any, flat: Flat) -> Settings | str:
 def engines(value: Any, flat: Flat) -> Settings | str:
     if value == "hf":
         return {"generation.backend": "torch"}
+    if value == "megatron":
+        return {"generation.backend": "megatron"}
     if value not in ("vllm", "sglang"):
-        return Blocker("engines are vllm and hf; choose one of them")
+        return Blocker("engines are vllm, megatron and hf; choose one of them")
     theirs = "policy.generation."
     size = flat.get(f"{theirs}vllm_cfg.tensor_parallel_size") or 1
     settings: Settings = {"generation.backend": "vllm"}

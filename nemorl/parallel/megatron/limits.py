@@ -62,11 +62,11 @@ def check_elsewhere(trainer: Any) -> None:
     refuse_unused("trainer", trainer, requirement, remedy, names=OF_EXPERTS)
 
 
-def check_model(model: Any, trainer: Any) -> None:
+def check_model(model: Any, trainer: Any = None) -> None:
     """Raise ValueError where a model (a Hugging Face configuration) has parts that are not
     supported, or lacks experts that settings of the section trainer are for.
     """
-    if not getattr(model, "num_local_experts", None):
+    if trainer is not None and not getattr(model, "num_local_experts", None):
         requirement = "is for models with experts"
         refuse_unused("trainer", trainer, requirement, "remove it", names=OF_EXPERTS)
     for name, wanted in SUPPORTED.items():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from nemorl.parallel.collectives import all_gather, all_gather_same
+from nemorl.parallel.collectives import all_gather
 from nemorl.parallel.megatron.routing import recorded_routes
 from nemorl.parallel.world import World
 from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
@@ -53,8 +53,8 @@ class Engine:
         self.replica = world.data_rank * world.plan.cp + world.cp_rank
 
     def follow(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
-        """Do what is ordered; return the answers that are complete, and a pass's seconds. A
-        collective call of all ranks, inside megatron-core's `runtime`.
+        """Do what is ordered; return the answers that are complete, and a pass's seconds, 0 without
+        one. A collective call of all ranks, inside megatron-core's `runtime`.
         """
         if order.anew or order.asleep:
             self.decoding.preempt()
@@ -76,7 +76,7 @@ class Engine:
             raise
         done = [number for number, request in self.requests.items() if request.future.done()]
         answers = {number: self.requests.pop(number).future.result() for number in done}
-        seconds = (time.monotonic() - begun) / max(1, passes)
+        seconds = (time.monotonic() - begun) / passes if passes else 0.0
         if self.replicas > 1:
             found = self.world.gather_objects(answers)
             answers = {number: answer for one in found for number, answer in one.items()}
@@ -132,7 +132,7 @@ class Engine:
         if not found:
             return None
         group = self.world.tp_group
-        return found[0] if group is None else all_gather_same(found[0], 1, group)
+        return found[0] if group is None else all_gather(found[0], 1, group)
 
     def _keep(self, experts: Tensor, work: Pass) -> None:
         """Give each sample the experts of the tokens that a pass computed. Those of tokens that are

@@ -92,6 +92,7 @@ class RankedGenerator(ScheduledBackend):
             self._order = Order(dropped=[*self._open.values()])
             self._open.clear()
             raise
-        self._passes = max(1, min(int(STEP_S / seconds), MOST_PASSES))
+        if seconds:
+            self._passes = max(1, min(int(STEP_S / seconds), 2 * self._passes, MOST_PASSES))
         for request in [one for one, number in self._open.items() if number in answers]:
             request.answer(answers[self._open.pop(request)])

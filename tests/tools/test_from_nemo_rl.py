@@ -243,7 +243,7 @@ MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
         {"parallel.pp": 4, "parallel.activation_checkpointing": "full", "parallel.dp_shard": 2},
         {
             "policy.megatron_cfg.num_layers_in_first_pipeline_stage": "7: stages have equally many",
-            "policy.megatron_cfg.moe_router_load_balancing_type": "'aux_loss': experts are balanced",
+            "policy.megatron_cfg.moe_router_load_balancing_type": "'aux_loss': experts are",
         },
     ),
     # dpo-llama3.1-8b-instruct-4n8g-megatron: a decay to the rate itself is none

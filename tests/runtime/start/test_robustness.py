@@ -188,16 +188,16 @@ def test_a_loss_that_is_not_a_number_leaves_the_weights(tmp_path: Path, monkeypa
 def test_an_error_after_half_of_the_updates_of_a_step_goes_back_to_the_last_checkpoint(
     tmp_path: Path, monkeypatch
 ):
-    from nemorl.parallel.dtensor import backend
+    from nemorl.parallel import accumulation
 
     calls: list[int] = []
-    check = backend.require_finite
+    check = accumulation.require_finite
 
     def broken(loss, grad_norm, *, step):
         calls.append(1)
         check(loss * (float("inf") if len(calls) == 6 else 1.0), grad_norm, step=step)
 
-    monkeypatch.setattr(backend, "require_finite", broken)
+    monkeypatch.setattr(accumulation, "require_finite", broken)
     config = grpo_config(tmp_path, run={"save_period": 1}, train_global_batch_size=12)
     with pytest.raises(FloatingPointError) as caught:
         start(config)

@@ -146,7 +146,7 @@ class KillInCheckpoint(Callback):
 
     def on_step_begin(self, trainer, step) -> None:
         if step == self.step:
-            import nemorl.parallel.dtensor.checkpoint as checkpoint
+            from nemorl.parallel import checkpoint
 
             write = checkpoint.write_tensors
 

@@ -141,7 +141,9 @@ class Stage(core.GPTModel):
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if config.num_moe_experts:
-            layer.mlp.submodules.router = Router
+            # megatron-core 0.19 has a partial here, 0.16 a ModuleSpec.
+            parts = getattr(layer.mlp, "keywords", None) or vars(layer.mlp)
+            parts["submodules"].router = Router
         layers = [spec] * (config.num_layers // world.plan.pp)
         super().__init__(
             config=config,

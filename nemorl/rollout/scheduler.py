@@ -192,8 +192,7 @@ class ScheduledBackend:
     One derives from it, and adds `setup`, `update_weights` and `sleep`.
     """
 
-    vocab_size: int | None = None
-    max_positions = sys.maxsize
+    vocab_size = max_positions = sys.maxsize
 
     def __init__(
         self, step: Callable[[list[Request], list[Request]], None], tokenizer: Any
@@ -206,9 +205,9 @@ class ScheduledBackend:
         return self._scheduler.policy_version
 
     def limits(self, config: Any) -> None:
-        """Take the limits of prompts from a Hugging Face configuration."""
-        self.vocab_size = config.vocab_size
-        self.max_positions = getattr(config, "max_position_embeddings", None) or self.max_positions
+        """Take the limits of prompts from a Hugging Face configuration, as far as it has them."""
+        self.vocab_size = getattr(config, "vocab_size", sys.maxsize)
+        self.max_positions = getattr(config, "max_position_embeddings", None) or sys.maxsize
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         self._scheduler.check()
@@ -236,8 +235,6 @@ class ScheduledBackend:
         prompts: Sequence[Sequence[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams],
     ) -> list[Request]:
-        if self.vocab_size is None:
-            raise RuntimeError("the generation backend has no model: call setup() first")
         params = checked_requests(
             prompts,
             sampling_params,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import sys
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,13 +22,11 @@ from nemorl.rollout.generation import (
     Completion,
     GenerationBackend,
     SamplingParams,
-    checked_requests,
-    seeded,
     text_before,
 )
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.sampling import FILTERS_OFF
-from nemorl.rollout.scheduler import Request, Scheduler
+from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.rollout.torch_backend import copy_weights
 
 NEEDED = ("setup", "update_weights", "shutdown")
@@ -94,7 +91,7 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         loop.close()
 
 
-class WrappedBackend:
+class WrappedBackend(ScheduledBackend):
     """A class with only `setup`, `generate`, `update_weights` and `shutdown`, whole.
 
     Requests that wait and are alike are one call, `generate(prompts, sampling_params)`: a prompt
@@ -113,34 +110,18 @@ class WrappedBackend:
         if isinstance(inner, type):
             offered = {"model": model, "tokenizer": tokenizer, "precision": precision}
             inner = inner(**_accepted(inner, offered))
-        self.inner, self.model, self.tokenizer = inner, model, tokenizer
-        self.precision = precision
+        super().__init__(self._step, tokenizer)
+        self.limits(getattr(model, "config", None))
+        self.inner, self.model, self.precision = inner, model, precision
         self.max_batch_size = 256
-        self._scheduler = Scheduler(self._step)
         self._waiting: list[tuple[Request, int]] = []
         """Samples that are to be made."""
         parameters = list(inspect.signature(inner.generate).parameters.values())
         self._texts = "str" in str(parameters[0].annotation) if parameters else False
 
-    @property
-    def policy_version(self) -> int | None:
-        return self._scheduler.policy_version
-
     def setup(self, config: Any) -> None:
         self.max_batch_size = getattr(config, "max_batch_size", self.max_batch_size)
         self.inner.setup(config)
-
-    async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
-        self._scheduler.check()
-        return await self._scheduler.sample(self._requests([prompt], params)[0])
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
-    ) -> list[Completion]:
-        self._scheduler.check()
-        return self._scheduler.generate(self._requests(prompts, sampling_params))
 
     def update_weights(
         self,
@@ -162,7 +143,7 @@ class WrappedBackend:
 
     def wake(self) -> None:
         self._optional("wake")
-        self._scheduler.asleep = False
+        super().wake()
 
     def metrics(self) -> dict[str, float]:
         return self._optional("metrics") or {}
@@ -174,25 +155,8 @@ class WrappedBackend:
         with self._scheduler.lock:
             if not self._scheduler.closed:
                 self.inner.shutdown()
-            self._scheduler.shutdown()
+            super().shutdown()
             self._waiting, self.model = [], None
-
-    def _requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams],
-    ) -> list[Request]:
-        config = getattr(self.model, "config", None)
-        params = checked_requests(
-            prompts,
-            sampling_params,
-            vocab_size=getattr(config, "vocab_size", sys.maxsize),
-            max_positions=getattr(config, "max_position_embeddings", None) or sys.maxsize,
-        )
-        return [
-            Request(prompt, seeded(p, self.tokenizer))
-            for prompt, p in zip(prompts, params, strict=True)
-        ]
 
     def _step(self, new: list[Request], dropped: list[Request]) -> None:
         """Call `generate` for a batch of samples with the same parameters."""

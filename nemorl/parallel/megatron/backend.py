@@ -340,7 +340,8 @@ class MegatronBackend(Accumulating):
         """Have the engine do what is ordered; return the answers that are complete, and a pass's
         seconds.
         """
-        assert self._engine is not None
+        if self._engine is None:
+            raise RuntimeError("the ranks have no engine: call the generator's setup() first")
         with self._runtime():
             return self._engine.follow(order)
 

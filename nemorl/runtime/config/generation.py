@@ -33,7 +33,7 @@ class GenerationConfig:
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the end-of-sequence token."""
     max_batch_size: int = 256
-    """Sequences that an engine decodes at a time."""
+    """Sequences that an engine decodes at a time; megatron: each replica of the model."""
     num_replicas: int = 1
     """vllm: engines, which Ray places (on the cluster at RAY_ADDRESS, or on this machine)."""
     tensor_parallel_size: int = 1

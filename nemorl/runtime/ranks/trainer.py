@@ -156,6 +156,8 @@ class RankedTrainer:
             raise raised(error, 0)
         return result
 
+    # What `RankedGenerator` asks of the ranks; of backends that generate.
+
     def open_engine(self, **options: Any) -> dict[str, tuple[int, ...]]:
         return self._call("open_engine", **options)
 

@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,12 @@ class Options:
     """Degrees of tensor parallelism for these."""
     pps: tuple[int, ...] = (2, 4)
     """Degrees of the pipeline."""
+    vpps: tuple[int, ...] = (1, 2)
+    """Parts of the layers on each of its devices."""
     micro_batches: tuple[int, ...] = (4, 16)
     """That go through it in a step."""
     wait: float = 0.2
-    """Seconds that a layer sleeps forward; backward twice as long."""
+    """Seconds that a device's layers sleep forward; backward twice as long."""
     laps: int = 3
     """Steps of the pipeline, whose median counts."""
 
@@ -156,24 +159,27 @@ def move(rank: int, size: int, port: int, found: Any, tp: int, folder: Path, rou
 
 def pipeline(options: Options, folder: Path) -> None:
     print(
-        f"pipeline, each stage {options.wait * 1e3:.0f} ms forward and {options.wait * 2e3:.0f} ms"
-        " backward: time of a step / of one stage alone"
+        f"pipeline, each device {options.wait * 1e3:.0f} ms forward and {options.wait * 2e3:.0f} ms"
+        " backward: time of a step / of one device alone"
     )
     alone: dict[int, float] = {}
-    for pp in (1, *options.pps):
-        save_model(folder / f"stages-{pp}", layers=pp)
-        times = on_ranks(stages, pp, folder / f"stages-{pp}", options)["seconds"]
+    for pp, vpp in ((1, 1), *product(options.pps, options.vpps)):
+        own = folder / f"stages-{pp * vpp}"
+        save_model(own, layers=pp * vpp)
+        times = on_ranks(stages, pp, vpp, own, options)["seconds"]
         alone = alone or times
         for count, seconds in times.items() if pp > 1 else ():
-            theory = (count + pp - 1) / count
+            theory = 1 + (pp - 1) / (vpp * count)
             print(
-                f"  PP {pp}, {count} microbatches: {seconds / alone[count]:.3f}, theory"
+                f"  PP {pp}, VPP {vpp}, {count} microbatches: {seconds / alone[count]:.3f}, theory"
                 f" {theory:.3f}",
                 flush=True,
             )
 
 
-def stages(rank: int, size: int, port: int, found: Any, folder: Path, options: Options) -> None:
+def stages(
+    rank: int, size: int, port: int, found: Any, vpp: int, folder: Path, options: Options
+) -> None:
     """Seconds of forward and backward pass by the number of microbatches."""
     begin(rank, size, port)
     backend = MegatronBackend()
@@ -181,11 +187,11 @@ def stages(rank: int, size: int, port: int, found: Any, folder: Path, options: O
         BackendConfig(
             model=ModelConfig(path=str(folder)),
             trainer=TrainerConfig(device="cpu", train_micro_batch_size=1),
-            parallel=ParallelPlan(pp=size),
+            parallel=ParallelPlan(pp=size, vpp=vpp),
         )
     )
-    for layer in backend._stage.decoder.layers:
-        layer.forward = Sleeping(options.wait)
+    for stage in backend._stages:
+        stage.decoder.layers[0].forward = Sleeping(options.wait / vpp)
     times = {}
     for count in options.micro_batches:
         batch = batch_of([8] * count)

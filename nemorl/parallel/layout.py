@@ -61,7 +61,12 @@ class Layout:
 
 
 def cut(
-    batch: TokenBatch, config: TrainerConfig, *, num_ranks: int = 1, multiple_of: int = 1
+    batch: TokenBatch,
+    config: TrainerConfig,
+    *,
+    num_ranks: int = 1,
+    multiple_of: int = 1,
+    min_microbatches: int = 1,
 ) -> Layout:
     """Cut a batch into microbatches, but never a row of it: a preference pair stays together.
 
@@ -72,6 +77,7 @@ def cut(
     config: packing, and the size of microbatches.
     num_ranks: ranks with rows of their own.
     multiple_of: of the width of microbatches.
+    min_microbatches: of each rank; some may be empty.
 
     Raises: ValueError that names a row longer than `packed_row_tokens` or `micro_batch_tokens`.
     """
@@ -87,7 +93,8 @@ def cut(
     dealt: Plan = (tuple(range(len(rows))),)
     if num_ranks > 1:
         dealt = shard_by_rank(rows, num_ranks, units=alike)
-    count = max((len(_microbatches(rows, config, own, alike, 1)) for own in dealt), default=1)
+    counts = [len(_microbatches(rows, config, own, alike, 1)) for own in dealt]
+    count = max(min_microbatches, *counts)
     microbatches = tuple(_microbatches(rows, config, own, alike, count) for own in dealt)
     return Layout(rows, microbatches, packing, lengths, batch.input_ids.shape[1], multiple_of)
 

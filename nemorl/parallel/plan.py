@@ -29,6 +29,10 @@ class ParallelPlan:
     """
     pp: int = 1
     """Devices that have different layers (pipeline parallelism), with trainer.backend megatron."""
+    vpp: int = 1
+    """Parts of the layers on each device of pp, dealt out in turn (virtual pipeline parallelism,
+    interleaved 1F1B): the pipeline's idle time is divided by vpp, and what is sent multiplied.
+    """
     ep: int = 1
     """Devices, of those of a pipeline stage (dp_shard · cp · tp), that divide a mixture's experts
     between them (expert parallelism), with trainer.backend megatron.
@@ -59,9 +63,11 @@ class ParallelPlan:
     def __post_init__(self) -> None:
         degrees = {
             name: getattr(self, name)
-            for name in ("dp_replicate", "dp_shard", "tp", "pp", "ep", "cp")
+            for name in ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "ep", "cp")
         }
         at_least(1, **{f"parallel__{name}": degree for name, degree in degrees.items()})
+        fits, remedy = self.vpp == 1 or self.pp > 1, "remove it, or raise parallel.pp"
+        require(fits, "parallel.vpp", "must be 1 without parallel.pp", self.vpp, remedy)
 
     @property
     def model_ranks(self) -> int:
@@ -77,6 +83,25 @@ class ParallelPlan:
     def num_ranks(self) -> int:
         """Devices that the plan asks for; the fewest if dp_shard is left open."""
         return self.data_ranks * self.model_ranks
+
+    @property
+    def num_stages(self) -> int:
+        """Parts of the layers that a microbatch goes through one after the other."""
+        return self.pp * self.vpp
+
+    @property
+    def min_microbatches(self) -> int:
+        """The fewest that interleaved stages take; some may be empty."""
+        return self.pp if self.vpp > 1 else 1
+
+    def microbatch_group(self, count: int) -> int:
+        """Return how many of `count` microbatches a device's part of the layers takes before the
+        next one does: the fewest that leave no group with less than pp of them.
+
+        >>> [ParallelPlan(pp=4, vpp=2).microbatch_group(count) for count in (4, 5, 8, 9, 11)]
+        [4, 5, 4, 5, 6]
+        """
+        return next(size for size in range(self.pp, count + 1) if not 0 < count % size < self.pp)
 
     @property
     def needs_ranks(self) -> bool:
@@ -142,9 +167,10 @@ class ParallelPlan:
             yield f"experts with parallel.tp {self.tp} need parallel.sequence_parallel"
         if self.pp > 1 and backend == "dtensor":
             yield f"parallel.pp {self.pp} is for trainer.backend megatron"
-        elif self.pp > 1 and model.num_hidden_layers % self.pp:
+        elif model.num_hidden_layers % self.num_stages:
+            stages = f"pp {self.pp}" + f" · vpp {self.vpp}" * (self.vpp > 1)
             yield (
-                f"parallel.pp {self.pp} does not divide the model's num_hidden_layers"
+                f"parallel.{stages} does not divide the model's num_hidden_layers"
                 f" {model.num_hidden_layers}"
             )
         if self.cp > 1 and self.cp_method == "ulysses" and heads % (self.tp * self.cp):
@@ -157,17 +183,18 @@ class ParallelPlan:
         """Raise a ValueError with everything in `problems`."""
         if not (found := list(self.problems(model, backend=backend))):
             return
-        alone = [replace(self, tp=tp, cp=1, pp=1, ep=1) for tp in range(1, 65)]
+        alone = [replace(self, tp=tp, cp=1, pp=1, vpp=1, ep=1) for tp in range(1, 65)]
         fits = [plan.tp for plan in alone if not any(plan.problems(model, backend=backend))]
         remedy = f"parallel.tp may be {', '.join(map(str, fits))} here"
         if self.tp in fits:
             remedy = "take parallel.cp_method allgather, or another cp"
-            if any(replace(self, cp=1, pp=1).problems(model, backend=backend)):
+            if any(replace(self, cp=1, pp=1, vpp=1).problems(model, backend=backend)):
                 remedy = "change parallel.ep, or remove it"
             elif self.pp > 1 and backend == "dtensor":
                 remedy = "add --trainer.backend megatron, or remove it"
             elif any(replace(self, cp=1).problems(model, backend=backend)):
                 layers = model.num_hidden_layers
                 pps = [pp for pp in range(1, min(layers, 64) + 1) if not layers % pp]
-                remedy = f"parallel.pp may be {', '.join(map(str, pps))} here"
+                product = "pp · vpp" if self.vpp > 1 else "pp"
+                remedy = f"parallel.{product} may be {', '.join(map(str, pps))} here"
         raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")

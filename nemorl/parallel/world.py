@@ -62,6 +62,10 @@ class World:
         """Whether parameters are DTensors; with a single rank, too, if it was started as one."""
         return self.dims is not None
 
+    def stage(self, part: int) -> int:
+        """Return the number of a pipeline stage, of which this rank has `plan.vpp`."""
+        return part * self.plan.pp + self.pp_rank
+
     @property
     def is_last_stage(self) -> bool:
         """Whether this rank has the last layers, and computes losses."""

@@ -74,7 +74,7 @@ class MegatronBackend(Accumulating):
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
         self._given = model
-        self._stage: Any = None
+        self._stages: Any = None
         self._reference: Any = None
         self._engine: Engine | None = None
         self._settings = ExitStack()
@@ -140,21 +140,25 @@ class MegatronBackend(Accumulating):
                 require_shapes(stored.shapes, shapes)
             read = stored.read
         with self._runtime():
-            stages = [Stage(self._model, self.world) for _ in range(1 + config.keep_reference)]
-            for stage in stages:
-                mark_split(stage, self.conversion)
-            self.optimizer = ShardedAdamW(stages[0], config.optimizer, self.world)
-        self._stage = stages[0]
-        self._fill(stages, read)
+            parts = range(self.world.plan.vpp)
+            models = [
+                nn.ModuleList(Stage(self._model, self.world, part) for part in parts)
+                for _ in range(1 + config.keep_reference)
+            ]
+            for model in models:
+                mark_split(model, self.conversion)
+            self.optimizer = ShardedAdamW(models[0], config.optimizer, self.world)
+        self._stages = models[0]
+        self._fill(models, read)
         if config.keep_reference:
-            self._reference = stages[1].requires_grad_(False).eval()
+            self._reference = models[1].requires_grad_(False).eval()
         self._given = None
 
     @torch.no_grad()
-    def _fill(self, stages: list[Any], read: Any) -> None:
+    def _fill(self, models: list[nn.ModuleList], read: Any) -> None:
         """Copy this rank's part of whole tensors into models, of which the first one is trained."""
         entries = self.conversion.here
-        for parameters in zip(*(stage.named_parameters() for stage in stages), strict=True):
+        for parameters in zip(*(model.named_parameters() for model in models), strict=True):
             value = self.conversion.own(entries[parameters[0][0]], read)
             for _, parameter in parameters:
                 parameter.copy_(value)
@@ -170,7 +174,7 @@ class MegatronBackend(Accumulating):
     @property
     def model(self) -> Any:
         """The Hugging Face model on the meta device; the weights are megatron-core's."""
-        if self._stage is None:
+        if self._stages is None:
             raise RuntimeError(
                 "the training backend has no model: call setup() first, and nothing after"
                 " shutdown()"
@@ -191,9 +195,9 @@ class MegatronBackend(Accumulating):
             load = self._load_of(layout)
             count = batch.num_tokens * self.model.config.num_hidden_layers
             balance, pull = load.loss(count), load.pull(count, coef=coef)
-        self._stage.train()
-        with balancing(self._stage, pull):
-            outputs = self._schedule(self.optimizer.model, layout, "loss_mask", loss_fn)
+        self._stages.train()
+        with balancing(self._stages, pull):
+            outputs = self._schedule(self.optimizer.models, layout, "loss_mask", loss_fn)
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
         for output in outputs:
@@ -209,28 +213,35 @@ class MegatronBackend(Accumulating):
         hf = self.model.config
         sums = torch.zeros(2, hf.num_local_experts, dtype=torch.float64, device=self.device)
         load = Load(hf.num_experts_per_tok, sums)
-        self._stage.eval()
-        with balancing(self._stage, load):
-            self._schedule(self._stage, layout, None)
+        self._stages.eval()
+        with balancing(self._stages, load):
+            self._schedule(self._stages, layout, None)
         dist.all_reduce(sums)  # each rank had other tokens, or other layers
         return load
 
     def _schedule(
-        self, model: Any, layout: Layout, mask: str | None, loss_fn: LossFn | None = None
+        self, stages: Any, layout: Layout, mask: str | None, loss_fn: LossFn | None = None
     ) -> list[Any]:
         """Take this rank's microbatches through the pipeline; return what the last stage finds of
         each: a loss, whose gradients are added, or without `loss_fn` the log-probabilities.
 
+        stages: this rank's, one after the other.
         mask: the batch's mask of the tokens whose log-probability is computed, if any.
         """
         from nemorl.parallel.megatron.core import get_forward_backward_func
 
         parts, width = layout.parts(self.world.data_rank), self.model.config.hidden_size
+        plan = self.world.plan
+        if plan.vpp > 1:
+            settings = getattr(stages[0], "module", stages[0]).config
+            settings.microbatch_group_size_per_vp_stage = plan.microbatch_group(len(parts))
+        vpp = plan.vpp if plan.vpp > 1 else None
+        schedule = get_forward_backward_func(pp_size=plan.pp, vp_size=vpp)
         with self._runtime(), torch.set_grad_enabled(loss_fn is not None):
-            return get_forward_backward_func()(
+            return schedule(
                 forward_step_func=partial(self._forward, mask, loss_fn),
-                data_iterator=iter(parts),
-                model=[model],
+                data_iterator=[iter(parts) for _ in stages],
+                model=list(stages),
                 num_microbatches=len(parts),
                 seq_length=width,  # not used: stages send each other the shapes
                 micro_batch_size=1,
@@ -241,14 +252,16 @@ class MegatronBackend(Accumulating):
     def _forward(
         self, mask: str | None, loss_fn: LossFn | None, parts: Iterator[TokenBatch], model: Any
     ) -> tuple[Any, Callable[..., Any]]:
-        """Compute this stage's share of the next microbatch; also return what the last stage does
-        with it.
+        """Compute a stage's share of the next microbatch; also return what the last stage does with
+        it.
         """
+        stage = getattr(model, "module", model)
         part, trainer = next(parts), self.config.trainer
         wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)
         work = planned(part, wanted, self.world, share=trainer.share_prompts)
-        self._copied += work.copied * (loss_fn is not None)
-        routing = {"routes": routes_of(part, work, self.world)}
+        first = stage.number == self.world.pp_rank
+        self._copied += work.copied * (first and loss_fn is not None)
+        routing = {"routes": routes_of(part, work, self.world, stage.number)}
         if trainer.router_aux_loss_coef:
             routing["copies"] = copies_of(part, work, self.world)
         part = replace(part, routed_experts=None)
@@ -256,7 +269,7 @@ class MegatronBackend(Accumulating):
         chunk, with_entropy = trainer.logprob_chunk, loss_fn is not None
         inputs = RankInputs.of(rows, work, self.world, chunk=chunk, with_entropy=with_entropy)
         found = model(**inputs.values, **routing)
-        if self.world.is_last_stage and not with_entropy:
+        if stage.post_process and not with_entropy:
             found = found[0]  # for mixtures of experts the schedule wants a tensor
         return found, partial(self._finish, inputs, rows, loss_fn)
 
@@ -297,7 +310,7 @@ class MegatronBackend(Accumulating):
             self.optimizer.step(grad_norm, lr)
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
-        return self._logprobs(self._stage, batch)
+        return self._logprobs(self._stages, batch)
 
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
         if self._reference is None:
@@ -306,11 +319,11 @@ class MegatronBackend(Accumulating):
             )
         return self._logprobs(self._reference, batch)
 
-    def _logprobs(self, stage: Any, batch: TokenBatch) -> Logprobs:
-        stage.eval()
+    def _logprobs(self, stages: nn.ModuleList, batch: TokenBatch) -> Logprobs:
+        stages.eval()
         # The reference model's routers choose by themselves: the sampler's were others.
-        layout = self._cut(batch, replay=stage is self._stage)
-        values = self._schedule(stage, layout, "response_mask")
+        layout = self._cut(batch, replay=stages is self._stages)
+        values = self._schedule(stages, layout, "response_mask")
         placed = torch.zeros(layout.rows.input_ids.shape, device=self.device)
         if values:
             placed = layout.place(values, self.world.data_rank)
@@ -322,7 +335,7 @@ class MegatronBackend(Accumulating):
 
         dtype: cast to it before they are gathered.
         """
-        parameters = dict(self._stage.named_parameters())
+        parameters = dict(self._stages.named_parameters())
         yield from self.conversion.whole(
             lambda name: self._in_float32(parameters[name]), dtype or torch.float32
         )
@@ -333,7 +346,7 @@ class MegatronBackend(Accumulating):
         options: of `Decoding`.
         """
         records = self.config.trainer.router_replay
-        self._engine = Engine(self._stage, self.world, records_experts=records, **options)
+        self._engine = Engine(self._stages, self.world, records_experts=records, **options)
         return self.conversion.shapes
 
     def decode(self, order: Order) -> tuple[dict[int, list[Completion]], float]:
@@ -347,7 +360,7 @@ class MegatronBackend(Accumulating):
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """Train and generate with these whole tensors from now on."""
-        self._fill([self._stage], partial(_box, weights))
+        self._fill([self._stages], partial(_box, weights))
 
     def _in_float32(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype == torch.float32:
@@ -390,7 +403,7 @@ class MegatronBackend(Accumulating):
         return pieces, chain(*(owned(each, own) for each in moments), steps)
 
     def _moment(self, what: str, name: str) -> Tensor:
-        parameter = self._stage.get_parameter(name)
+        parameter = self._stages.get_parameter(name)
         return self.optimizer.gathered(parameter, self.optimizer.state(parameter).get(what))
 
     def wait_for_checkpoint(self) -> None:
@@ -412,7 +425,7 @@ class MegatronBackend(Accumulating):
         with self.world.share_errors():
             weights = saved.weights(self.conversion.shapes)
             moments = saved.optimizer(self.conversion.shapes)
-            self._fill([self._stage], weights.read)
+            self._fill([self._stages], weights.read)
             self._fill_moments(moments)
         # The weights that the run began with, whatever this backend was set up with.
         self.step, self._base = saved.state["step"], saved.state["base"]
@@ -420,7 +433,7 @@ class MegatronBackend(Accumulating):
     def _fill_moments(self, stored: TensorFiles) -> None:
         """Copy this rank's spans out of stored ones."""
         saved = bool(stored.shapes)
-        for name, parameter in self._stage.named_parameters():
+        for name, parameter in self._stages.named_parameters():
             if (span := self.optimizer.span(parameter)) is None:
                 continue
             state, entry = self.optimizer.state(parameter), self.conversion.here[name]
@@ -435,7 +448,7 @@ class MegatronBackend(Accumulating):
         close_profile()
         if self._writer is not None:
             self._writer.close()
-        self._stage = self._reference = self._given = self._writer = self._engine = None
+        self._stages = self._reference = self._given = self._writer = self._engine = None
         vars(self).pop("optimizer", None)
         self._settings.close()
 
@@ -445,7 +458,13 @@ class MegatronBackend(Accumulating):
             require_routes(batch, self.model.config)
         else:
             batch = replace(batch, routed_experts=None)
-        return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
+        return cut(
+            batch,
+            trainer,
+            num_ranks=plan.data_ranks,
+            multiple_of=plan.row_multiple,
+            min_microbatches=plan.min_microbatches,
+        )
 
     def _runtime(self) -> AbstractContextManager[None]:
         from nemorl.parallel.megatron.cpu import runtime

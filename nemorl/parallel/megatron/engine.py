@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -44,9 +44,9 @@ class Engine:
     and its ranks compute the same passes in lockstep.
     """
 
-    def __init__(self, stage: Any, world: World, *, records_experts: bool, **options: Any) -> None:
+    def __init__(self, stages: Any, world: World, *, records_experts: bool, **options: Any) -> None:
         """options: of `Decoding`."""
-        self.stage, self.world, self.records_experts = stage, world, records_experts
+        self.stages, self.world, self.records_experts = stages, world, records_experts
         self.decoding = Decoding(self._draw, device=world.device, **options)
         self.requests: dict[int, Request] = {}
         self.replicas = world.plan.data_ranks * world.plan.cp
@@ -63,7 +63,7 @@ class Engine:
         new = {n: Request(prompt, params) for n, prompt, params in order.new if self._is_ours(n)}
         gone = [self.requests.pop(number, None) for number in order.dropped]
         self.requests |= new
-        self.stage.eval()
+        self.stages.eval()
         passes, begun = 0, time.monotonic()
         try:
             with torch.no_grad():
@@ -101,7 +101,7 @@ class Engine:
     def _draw(self, work: Pass) -> Tensor:
         world = self.world
         if self.records_experts:
-            with recorded_routes(self.stage) as routes:
+            with recorded_routes(self.stages) as routes:
                 logits = self._forward(work)
                 self._keep(routes(), work)
         else:
@@ -117,22 +117,23 @@ class Engine:
 
     def _forward(self, work: Pass) -> Tensor | None:
         """Take a pass through the pipeline; return the last stage's logits `[rows, vocab]`."""
-        from nemorl.parallel.megatron.core import get_forward_backward_func
-
-        found = get_forward_backward_func()(
-            forward_step_func=self._stage_forward,
-            data_iterator=iter([work]),
-            model=[self.stage],
-            num_microbatches=1,
-            seq_length=1,  # not used: stages send each other the shapes
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-        if not found:
+        world, plan = self.world, self.world.plan
+        parts = plan.tp if plan.sequence_parallel else 1
+        # All tokens in one row: a rank of sequence parallelism has a part of them.
+        rows = torch.stack((work.input_ids.flatten(), work.position_ids.flatten()))
+        input_ids, position_ids = pad(rows, (0, -rows.shape[1] % parts))[:, None]
+        shape = input_ids.shape[1] // parts, 1, self.stages[0].config.hidden_size
+        for stage in self.stages:
+            if not stage.pre_process:
+                states = torch.empty(shape, dtype=stage.config.params_dtype, device=world.device)
+                dist.recv(states, group=world.pp_group, group_src=(world.pp_rank - 1) % plan.pp)
+                stage.set_input_tensor(states)
+            found = stage(input_ids=input_ids, position_ids=position_ids, cached=work)
+            if not stage.post_process:
+                dist.send(found, group=world.pp_group, group_dst=(world.pp_rank + 1) % plan.pp)
+        if not world.is_last_stage:
             return None
-        group = self.world.tp_group
-        return found[0] if group is None else all_gather(found[0], 1, group)
+        return found if world.tp_group is None else all_gather(found, 1, world.tp_group)
 
     def _keep(self, experts: Tensor, work: Pass) -> None:
         """Give each sample the experts of the tokens that a pass computed. Those of tokens that are
@@ -143,6 +144,8 @@ class Engine:
             experts = all_gather(experts, 0, world.tp_group)
         if world.pp_group is not None:
             experts = all_gather(experts, 1, world.pp_group)
+            deal = "tokens (pp vpp layers) topk -> tokens (vpp pp layers) topk"
+            experts = rearrange(experts, deal, pp=world.plan.pp, vpp=world.plan.vpp)
         # Gloo has no int16.
         rows = experts[: work.input_ids.numel()].short().cpu().unflatten(0, work.input_ids.shape)
         sources = range(len(rows)) if work.sources is None else work.sources.tolist()
@@ -150,21 +153,6 @@ class Engine:
             first = slot.length - rows.shape[1] if work.sources is None else 0
             known = sum(map(len, slot.experts))
             slot.experts.append(rows[row, known - first : slot.length - first])
-
-    def _stage_forward(
-        self, passes: Iterator[Pass], model: Any
-    ) -> tuple[Tensor, Callable[..., Tensor]]:
-        work, plan = next(passes), self.world.plan
-        multiple = plan.tp if plan.sequence_parallel else 1
-        # All tokens in one row: a rank of sequence parallelism has a part of them.
-        rows = torch.stack((work.input_ids.flatten(), work.position_ids.flatten()))
-        input_ids, position_ids = pad(rows, (0, -rows.shape[1] % multiple))[:, None]
-        found = model(input_ids=input_ids, position_ids=position_ids, cached=work)
-        return found, partial(_same, found)
-
-
-def _same(found: Tensor, _: Any, non_loss_data: bool = True) -> Tensor:
-    return found
 
 
 def _nothing(device: torch.device) -> Pass:

@@ -73,7 +73,7 @@ class CoreAttention(core.MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale
         self.index = 0
-        """Of the layer on this stage."""
+        """Of the layer on this rank."""
 
     def forward(
         self,
@@ -121,12 +121,16 @@ class Router(core.TopKRouter):
 
 
 class Stage(core.GPTModel):
-    """The layers of this rank's pipeline stage: from token ids, or what the stage before it sent,
-    to hidden states, and on the last stage to log-probabilities.
+    """The layers of a pipeline stage: from token ids, or what the stage before it sent, to hidden
+    states, and on the last stage to log-probabilities.
     """
 
-    def __init__(self, model: Any, world: World) -> None:
-        """model: the Hugging Face model, which may be on the meta device."""
+    def __init__(self, model: Any, world: World, part: int = 0) -> None:
+        """Make the stage that is part number `part` of this rank's.
+
+        model: the Hugging Face model, which may be on the meta device.
+        """
+        number, last = world.stage(part), world.plan.num_stages - 1
         hf, rotary = model.config, model.get_decoder().rotary_emb
         rotary = type(rotary)(config=hf)  # with numbers
         config = transformer_config(hf, world, rotary_factor=rotary.attention_scaling)
@@ -144,7 +148,8 @@ class Stage(core.GPTModel):
             # megatron-core 0.19 has a partial here, 0.16 a ModuleSpec.
             parts = getattr(layer.mlp, "keywords", None) or vars(layer.mlp)
             parts["submodules"].router = Router
-        layers = [spec] * (config.num_layers // world.plan.pp)
+        num_layers = config.num_layers // world.plan.num_stages
+        layers = [spec] * num_layers
         super().__init__(
             config=config,
             transformer_layer_spec=core.TransformerBlockSubmodules(
@@ -152,13 +157,15 @@ class Stage(core.GPTModel):
             ),
             vocab_size=hf.vocab_size,
             max_sequence_length=hf.max_position_embeddings,
-            pre_process=world.pp_rank == 0,
-            post_process=world.is_last_stage,
+            pre_process=number == 0,
+            post_process=number == last,
             share_embeddings_and_output_weights=hf.tie_word_embeddings,
             position_embedding_type="none",  # `forward` makes the rotary angles
+            vp_stage=part if world.plan.vpp > 1 else None,
         )
-        for index, layer in enumerate(self.decoder.layers):
+        for index, layer in enumerate(self.decoder.layers, part * num_layers):
             layer.self_attention.core_attention.index = index
+        self.number = number
         self.world, self.padding = world, getattr(hf, "pad_token_id", None)
         self.frequencies = rotary.inv_freq.to(world.device)
         follow_rows(self.decoder.layers)
@@ -257,6 +264,7 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         attention_dropout=0.0,
         tensor_model_parallel_size=plan.tp,
         pipeline_model_parallel_size=plan.pp,
+        virtual_pipeline_model_parallel_size=plan.vpp if plan.vpp > 1 else None,
         context_parallel_size=plan.cp,
         sequence_parallel=plan.sequence_parallel and plan.tp > 1,
         params_dtype=dtype,
@@ -275,8 +283,11 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         # Stages send each other the shapes of microbatches, with which goes the dispatcher.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        batch_p2p_comm=on_gpu,
-        deallocate_pipeline_outputs=True,
+        # Two ranks with several stages each would mix up messages that are sent at once.
+        overlap_p2p_comm=plan.vpp > 1,
+        batch_p2p_comm=on_gpu and plan.vpp == 1,
+        # Gloo reads what it sends later, where NCCL's stream is in order.
+        deallocate_pipeline_outputs=on_gpu or plan.vpp == 1,
         **experts(hf, plan),
         **RECOMPUTE[plan.activation_checkpointing],
     )

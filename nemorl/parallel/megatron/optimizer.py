@@ -14,43 +14,45 @@ from nemorl.parallel.world import DTYPES, World
 
 
 class ShardedAdamW:
-    """AdamW of a stage's parameters, of which this rank has a span in float32.
+    """AdamW of the parameters of a rank's stages, of which this one has a span in float32.
 
-    The spans of the ranks that share the stage's part of the model (data and context parallel ones)
+    The spans of the ranks that share these stages (data and context parallel ones)
     make up each parameter. Gradients are summed over these ranks, never divided.
     """
 
-    def __init__(self, stage: Any, config: OptimizerConfig, world: World) -> None:
+    def __init__(self, stages: nn.ModuleList, config: OptimizerConfig, world: World) -> None:
         self.config, self.device = config, world.device
         in_fp32 = world.plan.reduce_dtype == "float32"
-        self.model = core.DistributedDataParallel(
-            stage.config,
-            core.DistributedDataParallelConfig(
-                use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32
-            ),
-            stage,
+        settings = core.DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=in_fp32
         )
+        self.models = [
+            core.DistributedDataParallel(stage.config, settings, stage) for stage in stages
+        ]
         dtype = DTYPES[world.plan.param_dtype]
         self._settings = core.OptimizerConfig(
             bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True
         )
         state = core.parallel_state
         shared = state.get_data_parallel_group(with_context_parallel=True)
-        self.parts = [self._part(self.model.buffers, shared)]
-        if experts := self.model.expert_parallel_buffers:  # each is on fewer ranks
+        self.parts = [self._part([model.buffers for model in self.models], shared)]
+        experts = [model.expert_parallel_buffers for model in self.models]
+        if any(experts):  # each is on fewer ranks
             self.parts.append(self._part(experts, state.get_expert_data_parallel_group()))
 
-    def _part(self, buffers: list[Any], group: dist.ProcessGroup) -> Any:
-        """Make the optimizer of the parameters in some buffers, which a group shares."""
-        parameters = nn.ParameterList(each for buffer in buffers for each in buffer.param_index_map)
+    def _part(self, buffers: list[list[Any]], group: dist.ProcessGroup) -> Any:
+        """Make the optimizer of some buffers' parameters, by stage, which a group shares."""
+        parameters = nn.ParameterList(
+            each for own in buffers for buffer in own for each in buffer.param_index_map
+        )
         # In the order of its arguments: AdamW, settings, grad_scaler, init_state_fn.
         part = core.DistributedOptimizer(
             make_optimizer(parameters, self.config),
             self._settings,
             None,
             None,
-            model_chunks=[self.model],
-            per_model_buffers={0: buffers},
+            model_chunks=self.models,
+            per_model_buffers=dict(enumerate(buffers)),
             data_parallel_group=group,
             data_parallel_group_gloo=None,
             data_parallel_group_idx=0,
@@ -65,13 +67,14 @@ class ShardedAdamW:
         return self.parts[-1] if not getattr(parameter, "allreduce", True) else self.parts[0]
 
     def zero_grad(self) -> None:
-        self.model.zero_grad_buffer()
+        for model in self.models:
+            model.zero_grad_buffer()
         for part in self.parts:
             part.zero_grad()
 
     def reduce(self) -> Float[Tensor, ""]:
         """Sum the gradients over ranks, and return the norm of the whole one; a collective call."""
-        core.finalize_model_grads([self.model], None)
+        core.finalize_model_grads(self.models, None)
         norms = []
         for part in self.parts:
             part.prepare_grads()

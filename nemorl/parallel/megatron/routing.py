@@ -123,12 +123,12 @@ class _Pulled(torch.autograd.Function):
 
 
 @contextmanager
-def balancing(stage: Any, balance: Load | Pull | None) -> Iterator[None]:
-    """Have the routers of a stage show their logits to `balance` in the block."""
+def balancing(stages: Any, balance: Load | Pull | None) -> Iterator[None]:
+    """Have the routers of a rank's stages show their logits to `balance` in the block."""
     if balance is None:
         yield
         return
-    found = _routes(stage)
+    found = _routes(stages)
     for each in found:
         each.balance = balance
     try:
@@ -153,19 +153,23 @@ def _give(index: int, layer: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     own.copies = getattr(rows, "copies", None)
 
 
-def _routes(stage: Any) -> list[Routes]:
-    return [layer.mlp.router.router_replay for layer in stage.decoder.layers]
+def _routes(stages: Any) -> list[Routes]:
+    layers = (layer for stage in stages for layer in stage.decoder.layers)
+    return [layer.mlp.router.router_replay for layer in layers]
 
 
 @contextmanager
-def recorded_routes(stage: Any) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
-    """Record the experts that compute the tokens in the block, which has forward passes of a stage.
+def recorded_routes(
+    stages: Any,
+) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
+    """Record the experts that compute the tokens in the block, which has forward passes of a rank's
+    stages.
 
-    Yields: a function that returns those of the last pass, of this stage's layers, in int32. Tokens
+    Yields: a function that returns those of the last pass, of these layers, in int32. Tokens
     are in the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of
     this rank's part of seq).
     """
-    found = _routes(stage)
+    found = _routes(stages)
     for each in found:
         each.records = True
     try:
@@ -183,14 +187,14 @@ def _taken(routes: list[Routes]) -> Tensor:
 
 
 def routes_of(
-    part: TokenBatch, work: Work, world: World
+    part: TokenBatch, work: Work, world: World, stage: int
 ) -> Int[Tensor, "tokens layers topk"] | None:
     """Return the sampler's experts of the tokens that this rank computes of a microbatch, in the
-    layers of its stage; None where the batch has none.
+    layers of a stage; None where the batch has none.
     """
     if part.routed_experts is None:
         return None
-    of_stage = part.routed_experts.cpu().chunk(world.plan.pp, 2)[world.pp_rank]
+    of_stage = part.routed_experts.cpu().chunk(world.plan.num_stages, 2)[stage]
     return by_state(work.computed(of_stage, free=-1), world)
 
 

@@ -1,6 +1,7 @@
 """Tensors of a Hugging Face model as megatron-core has them, and back, bit for bit.
 
-A pipeline stage has some of the layers, each under its number on that stage. A rank of tensor
+A pipeline stage has some of the layers, each under its number on that stage. Its parameters' names
+begin with the number that the stage has among those of its rank. A rank of tensor
 parallelism has rows or columns of matrices; those of queries, keys and values lie in one matrix,
 group by group of query heads, as do gate and up projection.
 """
@@ -80,40 +81,43 @@ class Conversion:
 
     def __init__(self, hf: Any, shapes: Shapes, world: World) -> None:
         self.shapes, self.world = shapes, world
-        self.num_layers = hf.num_hidden_layers // world.plan.pp
+        self.num_layers = hf.num_hidden_layers // world.plan.num_stages
         self.groups = getattr(hf, "num_key_value_heads", None) or hf.num_attention_heads
         self.heads_per_group = hf.num_attention_heads // self.groups
         self.experts = EXPERTS.get(hf.model_type)
         self.num_experts = hf.num_local_experts // world.plan.ep if self.experts else 0
-        self.here = {
-            **self.entries(world.pp_rank),
-            **self.entries_of_experts(world.pp_rank, world.ep_rank),
-        }
+        self.here: dict[str, Entry] = {}
+        for stage in map(world.stage, range(world.plan.vpp)):
+            self.here |= self.entries(stage) | self.entries_of_experts(stage, world.ep_rank)
 
     def entries(self, stage: int) -> dict[str, Entry]:
-        """Return what the parameters of a pipeline stage are made of, by their names there; without
-        its experts.
+        """Return what the parameters of a pipeline stage are made of, by their names on its rank;
+        without its experts.
         """
-        found, last = {}, self.world.plan.pp - 1
-        embedding = Entry("rows", ("model.embed_tokens.weight",))
+        found, last = {}, self.world.plan.num_stages - 1
+        embedding, part = Entry("rows", ("model.embed_tokens.weight",)), self._part(stage)
         if stage == 0:
-            found[EMBEDDING] = embedding
+            found[f"{part}.{EMBEDDING}"] = embedding
         for number in range(self.num_layers):
             layer = f"model.layers.{stage * self.num_layers + number}"
             for leaf, (kind, *leaves) in LAYER.items():
                 names = tuple(f"{layer}.{each}" for each in leaves)
                 if names[0] in self.shapes:
-                    found[f"decoder.layers.{number}.{leaf}"] = Entry(kind, names)
+                    found[f"{part}.decoder.layers.{number}.{leaf}"] = Entry(kind, names)
             if self.experts:
-                router = f"{layer}.{self.experts[0]}.gate.weight"
-                found[f"decoder.layers.{number}.mlp.router.weight"] = Entry("whole", (router,))
+                own = f"{part}.decoder.layers.{number}.mlp.router.weight"
+                found[own] = Entry("whole", (f"{layer}.{self.experts[0]}.gate.weight",))
         if stage == last:
-            found[NORM] = Entry("whole", ("model.norm.weight",))
+            found[f"{part}.{NORM}"] = Entry("whole", ("model.norm.weight",))
             if "lm_head.weight" in self.shapes:
-                found[HEAD] = Entry("rows", ("lm_head.weight",))
+                found[f"{part}.{HEAD}"] = Entry("rows", ("lm_head.weight",))
             elif last:  # its copy of a tied embedding
-                found[HEAD] = embedding
+                found[f"{part}.{HEAD}"] = embedding
         return found
+
+    def _part(self, stage: int) -> int:
+        """Return the number of a stage among those of its rank."""
+        return stage // self.world.plan.pp
 
     def entries_of_experts(self, stage: int, rank: int) -> dict[str, Entry]:
         """Return the same of the experts that a rank of expert parallelism has."""
@@ -126,6 +130,7 @@ class Conversion:
             for index in range(self.num_experts):
                 theirs = f"{layer}.{rank * self.num_experts + index}"
                 own = f"decoder.layers.{number}.mlp.experts.local_experts.{index}"
+                own = f"{self._part(stage)}.{own}"
                 names = tuple(f"{theirs}.{each}.weight" for each in (gate, up))
                 divided = self.world.plan.ep == 1
                 found[f"{own}.linear_fc1.weight"] = Entry("gated", names, divided)
@@ -135,7 +140,7 @@ class Conversion:
 
     def _everywhere(self) -> Iterator[tuple[int, int | None, dict[str, Entry]]]:
         """Yield all entries by stage and, of experts, by rank of expert parallelism."""
-        for stage in range(self.world.plan.pp):
+        for stage in range(self.world.plan.num_stages):
             yield stage, None, self.entries(stage)
             for rank in range(self.world.plan.ep if self.experts else 0):
                 yield stage, rank, self.entries_of_experts(stage, rank)
@@ -170,10 +175,12 @@ class Conversion:
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield all whole Hugging Face tensors, each on all ranks; a collective call.
 
-        own: returns, by name, this rank's part of a parameter of its stage; called in order.
+        own: returns, by name, this rank's part of a parameter of its stages; called in order.
         """
+        world = self.world
         for stage, expert_rank, entries in self._everywhere():
-            here = stage == self.world.pp_rank and expert_rank in (None, self.world.ep_rank)
+            rank = stage % world.plan.pp
+            here = rank == world.pp_rank and expert_rank in (None, world.ep_rank)
             for name, entry in entries.items():
                 if stage and entry.names[0] == "model.embed_tokens.weight":
                     continue
@@ -183,8 +190,8 @@ class Conversion:
                 for hf_name, value in zip(entry.names, wholes, strict=True):
                     if value is None:
                         shape = self.shapes[hf_name]
-                        value = torch.empty(shape, dtype=dtype, device=self.world.device)
-                    yield hf_name, self._sent(value.contiguous(), stage, expert_rank)
+                        value = torch.empty(shape, dtype=dtype, device=world.device)
+                    yield hf_name, self._sent(value.contiguous(), rank, expert_rank)
 
     def _wholes(self, entry: Entry, own: Tensor) -> list[Tensor]:
         """Gather the parts of all ranks of tensor parallelism."""
@@ -200,10 +207,10 @@ class Conversion:
             return split(whole, self.groups, self.heads_per_group)
         return [whole]
 
-    def _sent(self, value: Tensor, stage: int, expert_rank: int | None) -> Tensor:
-        """Return the tensor that a stage, and of it a rank with other experts, has; in place."""
+    def _sent(self, value: Tensor, pp_rank: int, expert_rank: int | None) -> Tensor:
+        """Return the tensor that a rank of the pipeline, with some experts, has; in place."""
         world = self.world
-        for group, source in ((world.ep_group, expert_rank), (world.pp_group, stage)):
+        for group, source in ((world.ep_group, expert_rank), (world.pp_group, pp_rank)):
             if group is not None and source is not None:
                 dist.broadcast(value, dist.get_global_rank(group, source), group=group)
         return value

@@ -126,6 +126,7 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
                     dp_shard=shard,
                     tp=tp,
                     pp=pp,
+                    vpp=config.vpp if pp > 1 else 1,
                     ep=ep,
                     cp=cp,
                     cp_method=config.cp_method or ("ulysses" if divides else "allgather"),
@@ -245,8 +246,8 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     )
 
 
-DEGREES = {"repl": "dp_replicate", "shard": "dp_shard", "tp": "tp", "pp": "pp", "ep": "ep"}
-DEGREES |= {"cp": "cp"}
+DEGREES = {"repl": "dp_replicate", "shard": "dp_shard"}
+DEGREES |= {name: name for name in ("tp", "pp", "vpp", "ep", "cp")}
 PARTS = {
     "param": "parameters",
     "grads": "gradients",
@@ -272,7 +273,9 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
     }
     host = ["host"] * (config.cpu_offload or config.offload_during_generation)
     unused = ["repl"] if config.backend == "megatron" else ["pp"]
-    unused += ["ep"] * all(each.plan.ep == 1 for each in shown)
+    unused += [
+        name for name in ("vpp", "ep") if all(getattr(each.plan, name) == 1 for each in shown)
+    ]
     degrees = {title: name for title, name in DEGREES.items() if title not in unused}
     for title in (*degrees, "recompute", *parts, "total", *host, "sent", "time"):
         result.add_column(title, justify="right", no_wrap=True)

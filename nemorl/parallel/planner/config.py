@@ -39,6 +39,8 @@ class PlanConfig:
     """Only plans with this parallel.cp."""
     pp: int | None = None
     """Only plans with this parallel.pp (backend megatron)."""
+    vpp: int = 1
+    """The parallel.vpp of plans with a pipeline (backend megatron)."""
     ep: int | None = None
     """Only plans with this parallel.ep (backend megatron, mixtures of experts)."""
     dp_shard: int | None = None
@@ -80,7 +82,7 @@ class PlanConfig:
     def __post_init__(self) -> None:
         counts = "gpus seq_len micro_batch_rows batch_rows gpus_per_node logprob_chunk"
         degrees = ("tp", "pp", "ep", "cp", "dp_shard", "dp_replicate", "generation_tp")
-        names = (*counts.split(), *degrees, "generation_sequences", "show")
+        names = (*counts.split(), *degrees, "vpp", "generation_sequences", "show")
         at_least(1, **{name: getattr(self, name) for name in names})
         at_least(0, lora_rank=self.lora_rank)
         memory, remedy = self.gpu_memory, "give it in GB, such as 80"
@@ -116,6 +118,7 @@ class PlanConfig:
         megatron = self.backend == "megatron"
         for name, unset in {
             "pp": megatron or (self.pp or 1) == 1,
+            "vpp": megatron or self.vpp == 1,
             "ep": megatron or (self.ep or 1) == 1,
             "lora_rank": not (megatron and self.lora_rank),
             "cpu_offload": not (megatron and self.cpu_offload),

@@ -82,8 +82,9 @@ def seconds(step: Step, traffic: Traffic) -> float:
 
     Parameters travel while layers compute, activations while they wait; in megatron-core both wait.
     Axes lie in a machine from the innermost: tp, cp, dp_shard, pp. Groups whose size does not
-    divide a machine's span several. A pipeline of p stages that take m microbatches through is idle
-    (p - 1) / (m + p - 1) of the time, and as slow as its last stage, which has the head.
+    divide a machine's span several. A pipeline of p devices, each with v parts of the layers, which
+    take m microbatches through is idle (p - 1) / (m · v + p - 1) of the time, and as slow as its
+    last device, which has the head.
     Of offloading for generation, which nothing hides, once a step.
     """
     model, plan, work = step.model, step.plan, step.work
@@ -98,7 +99,7 @@ def seconds(step: Step, traffic: Traffic) -> float:
     again = RECOMPUTED[plan.activation_checkpointing] * 6 * (weights + small + attention)
     if work.backend == "megatron" and plan.activation_checkpointing == "selective":
         again = 2 * attention
-    turns = step.micro_batches + plan.pp - 1
+    turns = step.micro_batches + (plan.pp - 1) / plan.vpp
     compute = turns * step.tokens * (passes + again) / plan.tp
 
     def speed(devices: int) -> float:

@@ -29,9 +29,14 @@ class Stage:
         return self.step.model.num_hidden_layers // self.step.plan.pp
 
     @property
-    def in_flight(self) -> int:
-        """Microbatches whose activations are kept for backward (1F1B)."""
-        return min(self.step.plan.pp - self.index, self.step.micro_batches)
+    def in_flight(self) -> float:
+        """Microbatches whose activations all layers keep for the backward pass (1F1B)."""
+        plan, count = self.step.plan, self.step.micro_batches
+        if plan.vpp == 1:
+            return min(plan.pp - self.index, count)
+        # Each goes through 1 / vpp of the layers at a time.
+        ahead = (plan.vpp - 1) * plan.microbatch_group(count) + 2 * (plan.pp - self.index - 1)
+        return min(ahead + 1, plan.vpp * count) / plan.vpp
 
     def ends(self) -> list[Matrix]:
         """Return the parameters outside the layers; a tied embedding is on both ends."""
@@ -135,7 +140,7 @@ class Stage:
         last layer.
         """
         step, model, how = self.step, self.step.model, self.step.plan.activation_checkpointing
-        kept = self.in_flight * self.num_layers * self.kept_per_layer(recomputed=how)
+        kept = int(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
         again = self.kept_per_layer(recomputed="none") if how == "full" else 0
         moments = [(kept + again + self.layer_backward(), 0, 0)]
         if self.is_last:
@@ -168,7 +173,7 @@ class Stage:
         if model.num_local_experts:
             per_layer, again = per_layer // 2, again // 2
         ends = (self.index == 0) + 3 * self.is_last
-        neighbors = (self.index > 0) + (not self.is_last)
+        sends = 2 * plan.vpp - (self.index == 0) - self.is_last
         tied = model.tie_word_embeddings and plan.pp > 1 and (self.index == 0 or self.is_last)
         embedding = STATE * model.vocab_size // plan.tp * model.hidden_size
         return Traffic(
@@ -185,6 +190,6 @@ class Stage:
                 count * layers * (6 if plan.activation_checkpointing == "full" else 4),
             ),
             context=sent(context_array(step), plan.cp, count * layers),
-            pipeline=count * neighbors * stream // step.token_split()
+            pipeline=count * sends * stream // step.token_split()
             + (sent(embedding, 2, 2) if tied else 0),
         )

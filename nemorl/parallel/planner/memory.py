@@ -57,7 +57,8 @@ class Step:
     @property
     def micro_batches(self) -> int:
         rows = self.work.batch_rows or 2 * self.work.gpus * self.work.micro_batch_rows
-        return -(-rows // (self.plan.data_ranks * self.work.micro_batch_rows))
+        count = -(-rows // (self.plan.data_ranks * self.work.micro_batch_rows))
+        return max(count, self.plan.min_microbatches)
 
     @property
     def dtype_size(self) -> int:

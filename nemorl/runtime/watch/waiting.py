@@ -40,7 +40,7 @@ def waiting_for_ranks(
     plan: ParallelPlan, who: str, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
     """Return `waiting` for the set-up of a trainer on ranks."""
-    axes = ("dp_replicate", "dp_shard", "tp", "pp", "cp", "ep")
+    axes = ("dp_replicate", "dp_shard", "tp", "pp", "vpp", "cp", "ep")
     degrees = {name: getattr(plan, name) for name in axes}
     spread = [f"{name} {degree}" for name, degree in degrees.items() if degree and degree > 1]
     devices = f"{plan.num_ranks} device{'s' * (plan.num_ranks > 1)}"

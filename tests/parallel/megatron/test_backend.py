@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import BackendConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -28,6 +28,7 @@ WAYS = {
     "tp 2": ("megatron", ParallelPlan(dp_shard=1, tp=2)),
     "pp 2": ("megatron", ParallelPlan(dp_shard=1, pp=2)),
     "dp 2": ("megatron", ParallelPlan(dp_shard=2)),
+    "pp 2, interleaved": ("megatron", ParallelPlan(dp_shard=1, pp=2, vpp=2)),
     "pp 2 in bfloat16": ("megatron", ParallelPlan(dp_shard=1, pp=2, param_dtype="bfloat16")),
     "dp 2 in bfloat16": ("megatron", ParallelPlan(dp_shard=2, param_dtype="bfloat16")),
     "ep 2": ("megatron", ParallelPlan(dp_shard=2, ep=2)),
@@ -78,10 +79,14 @@ def resume(way: str, model: Path, checkpoint: Path) -> tuple[dict, list[float], 
     return before, losses, after
 
 
+def made() -> nn.Module:
+    return tiny_model("qwen3", scale=2.0, tied=False, num_hidden_layers=4)
+
+
 @pytest.fixture(scope="module")
 def model() -> Any:
     with tempfile.TemporaryDirectory() as folder:
-        tiny_model("qwen3", scale=2.0, tied=False).save_pretrained(folder)
+        made().save_pretrained(folder)
         yield Path(folder)
 
 
@@ -143,7 +148,7 @@ def in_bfloat16(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_a_model_in_bfloat16_begins_with_the_files_float32(model: Path):
-    expected = dict(tiny_model("qwen3", scale=2.0, tied=False).named_parameters())
+    expected = dict(made().named_parameters())
     for exact, rounded in run_ranks(2, in_bfloat16, model):
         for name, parameter in expected.items():
             assert torch.equal(exact[name], parameter)
@@ -246,15 +251,17 @@ def test_initial_weights_have_one_fingerprint(tied: bool, tmp_path: Path):
     assert len({base for way in ways for base in run_ranks(2, base_of, way, tmp_path)}) == 1
 
 
-def work_of_a_step(folder: Path) -> tuple[float, float]:
+def work_of_a_step(folder: Path, way: str, copied: int) -> tuple[float, float]:
     """Operations of a step as measured, and of its sequences one by one."""
-    backend, batch = start("pp 2", folder), grouped([(20, [3, 5, 4, 4])])
+    backend, batch = start(way, folder), grouped([(20, [3, 5, 4, 4])])
     found = backend.train_step(batch, nll_loss)["trainer/tflops_per_device"].total * 1e12
     config, lengths = backend.model.config, segment_lengths(batch)
     backend.shutdown()
-    return float(found), flops_per_step(config, lengths, copied=60)
+    return float(found), flops_per_step(config, lengths, copied=copied)
 
 
-def test_a_prompt_that_is_computed_once_counts_once(model: Path):
-    for found, expected in run_ranks(2, work_of_a_step, model):
+@pytest.mark.parametrize(("way", "copied"), [("pp 2", 60), ("pp 2, interleaved", 40)])
+def test_a_prompt_that_is_computed_once_counts_once(way: str, copied: int, model: Path):
+    """Once in each microbatch, of which interleaved stages need two."""
+    for found, expected in run_ranks(2, work_of_a_step, model, way, copied):
         assert found == pytest.approx(expected)

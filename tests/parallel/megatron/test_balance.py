@@ -68,8 +68,8 @@ def expected(model: Any, batch: TokenBatch) -> tuple[float, float, dict[str, Ten
     return float(output.loss.detach()), float(output.aux_loss.detach()), stored
 
 
-def written(kind: str, folder: Path) -> nn.Module:
-    model = tiny_model(kind, scale=2.0, router_aux_loss_coef=COEF)
+def written(kind: str, folder: Path, **options: Any) -> nn.Module:
+    model = tiny_model(kind, scale=2.0, router_aux_loss_coef=COEF, **options)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("mlp.gate.weight"):
@@ -105,6 +105,13 @@ PLANS = [
         id="EP 2, PP 2",
         marks=pytest.mark.slow,
     ),
+    pytest.param(
+        "mixtral",
+        ParallelPlan(dp_shard=1, pp=2, vpp=2),
+        {"num_hidden_layers": 4},
+        id="PP 2, VPP 2",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -112,7 +119,7 @@ PLANS = [
 def test_the_gradient_is_hugging_faces(
     kind: str, plan: ParallelPlan, options: dict, tmp_path: Path
 ):
-    model = written(kind, tmp_path)
+    model = written(kind, tmp_path, **options)
     assert_same(model, BATCH, run_ranks(plan.num_ranks, steps, tmp_path, plan, BATCH, LAYOUTS))
     balanced = expected(model, BATCH)[2]
     model.router_aux_loss_coef = 0.0
@@ -157,7 +164,7 @@ def logits_of(folder: Path, lengths: list[int]) -> Tensor:
     """`[layers, seq, batch, experts]`."""
     trainer, found = TrainerConfig(device="cpu", share_prompts=False), []
     backend: Any = start("ep 2", folder, trainer=trainer, parallel=ParallelPlan(dp_shard=1, pp=2))
-    for layer in backend._stage.decoder.layers:
+    for layer in backend._stages[0].decoder.layers:
         gating = layer.mlp.router.gating
         layer.mlp.router.gating = lambda hidden, of=gating: (found.append(of(hidden)), found[-1])[1]
     backend.get_logprobs(random_batch(lengths))

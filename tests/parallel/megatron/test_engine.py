@@ -39,6 +39,7 @@ PLANS = {
     "dp": ParallelPlan(dp_shard=2),
     "cp": ParallelPlan(dp_shard=1, cp=2, cp_method="allgather"),
     "tp above the key-value heads": ParallelPlan(dp_shard=1, tp=4),
+    "interleaved stages": ParallelPlan(dp_shard=1, pp=2, vpp=2),
     "all": ParallelPlan(dp_shard=1, tp=2, pp=2, cp=2, cp_method="allgather"),
 }
 QUICK = ("tp", "dp")
@@ -82,7 +83,7 @@ def sampled(folder: Path, plan: ParallelPlan) -> list[Completion]:
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in PLANS]
 )
 def test_every_plan_gives_the_tokens_of_the_embedded_engine(name: str, tmp_path: Path):
-    model, plan = tiny_model(scale=2.0, vocab_size=44), PLANS[name]
+    model, plan = tiny_model(scale=2.0, vocab_size=44, num_hidden_layers=4), PLANS[name]
     model.save_pretrained(tmp_path)
     expected = torch_backend(model, 8).generate(PROMPTS, PARAMS)
     for found in run_ranks(plan.num_ranks, sampled, tmp_path, plan):
@@ -134,11 +135,12 @@ def recorded(folder: Path, plan: ParallelPlan) -> list[Completion]:
     [
         ParallelPlan(dp_shard=2, ep=2),
         pytest.param(ParallelPlan(dp_shard=1, tp=2, pp=2), marks=pytest.mark.slow),
+        pytest.param(ParallelPlan(dp_shard=1, pp=2, vpp=2), marks=pytest.mark.slow),
     ],
 )
 def test_the_experts_of_each_token_are_recorded(plan: ParallelPlan, tmp_path: Path):
     """Of prompt and response, but for the last token, as transformers chooses them."""
-    model = tiny_model("qwen3_moe", scale=3.0)
+    model = tiny_model("qwen3_moe", scale=3.0, num_hidden_layers=4)
     model.save_pretrained(tmp_path)
     found = run_ranks(plan.num_ranks, recorded, tmp_path, plan)[0]
     for index, completion in enumerate(found):

@@ -57,6 +57,11 @@ def test_settings_that_would_do_nothing(plan, options, message):
         ({}, {"attention_bias": True}, "the model's attention_bias must be False"),
         ({}, {"attention_dropout": 0.1}, "attention_dropout must be 0.0 .* it is 0.1"),
         ({}, {"hidden_act": "gelu"}, "hidden_act must be silu"),
+        (
+            {"pp": 2, "vpp": 2},
+            {"num_hidden_layers": 6},
+            "pp 2 · vpp 2 does not divide .* 6: .*pp · vpp may be 1, 2, 3, 6 here",
+        ),
         ({"dp_shard": 2, "ep": 2}, {}, "ep 2 does not divide any number of experts: .* remove it"),
     ],
 )

@@ -28,13 +28,14 @@ def record(folder: Path) -> list[Tensor]:
     found = []
     for way in ("pp 2", "tp 2"):
         backend = start(way, folder, trainer=TrainerConfig(device="cpu", share_prompts=False))
-        with recorded_routes(backend._stage) as routes:
+        with recorded_routes(backend._stages) as routes:
             with pytest.raises(RuntimeError, match="no routes are recorded: call the stage first"):
                 routes()
             backend.get_logprobs(random_batch(LENGTHS))
             own = routes()
         assert all(
-            layer.mlp.router.router_replay.taken is None for layer in backend._stage.decoder.layers
+            layer.mlp.router.router_replay.taken is None
+            for layer in backend._stages[0].decoder.layers
         )
         assert own.dtype == torch.int32
         found.append(own.long().unflatten(0, (-1, len(LENGTHS))).movedim(2, 0))

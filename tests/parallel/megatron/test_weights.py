@@ -19,8 +19,9 @@ PLANS = (
     ParallelPlan(dp_shard=1, tp=2, pp=2),
     ParallelPlan(dp_shard=1, tp=4),  # more than key-value heads
     ParallelPlan(dp_shard=2, pp=2),
+    ParallelPlan(dp_shard=2, pp=2, vpp=2),
     ParallelPlan(dp_shard=1, cp=2, tp=2),
-    ParallelPlan(dp_shard=2, pp=2, ep=2),
+    ParallelPlan(dp_shard=2, pp=2, vpp=2, ep=2),
     ParallelPlan(dp_shard=2, tp=2, ep=4),
 )
 
@@ -67,7 +68,9 @@ def all_of(plan: ParallelPlan) -> None:
             there_and_back(plan, kind, tied)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"tp {plan.tp} pp {plan.pp} ep {plan.ep}")
+@pytest.mark.parametrize(
+    "plan", PLANS, ids=lambda plan: f"tp {plan.tp} pp {plan.pp} vpp {plan.vpp} ep {plan.ep}"
+)
 def test_weights_go_there_and_back(plan: ParallelPlan):
     run_ranks(4, all_of, plan)
 

@@ -127,7 +127,7 @@ def gradients_of(backend: DTensorBackend | MegatronBackend) -> dict[str, Tensor]
 
 
 def megatron_gradient(backend: MegatronBackend, name: str) -> Tensor:
-    optimizer, parameter = backend.optimizer, backend._stage.get_parameter(name)
+    optimizer, parameter = backend.optimizer, backend._stages.get_parameter(name)
     own = None if optimizer.span(parameter) is None else optimizer.main(parameter).grad
     return optimizer.gathered(parameter, own)
 

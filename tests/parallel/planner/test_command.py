@@ -211,6 +211,7 @@ BAD = {
     "--lora-rank 8 --lora-target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
     "--reserve 1": "reserve must lie in",
     "--pp 2": "pp is only for backend megatron, but it is 2",
+    "--vpp 2": "vpp is only for backend megatron, but it is 2",
     "--ep 2": "ep is only for backend megatron, but it is 2",
     "--backend megatron --ep 2": "parallel.ep 2 does not divide any number of experts",
     "--model 8x7b": "backend must be megatron for mixtral, a mixture of experts, which dtensor",
@@ -221,6 +222,7 @@ BAD = {
         "offload_during_generation is not for backend megatron"
     ),
     "--backend megatron --pp 3 --gpus 9": "parallel.pp 3 does not divide the model's num_hidden",
+    "--backend megatron --pp 2 --vpp 3": "parallel.pp 2 · vpp 3 does not divide the model's num_h",
 }
 
 
@@ -325,9 +327,10 @@ def test_pipelines_are_megatrons(models: Path):
     degrees = {each.plan.pp for each in (*found.fitting, *found.too_large)}
     assert degrees == {1, 2, 4, 8, 16} and found.fitting[0].plan.dp_replicate == 1
     assert {each.plan.pp for each in find(models, **options).fitting} == {1}
-    output = shown(models, "70b", width=120, pp=4, backend="megatron", **options)
+    output = shown(models, "70b", width=120, pp=4, vpp=2, backend="megatron", **options)
     config = run_with(output.strip().splitlines()[-1])
-    assert config.parallel.pp == 4 and config.trainer.backend == "megatron"
+    assert (config.parallel.pp, config.parallel.vpp) == (4, 2)
+    assert config.trainer.backend == "megatron"
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,7 @@ STAGES = {
     "PP": ("llama", PP, MEGATRON),
     "PP, untied": ("llama", PP, MEGATRON),
     "PP, bfloat16": ("qwen2", replace(PP, param_dtype="bfloat16"), MEGATRON),
+    "VPP": ("llama", replace(PP, vpp=2), MEGATRON),
     "TP": ("llama", replace(TP, dp_shard=1), MEGATRON),
     "DP": ("llama", SHARDED, MEGATRON),
     "EP": ("qwen3_moe", replace(SHARDED, ep=2), MEGATRON),
@@ -250,6 +251,11 @@ STAGES = {
 RARE_STAGES = {
     "PP, full": ("llama", replace(PP, activation_checkpointing="full"), MEGATRON),
     "PP, selective": ("qwen3", replace(PP, activation_checkpointing="selective"), MEGATRON),
+    "VPP, bfloat16, full": (
+        "llama",
+        replace(PP, vpp=2, param_dtype="bfloat16", activation_checkpointing="full"),
+        MEGATRON,
+    ),
     "PP, packed, reference": ("qwen3", PP, replace(MEGATRON, packed=True, reference=True)),
     "PP of short rows": ("mistral", PP, replace(SHORT, backend="megatron")),
     "TP without SP": ("llama", replace(TP, sequence_parallel=False), MEGATRON),

@@ -27,6 +27,7 @@ try:
     from megatron.core.optimizer.distrib_optimizer import (
         DistributedOptimizer as DistributedOptimizer,
     )
+    from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer as MixedPrecisionOptimizer
     from megatron.core.packed_seq_params import PackedSeqParams as PackedSeqParams
     from megatron.core.pipeline_parallel import (
         get_forward_backward_func as get_forward_backward_func,

@@ -89,7 +89,10 @@ class ShardedAdamW:
             for group in part.param_groups:
                 group["lr"] = lr
         for part in self.parts:
-            part.step_with_ready_grads()
+            # DistributedOptimizer's own would gather the parameters of all parts, for each part.
+            core.MixedPrecisionOptimizer.step_with_ready_grads(part)
+        for model in self.models:
+            model.start_param_sync()
 
     def span(self, parameter: nn.Parameter) -> slice | None:
         """Return what this rank has of a flattened parameter, if anything."""

@@ -163,9 +163,7 @@ class Stage:
             return int(times * array * (devices - 1) / devices)
 
         stream = step.tokens * model.hidden_size * step.dtype_size
-        # All are gathered once for each optimizer, and with ep experts have one of their own.
-        gathers = 1 + (plan.ep > 1)
-        per_parameter = BYTES[plan.reduce_dtype] + gathers * step.dtype_size
+        per_parameter = BYTES[plan.reduce_dtype] + step.dtype_size
         # With sequence parallelism the backward pass gathers the inputs of products again.
         # Those of experts, of which as many more are sent, are counted on their own.
         per_layer = 10 if plan.sequence_parallel else 8

@@ -55,6 +55,7 @@ RENAMED = {
     "policy.dtensor_cfg.cpu_offload": "parallel.cpu_offload",
     "policy.megatron_cfg.tensor_model_parallel_size": "parallel.tp",
     "policy.megatron_cfg.pipeline_model_parallel_size": "parallel.pp",
+    "policy.megatron_cfg.virtual_pipeline_model_parallel_size": "parallel.vpp",
     "policy.megatron_cfg.context_parallel_size": "parallel.cp",
     "policy.megatron_cfg.expert_model_parallel_size": "parallel.ep",
     "policy.dtensor_cfg.lora_cfg.dim": "lora.rank",
@@ -93,15 +94,17 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
         "experts are whole with parallel.ep above 1, and split by tp without",
     ),
     **{
-        f"policy.megatron_cfg.{name}": ((None,), "stages have equally many layers, in one piece")
+        f"policy.megatron_cfg.{name}": ((None,), "stages have equally many layers")
         for name in (
             "num_layers_in_first_pipeline_stage",
             "num_layers_in_last_pipeline_stage",
-            "num_layers_per_virtual_pipeline_stage",
-            "virtual_pipeline_model_parallel_size",
             "pipeline_model_parallel_layout",
         )
     },
+    "policy.megatron_cfg.num_layers_per_virtual_pipeline_stage": (
+        (None,),
+        "set parallel.vpp to the model's num_hidden_layers divided by pp and by this number",
+    ),
     "policy.megatron_cfg.layernorm_epsilon": ((None,), "it is that of the model's config.json"),
     "policy.megatron_cfg.fp8_cfg.enabled": ((False, None), "it trains in policy.precision"),
     "policy.megatron_cfg.peft.enabled": (

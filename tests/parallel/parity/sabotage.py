@@ -49,7 +49,8 @@ def mean_of_gradients() -> Iterator[None]:
     reduce = ShardedAdamW.reduce
 
     def averaged(self: Any) -> Any:
-        self.model.scale_gradients(1 / self.parts[0].data_parallel_group.size())
+        for model in self.models:
+            model.scale_gradients(1 / self.parts[0].data_parallel_group.size())
         return reduce(self)
 
     with (

@@ -16,8 +16,8 @@ from nemorl.parallel.world import DTYPES, World
 class ShardedAdamW:
     """AdamW of the parameters of a rank's stages, of which this one has a span in float32.
 
-    The spans of the ranks that share these stages (data and context parallel ones)
-    make up each parameter. Gradients are summed over these ranks, never divided.
+    The spans of the ranks that share these stages (data and context parallel ones) make up each
+    parameter. Gradients are summed over these ranks, never divided.
     """
 
     def __init__(self, stages: nn.ModuleList, config: OptimizerConfig, world: World) -> None:

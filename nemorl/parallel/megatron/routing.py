@@ -159,15 +159,13 @@ def _routes(stages: Any) -> list[Routes]:
 
 
 @contextmanager
-def recorded_routes(
-    stages: Any,
-) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
+def recorded_routes(stages: Any) -> Iterator[Callable[[], Int[Tensor, "tokens layers topk"]]]:
     """Record the experts that compute the tokens in the block, which has forward passes of a rank's
     stages.
 
-    Yields: a function that returns those of the last pass, of these layers, in int32. Tokens
-    are in the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of
-    this rank's part of seq).
+    Yields: a function that returns those of the last pass, of these layers, in int32. Tokens are in
+    the order of its hidden states, `[seq, batch]` flattened (with sequence parallelism of this
+    rank's part of seq).
     """
     found = _routes(stages)
     for each in found:

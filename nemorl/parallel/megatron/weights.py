@@ -1,9 +1,9 @@
 """Tensors of a Hugging Face model as megatron-core has them, and back, bit for bit.
 
 A pipeline stage has some of the layers, each under its number on that stage. Its parameters' names
-begin with the number that the stage has among those of its rank. A rank of tensor
-parallelism has rows or columns of matrices; those of queries, keys and values lie in one matrix,
-group by group of query heads, as do gate and up projection.
+begin with the number that the stage has among those of its rank. A rank of tensor parallelism has
+rows or columns of matrices; those of queries, keys and values lie in one matrix, group by group of
+query heads, as do gate and up projection.
 """
 
 from collections.abc import Callable, Iterator, Mapping

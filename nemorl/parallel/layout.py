@@ -77,7 +77,7 @@ def cut(
     config: packing, and the size of microbatches.
     num_ranks: ranks with rows of their own.
     multiple_of: of the width of microbatches.
-    min_microbatches: of each rank; some may be empty.
+    min_microbatches: of each rank; empty ones only if it has fewer sequences.
 
     Raises: ValueError that names a row longer than `packed_row_tokens` or `micro_batch_tokens`.
     """
@@ -88,7 +88,8 @@ def cut(
         alike = with_the_same_prompt(batch)
     if config.sequence_packing:
         capacity = config.packed_row_tokens or config.micro_batch_tokens or max(lengths, default=1)
-        packing = pack_plan(lengths, capacity, num_rows_multiple=num_ranks, units=alike)
+        multiple = num_ranks * min_microbatches
+        packing = pack_plan(lengths, capacity, num_rows_multiple=multiple, units=alike)
         rows, alike = pack(batch, packing), None
     dealt: Plan = (tuple(range(len(rows))),)
     if num_ranks > 1:

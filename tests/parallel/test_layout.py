@@ -54,6 +54,20 @@ def test_a_rank_without_rows_gets_padding_that_trains_nothing():
     )
 
 
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=12, max_size=20),
+    layout=st.sampled_from(LAYOUTS),
+    num_ranks=st.integers(1, 3),
+    count=st.integers(1, 4),
+)
+def test_microbatches_that_a_pipeline_asks_for_have_rows(lengths, layout, num_ranks, count):
+    batch, config = random_batch(lengths), TrainerConfig(**layout)
+    found = cut(batch, config, num_ranks=num_ranks, min_microbatches=count)
+    for rank in range(num_ranks):
+        parts = found.parts(rank)
+        assert len(parts) >= count and all(part.num_tokens for part in parts[:count])
+
+
 def test_without_settings_a_forward_pass_has_a_limit(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("nemorl.parallel.layout.MICRO_BATCH_TOKENS", 40)
 

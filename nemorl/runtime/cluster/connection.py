@@ -192,15 +192,22 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _handlers() -> Iterator[None]:
-    """Keep the handlers of signals, of which Ray replaces some."""
+    """Keep the handlers of signals, of which Ray replaces some; they get a SIGTERM that came while
+    Ray's own was there.
+    """
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
     before = {number: signal.getsignal(number) for number in numbers}
+    terminated = False
     try:
         yield
+    except SystemExit:  # by Ray's handler
+        terminated = True
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if terminated:
+        signal.raise_signal(signal.SIGTERM)
 
 
 @contextmanager

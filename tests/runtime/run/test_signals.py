@@ -1,10 +1,12 @@
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
 
+from nemorl.runtime.cluster import connection
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.run.signals import Terminated, signals_raise, update_in_progress
 
@@ -36,6 +38,19 @@ def test_a_handler_of_others_stays():
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [1]
+
+
+def test_sigterm_while_ray_starts_is_ours(monkeypatch: pytest.MonkeyPatch):
+    """Ray's handler would end the process as if somebody's code had."""
+
+    def init(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        send(signal.SIGTERM)
+
+    monkeypatch.setattr(connection.ray, "init", init)
+    with pytest.raises(Terminated), signals_raise():
+        connection._initialize(None, 1, 0)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_another_thread_changes_nothing():

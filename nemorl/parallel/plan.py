@@ -31,7 +31,8 @@ class ParallelPlan:
     """Devices that have different layers (pipeline parallelism), with trainer.backend megatron."""
     vpp: int = 1
     """Parts of the layers on each device of pp, dealt out in turn (virtual pipeline parallelism,
-    interleaved 1F1B): the pipeline's idle time is divided by vpp, and what is sent multiplied.
+    interleaved 1F1B), with trainer.backend megatron and pp above 1; pp · vpp must divide the number
+    of layers. The pipeline's idle time is divided by vpp, and what is sent multiplied.
     """
     ep: int = 1
     """Devices, of those of a pipeline stage (dp_shard · cp · tp), that divide a mixture's experts
@@ -131,7 +132,7 @@ class ParallelPlan:
         fits = self.num_ranks == num_devices if given else num_devices % self.num_ranks == 0
         verb = "ask for" if given else "divide"
         requirement = f"must {verb} the {num_devices} devices that there are"
-        remedy = "change a degree, the number of devices, or omit parallel.dp_shard"
+        remedy = "change a degree or the number of devices" + ", or omit parallel.dp_shard" * given
         require(fits, "parallel", requirement, asked, remedy)
         plan = self if given else replace(self, dp_shard=num_devices // self.num_ranks)
         sharing = plan.data_ranks * plan.cp * plan.tp
@@ -193,8 +194,14 @@ class ParallelPlan:
             elif self.pp > 1 and backend == "dtensor":
                 remedy = "add --trainer.backend megatron, or remove it"
             elif any(replace(self, cp=1).problems(model, backend=backend)):
-                layers = model.num_hidden_layers
-                pps = [pp for pp in range(1, min(layers, 64) + 1) if not layers % pp]
-                product = "pp · vpp" if self.vpp > 1 else "pp"
-                remedy = f"parallel.{product} may be {', '.join(map(str, pps))} here"
+                remedy = self._pipelines(model.num_hidden_layers)
         raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")
+
+    def _pipelines(self, layers: int) -> str:
+        """Return what to do where the layers can't be divided."""
+        interleaved, most = self.vpp > 1, min(layers, 64)
+        pps = [pp for pp in range(1 + interleaved, most + 1) if not layers % (pp * self.vpp)]
+        remedy = f"parallel.pp may be {', '.join(map(str, pps))} here"
+        if interleaved:
+            remedy = f"{remedy} with this vpp, or remove vpp" if pps else "remove parallel.vpp"
+        return remedy

@@ -115,6 +115,8 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
         allowed = config.dp_replicate in (None, replicate) if dtensor else replicate == 1
         if left or tp > config.gpus_per_node or not replicate or not allowed:
             continue
+        if config.vpp > 1 and pp == 1:
+            continue
         divides = cp == 1 or model.num_attention_heads % (tp * cp) == 0
         eps = [config.ep or 1]
         if model.num_local_experts:
@@ -126,7 +128,7 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
                     dp_shard=shard,
                     tp=tp,
                     pp=pp,
-                    vpp=config.vpp if pp > 1 else 1,
+                    vpp=config.vpp,
                     ep=ep,
                     cp=cp,
                     cp_method=config.cp_method or ("ulysses" if divides else "allgather"),
@@ -235,14 +237,16 @@ def other_flags(config: PlanConfig) -> Iterator[str]:
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     """Return what the smallest plan lacks, and which settings take less memory."""
     given, needed = config.gpu_memory, smallest.fullest.total
-    generation = "fewer --generation-sequences, " if config.colocated_generation else ""
-    if generation and not (config.offload_during_generation or config.cpu_offload):
-        generation = f"--offload-during-generation, {generation}"
+    dtensor, generates = config.backend == "dtensor", config.colocated_generation
+    offloads = config.offload_during_generation or config.cpu_offload
+    remedies = ["--cpu-offload", "--lora-rank 16"] * dtensor
+    remedies += ["--offload-during-generation"] * (dtensor and generates and not offloads)
+    remedies += ["fewer --generation-sequences"] * generates
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
-        f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs {needed / GB:.1f}"
-        f" GB ({smallest.flags or 'one device'}); try --cpu-offload, --lora-rank 16, {generation}"
-        "more --gpus, or a shorter --seq-len"
+        f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"
+        f" {needed / GB:.1f} GB ({smallest.flags or 'one device'}); try"
+        f" {', '.join([*remedies, 'more --gpus'])}, or a shorter --seq-len"
     )
 
 

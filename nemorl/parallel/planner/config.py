@@ -40,7 +40,7 @@ class PlanConfig:
     pp: int | None = None
     """Only plans with this parallel.pp (backend megatron)."""
     vpp: int = 1
-    """The parallel.vpp of plans with a pipeline (backend megatron)."""
+    """Only plans with this parallel.vpp, which above 1 needs a pipeline (backend megatron)."""
     ep: int | None = None
     """Only plans with this parallel.ep (backend megatron, mixtures of experts)."""
     dp_shard: int | None = None
@@ -127,6 +127,9 @@ class PlanConfig:
         }.items():
             requirement = f"is {'not ' if megatron else 'only '}for backend megatron"
             require(unset, name, requirement, getattr(self, name), "remove it, or change backend")
+        piped = self.vpp == 1 or (self.gpus > 1 and self.pp != 1)
+        remedy = "remove it, or change pp or gpus"
+        require(piped, "vpp", "must be 1 without a pipeline", self.vpp, remedy)
         for name in self.lora_target_modules:
             requirement = f"must be of {', '.join(LINEAR)}"
             require(name in LINEAR, "lora_target_modules", requirement, name, "name linear layers")

@@ -75,6 +75,16 @@ class BaseConfig:
                 " learned; 1e-6 to 1e-4 is usual"
             )
 
+    def refuse_replay(self) -> None:
+        """Raise ValueError with trainer.router_replay, where what is trained on was not sampled."""
+        require(
+            not self.trainer.router_replay,
+            "trainer.router_replay",
+            "is for runs that train on what an engine samples (grpo)",
+            True,
+            "remove it",
+        )
+
     def require_room(self, tokens: int, what: str) -> None:
         """Raise ValueError if a microbatch or packed row can't hold `tokens`."""
         for name in ("micro_batch_tokens", "packed_row_tokens"):

@@ -30,6 +30,7 @@ class SFTConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.refuse_replay()
         at_least(
             1,
             train_global_batch_size=self.train_global_batch_size,

@@ -12,7 +12,7 @@ from torch import nn
 
 from nemorl.checks import own_methods, require
 from nemorl.models.causal_lm import usable_device
-from nemorl.models.hub import check_supported, has_own_code
+from nemorl.models.hub import EXPERTS, check_supported, has_own_code
 from nemorl.models.pretrained import check_vocabulary, model_folder
 from nemorl.parallel.backend import FullTrainingBackend
 from nemorl.parallel.config import BackendConfig
@@ -72,7 +72,12 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
         trust = {"trust_remote_code": config.model.trust_remote_code}
         given = launch.folder if launch.model is None else launch.model
         if engines.backend == "torch" and (of_model := model_config_of(given, **trust)):
-            check_supported(of_model)  # before ranks are started for a model that it can't sample
+            # Before ranks are started for a model that it can't sample.
+            kind = of_model.model_type
+            remedy = "add --generation.backend megatron, with trainer.backend megatron, or vllm"
+            requirement = f"must be megatron or vllm to sample from {kind}, a mixture of experts"
+            require(kind not in EXPERTS, "generation.backend", requirement, "torch", remedy)
+            check_supported(of_model)
     found = checkpoint.latest(directory.path) if config.run.resume else None
     trainer = stack.enter_context(live_trainer(launch, run, found))
     shared = engines is not None and shares_weights(launch, engines)

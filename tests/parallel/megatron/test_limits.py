@@ -60,7 +60,12 @@ def test_settings_that_would_do_nothing(plan, options, message):
         (
             {"pp": 2, "vpp": 2},
             {"num_hidden_layers": 6},
-            "pp 2 · vpp 2 does not divide .* 6: .*pp · vpp may be 1, 2, 3, 6 here",
+            "pp 2 · vpp 2 does not divide .* 6: parallel.pp may be 3 here with this vpp, or remove",
+        ),
+        (
+            {"pp": 2, "vpp": 3},
+            {"num_hidden_layers": 4},
+            "pp 2 · vpp 3 does not divide .* 4: remove parallel.vpp",
         ),
         ({"dp_shard": 2, "ep": 2}, {}, "ep 2 does not divide any number of experts: .* remove it"),
     ],
@@ -92,9 +97,9 @@ def test_experts_that_do_not_fit():
 
 
 def test_what_is_for_experts():
-    def of(backend: str, **options: Any) -> nemorl.SFTConfig:
+    def of(backend: str, **options: Any) -> nemorl.GRPOConfig:
         trainer = nemorl.TrainerConfig(backend=backend, device="cpu", **options)
-        return nemorl.SFTConfig(trainer=trainer)
+        return nemorl.GRPOConfig(trainer=trainer)
 
     for options in ({"router_replay": True}, {"router_aux_loss_coef": 0.1}):
         (name,) = options

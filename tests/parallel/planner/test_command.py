@@ -192,6 +192,9 @@ def test_where_nothing_fits_the_smallest_are_shown(
         r" needs 1\d\d\.\d GB \(.*\); try --cpu-offload, --lora-rank 16,"
     )
     assert re.search(message, output.err)
+    flags += " --backend megatron"
+    assert main(["plan", "--model", str(models / "70b"), *flags.split()]) == 2
+    assert re.search(r"; try more --gpus, or a shorter --seq-len \(", capsys.readouterr().err)
 
 
 BAD = {
@@ -212,6 +215,9 @@ BAD = {
     "--reserve 1": "reserve must lie in",
     "--pp 2": "pp is only for backend megatron, but it is 2",
     "--vpp 2": "vpp is only for backend megatron, but it is 2",
+    "--backend megatron --vpp 2 --pp 1": "vpp must be 1 without a pipeline, but it is 2: remove it",
+    "--backend megatron --vpp 2 --gpus 1": "vpp must be 1 without a pipeline",
+    "--backend megatron --vpp 3": "parallel.pp 2 · vpp 3 does not divide the model's num_h",
     "--ep 2": "ep is only for backend megatron, but it is 2",
     "--backend megatron --ep 2": "parallel.ep 2 does not divide any number of experts",
     "--model 8x7b": "backend must be megatron for mixtral, a mixture of experts, which dtensor",
@@ -327,6 +333,9 @@ def test_pipelines_are_megatrons(models: Path):
     degrees = {each.plan.pp for each in (*found.fitting, *found.too_large)}
     assert degrees == {1, 2, 4, 8, 16} and found.fitting[0].plan.dp_replicate == 1
     assert {each.plan.pp for each in find(models, **options).fitting} == {1}
+    interleaved = find(models, backend="megatron", vpp=2, **options)
+    degrees = {(each.plan.pp, each.plan.vpp) for each in interleaved.fitting}
+    assert degrees == {(2, 2), (4, 2), (8, 2)}
     output = shown(models, "70b", width=120, pp=4, vpp=2, backend="megatron", **options)
     config = run_with(output.strip().splitlines()[-1])
     assert (config.parallel.pp, config.parallel.vpp) == (4, 2)

@@ -479,8 +479,8 @@ def test_experts_need_a_sampler_that_has_them(
     flags = ["--trainer.backend", "megatron", "--parallel.dp-shard", "2"]
     assert cli.main(arguments("grpo", experts, tmp_path / "run", *flags)) != 0
     assert (
-        "it is 'qwen3_moe': train it with --trainer.backend megatron, and sample with"
-        " --generation.backend megatron or vllm"
+        "generation.backend must be megatron or vllm to sample from qwen3_moe, a mixture of"
+        " experts, but it is 'torch': add --generation.backend megatron"
     ) in " ".join(capsys.readouterr().err.split())
     assert not list((tmp_path / "run").glob("logs/rank-*"))
 

@@ -433,6 +433,13 @@ def test_routers_replay_what_an_engine_has_recorded(tmp_path: Path, ranks):
     assert not ranks["all"]
 
 
+@pytest.mark.parametrize("kind", [nemorl.SFTConfig, nemorl.DPOConfig])
+def test_routers_do_not_replay_what_nobody_sampled(kind: type):
+    trainer = nemorl.TrainerConfig(backend="megatron", router_replay=True)
+    with pytest.raises(ValueError, match="router_replay is for runs that train on what an engine"):
+        kind(trainer=trainer)
+
+
 def test_another_model_has_its_own_experts(folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Or none at all."""
     setups: list[Any] = []

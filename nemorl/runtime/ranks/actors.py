@@ -26,7 +26,7 @@ from nemorl.runtime.run.errors import WorkerTimeout, raised
 TICK_S = 0.5
 ALONE_S = 10.0
 """How long the others are waited for once one has failed: they stay usable where all fail."""
-GRACE_S = 1.0
+GRACE_S = 5.0
 """A rank that takes too long writes its stack into its log first."""
 
 

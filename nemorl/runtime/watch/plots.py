@@ -3,6 +3,7 @@
 import math
 import warnings
 from pathlib import Path
+from textwrap import fill
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -12,6 +13,9 @@ from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.state import Run
 from nemorl.runtime.watch.curves import STYLE, panel
 from nemorl.runtime.watch.metrics import LABELS, METRICS, Series, headline, series_of
+
+LABEL_WIDTH = 34
+"""Characters that lie along an axis of the overview."""
 
 
 class PlotCallback(Callback):
@@ -65,6 +69,7 @@ def _save(panels: dict[str, tuple[Series, Series]], run: str, file: Path) -> Pat
             title = METRICS[name].title + (f" · {run}" if alone else "")
             axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
             axes.set_xlabel("step")
-            axes.set_ylabel(METRICS[name].meaning.partition(";")[0].partition(",")[0])
+            meaning = METRICS[name].meaning.partition(";")[0].partition(",")[0]
+            axes.set_ylabel(fill(meaning, LABEL_WIDTH))
         figure.savefig(file)
     return file

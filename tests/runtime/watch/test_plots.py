@@ -119,6 +119,22 @@ def test_the_overview_leaves_out_the_loss_beside_a_reward(tmp_path, monkeypatch)
     assert drawn == ["reward", "loss", "reward"]
 
 
+def test_the_label_of_an_axis_is_no_longer_than_it(tmp_path, monkeypatch):
+    drawn, panel = [], plots.panel
+
+    def watched(axes, *arguments):
+        panel(axes, *arguments)
+        drawn.append(axes)
+
+    monkeypatch.setattr(plots, "panel", watched)
+    directory = RunDirectory.create(tmp_path / "run", "")
+    learning_run(directory, steps=3)
+    draw(directory)
+    for axes in drawn:
+        label, axis = axes.yaxis.label, axes.get_window_extent()
+        assert label.get_window_extent().height <= 1.02 * axis.height, label.get_text()
+
+
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=60), st.floats(0.1, 10))
 def test_smoothing_stays_between_the_extremes(values, width):
     smoothed = smooth(values, width=width)

@@ -140,7 +140,7 @@ class Stage:
         last layer.
         """
         step, model, how = self.step, self.step.model, self.step.plan.activation_checkpointing
-        kept = int(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
+        kept = round(self.in_flight * self.num_layers) * self.kept_per_layer(recomputed=how)
         again = self.kept_per_layer(recomputed="none") if how == "full" else 0
         moments = [(kept + again + self.layer_backward(), 0, 0)]
         if self.is_last:

@@ -198,16 +198,18 @@ def _handlers() -> Iterator[None]:
     main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if main else ()
     before = {number: signal.getsignal(number) for number in numbers}
-    terminated = False
+    ended: SystemExit | None = None
     try:
         yield
-    except SystemExit:  # by Ray's handler
-        terminated = True
+    except SystemExit as error:  # by Ray's handler
+        ended = error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if terminated:
-        signal.raise_signal(signal.SIGTERM)
+    if ended is not None:
+        if main:
+            signal.raise_signal(signal.SIGTERM)
+        raise ended  # Ray has not started, whatever the handler did
 
 
 @contextmanager

@@ -1,9 +1,14 @@
 """How a wrong value is refused, everywhere alike: field, requirement, value, remedy."""
 
 import difflib
+import math
+import re
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
+
+LARGEST = (2 - 2**-23) * 2.0**127
+"""What float32 holds."""
 
 
 def require(condition: bool, field_name: str, requirement: str, value: object, remedy: str) -> None:
@@ -29,14 +34,64 @@ def at_least(minimum: float, **values: float | None) -> None:
         )
 
 
+def valid_seed(**values: int | None) -> None:
+    """Require that seeds are from 0 to 2^63 − 1; run__seed is the field run.seed.
+
+    >>> valid_seed(run__seed=10**23)
+    Traceback (most recent call last):
+    ValueError: run.seed must be below 2^63, but it is 100000000000000000000000: use a smaller one
+    """
+    at_least(0, **values)
+    for name, value in values.items():
+        fits = value is None or value < 2**63
+        require(fits, name.replace("__", "."), "must be below 2^63", value, "use a smaller one")
+
+
 def closest(word: str, words: Iterable[str]) -> str:
-    """Return a did-you-mean for an error message, or nothing.
+    """Return a did-you-mean for a misspelled word, or nothing: parts of a name are compared one by
+    one, so that what has other words, and another meaning, is not suggested.
 
     >>> closest("dtenosr", ["dtensor", "megatron"])
     '; did you mean dtensor?'
+    >>> closest("batch_size", ["max_batch_size"]), closest("kl", ["lr"])
+    ('', '')
     """
-    matches = difflib.get_close_matches(word, list(words), n=1, cutoff=0.7)
-    return f"; did you mean {matches[0]}?" if matches else ""
+    near = [each for each in words if _misspelled(_parts(word), _parts(each))]
+    alike = difflib.get_close_matches(word, near, n=1, cutoff=0)
+    return f"; did you mean {alike[0]}?" if alike else ""
+
+
+def _parts(name: str) -> list[str]:
+    return re.findall("[a-z0-9]+", re.sub("([a-z])([A-Z])", r"\1_\2", name).lower())
+
+
+def _misspelled(parts: list[str], others: list[str]) -> bool:
+    same = len(parts) == len(others) and all(
+        _one_word(part, other) or (len(parts) > 1 and _one_letter(part, other))
+        for part, other in zip(parts, others, strict=True)
+    )
+    return same or "".join(parts) == "".join(others)
+
+
+def _one_letter(word: str, other: str) -> bool:
+    """Return whether words of four letters or more differ in one, a slip if others are equal."""
+    different = [pair for pair in zip(word, other, strict=False) if pair[0] != pair[1]]
+    return len(word) == len(other) >= 4 and len(different) == 1 and "".join(*different).isalpha()
+
+
+def _one_word(word: str, other: str) -> bool:
+    """Return whether two words are one with a slip: swapped or doubled letters, a beginning, or a
+    few others of many.
+    """
+    if word == other or sorted(word) == sorted(other):
+        return True
+    if re.sub(r"\D", "", word) != re.sub(r"\D", "", other):
+        return False  # beta1 is not beta2
+    short, long = sorted((word, other), key=len)
+    if len(short) <= 2:
+        return {*short} == {*long} and len(long) <= len(short) + 1  # lrr is lr, top is not tp
+    alike = difflib.SequenceMatcher(None, word, other).ratio() >= 0.8
+    return long.startswith(short) or (alike and (len(short) > 4 or word[0] == other[0]))
 
 
 def own_methods(value: Any, protocol: type) -> set[str]:
@@ -67,6 +122,30 @@ def short(value: object, limit: int = 120) -> str:
     half = limit // 2
     cut = len(text) - 2 * half
     return text if cut <= 0 else f"{text[:half]} … {cut} characters … {text[-half:]}"
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is an integer or float that float32 holds; True and False are none.
+
+    >>> is_number(1), is_number(True), is_number(float("nan")), is_number(10**400)
+    (True, False, False, False)
+    """
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and abs(value) <= LARGEST
+
+
+def as_number(value: Any) -> float:
+    """Return a value as a float, or nan unless it is one number that float32 holds.
+
+    >>> as_number(True), as_number("1"), as_number(1e39)
+    (1.0, nan, nan)
+    """
+    try:
+        value = value.item() if hasattr(value, "item") else value
+        number = float(value) if hasattr(value, "__float__") else math.nan
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several numbers, or a huge one
+        return math.nan
+    return number if abs(number) <= LARGEST else math.nan
 
 
 def refuse_unused(

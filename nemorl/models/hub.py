@@ -15,6 +15,7 @@ PLAIN = (OSError, ValueError, SafetensorError)
 """Errors that say what is wrong."""
 CONFIG, INDEX = "adapter_config.json", "model.safetensors.index.json"
 """Files of a folder with PEFT's adapters, and of one with a model in several files."""
+DAMAGED_PICKLE = "its weights are a damaged pickle, or one that would run code"
 SUPPORTED = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose numbers the tests compare with Hugging Face's own, packed and cached."""
 EXPERTS = ("qwen3_moe", "mixtral")
@@ -126,9 +127,8 @@ def loading(
     try:
         yield
     except UnpicklingError as error:  # whose text advises to run it
-        reason = "its weights are a damaged pickle, or one that would run code"
         remedy = "have it converted to model.safetensors by whoever made it"
-        raise cannot_load(name, reason, field=field, remedy=remedy) from error
+        raise cannot_load(name, DAMAGED_PICKLE, field=field, remedy=remedy) from error
     except Exception as error:  # transformers refuses broken files with any
         for file in map(Path(name).joinpath, files):
             if file.is_file() and not is_object(file):

@@ -88,8 +88,10 @@ def cut(
         alike = with_the_same_prompt(batch)
     if config.sequence_packing:
         capacity = config.packed_row_tokens or config.micro_batch_tokens or max(lengths, default=1)
-        multiple = num_ranks * min_microbatches
-        packing = pack_plan(lengths, capacity, num_rows_multiple=multiple, units=alike)
+        packing = pack_plan(lengths, capacity, num_rows_multiple=num_ranks, units=alike)
+        wanted = num_ranks * min_microbatches
+        if len(packing) < wanted:
+            packing = pack_plan(lengths, capacity, num_rows_multiple=wanted, units=alike)
         rows, alike = pack(batch, packing), None
     dealt: Plan = (tuple(range(len(rows))),)
     if num_ranks > 1:

@@ -6,7 +6,6 @@ A process has one profiler, which is closed at exit, as an open one would crash 
 import atexit
 import os
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from nemorl.checks import require
 from nemorl.parallel.config import ProfileConfig
+from nemorl.warn import warn
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def close_profile() -> None:
         recording.profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(path)
     except (OSError, RuntimeError) as error:
-        warnings.warn(f"the trace {path} could not be written: {error}", stacklevel=2)
+        warn(f"the trace {path} could not be written: {error}")
     finally:  # Ctrl-C leaves no half file
         unfinished.unlink(missing_ok=True)
 

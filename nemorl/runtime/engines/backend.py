@@ -173,7 +173,7 @@ class VLLMGenerationBackend:
             check_sampling(p)
             complete = replace(
                 seeded(p, self.tokenizer),
-                stop_token_ids=(*p.stop_token_ids, *self._ends),
+                stop_token_ids=(*p.stop_token_ids, *(() if p.ignore_eos else self._ends)),
                 max_new_tokens=min(p.max_new_tokens, self._positions - len(prompt)),
             )
             requests.append((tuple(prompt), complete))

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from nemorl.checks import closest
+from nemorl.openmp import spinning_variables
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
@@ -52,6 +53,7 @@ def environment(cpus: int, *, eager: bool, cuda: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "INFO"),
         "OMP_NUM_THREADS": str(cpus),
+        **spinning_variables(),
     }
     if not cuda:
         # An update frees memory layer by layer, which in pages of 4 KiB takes longer than the rest.
@@ -177,7 +179,7 @@ class Engine:
                 max_tokens=params.max_new_tokens,
                 stop=list(params.stop_strings),
                 stop_token_ids=list(params.stop_token_ids),
-                ignore_eos=True,
+                ignore_eos=True,  # stop_token_ids has the end tokens that count
                 detokenize=bool(params.stop_strings),
                 seed=derive_seed(params.seed, j),
                 logprobs=0,

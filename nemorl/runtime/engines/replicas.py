@@ -6,7 +6,6 @@ import asyncio
 import shutil
 import threading
 import time
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.rollout.generation import SamplingParams
+from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.actor import EngineActor
@@ -32,6 +32,7 @@ from nemorl.runtime.engines.spec import EngineSpec, Place, Sample
 from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout, death
 from nemorl.runtime.run.temporary import temporary_folder
+from nemorl.warn import warn
 
 TICK_S = 0.5
 """How often a driver that waits looks for replicas without weights, and whether Ray is there."""
@@ -263,11 +264,15 @@ class Replicas:
 
     def _reserved(self) -> tuple[Any, Any]:
         """The cluster, and a bundle in it for each replica."""
+        timeout_s = self.config.start_timeout_s
+        connect(timeout_s=timeout_s, setting="generation.start_timeout_s")
         try:
             cluster = RayVirtualCluster(engine_bundles(self.config, cuda=self.cuda))
         except ResourcesError as error:
             text = f"generation.num_replicas is {self.config.num_replicas}: {error}"
             raise ResourcesError(text) from None
+        finally:
+            release()
         return cluster, cluster.placement("generation")
 
     async def _start_all(self) -> None:
@@ -572,4 +577,4 @@ def check_apart(
 def _tell(message: str) -> None:
     """Warn, also where warnings are errors: these would end the keeper of a replica."""
     with suppress(Warning):
-        warnings.warn(message, stacklevel=2)
+        warn(message)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,9 @@ from nemorl.checks import require
 from nemorl.models.hub import copy_code, has_own_code
 from nemorl.rollout.generation import FinishReason
 from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.run.files import writing
 from nemorl.runtime.run.temporary import temporary_folder
+from nemorl.warn import warn
 
 OURS = {
     "model": "it is the run's, which model.path names",
@@ -112,10 +113,9 @@ def engine_spec(
     positions = getattr(model.config, "max_position_embeddings", None)
     lengths = [length for length in (config.max_model_len, positions) if length is not None]
     if len(lengths) == 2 and lengths[0] > lengths[1]:
-        warnings.warn(
+        warn(
             f"generation.max_model_len is lowered from {lengths[0]} to {positions}, the positions"
-            " that the model has",
-            stacklevel=3,
+            " that the model has"
         )
     return EngineSpec(
         files=_files(model, tokenizer),
@@ -139,7 +139,8 @@ def _files(model: Any, tokenizer: Any) -> dict[str, bytes]:
     }
     with temporary_folder() as folder:
         if tokenizer is not None:
-            tokenizer.save_pretrained(folder / "tokenizer")
+            with writing("the tokenizer of the engines", folder):
+                tokenizer.save_pretrained(folder / "tokenizer")
         copy_code(folder / "tokenizer", model, model.config)
         paths = filter(Path.is_file, folder.glob("tokenizer/*"))
         files = {path.name: path.read_bytes() for path in paths}

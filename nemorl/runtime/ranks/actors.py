@@ -15,6 +15,7 @@ import ray
 import torch
 
 from nemorl.checks import require
+from nemorl.openmp import spinning_variables
 from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import Bundle, RayVirtualCluster, ResourcesError
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
@@ -66,7 +67,10 @@ class RayRanks:
     ) -> None:
         self.size, self._lock, self._runtime = size, threading.Lock(), config.runtime
         cpus, shared_gpus = config.runtime.cpus_per_rank, _shared_gpus(config)
-        connect(num_cpus=(os.cpu_count() or 1) + size * cpus)  # of a local one, for engines as well
+        connect(
+            num_cpus=(os.cpu_count() or 1) + size * cpus,  # of a local one, for engines as well
+            timeout_s=config.runtime.start_timeout_s,
+        )
         try:
             try:
                 self._cluster = RayVirtualCluster({"rank": rank_bundles(config, size)})
@@ -79,7 +83,7 @@ class RayRanks:
                 self._cluster.placement("rank"),
                 f"{__name__}:RankActor",
                 args=(dumps(make), shared_gpus),
-                env={"OMP_NUM_THREADS": str(cpus)},
+                env={"OMP_NUM_THREADS": str(cpus), **spinning_variables()},
                 log_dir=log_dir,
                 name="rank",
                 start_timeout_s=config.runtime.start_timeout_s,

@@ -4,13 +4,13 @@ import contextlib
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
+from nemorl.warn import warn
 
 
 class Terminated(SystemExit):
@@ -64,7 +64,7 @@ def update_in_progress(begun: Callable[[], bool] = lambda: True) -> Iterator[Non
         yield
     except (WorkerDied, WorkerTimeout) as error:  # or the run would begin again with new ranks
         if (number := _leave()) is not None:
-            warnings.warn(str(error), stacklevel=3)
+            warn(str(error))
             _raise(number, error)
         raise
     finally:

@@ -12,7 +12,7 @@ MARK = ".nemorl"
 """A file by which a folder is ours, locked as long as an owner lives: the operating system ends the
 lock with the last process that has the file open, also where process ids mean nothing (containers).
 """
-OURS, RAYS = "nemorl-*", "ray/session_*"
+OURS = "nemorl-*"
 
 
 @contextmanager
@@ -40,11 +40,8 @@ def claim(folder: Path) -> int:
 
 def sweep_temporary() -> None:
     """Remove folders of this user that were claimed, by processes that are all dead."""
-    for parent, pattern in (
-        (tempfile.gettempdir(), OURS),
-        (os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp", RAYS),
-    ):
-        for mark in Path(parent).glob(f"{pattern}/{MARK}"):
+    for parent in {tempfile.gettempdir(), os.environ.get("RAY_TMPDIR") or "/tmp"}:
+        for mark in Path(parent).glob(f"{OURS}/{MARK}"):
             with suppress(OSError):
                 _remove_if_dead(mark)
 

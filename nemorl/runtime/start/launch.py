@@ -10,18 +10,21 @@ from typing import Any
 from torch import nn
 
 from nemorl.checks import require
+from nemorl.data.digest import Digest, digests_of
 from nemorl.data.prompts import warn_of_strings
 from nemorl.data.rows import Row
+from nemorl.data.sources import sources_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import require_rows
-from nemorl.runtime.config.tree import dump_yaml
+from nemorl.runtime.config.tree import dump_yaml, to_dict
+from nemorl.runtime.config.trust import seal_of
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
-from nemorl.runtime.run.data import Reward, Rows, read_data
-from nemorl.runtime.run.directory import RunDirectory, free_directory
+from nemorl.runtime.run.data import Reward, Rows, read_data, require_same_rows
+from nemorl.runtime.run.directory import RunDirectory, free_directory, require_folder
 from nemorl.runtime.run.lock import locked
 from nemorl.runtime.run.record import check_algorithm
 from nemorl.runtime.run.signals import signals_raise
@@ -35,7 +38,9 @@ from nemorl.runtime.start.registry import (
 from nemorl.runtime.start.settings import (
     as_given,
     environment_of,
+    kept,
     model_config_of,
+    warn_of_spinning,
     with_response_length,
     within_positions,
 )
@@ -57,6 +62,8 @@ class Launch:
     tokenizer: Any
     environment: EnvironmentInterface | None
     rows: Sequence[Row]
+    data: Sequence[Digest]
+    """Of the data sets that the rows are of."""
     validation_rows: Sequence[Row]
     log: RunLog
     loggers: Mapping[str, LoggerFactory]
@@ -94,6 +101,7 @@ def launched(
     check_callbacks(callbacks)
     training_backend_class(config.trainer.backend)  # or an error that lists the known names
     get_generation_backend(config.generation.backend)
+    require_folder(config.run)
     devices, name = Devices.of(config), algorithm_of(config)
     devices.check_given(model)
     config = as_given(config, train=train, validation=validation, reward=reward)
@@ -102,15 +110,20 @@ def launched(
         config.data, train=train, validation=validation, seed=config.run.seed
     )
     require_rows(rows)
+    data = digests_of(rows)
     if not held_out:
         config.run.require_training_metrics()
-    resume, folder = config.run.resume or devices.restarted, config.run.dir or free_directory(name)
-    config = replace(config, run=replace(config.run, resume=resume, dir=folder))
+    folder = config.run.dir or free_directory(name)
+    config = replace(config, run=replace(config.run, dir=folder))
     with locked(Path(folder)), signals_raise():
-        directory = RunDirectory.create(folder, dump_yaml(config), resume=resume)
-        if directory.holds_results():
-            check_algorithm(directory, algorithm)
+        directory = open_directory(config, algorithm, restarted=devices.restarted)
+        config = replace(config, run=replace(config.run, resume=directory.has_checkpoint()))
+        saved = checkpoint.data_of(folder) if config.run.resume else []
+        if saved and saved != data:
+            sources = sources_of(config.data.train if train is None else train)
+            require_same_rows(config.run, saved, rows, sources)
         with recorded(directory, algorithm=algorithm) as log:
+            warn_of_spinning()
             checkpoint.sweep(directory.path)
             path = model_folder(config.model.path)
             trust = {"trust_remote_code": config.model.trust_remote_code}
@@ -132,8 +145,26 @@ def launched(
                 tokenizer=tokenizer,
                 environment=environment,
                 rows=rows,
+                data=data,
                 validation_rows=held_out[: config.run.max_val_samples],
                 log=log,
                 loggers=loggers,
                 callbacks=callbacks,
             )
+
+
+def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:
+    """Make the folder of a new run, or return that of the run to resume.
+
+    Raises ValueError where it holds another run, or none to resume.
+    """
+    directory = RunDirectory.create(
+        str(config.run.dir),
+        dump_yaml(kept(config)),
+        resume=config.run.resume,
+        restarted=restarted,
+        seal=seal_of(to_dict(config)),
+    )
+    if directory.holds_results():
+        check_algorithm(directory, algorithm)
+    return directory

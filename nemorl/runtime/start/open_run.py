@@ -1,6 +1,5 @@
 """`open_run`, for a loop of one's own, and `run`, for one that has a name."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,6 +20,7 @@ from nemorl.runtime.start.live import frozen_model, start
 from nemorl.runtime.start.registry import algorithm_of, loop_of, training_backend_class
 from nemorl.runtime.watch.log import event
 from nemorl.user_code import exit_is_error
+from nemorl.warn import warn
 
 OWN_CODE = "a loss, an advantage, a backend or a loop of your own"
 
@@ -93,7 +93,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
             where = f"goes on from {point}" if point else "begins anew, without a checkpoint yet,"
             times = f"restart {restart} of {config.runtime.max_restarts}"
             event("restart", times, restart=restart)
-            warnings.warn(f"the run {where} with new ranks ({times}): {reason}", stacklevel=2)
+            warn(f"the run {where} with new ranks ({times}): {reason}")
             restore_generators(*generators)  # a new beginning draws the same numbers
             resume = point is not None or config.run.resume
             launch = replace(launch, config=replace(config, run=replace(config.run, resume=resume)))

@@ -14,6 +14,7 @@ from nemorl.runtime.config.dpo import DPOConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.tree import add_own
+from nemorl.user_code import check_function
 
 if TYPE_CHECKING:
     from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
@@ -208,7 +209,8 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
 
 
 def require_names(config: Any) -> None:
-    """Raise ValueError for a reward or backend of a config that does not exist. Without torch.
+    """Raise ValueError for a reward, backend or logger of a config that does not exist. Without
+    torch, and without running code of the user's.
 
     A reward of a resumed run that was given in Python passes: its script gives it again.
     """
@@ -216,10 +218,14 @@ def require_names(config: Any) -> None:
     for reward in (rewards,) if isinstance(rewards, str) else rewards:
         if not reward.startswith(GIVEN):
             require_reward(reward)
+            if reward not in REWARDS:
+                check_function(reward, "reward")
     if trainer := getattr(config, "trainer", None):
         _get(trainer.backend, TRAINING_BACKENDS, "training backend")
     if generation := getattr(config, "generation", None):
         _get(generation.backend, GENERATION_BACKENDS, "generation backend")
+    for logger in (config.run.loggers or ()) if isinstance(config, BaseConfig) else ():
+        _get(logger, LOGGERS, "logger")
 
 
 def chosen_loggers(names: Sequence[str] | None) -> "dict[str, LoggerFactory]":

@@ -1,13 +1,13 @@
 """Callbacks that warn of a run that learns nothing, or whose sampler and trainer disagree."""
 
 import math
-import warnings
 
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.state import Run
+from nemorl.warn import warn
 
 
 class SignalWatch(Callback):
@@ -38,11 +38,10 @@ class SignalWatch(Callback):
             " prompt or some SFT first may help"
         )
         kept = "; weights and optimizer are left as they are (num_updates 0)"
-        warnings.warn(
+        warn(
             f"step {step}: {found}, so there was little or nothing to learn from the rewards"
             f"{kept if metrics.get('num_updates') == 0 else ''}; {self.silent} such"
-            f" steps so far. Look at samples/ and at the reward: {advice}",
-            stacklevel=2,
+            f" steps so far. Look at samples/ and at the reward: {advice}"
         )
 
 
@@ -81,9 +80,7 @@ class GapWatch(Callback):
         if self.next_warning is not None and not value <= self.next_warning:
             self.next_warning = 1 + 2 * (value - 1) if value < math.inf else None
             remedy = "off_policy.mode truncate corrects for what can't be avoided."
-            warnings.warn(
-                f"{found} gap.warn is {self.config.warn:g}). {causes} {remedy}", stacklevel=2
-            )
+            warn(f"{found} gap.warn is {self.config.warn:g}). {causes} {remedy}")
 
     def on_exception(self, trainer: Run, error: BaseException) -> None:
         if error is not self.error or self.config.stop is None:

@@ -140,7 +140,7 @@ def recorded(directory: RunDirectory, *, algorithm: str) -> Iterator[RunLog]:
             try:
                 write_record(directory, ended)
             except OSError as problem:  # a full disk must not hide what ended the run
-                LOGGER.warning("run.json could not be written: %r", problem)
+                LOGGER.warning("%s", problem)
 
 
 @contextmanager

@@ -1,3 +1,4 @@
+import itertools
 import sys
 from dataclasses import replace
 from unittest import mock
@@ -14,15 +15,16 @@ from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.settings import generation_config
+from tests.rollout.test_generation_conformance import logprob_bound
 from tests.runtime.engines.shared import small_model, vllm_backend
 from tests.runtime.runs import grpo_config
-from tests.tiny_models import random_prompts, tiny_tokenizer
+from tests.tiny_models import ALPHABET, random_prompts, tiny_tokenizer
 
 pytestmark = pytest.mark.xdist_group("ray")
 
 
-def embedded(model):
-    backend = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
+def embedded(model, tokenizer=None):
+    backend = TorchGenerationBackend(model=model, tokenizer=tokenizer or tiny_tokenizer())
     backend.setup(GenerationConfig())
     return backend
 
@@ -50,7 +52,7 @@ def test_filters_together_apply_in_the_order_of_filter_logits(filters):
     torch.testing.assert_close(
         torch.tensor([c.logprobs for c in completions]),
         expected.gather(-1, drawn),
-        atol=1e-5,
+        atol=logprob_bound(filters.get("temperature", 1.0)),
         rtol=0,
     )
 
@@ -71,6 +73,31 @@ def test_stops_end_and_cut_a_response_as_with_the_embedded_engine():
         assert replace(mine, logprobs=()) == replace(other, logprobs=())
         assert mine.logprobs == pytest.approx(other.logprobs, abs=1e-5)
     assert {c.finish_reason for c in ours} == {"stop"}
+
+
+def test_stops_with_many_special_tokens_inside_as_with_the_embedded_engine():
+    """Each stop is what the model says up to the first letter behind the longest silence."""
+    model, tokenizer = small_model(scale=3.0, tied=False), tiny_tokenizer()
+    letters = "stuvwxyz"
+    tokenizer.add_special_tokens({"extra_special_tokens": sorted({*ALPHABET} - {*letters})})
+    params = SamplingParams(temperature=0.0, max_new_tokens=60)
+    prompts, stops, longest = [], [], 0
+    for prompt in random_prompts(24, seed=9):
+        (free,) = embedded(model, tokenizer).generate([prompt], params)
+        ids = tokenizer.convert_tokens_to_ids([*letters])
+        places = [place for place, token in enumerate(free.token_ids) if token in ids]
+        silences = [b - a for a, b in itertools.pairwise(places)]
+        if silences:
+            prompts.append(prompt)
+            stops.append(free.text[: silences.index(max(silences)) + 2])
+            longest = max(longest, *silences)
+    assert longest > 10
+    mixed = [replace(params, stop_strings=(stop,)) for stop in stops]
+    ours = vllm_backend(model, tokenizer=tokenizer).generate(prompts, mixed)
+    theirs = embedded(model, tokenizer).generate(prompts, mixed)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert replace(mine, logprobs=()) == replace(other, logprobs=())
+        assert (mine.finish_reason, mine.text) == ("stop", "")
 
 
 def test_adapters_are_in_the_weights():

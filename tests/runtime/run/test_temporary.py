@@ -43,8 +43,8 @@ def owner(*arguments: str) -> Iterator[tuple[subprocess.Popen, Path]]:
 
 
 def test_what_a_killed_process_leaves_goes_with_the_next_start_and_not_before(temporary: Path):
-    session = temporary / "ray" / "session_1"
-    session.mkdir(parents=True)
+    session = temporary / "nemorl-ray"
+    session.mkdir()
     started = [owner(), owner(str(session))]
     sweep_temporary()
     assert all((folder / MARK).exists() for _, folder in started), "of the living"

@@ -1,6 +1,7 @@
 """What `nemorl.run` refuses before it starts, what it loads by name, and export."""
 
 import json
+import shutil
 import sys
 import warnings
 from dataclasses import replace
@@ -182,9 +183,30 @@ def test_settings_that_changed_over_a_resume_are_said(saved, tmp_path: Path):
         nemorl.run(replace(changed, max_num_steps=1))
 
 
-def test_nothing_to_resume_is_said(tmp_path: Path):
-    with pytest.warns(UserWarning, match="no checkpoint in .* so the run starts anew"):
-        start(grpo_config(tmp_path, steps=1, run={"resume": True}))
+def test_a_run_to_resume_must_be_there(tmp_path: Path):
+    """Unless resume is auto."""
+    message = r"must be the folder of a run to resume, but there is none in .*run: check the path"
+    for _ in range(2):  # the first leaves no folder behind
+        with pytest.raises(ValueError, match=message):
+            start(sft_config(tmp_path / "run", steps=1, run={"resume": True}))
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match=message):
+        start(sft_config(tmp_path / "run", steps=1, run={"resume": True}))
+    for steps in (1, 2):
+        config = sft_config(tmp_path / "run", steps=steps, run={"resume": "auto"})
+        assert len(of_phase(start(config), "train")) == steps
+
+
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_run_without_a_checkpoint_is_not_overwritten_by_a_resume(tmp_path: Path, resume):
+    config = sft_config(tmp_path / "run", steps=1)
+    start(config)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    metrics = (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(ValueError, match=r"run\.resume needs a checkpoint, but .* without one, wh"):
+        start(replace(config, run=replace(config.run, resume=resume)))
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == metrics != ""
 
 
 def told_of_lengths(run) -> tuple[list[str], str]:
@@ -377,3 +399,29 @@ def test_short_sequences_leave_room_for_the_comparison_of_engines(tmp_path: Path
         trainer=nemorl.TrainerConfig(device="cpu", micro_batch_tokens=12),
     )
     assert len(of_phase(start(config), "train")) == 1
+
+
+def test_changed_rows_are_noticed_by_a_resume(saved, tmp_path: Path):
+    """By content, not by name, and from the first step on; more steps with the same rows go on."""
+    file = tmp_path / "rows.jsonl"
+    lines = Path(saved["rows"]).read_text().splitlines()
+    file.write_text("\n".join(lines))
+    config = by_name(sft_config(tmp_path / "run", steps=1), {**saved, "rows": str(file)})
+    nemorl.run(config)
+    again = replace(config, run=replace(config.run, resume=True), max_num_steps=2)
+    message = r"data\.train must be the rows that the run was trained on, but '.*rows\.jsonl' has "
+    file.write_text("\n".join([*lines, lines[0]]))
+    count = rf"{len(lines) + 1} rows instead of {len(lines)}; the first {len(lines)} are as they"
+    with pytest.raises(ValueError, match=message + count):
+        nemorl.run(again)
+    file.write_text("\n".join([*lines[:3], lines[0], *lines[4:]]))
+    remedy = r"another row 4 \(.*rows\.jsonl, line 4\): put them back, or add --run\.accept-change"
+    with pytest.raises(ValueError, match=message + remedy):
+        nemorl.run(again)
+    accepting = replace(again, run=replace(again.run, accept_changed_data=True))
+    with pytest.warns(UserWarning, match="the run goes on with other rows than before: .* row 4"):
+        assert len(of_phase(nemorl.run(accepting), "train")) == 2
+    assert "accept_changed_data: false" in (tmp_path / "run" / "config.yaml").read_text()
+    moved = file.rename(tmp_path / "moved.jsonl")
+    longer = by_name(replace(again, max_num_steps=3), {**saved, "rows": str(moved)})
+    assert len(of_phase(nemorl.run(longer), "train")) == 3

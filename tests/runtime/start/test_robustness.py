@@ -3,6 +3,7 @@ numbers that it would have had.
 """
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,13 +14,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedTokenizerFast
 
 import nemorl
 from nemorl.runtime.algorithms import sft
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.run import checkpoint
+from nemorl.runtime.run import checkpoint, record
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.export import ExportCallback
+from nemorl.runtime.run.files import NotWritten
+from nemorl.runtime.watch import plots
 from tests.runtime.runs import (
     addition_rows,
     digits,
@@ -236,6 +241,51 @@ def test_metrics_that_cannot_be_written_are_a_warning(tmp_path: Path, monkeypatc
     with pytest.warns(UserWarning, match="No space left on device"):
         start(sft_config(tmp_path))
     assert steps_of(tmp_path) == [4]
+
+
+WRITERS = {
+    "the settings": (RunDirectory, "write_config", "config.yaml"),
+    "the status of the run": (record, "write_record", "run.json"),
+    "the tokenizer": (PreTrainedTokenizerFast, "save_pretrained", "tokenizer"),
+    "the lengths of the data": (RunDirectory, "write_data", "data.json"),
+    "the metrics": (RunDirectory, "append_metrics", "metrics.jsonl"),
+    "the samples": (RunDirectory, "append_samples", "samples/step_1.jsonl"),
+    "a plot": (plots, "_save", "plots/loss.png"),
+    "the model": (ExportCallback, "on_train_end", "hf"),
+}
+"""What is written, by what, and the file."""
+
+
+@pytest.mark.parametrize("what", WRITERS)
+def test_what_cannot_be_written_is_named(tmp_path: Path, monkeypatch, what):
+    """A limit on the size of files, set for each writer in turn, stands in for a full disk. What
+    only shows the run is a warning.
+    """
+    owner, name, file = WRITERS[what]
+    write, before = getattr(owner, name), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def full(*args: Any, **options: Any) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+        try:
+            return write(*args, **options)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    monkeypatch.setattr(owner, name, full)
+    expected = (
+        rf"{what} could not be written to {tmp_path}/{file} \(.*[Tt]oo large.*GB are free there\):"
+        " make room or give write access there, or name another place"
+    )
+    run = {"plots": True, "export": True}
+    validation = {"validation": addition_rows(2)} if what == "the samples" else {}
+    config = sft_config(tmp_path, steps=1, run=run)
+    shows = what in ("the metrics", "the samples", "a plot")
+    with (
+        pytest.warns(UserWarning, match=expected)
+        if shows
+        else pytest.raises(NotWritten, match=expected)
+    ):
+        start(config, **validation)
 
 
 def test_a_disk_that_is_full_at_a_checkpoint_ends_the_run_in_order(tmp_path: Path, monkeypatch):

@@ -5,15 +5,16 @@ your own is made with a `LoggedRun`, has the methods of `MetricLogger`, and beco
 mine` with `register_logger("mine")`.
 """
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import Phase, RunDirectory
+from nemorl.runtime.run.files import NotWritten
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.state import Run
+from nemorl.warn import warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +116,9 @@ class Recorder(Callback):
                     call(logger)
                 except Exception as error:
                     if name not in self.failed:
-                        warnings.warn(
+                        why = str(error) if isinstance(error, NotWritten) else repr(error)
+                        warn(
                             f"the logger {name} failed, and the run continues without this record:"
-                            f" {error!r}",
-                            stacklevel=2,
+                            f" {why}",
                         )
                     self.failed.add(name)

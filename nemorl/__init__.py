@@ -10,6 +10,8 @@ Everything is imported when it is first used: `import nemorl` loads neither torc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import nemorl.openmp as _openmp  # noqa: F401  (before torch, which reads what it sets)
+
 if TYPE_CHECKING:
     from nemorl import data as data
     from nemorl import losses as losses

@@ -1,8 +1,11 @@
 """Runtime shape checks for the whole package, Hypothesis profiles, and what every test shares."""
 
+import atexit
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +19,9 @@ from tests.forked import forked_python
 
 # A name that is no folder is refused at once, with or without a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# The user's key is not for tests.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="nemorl-state-")
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 # Shells start background jobs with SIGINT ignored, and Python then leaves it so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -29,6 +35,9 @@ if _early:
 # every call of the run.
 install_import_hook("nemorl", "tests.shape_checks.check")
 
+import nemorl  # noqa: E402, F401  (before torch: see nemorl.openmp)
+
+# isort: split
 import torch  # noqa: E402  (after the hook, so that nothing can slip in before it)
 
 torch.set_num_threads(1)  # the tensors are tiny: threads only cost time

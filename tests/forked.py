@@ -3,7 +3,7 @@
 `forked_python` makes a folder with a `python` and a `nemorl` that pass arguments, environment,
 folder and standard streams on to a server that has the imports behind it; a fork of that runs the
 module or script, and its exit status is passed back. Signals are not passed on, and all forks have
-one seed of hashing.
+one seed of hashing. `FORKED_FOR` is the process that was started, which a fork ends with.
 """
 
 import atexit
@@ -43,8 +43,9 @@ CLIENT = """#!{python} -IS
 import json, os, signal, socket, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
+    environment = dict(os.environ, FORKED_FOR=str(os.getpid()))
     request = dict(arguments={first} + sys.argv[1:], folder=os.getcwd())
-    request = json.dumps(dict(request, environment=dict(os.environ))).encode()
+    request = json.dumps(dict(request, environment=environment)).encode()
     socket.send_fds(server, [len(request).to_bytes(8, "big")], [0, 1, 2])
     server.sendall(request)
     code = int(server.makefile().read() or 1)

@@ -1,0 +1,59 @@
+"""How long OpenMP's threads spin: set before torch is loaded, or said where it is too late."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemorl.openmp import CHOICES, LIMITS, spinning_variables
+from nemorl.runtime.start import settings
+
+SHOWN = "import json, os, nemorl.openmp as o; print(o.SPINS, json.dumps(o.spinning_variables()))"
+
+
+def python(code: str, **variables: str) -> str:
+    """What a fresh interpreter prints, on either stream."""
+    kept = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    command, root = [sys.executable, "-W", "always", "-c", code], Path(__file__).parent.parent
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, cwd=root, env={**kept, **variables}
+    )
+    return (done.stdout + done.stderr).strip()
+
+
+def test_the_import_sets_it():
+    assert python(SHOWN) == 'False {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}'
+
+
+@pytest.mark.parametrize("torch_first", [False, True])
+def test_what_the_user_has_set_stays(torch_first: bool):
+    code = f"import torch; {SHOWN}" if torch_first else SHOWN
+    assert python(code, OMP_WAIT_POLICY="active") == 'False {"OMP_WAIT_POLICY": "active"}'
+    assert python(code, GOMP_SPINCOUNT="7").startswith('False {"GOMP_SPINCOUNT": "7"')
+
+
+def test_too_late_is_known_and_an_import_says_nothing():
+    code = "import torch; from nemorl.losses import clipped; " + SHOWN
+    assert python(code) == 'True {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}'
+
+
+@pytest.mark.parametrize(("spins", "threads"), [(True, 2), (True, 1), (False, 2)])
+def test_a_run_says_that_it_was_too_late(monkeypatch, recwarn, spins: bool, threads: int):
+    monkeypatch.setattr(settings, "SPINS", spins)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    settings.warn_of_spinning()
+    said = [str(each.message) for each in recwarn]
+    assert len(said) == (spins and threads > 1)
+    assert all("import nemorl first, or set GOMP_SPINCOUNT" in each for each in said)
+
+
+def test_engines_get_what_this_process_has(monkeypatch):
+    from nemorl.runtime.engines.engine import environment
+
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    variables = environment(1, eager=True, cuda=False)
+    assert variables["GOMP_SPINCOUNT"] == "7"
+    assert spinning_variables().items() <= variables.items() and LIMITS.keys() <= variables.keys()

@@ -1,5 +1,6 @@
 """Sections that set up a training backend: frozen, free of torch, checked when made."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -113,9 +114,11 @@ class OptimizerConfig:
     lr: float = 1e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay of the learning rate after the warm-up, to min_lr_ratio · lr at the last step."""
+    """Decay of the learning rate after the warm-up, to min_lr_ratio · lr one step after the end, so
+    that it is not 0 at the last step.
+    """
     warmup_steps: int = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
+    """Optimizer steps over which the learning rate rises linearly, from lr / warmup_steps to lr."""
     min_lr_ratio: float = 0.0
     """End of linear and cosine schedules, as a share of lr."""
     weight_decay: float = 0.0
@@ -133,9 +136,9 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         require(
-            self.lr > 0,
+            0 < self.lr < math.inf,
             "optimizer.lr",
-            "must be positive",
+            "must be positive and finite" if self.lr > 0 else "must be positive",
             self.lr,
             "1e-6 to 1e-5 suits RL of pretrained models, 1e-5 to 1e-4 SFT",
         )

@@ -11,19 +11,23 @@ from nemorl.parallel.config import OptimizerConfig
 
 
 def learning_rate(step: int, config: OptimizerConfig, *, total_steps: int) -> float:
-    """Return the learning rate of a step, from 0: a linear warm-up, then constant, or linear or
-    cosine down to `min_lr_ratio · lr` at the last step.
+    """Return the learning rate of a step, counted from 0: a linear warm-up, then constant, or
+    linear or cosine decay.
+
+    The rate falls to `min_lr_ratio · lr` one step after the last one, so that every step trains.
+    From the end of the warm-up on, this is what transformers' `get_linear_schedule_with_warmup` and
+    `get_cosine_schedule_with_warmup` give. Their warm-up is one step behind: its first rate is 0.
 
     >>> config = OptimizerConfig(lr=1.0, schedule="linear", warmup_steps=2)
-    >>> [learning_rate(step, config, total_steps=5) for step in range(5)]
-    [0.5, 1.0, 1.0, 0.5, 0.0]
+    >>> [learning_rate(step, config, total_steps=6) for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return config.lr
-    last = max(1, total_steps - 1 - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / last)
+    decay_steps = max(1, total_steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
     fall = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
 

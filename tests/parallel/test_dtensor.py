@@ -26,7 +26,6 @@ from nemorl.parallel.config import (
     TrainerConfig,
 )
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.parallel.optimizer import learning_rate
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
@@ -131,21 +130,6 @@ def test_weights_are_shared_not_copied():
     generator.update_weights(trainer.weights(), version=1)
     after = {name: tensor.data_ptr() for name, tensor in generator.model.named_parameters()}
     assert after == before
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
-        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]),
-        ("cosine", [0.5, 1.0, 1.0, 0.868198, 0.55, 0.231802, 0.1]),
-    ],
-)
-def test_schedules_by_hand(schedule, expected):
-    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
-    found = [learning_rate(step, config, total_steps=7) for step in (*range(7), 50)]
-    # At last that of a run that goes on for longer.
-    assert found == pytest.approx([*expected, expected[-1]], abs=1e-6)
 
 
 def test_a_model_that_would_give_wrong_numbers_is_refused_by_name():

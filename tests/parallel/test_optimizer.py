@@ -1,4 +1,4 @@
-"""AdamW by either implementation, on plain tensors and on shards."""
+"""AdamW by either implementation, on plain tensors and on shards; learning rates."""
 
 import copy
 
@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import get_scheduler
 
 from nemorl.models.adapters import full_tensor
 from nemorl.parallel.config import OptimizerConfig
-from nemorl.parallel.optimizer import make_optimizer
+from nemorl.parallel.optimizer import learning_rate, make_optimizer
 from tests.ranks import run_ranks
 
 IMPLEMENTATIONS = ("fused", "foreach")
@@ -86,3 +87,50 @@ def test_shards_on_several_meshes_are_stepped_like_the_whole(implementation, sha
     for groups, gap in run_ranks(4, on_four_ranks, implementation, sharded):
         assert gap < 1e-6
         assert sorted(groups) == sorted([(2, 0.1, [2]), (2, 0.0, [1]), (0, 0.1, []), (2, 0.0, [1])])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", [0.5, 1.0, 1.0, 0.82, 0.64, 0.46, 0.28]),
+        ("cosine", [0.5, 1.0, 1.0, 0.914058, 0.689058, 0.410942, 0.185942]),
+    ],
+)
+def test_schedules_by_hand(schedule, expected):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
+    found = [learning_rate(step, config, total_steps=7) for step in (*range(7), 50)]
+    # A run that goes on for longer stays at the end of the schedule.
+    last = 1.0 if schedule == "constant" else 0.1
+    assert found == pytest.approx([*expected, last], abs=1e-6)
+
+
+def rates_of_transformers(schedule: str, *, warmup: int, total: int) -> list[float]:
+    """Return transformers' rates for steps 0 … total, of a peak rate of 1."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    kwargs = {"min_lr_rate": 0.1} if "min_lr" in schedule else {}
+    scheduler = get_scheduler(schedule, optimizer, warmup, total, scheduler_specific_kwargs=kwargs)
+    rates = []
+    for _ in range(total + 1):
+        rates += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("total", [1, 2, 3, 8])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "cosine_with_min_lr"])
+def test_schedules_are_those_of_transformers(schedule, total):
+    """Whose warm-up is one step behind."""
+    for warmup in range(total + 1):
+        config = OptimizerConfig(
+            lr=1.0,
+            schedule="linear" if schedule == "linear" else "cosine",
+            warmup_steps=warmup,
+            min_lr_ratio=0.1 if "min_lr" in schedule else 0.0,
+        )
+        ours = [learning_rate(step, config, total_steps=total) for step in range(total)]
+        theirs = rates_of_transformers(schedule, warmup=warmup, total=total)
+        rising = rates_of_transformers("constant_with_warmup", warmup=warmup, total=total)
+        assert ours == pytest.approx([*rising[1 : warmup + 1], *theirs[warmup:total]], abs=1e-12)
+        assert min(ours) > 0  # the last step trains, too

@@ -25,6 +25,10 @@ from nemorl.losses.types import LossOutput, PerToken
 OUTSIDE = ("renormalize", "rest_mass", "zero")
 LOG_NOTHING = -100.0
 """The teacher's off its top-k with `outside="zero"` (NeMo RL's number)."""
+LOG_HIDDEN = -16.0
+"""The teacher's rest in the reverse direction where its top-k sums to 1 within rounding: float32's
+log-softmax shows no rest below 6e-8 = e^-16.6.
+"""
 
 
 def distillation(
@@ -84,9 +88,10 @@ def distillation_topk(
             differ.
         loss_weights: w.
         outside: off the top-k. `renormalize`: both distributions are restricted to it and
-            renormalized; `rest_mass`: all other tokens are one more outcome; `zero`: the teacher is
-            renormalized and 0 outside (e^-100 in the reverse direction), the student is its whole
-            distribution.
+            renormalized; `rest_mass`: all other tokens are one more outcome (whose probability for
+            the teacher, where its top-k sums to 1 within rounding, is 0, and e^-16 in the reverse
+            direction); `zero`: the teacher is renormalized and 0 outside (e^-100 in the reverse
+            direction), the student is its whole distribution.
     Metrics: as `distillation`. Raises: as `distillation`, and for k = 0 and ids that repeat.
     Source: NeMo RL `zero_outside_topk=False` is `renormalize`, `True` is `zero`.
 
@@ -108,18 +113,16 @@ def distillation_topk(
     ids = torch.where(used, teacher_ids[:, 1:], 0).long()
     k = ids.shape[-1]
     require(k > 0, "teacher_ids", "must name at least one token each", k, "use nll without them")
-    places = torch.where(used, ids, torch.arange(-k, 0, device=ids.device)).sort(-1).values
-    remedy = "give each once, and -inf as the logprob of an empty place"
-    require_all(
-        places.diff() != 0, f"teacher_ids must differ at a token, but some repeat: {remedy}"
-    )
+    _require_distinct(ids, used)
 
+    floor: float | Tensor = float("-inf")
     if outside == "renormalize":
         log_p, log_q = teacher.log_softmax(-1), _gather(scaled, ids, present).log_softmax(-1)
     else:
         log_q = scaled.log_softmax(-1)
         support = torch.zeros_like(scaled).scatter_add(-1, ids, present.to(scaled.dtype)) > 0
         if outside == "zero":
+            floor = LOG_NOTHING
             known = torch.where(present, teacher.log_softmax(-1), 0.0)
             log_p = (
                 torch.where(support, 0.0, float("-inf"))
@@ -127,10 +130,12 @@ def distillation_topk(
                 .scatter_add(-1, ids, known.to(scaled.dtype))
             )
         else:
-            log_p = torch.cat([teacher, _log_rest(teacher, ~support)], -1)
+            rest = _log_rest(teacher, ~support)
+            hidden = torch.where(rest == float("-inf"), LOG_HIDDEN, rest)
+            log_p = torch.cat([teacher, rest], -1)
             log_q = torch.cat([_gather(log_q, ids, present), _log_sum(log_q, ~support)], -1)
+            floor = torch.cat([teacher, hidden], -1)
     top1 = ids.gather(-1, teacher.argmax(-1, keepdim=True)).squeeze(-1)
-    floor = LOG_NOTHING if outside == "zero" else float("-inf")
     return _output(
         divergence(log_q, log_p, direction=direction, mix=mix, floor=floor),
         scaled.argmax(-1) == top1,
@@ -145,17 +150,30 @@ def _output(divergences: Tensor, agree: Tensor, weights: Tensor, temperature: fl
     return LossOutput(temperature**2 * weighted_sum(weights, divergences), metrics)
 
 
+def _require_distinct(ids: Tensor, used: Tensor) -> None:
+    empty = torch.arange(-ids.shape[-1], 0, device=ids.device)
+    places = torch.where(used, ids, empty).sort(-1).values
+    remedy = "give each once, and -inf as the logprob of an empty place"
+    require_all(
+        places.diff() != 0, f"teacher_ids must differ at a token, but some repeat: {remedy}"
+    )
+
+
 def _gather(values: Tensor, ids: Tensor, present: Tensor) -> Tensor:
     return torch.where(present, values.gather(-1, ids), float("-inf"))
 
 
 def _log_rest(logprobs: Tensor, outside: Tensor) -> Tensor:
-    """log(1 − Σ exp) over the last axis; -inf where none is outside, or within rounding."""
-    total = logprobs.logsumexp(-1, keepdim=True)
-    some = (total < -torch.finfo(total.dtype).eps * (logprobs.shape[-1] + 4)) & outside.any(
-        -1, keepdim=True
-    )
-    return torch.where(some, (-torch.where(some, total, -1.0).expm1()).log(), float("-inf"))
+    """log(1 − Σ exp) over the last axis; -inf where none is outside, or within rounding.
+
+    1 − p₁, with p₁ the largest, is exact however close to 1 that is; the others are taken from it.
+    """
+    largest_first = logprobs.sort(-1, descending=True).values
+    off_largest = -largest_first[..., :1].expm1()
+    rest = off_largest - largest_first[..., 1:].exp().sum(-1, keepdim=True)
+    rounding = torch.finfo(rest.dtype).eps * (logprobs.shape[-1] + 4) * off_largest.abs()
+    some = (rest > rounding) & outside.any(-1, keepdim=True)
+    return torch.where(some, torch.where(some, rest, 1.0).log(), float("-inf"))
 
 
 def _log_sum(logprobs: Tensor, where: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def divergence(
     *,
     direction: str = "reverse",
     mix: float = 0.5,
-    floor: float = -math.inf,
+    floor: float | Float[Tensor, "*rows vocab"] = -math.inf,
 ) -> Float[Tensor, "*rows"]:
     """Return the divergence of two distributions, in nats, from logprobs over the last axis.
 
@@ -93,8 +93,8 @@ def divergence(
     (1 − mix) · KL(S‖M), M = mix · p_R + (1 − mix) · p_S.
 
     A token that the first argument of KL excludes (-inf) adds nothing to value or gradient; one
-    that only the second excludes makes it infinite. `floor`: the least log p_R in reverse, which
-    keeps that finite.
+    that only the second excludes makes it infinite. `floor`: the least log p_R in reverse, of all
+    or of each, which keeps that finite.
 
     Raises: ValueError for an unknown direction, and unless 0 ≤ mix ≤ 1 (jensen_shannon: 0 < mix <
     1). Source: GKD.

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import torch
-
 import nemorl
+import torch
 from nemorl.models.causal_lm import end_tokens
 from nemorl.rollout.generation import Completion, SamplingParams, checked_requests, text_before
 from nemorl.rollout.random import derive_seed
@@ -36,7 +35,7 @@ class TransformersBackend:
     def policy_version(self) -> int | None:
         return self.scheduler.policy_version
 
-    def setup(self, config: nemorl.GenerationConfig) -> None: ...  # the place to start an engine
+    def setup(self, config: nemorl.GenerationConfig) -> None: ...  # start an engine here
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         self.scheduler.check()
@@ -105,6 +104,7 @@ class TransformersBackend:
             attention_mask=torch.ones_like(ids),
             max_new_tokens=limit,
             pad_token_id=0,
+            eos_token_id=list(ends) or None,
             return_dict_in_generate=True,
             output_scores=True,
             stopping_criteria=[
@@ -126,7 +126,7 @@ class TransformersBackend:
         ):
             length = next(
                 (k for k in range(1, len(tokens) + 1) if ended(tokens[:k])), len(tokens)
-            )  # after its end a row is filled up
+            )  # then padding
             logprobs = of_row[range(length), tokens[:length]].tolist()
             text = (
                 text_before(params.stop_strings, self._text(tokens[:length]))
@@ -146,7 +146,8 @@ class TransformersBackend:
         return completions
 
     def _ends(self, params: SamplingParams) -> set[int]:
-        return {*end_tokens(self.model, self.tokenizer), *params.stop_token_ids}
+        ends = () if params.ignore_eos else end_tokens(self.model, self.tokenizer)
+        return {*ends, *params.stop_token_ids}
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)

@@ -14,6 +14,7 @@ from nemorl.data.datasets import as_messages, prompt_of
 from nemorl.data.rows import own_copy
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.environment import (
+    ONE_TURN,
     EnvironmentInterface,
     check_counts,
     reward_tensor,
@@ -127,10 +128,7 @@ def collect(
         result = environment.step(logs, [own_copy(prompts.rows[i]) for i in index])
     check_counts(result, size, name)
     if not all(result.terminateds):
-        raise ValueError(
-            "the environment must end every conversation after the first response: several turns"
-            " are not supported yet"
-        )
+        raise ValueError(f"environment {name!r} {ONE_TURN}")
     texts = ["\n".join(str(message["content"]) for message in log[:-1]) for log in logs]
     changed, metrics = environment.global_post_process_and_metrics(
         {

@@ -19,6 +19,7 @@ from nemorl.rollout.generation import Completion, FinishReason, text_before
 from nemorl.rollout.kv_cache import SlotCache
 from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
 from nemorl.rollout.scheduler import Request
+from nemorl.rollout.stops import StopStrings
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of a pass, padding included."""
@@ -71,6 +72,7 @@ class Decoding:
         self.draw, self.device, self.tokenizer = draw, device, tokenizer
         self.max_batch_size, self.max_positions = max_batch_size, max_positions
         self.end_tokens = set(end_tokens)
+        self.stops = StopStrings(tokenizer)
         self.cache: SlotCache | None = None
         self.active: list[Slot] = []
         self.waiting: deque[list[Slot]] = deque()
@@ -213,14 +215,11 @@ class Decoding:
         work.slots.advance(drawn[0].long())
 
     def _finish_reason(self, s: Slot, token: int) -> FinishReason | None:
-        if token in s.params.stop_token_ids or token in self.end_tokens:
+        ends = token in self.end_tokens and not s.params.ignore_eos
+        if ends or token in s.params.stop_token_ids:
             return "stop"
-        if s.params.stop_strings:
-            # It began at most its length in bytes earlier.
-            longest = max(len(stop.encode()) for stop in s.params.stop_strings)
-            tail = self.tokenizer.decode(s.token_ids[-longest - 4 :], skip_special_tokens=True)
-            if any(stop in tail for stop in s.params.stop_strings):
-                return "stop"
+        if s.params.stop_strings and self.stops.end(s.token_ids, s.params.stop_strings):
+            return "stop"
         return "length" if len(s.token_ids) >= s.limit else None
 
     def _retire(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-from nemorl.checks import at_least, require
+from nemorl.checks import at_least, require, valid_seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,9 @@ class SamplingParams:
     """A response ends here, or where the model's positions do."""
     stop_strings: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    """Besides the tokenizer's end-of-sequence token."""
+    """Besides the end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """End-of-sequence tokens are sampled like all others and end nothing."""
     n: int = 1
     """Samples of this prompt; they share its prefill."""
     seed: int | None = None
@@ -42,6 +44,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         at_least(0, temperature=self.temperature, top_k=self.top_k)
         at_least(1, max_new_tokens=self.max_new_tokens, n=self.n)
+        valid_seed(seed=self.seed)
         top_p, min_p = self.top_p, self.min_p
         require(0 < top_p <= 1, "top_p", "must be above 0 and at most 1", top_p, "1 turns it off")
         require(0 <= min_p <= 1, "min_p", "must be from 0 to 1", min_p, "0 turns it off")

@@ -224,7 +224,9 @@ def test_an_environment_that_goes_on_is_refused(generator):
             result = super().step(message_log_batch, metadata)
             return replace(result, terminateds=[False] * len(result.terminateds))
 
-    with pytest.raises(ValueError, match="several turns are not supported yet"):
+    with pytest.raises(
+        ValueError, match=r"several turns write a loop \(docs/extending\.md#several-turns"
+    ):
         collect(generator, TwoTurns(first_digit), PROMPTS, SAMPLING, seed=1)
 
 

@@ -152,7 +152,7 @@ def test_a_cancelled_request_makes_room(make):
         assert await backend.sample([5], greedy(3)) == expected
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert any(isinstance(one, asyncio.CancelledError) for one in ended)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while in_flight(backend) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         assert not in_flight(backend)

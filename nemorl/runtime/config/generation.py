@@ -32,6 +32,10 @@ class GenerationConfig:
     """Strings that end a response."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, besides the end-of-sequence token."""
+    ignore_eos: bool = False
+    """End-of-sequence tokens end nothing: each response has max_new_tokens, as for measuring speed.
+    They are sampled, and trained on, like all others.
+    """
     max_batch_size: int = 256
     """Sequences that an engine decodes at a time; megatron: each replica of the model."""
     num_replicas: int = 1
@@ -114,5 +118,6 @@ class GenerationConfig:
             max_new_tokens=self.longest_response,
             stop_strings=tuple(self.stop_strings),
             stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
             **filters,
         )

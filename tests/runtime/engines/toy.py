@@ -45,17 +45,22 @@ class ToyEngine:
         self.fault("start")
 
     def fault(self, where: str) -> None:
-        """`WHERE-RANK` in the folder says what to do here: die, hang, an error's text, or a number
-        of seconds to wait.
+        """`WHERE-RANK` in the folder says what to do here: die, stop, hang, an error's text, or a
+        number of seconds to wait; after "once", only this time.
         """
         try:
             what = (self.faults / f"{where}-{RANK}").read_text()
         except FileNotFoundError:
             return
+        if what.startswith("once "):
+            what = what.removeprefix("once ")
+            (self.faults / f"{where}-{RANK}").unlink()
         (self.faults / f"{where}-{RANK}-happened").touch()
         if what == "die":
             print(f"last words in {where}", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif what == "hang":
             time.sleep(1000)
         elif what.replace(".", "").isdigit():

@@ -54,6 +54,10 @@ class Toys:
     def fault(self, where: str, rank: int, what: str = "die") -> None:
         (self.folder / f"{where}-{rank}").write_text(what)
 
+    def fault_at_work(self, rank: int, what: str = "die") -> None:
+        """Once, in the replica's next step: not at a time, when all may be done."""
+        self.fault("step", rank, f"once {what}")
+
     def repair(self) -> None:
         for path in self.folder.glob("*-*"):
             path.unlink()
@@ -94,8 +98,7 @@ def wait_until_all_are_up(replicas: Replicas) -> None:
         lambda: all(
             one.life and not one.life.broken.done() and alive(one.life.place.pid)
             for one in replicas._replicas
-        ),
-        timeout_s=90,
+        )
     )
 
 
@@ -134,7 +137,7 @@ def requests(count: int, *, n: int = 2, max_new_tokens: int = 20, seed: int = 0)
     ]
 
 
-def eventually(condition: Any, timeout_s: float = 20) -> bool:
+def eventually(condition: Any, timeout_s: float = 120) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

@@ -9,6 +9,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -24,6 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import nemorl
+from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.signature import read_signature
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run import checkpoint
@@ -266,6 +268,7 @@ def export(message: str, **options: Any) -> Case:
 SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
     nemorl.OptimizerConfig: {
         r"optimizer\.lr must be positive, but it is -1e-05: 1e-6 to": {"lr": -1e-5},
+        r"optimizer\.lr must be positive and finite, but it is inf: 1e-6 to": {"lr": math.inf},
         r"optimizer\.min_lr_ratio must lie in 0 … 1, but it is 2: 0\.1": {"min_lr_ratio": 2},
         r"optimizer\.eps must be positive, but it is 0: 1e-8": {"eps": 0},
         r"optimizer\.beta2 must lie in 0 … 1 \(1 excluded\), but it is 1: 0\.9": {"beta2": 1},
@@ -309,9 +312,13 @@ SECTIONS: dict[Callable[..., Any], dict[str, dict[str, Any]]] = {
         r"top_p must .*but it is 0": {"top_p": 0.0},
         r"stop_strings must not hold an empty string.*remove it": {"stop_strings": ("",)},
     },
+    SamplingParams: {
+        r"^seed must be below 2\^63, but it is 9223372036854775808: use": {"seed": 2**63},
+    },
     nemorl.RunConfig: {
         r"run\.keep_checkpoints must be at least 1, but it is 0: use 1": {"keep_checkpoints": 0},
         r"run\.seed must be at least 0, but it is -1: use 0": {"seed": -1},
+        r"run\.seed must be below 2\^63, but it is 100000000000000000000000: use": {"seed": 10**23},
         r"run\.dir must be given to resume a run, but it is None: name": {"resume": True},
         r"run\.stop_when must be a metric, one of >= <= > <, and a number, but it is 'accuracy ="
         r" 1': write it like": {"stop_when": "accuracy = 1"},
@@ -376,6 +383,7 @@ DEVICES = [
         r"parallel must suit the model, but parallel\.tp 3 does not divide the model's"
         r" num_attention_heads 4; .*parallel.tp may be",
         parallel={"tp": 3},
+        runtime={"oversubscribe": True},
     ),
     sft(
         r"lora\.rank must be 0 with parallel\.tp above 1, but it is 4: spread",
@@ -433,7 +441,7 @@ YAML = {
     r" a list.*write \[": "generation:\n  stop_strings: 5\n",
     r"optimizer must be a section, but it is 1e-05: write its keys below it": "optimizer: 1e-5\n",
     r"line 3: .*duplicate key"
-    r' "max_num_steps".*: keep one': "max_num_steps: 1\nkl:\nmax_num_steps: 2\n",
+    r" 'max_num_steps': keep one": "max_num_steps: 1\nkl:\nmax_num_steps: 2\n",
     r"line 1: .*learning_rate is optimizer\.lr here": "learning_rate: 1\noptimizer:\n  lr: 1\n",
     r"settings\.yaml, line \d: not valid YAML:": "optimizer: {lr: 1\n",
     r"settings\.yaml must hold keys and sections": "- 1\n",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemorl.data.example import Example
+from nemorl.data.rendered import require_rendered
 from nemorl.data.templates import Message, Template, roles
 
 
@@ -31,8 +32,9 @@ def tokenize_messages(
         tools, template_kwargs: passed to the template.
         given: so many first messages are not trained on.
         add_eos: with passthrough, add the end token to the last message.
-    Raises: ValueError where there is no assistant message or no template, where a template without
-    marks renders earlier turns differently later, and where a token crosses a turn's border.
+    Raises: ValueError where there is no assistant message or no template, for an unknown role and
+    what the template leaves out, where a template without marks renders earlier turns differently
+    later, and where a token crosses a turn's border.
 
     >>> from transformers import ByT5Tokenizer
     >>> tokenizer = ByT5Tokenizer()
@@ -41,12 +43,13 @@ def tokenize_messages(
     >>> tokenizer.decode(example.input_ids), example.loss_mask
     ('1+12</s>', [False, False, False, True, True])
     """
+    template = Template(tokenizer, chat_template, tools, template_kwargs or {})
+    require_rendered(template, messages)
     if not any(message.get("role") == "assistant" for message in messages[given:]):
         raise ValueError(
             "messages must hold an assistant message to train on, got roles"
             f" {roles(messages[given:])}; use tokenize_prompt for a prompt"
         )
-    template = Template(tokenizer, chat_template, tools, template_kwargs or {})
     if template.is_passthrough:
         ids, turns = _passed_through(tokenizer, messages, given, add_eos)
     else:
@@ -84,7 +87,8 @@ def tokenize_prompt(
 
     Plain text gets the tokenizer's own special tokens in front, messages the chat template's
     generation prompt; messages that end with the assistant's are continued.
-    Raises: ValueError where messages meet a tokenizer without a chat template.
+    Raises: ValueError where messages meet a tokenizer without a chat template, for an unknown role,
+    and for what the template leaves out.
 
     >>> from transformers import ByT5Tokenizer
     >>> tokenize_prompt(ByT5Tokenizer(), "ab")
@@ -93,6 +97,7 @@ def tokenize_prompt(
     if isinstance(prompt, str):
         return _plain_prompt(tokenizer, prompt)
     template = Template(tokenizer, chat_template, tools, template_kwargs or {})
+    require_rendered(template, prompt)
     if template.is_passthrough:
         return _passed_through(tokenizer, prompt, len(prompt), False)[0]
     continued = bool(prompt) and prompt[-1].get("role") == "assistant"

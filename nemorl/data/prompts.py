@@ -1,13 +1,13 @@
 """What becomes of a row's prompt before it is tokenized: a template, a system message, a chat."""
 
 import string
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nemorl.checks import closest, require, short
 from nemorl.data.rows import Row
 from nemorl.data.templates import PASSTHROUGH
+from nemorl.warn import warn
 
 
 def parts_of(template: str) -> list[tuple[str, str | None]]:
@@ -79,10 +79,9 @@ def warn_of_strings(rows: Iterable[Mapping[str, Any]], tokenizer: Any) -> None:
         isinstance(row.get("prompt"), str) and not any(_first_role(row.get(c)) for c in chats)
         for row in rows
     ):
-        warnings.warn(
+        warn(
             "prompts are strings and given to the model as they are: --data.chat puts each into the"
-            " tokenizer's chat template, as the user's message",
-            stacklevel=2,
+            " tokenizer's chat template, as the user's message"
         )
 
 

@@ -2,8 +2,6 @@
 ever.
 """
 
-import time
-
 import pytest
 from transformers import AutoTokenizer, ByT5Tokenizer
 
@@ -238,11 +236,10 @@ LONG = "range(99999)"
     ],
 )  # fmt: skip
 def test_a_template_without_end_is_stopped(template, reason, monkeypatch):
-    monkeypatch.setattr("nemorl.data.templates.MAX_SECONDS", 0.3)
-    begin = time.monotonic()
+    limit = 0.3 if reason == "loops" else 300
+    monkeypatch.setattr("nemorl.data.templates.MAX_SECONDS", limit)
     with pytest.raises(ValueError, match=f"the chat template refuses messages .*{reason}"):
         tokenize_messages(character_tokenizer(template), TALK)
-    assert time.monotonic() - begin < 5
 
 
 def test_limits_change_no_text():

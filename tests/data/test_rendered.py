@@ -1,0 +1,150 @@
+"""What a chat template leaves out is an error, and what it may leave out is none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemorl.data.datasets import load_rows, to_examples, to_prompts
+from nemorl.data.preferences import to_pairs
+from nemorl.data.templates import Template
+from tests.data.tokenizers_small import CHATML, MARKED, WITH_SYSTEM, character_tokenizer
+
+QUESTION, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
+CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
+RESULT = {"role": "tool", "content": "2", "name": "add", "tool_call_id": "7"}
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+IMAGE = [{"type": "text", "text": "what"}, {"type": "image", "url": "a.png"}]
+BY_NAME = (
+    "{% for m in messages %}{% if m.role == 'user' or m.role == 'assistant' %}{{ '<|im_start|>' +"
+    " m.role + '\n' + m.content + '<|im_end|>\n' }}{% elif m.role == 'critic' %}{{ m.content }}{%"
+    " endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role"
+    " + '\n' }}{% if m.reasoning_content and loop.last %}{{ m.reasoning_content }}{% endif %}{% if"
+    " m.tool_calls %}{{ m.tool_calls | tojson }}{% elif m.content is string %}{{ m.content }}{%"
+    " else %}{{ m.content[0].text }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if"
+    " add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LEFT_OUT = {
+    "tool_calls": ([QUESTION, CALL], CHATML, r"tool_calls \(message 1\): choose one that renders"),
+    "with marks": ([QUESTION, CALL, RESULT, ANSWER], MARKED, r"tool_calls \(message 1\)"),
+    "passthrough": ([QUESTION, CALL, RESULT, ANSWER], "passthrough", r"tool_calls \(message 1\)"),
+    "thoughts": (
+        [QUESTION, ANSWER | {"thinking": "hm"}],
+        CHATML,
+        r"thinking \(message 1\).*--model.chat-template\), or remove it from the data",
+    ),
+    "a weight": ([QUESTION, ANSWER | {"weight": 0}], CHATML, r"weight \(message 1\)"),
+    "a role": (
+        [{"role": "system", "content": "Be kind."}, QUESTION, ANSWER],
+        BY_NAME,
+        r"what the role 'system' says \(message 0\)",
+    ),
+    "a tool's answer": (
+        [QUESTION, ANSWER, RESULT, ANSWER],
+        BY_NAME,
+        r"what the role 'tool' says \(message 2\)",
+    ),
+    "an image": (
+        [QUESTION | {"content": IMAGE}, ANSWER],
+        WITH_TOOLS,
+        r"content of the type 'image' \(message 0\)",
+    ),
+    "text beside a call": (
+        [QUESTION, CALL | {"content": "I add."}],
+        WITH_TOOLS,
+        r"the content beside tool_calls \(message 1\)",
+    ),
+    "bot": (
+        [QUESTION, {"role": "bot", "content": "2"}],
+        CHATML,
+        r"message 1: role must be one of system, developer, user, assistant, tool, .*, got 'bot':"
+        r" rename it to 'assistant'$",
+    ),
+    "bot, passed through": (
+        [QUESTION, {"role": "bot", "content": "2"}, QUESTION, ANSWER],
+        "passthrough",
+        "message 1: role must be one of",
+    ),
+    "unheard of": (
+        [QUESTION, {"role": "judge", "content": "2"}, ANSWER],
+        CHATML,
+        "got 'judge': rename it$",
+    ),
+}
+RENDERED = {
+    "calls and their results": ([QUESTION, CALL, RESULT, ANSWER], WITH_TOOLS),
+    "empty parts": ([QUESTION, ANSWER | {"tool_calls": [], "thinking": " "}], CHATML),
+    "an empty system message": ([{"role": "system", "content": " "}, QUESTION, ANSWER], BY_NAME),
+    "a system message": ([{"role": "system", "content": "x"}, QUESTION, ANSWER], WITH_SYSTEM),
+    "names": ([QUESTION | {"name": "Ann", "id": 3}, ANSWER], CHATML),
+    "a role of the template's own": (
+        [QUESTION, {"role": "critic", "content": "?"}, ANSWER],
+        BY_NAME,
+    ),
+    "earlier thoughts": (
+        [QUESTION, ANSWER | {"reasoning_content": "one"}, QUESTION, ANSWER],
+        WITH_TOOLS,
+    ),
+}
+
+
+def written(folder: Path, row: dict) -> list:
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n" + json.dumps(row) + "\n")
+    return load_rows(str(file))
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_what_is_left_out_is_named_with_its_row(name: str, tmp_path: Path):
+    messages, template, message = LEFT_OUT[name]
+    tokenizer = character_tokenizer(template)
+    message = rf"rows\.jsonl, line 2: .*{message}"
+    forms = [
+        (to_examples, {"messages": messages}),
+        (to_prompts, {"prompt": messages}),
+        (to_examples, {"prompt": messages[:-1], "response": messages[-1:]}),
+    ]
+    options = {"chat_template": "passthrough"} if template == "passthrough" else {}
+    for make, row in forms:
+        with pytest.raises(ValueError, match=message):
+            make(written(tmp_path, row), tokenizer, **options)
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_what_may_be_left_out_is_not_refused(name: str, tmp_path: Path):
+    messages, template = RENDERED[name]
+    tokenizer = character_tokenizer(template)
+    assert len(to_prompts(written(tmp_path, {"messages": messages}), tokenizer)) == 2
+    if name != "earlier thoughts":  # which the turns' borders refuse
+        assert len(to_examples(written(tmp_path, {"messages": messages}), tokenizer)) == 2
+
+
+def test_tools_that_the_template_leaves_out(tmp_path: Path):
+    row = {"messages": [QUESTION, ANSWER], "tools": TOOLS}
+    for make in (to_examples, to_prompts):
+        with pytest.raises(
+            ValueError, match=r"line 2: the chat template leaves out the row's tools"
+        ):
+            make(written(tmp_path, row), character_tokenizer(CHATML))
+        assert make(written(tmp_path, row), character_tokenizer(WITH_TOOLS))
+
+
+def test_preferences_as_well():
+    row = {"prompt": [QUESTION], "chosen": [CALL], "rejected": [ANSWER]}
+    with pytest.raises(ValueError, match=r"row 1: .* leaves out tool_calls \(message 1\)"):
+        to_pairs([row], character_tokenizer(CHATML))
+
+
+def test_plain_conversations_are_rendered_as_often_as_ever(monkeypatch: pytest.MonkeyPatch):
+    rendered, render = [], Template.render
+    monkeypatch.setattr(
+        Template, "render", lambda self, *a, **k: rendered.append(1) or render(self, *a, **k)
+    )
+    to_examples([{"messages": [QUESTION, ANSWER]}], character_tokenizer(CHATML))
+    assert len(rendered) == 3  # the whole, before the turn, and with it
+    to_prompts([{"prompt": [QUESTION]}], character_tokenizer(CHATML))
+    assert len(rendered) == 4

@@ -50,7 +50,7 @@ while sum(node["Alive"] for node in ray.nodes()) < int(sys.argv[1]):
     time.sleep(1)
 PYTHON
 
-nemorl "$@" --run.resume &
+nemorl "$@" --run.resume=auto &
 run=$!
 trap 'kill -TERM "$run"' TERM
 set +e

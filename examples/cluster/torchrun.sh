@@ -26,7 +26,7 @@ head_port=$((20000 + SLURM_JOB_ID % 10000))
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --export=ALL --nodes="$SLURM_NNODES" \
     torchrun --nnodes="$SLURM_NNODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-1}" --max-restarts=2 --shutdown-timeout=540 \
     --rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head_ip:$head_port" \
-    -m nemorl "$@" --run.resume &
+    -m nemorl "$@" --run.resume=auto &
 run=$!
 trap 'kill -TERM "$run"' TERM
 set +e

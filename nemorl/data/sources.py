@@ -58,24 +58,29 @@ def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 
     rows = []
     for place, row in _read(source, split, data_files):
         _require_row(place, row)
-        rows.append(Row(row, origin=place, source=number))
+        rows.append(Row(row, origin=getattr(row, "origin", "") or place, source=number))
     if not rows:
         raise ValueError(f"{name_of(source)} holds no rows (split {split!r})")
     return rows
 
 
-def check_first_rows(source: Any, *, count: int = 1000) -> None:
-    """Raise ValueError, with file and line, for the first `count` rows of a file that are none.
+def first_rows(source: Any, *, count: int = 1000) -> list[list[Row]]:
+    """Return the first `count` rows of each file that can be read row by row: .jsonl and .csv.
 
-    Without torch, so that this can come before it is imported. Only .jsonl and .csv files are read
-    row by row.
+    Without torch, so that rows can be checked before it is imported. Raises: ValueError, with file
+    and line, for one that is no row.
 
-    >>> check_first_rows([{"prompt": "1+1="}])  # no file
+    >>> first_rows([{"prompt": "1+1="}])  # no file
+    []
     """
+    found = []
     for path in (Path(part) for part in sources_of(source) if isinstance(part, str | Path)):
         if path.suffix in (".jsonl", ".csv"):
-            for place, row in islice(_read_file(path), count):
+            placed = list(islice(_read_file(path), count))
+            for place, row in placed:
                 _require_row(place, row)
+            found.append([Row(row, origin=place) for place, row in placed])
+    return found
 
 
 def name_of(source: Any) -> str:

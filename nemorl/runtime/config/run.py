@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from nemorl.checks import at_least, require
+from nemorl.checks import at_least, require, valid_seed
 from nemorl.runtime.config.metric_rules import VALIDATION, Condition, Ranking
 
 
@@ -13,8 +13,12 @@ class RunConfig:
 
     dir: str | None = None
     """Directory of the run. Default: the first of runs/grpo, runs/grpo-2, … that is free."""
-    resume: bool = False
-    """Continue the run in `dir` from its last checkpoint."""
+    resume: bool | Literal["auto"] = False
+    """Continue the run in `dir` from its last checkpoint. auto: or start it, where there is no run
+    yet.
+    """
+    accept_changed_data: bool = False
+    """Resume though the training rows are not those of before."""
     seed: int = 0
     """Seed of everything random: fresh weights, the order of the data, sampling."""
     val_period: int = 0
@@ -63,8 +67,8 @@ class RunConfig:
             run__val_period=self.val_period,
             run__save_period=self.save_period,
             run__samples_per_step=self.samples_per_step,
-            run__seed=self.seed,
         )
+        valid_seed(run__seed=self.seed)
         at_least(
             1,
             run__keep_checkpoints=self.keep_checkpoints,

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
+from nemorl.data.digest import Digest
 from nemorl.models.checked_files import (
     MANIFEST,
     CheckedFile,
@@ -37,10 +37,17 @@ from nemorl.models.checked_files import (
 from nemorl.runtime.config.metric_rules import Ranking
 from nemorl.runtime.run.directory import step_of, to_json
 from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
-from nemorl.runtime.run.files import TEMPORARY, flush, write_atomically
+from nemorl.runtime.run.files import (
+    TEMPORARY,
+    check_writer,
+    flush,
+    free_space,
+    write_atomically,
+)
 from nemorl.runtime.run.rng import RandomState, random_state, restore_generators
 from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.temporary import sweep_temporary
+from nemorl.warn import warn
 
 T = TypeVar("T")
 SMALL = 1 << 20
@@ -67,6 +74,7 @@ def begin(
     generators: the random state to save, unless it is the present one.
     Raises, as that function does, CheckpointError, and leaves the previous checkpoint as it was.
     """
+    check_writer(directory)
     step = run.state.step
     target = Path(directory) / "checkpoints" / f"step_{step}"
     temporary = target.with_name(TEMPORARY + target.name)
@@ -82,10 +90,7 @@ def begin(
             flush(target.parent)
             write_atomically(target.with_name("latest"), target.name + "\n")
             flush(target.parent)
-        try:
-            rank(directory, step, metrics or {}, keep=keep, ranking=ranking)
-        except OSError as error:
-            warnings.warn(f"older checkpoints were not ranked or removed: {error}", stacklevel=2)
+        rank(directory, step, metrics or {}, keep=keep, ranking=ranking)
         return target
 
     with _complete_or_removed(temporary, target):
@@ -107,12 +112,9 @@ def _complete_or_removed(temporary: Path, target: Path) -> Iterator[None]:
         yield
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        folder, free = target.parent, ""
-        if folder.exists():
-            free = f"; {shutil.disk_usage(folder).free / 1e9:.3g} GB are free there"
         raise CheckpointError(
-            f"the checkpoint {target} could not be written ({error}){free}. The previous one, if"
-            " any, is intact."
+            f"the checkpoint {target} could not be written ({error}){free_space(target)}. The"
+            " previous one, if any, is intact. Make room or give write access there."
         ) from error
 
 
@@ -125,8 +127,18 @@ def rank(
     ranking: Ranking | None,
 ) -> None:
     """Record measurements of the checkpoint of `step`, and keep the newest `keep`, or by `ranking`
-    the best `keep` and the newest. Later steps are of a run that went back, and go.
+    the best `keep` and the newest. Later steps are of a run that went back, and go. An error is a
+    warning.
     """
+    try:
+        _rank(directory, step, metrics, keep, ranking)
+    except OSError as error:
+        warn(f"older checkpoints were not ranked or removed: {error}")
+
+
+def _rank(
+    directory: Path, step: int, metrics: Mapping[str, float], keep: int, ranking: Ranking | None
+) -> None:
     checkpoints, there = Path(directory) / "checkpoints", present(directory)
     measured = metrics_by_step(directory)
     if metrics:
@@ -167,7 +179,7 @@ def _first(directory: Path, use: Callable[[Path], T]) -> tuple[Path, T] | None:
         try:
             return path, use(path)
         except CheckpointError as error:
-            warnings.warn(f"{error} Trying an older one.", stacklevel=3)
+            warn(f"{error} Trying an older one.")
     return None
 
 
@@ -185,10 +197,20 @@ def present(directory: Path) -> dict[int, Path]:
 
 def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
     """Return the measurements at each checkpoint's step, the oldest first."""
-    found: dict[str, dict[str, Any]] = {}
+    found: Any = None
     with suppress(OSError, ValueError):
         found = json.loads((Path(directory) / "checkpoints" / "metrics.json").read_bytes())
-    return {step: found.get(str(step), {}) for step in present(directory)}
+    found = found if isinstance(found, dict) else {}
+    measured = {step: found.get(str(step)) for step in present(directory)}
+    return {step: each if isinstance(each, dict) else {} for step, each in measured.items()}
+
+
+def data_of(directory: Path | str) -> list[Digest]:
+    """Return the digests of the rows that the run was trained on; none where they are unknown."""
+    found = latest(Path(directory))
+    if found is None:
+        return []
+    return list(json.loads((found / "state.json").read_bytes()).get("data", ()))
 
 
 def load(path: Path, run: Run) -> LoopState:
@@ -241,12 +263,10 @@ def sweep(directory: Path) -> None:
     the temporary folder.
     """
     sweep_temporary()
+    check_writer(directory)
     for folder in (Path(directory), Path(directory) / "checkpoints"):
         for path in folder.glob(f"{TEMPORARY}*"):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            _remove(path)
 
 
 @contextmanager
@@ -284,4 +304,11 @@ def _pointed_at(pointer: Path) -> Path | None:
 def _discard(path: Path) -> None:
     doomed = path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
     path.rename(doomed)
-    shutil.rmtree(doomed)
+    _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,19 +1,21 @@
 """A run's rows: read, as token ids within the longest sequence, and in the order of training."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemorl.checks import require
 from nemorl.data.datasets import load_rows, to_prompts
+from nemorl.data.digest import Digest, difference
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.order import RowOrder, split_rows
 from nemorl.data.rows import Row, origin_of
-from nemorl.data.sources import DataModule, has_splits, sources_of
+from nemorl.data.sources import DataModule, has_splits, name_of, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.collect import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.runtime.config.data import DataConfig, require_files
+from nemorl.runtime.config.run import RunConfig
+from nemorl.warn import warn
 
 Rows = Any
 """A path, a hub name, a list of dicts, a datasets.Dataset, a DataModule, or several of them."""
@@ -51,6 +53,23 @@ def read_data(
         )
         rows, held_out = split_rows(rows, validation=data.held_out, seed=seed)
     return rows, held_out
+
+
+def require_same_rows(
+    run: RunConfig, saved: Sequence[Digest], rows: Sequence[Row], sources: Sequence[Any]
+) -> None:
+    """Raise ValueError where a run would go on with other training rows than those of `saved`;
+    warn where that is accepted.
+    """
+    found = difference(saved, rows, [*map(name_of, sources)])
+    if found is None:
+        return
+    if not run.accept_changed_data:
+        raise ValueError(
+            f"data.train must be the rows that the run was trained on, but {found}: put them back,"
+            " or add --run.accept-changed-data"
+        )
+    warn(f"the run goes on with other rows than before: {found}")
 
 
 def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | None:
@@ -93,12 +112,11 @@ def warn_of_unknown(rows: Sequence[Any], prompts: Sequence[Sequence[int]], token
     special = set(tokenizer.all_special_ids)
     found = [i for i, ids in enumerate(prompts) if unknown in ids and special.issuperset(ids)]
     if found:
-        warnings.warn(
+        warn(
             f"{origin_of(rows[found[0]], found[0])}: the prompt has unknown tokens"
             f" ({tokenizer.unk_token}) only, like {len(found)} of {len(prompts)} prompts, so the"
             " model can't tell them apart: use the tokenizer that the model was made with, or"
-            " prompts of its language",
-            stacklevel=3,
+            " prompts of its language"
         )
 
 
@@ -117,7 +135,7 @@ def within_limit(
             " truncate"
         )
     if report.num_truncated or report.num_dropped:
-        warnings.warn(f"{what}: {report}", stacklevel=3)
+        warn(f"{what}: {report}")
     lengths = Lengths(
         tokens=[num_tokens(item) for item in found],
         limit=limit,

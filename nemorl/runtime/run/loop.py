@@ -1,7 +1,6 @@
 """An open run and its steps: what happens around the lines of a training loop."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -20,11 +19,13 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.data import row_order, tokenised_prompts
 from nemorl.runtime.run.errors import MEMORY_ADVICE, out_of_memory
+from nemorl.runtime.run.files import check_writer
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import Samples, compared, measured, samples_of
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.weight_sync import sync_weights
+from nemorl.warn import warn
 
 T = TypeVar("T")
 Validate = Callable[[], tuple[dict[str, float], Samples]]
@@ -213,6 +214,7 @@ class OpenRun:
         try:
             yield generator
         finally:
+            check_writer(self.directory)  # after rewards, and before an engine is called
             self._awake = nested
             if not nested:
                 generator.sleep()
@@ -241,6 +243,7 @@ class OpenRun:
         """Tell the callbacks of an error, and return the one to raise: a signal that waited comes
         first.
         """
+        check_writer(self.directory)
         if self._steps is not None:
             error = self._steps.leave_update(error)
         if out_of_memory(error):
@@ -253,6 +256,7 @@ class OpenRun:
         self._over = True
 
     def _open(self) -> None:
+        check_writer(self.directory)
         if self._over:
             raise RuntimeError("the run is closed: use it inside `with nemorl.open_run(...)`")
 
@@ -318,6 +322,8 @@ class Step:
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
         self._groups = self._tokens = 0
         self._updates = run.trainer.step
+        if (generator := run._live().generator) is not None:
+            generator.metrics()  # begins anew, after the check at the start, or a validation
 
     def sample(
         self,
@@ -444,10 +450,9 @@ class Steps(Iterator[Step]):
         trained = self.run.trainer.step > self._updates
         # A loop that counts its updates has itself decided against them.
         if self.run.state.step > self._first and not trained and "num_updates" not in self._metrics:
-            warnings.warn(
+            warn(
                 f"the loop took {self.run.state.step - self._first} steps, but trained in none of"
-                " them: call run.trainer.train_step(batch, loss_fn)",
-                stacklevel=3,
+                " them: call run.trainer.train_step(batch, loss_fn)"
             )
         self._call("on_train_end", self._metrics)
 

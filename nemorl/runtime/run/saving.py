@@ -13,6 +13,7 @@ from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.files import flush
+from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.run.rng import RandomState, random_state
 from nemorl.runtime.run.state import Run
 
@@ -116,6 +117,10 @@ class CheckpointCallback(Callback):
         )
         self.saved_step = trainer.state.step  # a run starts from a checkpoint or a given model
         self.whole = WholeStep(trainer.state.step, trainer.trainer.step, random_state(), {})
+        if trainer.state.step:  # a kill may have come between the checkpoint and its ranking
+            lines = self.directory.read_metrics()
+            here = [line for line in lines if line["step"] == trainer.state.step]
+            self._rank(trainer.state.step, final_metrics(here))
 
     def on_step_begin(self, trainer: Run, step: int) -> None:
         self.metrics, self.is_among_the_best = {}, False
@@ -131,10 +136,7 @@ class CheckpointCallback(Callback):
         # One that is being written is this step's, or competes with it.
         self.settle(trainer, wait=self.ranking is not None or step == self.saved_step)
         if step == self.saved_step:
-            if (self.directory.checkpoints / f"step_{step}").exists():
-                checkpoint.rank(
-                    self.directory.path, step, found, keep=self.keep, ranking=self.ranking
-                )
+            self._rank(step, found)
         elif self.ranking:
             saved = checkpoint.metrics_by_step(self.directory.path)
             rivals = {other: saved[other] for other in saved if other < step}
@@ -204,6 +206,12 @@ class CheckpointCallback(Callback):
             if pending.path.done():
                 self.pending = None
         notify(self.observers, "on_checkpoint", trainer, pending.step, path)
+
+    def _rank(self, step: int, metrics: dict[str, float]) -> None:
+        if (self.directory.checkpoints / f"step_{step}").exists():
+            checkpoint.rank(
+                self.directory.path, step, metrics, keep=self.keep, ranking=self.ranking
+            )
 
     def _save(self, trainer: Run, whole: WholeStep | None = None) -> None:
         self.settle(trainer, wait=True)

@@ -1,10 +1,11 @@
 """The state of a loop, and a run as its callbacks see it."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nemorl.data.digest import Digest
 from nemorl.rollout.generation import GenerationBackend
 
 
@@ -21,10 +22,12 @@ class LoopState:
     """Finished steps: rollout batches in RL, optimizer steps in SFT."""
     cursors: Mapping[str, int] = field(default_factory=dict)
     """Rows taken so far from each seeded order, by name, through all epochs."""
+    data: Sequence[Digest] = field(default_factory=list, repr=False)
+    """Of the training data sets."""
 
     def advance(self, cursors: Mapping[str, int]) -> "LoopState":
         """Return the state after a step."""
-        return LoopState(self.seed, self.step + 1, dict(cursors))
+        return replace(self, step=self.step + 1, cursors=dict(cursors))
 
 
 @dataclass(frozen=True)

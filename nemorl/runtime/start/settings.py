@@ -1,16 +1,17 @@
 """What a run's parts are set up with."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from nemorl.checks import require
 from nemorl.models.adapters import base_of
 from nemorl.models.hub import CONFIG, read_config
+from nemorl.openmp import SPINS
 from nemorl.parallel.config import BackendConfig, ProfileConfig
 from nemorl.parallel.profiling import profile_folder
 from nemorl.rollout.answers import GIVEN
@@ -18,11 +19,13 @@ from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.generation import EMBEDDED, GenerationConfig
-from nemorl.runtime.config.tree import flat, load_config, to_dict
+from nemorl.runtime.config.tree import construct, flat, to_dict, yaml_layer
+from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run.data import Reward, Rows
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.start.devices import Devices
+from nemorl.warn import warn
 
 
 def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | None) -> Any:
@@ -48,6 +51,11 @@ def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | Non
     return replace(config, reward=named(reward) or f"{GIVEN} ({functions})")
 
 
+def kept(config: Any) -> Any:
+    """Return the config as config.yaml keeps it, without what is about one start of the run."""
+    return replace(config, run=replace(config.run, resume=False, accept_changed_data=False))
+
+
 def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) -> Any:
     """Return the Hugging Face configuration of a model, folder or hub name.
 
@@ -62,16 +70,25 @@ def model_config_of(model: nn.Module | str, *, trust_remote_code: bool = False) 
         return None
 
 
+def warn_of_spinning() -> None:
+    """Warn where torch was imported before nemorl, and computes in several threads."""
+    if SPINS and torch.get_num_threads() > 1:
+        warn(
+            "torch was imported before nemorl, so its threads spin while they wait, and another run"
+            " on this machine can slow both 50 times: import nemorl first, or set GOMP_SPINCOUNT"
+            " (KMP_BLOCKTIME on macOS) before Python starts"
+        )
+
+
 def within_positions(config: Any, of_model: Any) -> Any:
     """Return the config with data.max_total_sequence_length lowered to the model's positions."""
     positions = getattr(of_model, "max_position_embeddings", None)
     wanted = config.data.max_total_sequence_length
     if positions is None or wanted <= positions:
         return config
-    warnings.warn(
+    warn(
         f"data.max_total_sequence_length is lowered from {wanted} to {positions}, the positions"
-        " that the model has",
-        stacklevel=3,
+        " that the model has"
     )
     return replace(config, data=replace(config.data, max_total_sequence_length=positions))
 
@@ -185,12 +202,10 @@ def changes(path: str | Path, config: Any) -> list[str]:
     those in a file.
     """
     try:
-        before, now = flat(to_dict(load_config(type(config), path))), flat(to_dict(config))
+        tree = yaml_layer(type(config), {}, path, Trust(runs=False))
+        before, now = flat(to_dict(construct(type(config), tree))), flat(to_dict(config))
     except ValueError as error:
-        warnings.warn(
-            f"the run's earlier settings can't be compared with the present ones: {error}",
-            stacklevel=4,
-        )
+        warn(f"the run's earlier settings can't be compared with the present ones: {error}")
         return []
     free = (
         *("run.", "runtime.", "profile.", "max_num_steps", "num_epochs"),

@@ -41,12 +41,10 @@ def facts_of(process: subprocess.Popen) -> dict[str, Any]:
 def test_a_lost_cluster_is_an_error_and_its_files_go_with_the_next_start(forked: Path):
     with driver(forked, "lost") as process:
         facts = facts_of(process)
-    assert (
-        facts["error"].startswith("the Ray cluster is lost: the cluster's head (")
-        and facts["took"] < 10
-    )
+    assert facts["error"].startswith("the Ray cluster is lost: the cluster's head (")
     assert facts["alive"]
-    deadline = time.monotonic() + 30
+    assert facts["mode"] == 0o700, "nobody else may enter the folder of the sockets"
+    deadline = time.monotonic() + 120
     while Path(facts["session"]).exists() and time.monotonic() < deadline:
         time.sleep(0.2)  # until its guard has ended what was left of it
         sweep_temporary()

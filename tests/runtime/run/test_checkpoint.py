@@ -215,6 +215,19 @@ def test_going_on_from_an_earlier_step_drops_the_later_ones(tmp_path):
     assert names(tmp_path) == ["latest", "step_2"]
 
 
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_checkpoint_that_is_no_folder_is_removed_as_well(tmp_path, kind):
+    (tmp_path / "checkpoints").mkdir()
+    other, wrong = tmp_path / "other", tmp_path / "checkpoints" / "step_9"
+    other.mkdir()
+    wrong.write_text("") if kind == "file" else wrong.symlink_to(other)
+    saved(tmp_path, 1)
+    assert names(tmp_path) == ["latest", "step_1"] and other.exists()
+    (tmp_path / "checkpoints" / ".tmp-step_2-1").symlink_to(other)
+    checkpoint.sweep(tmp_path)
+    assert names(tmp_path) == ["latest", "step_1"] and other.exists()
+
+
 def test_leftovers_are_swept(tmp_path):
     saved(tmp_path, 1)
     folder = tmp_path / "checkpoints"

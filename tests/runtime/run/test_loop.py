@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from nemorl.losses import policy
 from nemorl.losses.advantages import to_tokens
 from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
+from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.tree import from_dict, to_dict
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import check_callbacks
@@ -261,22 +261,27 @@ def test_a_hook_that_is_never_called_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("where", ["loss", "advantage", "callback"])
-def test_an_exit_in_code_of_one_s_own_is_an_error(where: str, tmp_path: Path):
-    """By itself it would end the process with code 0 and no word."""
+@pytest.mark.parametrize(
+    ("exit_", "said"),
+    [("sys.exit(0)", r"called sys\.exit\(0\)"), ("raise GeneratorExit", "raised GeneratorExit")],
+)
+def test_an_exit_in_code_of_one_s_own_is_an_error(
+    where: str, exit_: str, said: str, tmp_path: Path
+):
+    """By itself it would end the process without a word, or with a traceback."""
 
     class Exits(nemorl.Callback):
         def on_step_end(self, trainer, step, metrics):
-            sys.exit(0)
+            exec(f"import sys; {exit_}")
 
-    (tmp_path / f"exits_{where}.py").write_text(
-        "import sys\n\ndef loss(a, b, c, d): sys.exit(0)\n\ndef advantage(a, b): sys.exit(0)\n"
+    name = f"exits_{where}_{len(exit_)}"
+    (tmp_path / f"{name}.py").write_text(
+        f"import sys\n\ndef loss(a, b, c, d): {exit_}\n\ndef advantage(a, b): {exit_}\n"
     )
-    section = (
-        {} if where == "callback" else {where: {"name": f"{tmp_path}/exits_{where}.py:{where}"}}
-    )
+    section = {} if where == "callback" else {where: {"name": f"{tmp_path}/{name}.py:{where}"}}
     tree = to_dict(grpo_config(tmp_path / "run")) | section
     config = from_dict(nemorl.GRPOConfig, tree)
-    with pytest.raises(RuntimeError, match=r"must not end the run, but it called sys\.exit\(0\)"):
+    with pytest.raises(RuntimeError, match=f"must not end the run, but it {said}"):
         start(config, callbacks=[Exits()] if where == "callback" else [])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
@@ -311,3 +316,35 @@ def test_what_takes_less_memory_is_said_where_there_is_too_little(tmp_path: Path
         torch.empty(1 << 55)
     assert "--trainer.micro-batch-tokens" in caught.value.__notes__[-1]
     assert run.result is None
+
+
+class Counting(TorchGenerationBackend):
+    """Says how many tokens it has made since it was last asked."""
+
+    tokens = 0
+
+    def generate(self, prompts, sampling_params):
+        answers = super().generate(prompts, sampling_params)
+        self.tokens += sum(len(one.token_ids) for one in answers)
+        return answers
+
+    def metrics(self) -> dict[str, float]:
+        tokens, self.tokens = self.tokens, 0
+        return {"tokens": tokens}
+
+
+def test_a_resumed_run_has_the_metrics_of_the_generator_of_an_unbroken_one(tmp_path, monkeypatch):
+    """Neither the check at the start of a process nor a validation counts as a step's."""
+    monkeypatch.setattr("nemorl.runtime.start.live.get_generation_backend", lambda name: Counting)
+    asked = {"val_period": 1, "val_at_start": True}
+
+    def tokens(folder: str, *steps: int) -> list[float]:
+        for last in steps:
+            run = {**asked, "resume": last != steps[0]}
+            config = grpo_config(tmp_path / folder, steps=last, run=run)
+            result = start(config, validation=addition_rows(3))
+        lines = [line for line in result.history if line["phase"] == "train"]
+        assert all(0 < line["generation/tokens"] <= 24 * 4 for line in lines)
+        return [line["generation/tokens"] for line in lines]
+
+    assert tokens("resumed", 2, 4) == tokens("unbroken", 4)

@@ -1,7 +1,10 @@
 """When checkpoints are written, which are kept, and when a run ends early."""
 
+import os
+import signal
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
 from nemorl.runtime.run.state import Run
-from tests.runtime.tiny import TinyTrainer, recorder, tiny_run
+from tests.runtime.tiny import TinyTrainer, in_a_process, recorder, tiny_run
 
 
 @pytest.fixture
@@ -154,6 +157,37 @@ def test_a_best_checkpoint_of_an_abandoned_continuation_is_forgotten(directory):
     assert checkpoint.best(directory.path).name == "step_1"
 
 
+@pytest.mark.parametrize("last", [3, 4])
+@pytest.mark.parametrize(
+    ("ranking", "kept"), [(None, {3: [2, 3], 4: [3, 4]}), ("reward", {3: [2, 3], 4: [2, 3, 4]})]
+)
+def test_killed_between_a_checkpoint_and_its_ranking(directory, ranking, kept, last):
+    """The resumed run prunes, also where it has nothing more to save."""
+
+    rank = checkpoint.rank
+
+    def killed(folder: Path, step: int, *args, **options) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        rank(folder, step, *args, **options)
+
+    def callbacks() -> list[Callback]:
+        ranked = Ranking(metric=ranking) if ranking else None
+        saver = CheckpointCallback(directory, period=1, keep=2, ranking=ranked)
+        return [recorder(directory), saver]
+
+    def killed_run() -> None:
+        checkpoint.rank = killed
+        walk(callbacks(), {1: 0.3, 2: 0.5, 3: 0.9})
+
+    assert in_a_process(killed_run)
+    assert steps_of(directory) == [1, 2, 3] and checkpoint.latest(directory.path).name == "step_3"
+    walk(callbacks(), dict.fromkeys(range(4, last + 1), 0.1), first=3)
+    assert steps_of(directory) == kept[last]
+    if ranking:
+        assert checkpoint.best(directory.path).name == "step_3"
+
+
 def test_without_a_ranking_nothing_is_called_best(directory):
     walk([by_reward(directory, 1)], {1: 0.3, 2: 0.1})
     walk([CheckpointCallback(directory, period=1, keep=1)], {3: 0.1}, first=2)
@@ -167,8 +201,9 @@ def test_checkpoints_know_what_was_measured(directory):
         1: {"reward": 0.3, "loss": -0.3},
         2: {"val_accuracy": 0.8, "reward": 0.4, "loss": -0.4},
     }
-    (directory.checkpoints / "metrics.json").write_text("[")
-    assert checkpoint.metrics_by_step(directory.path) == {1: {}, 2: {}}
+    for damaged in ("[", "[]", '{"1": 3, "2": null}'):
+        (directory.checkpoints / "metrics.json").write_text(damaged)
+        assert checkpoint.metrics_by_step(directory.path) == {1: {}, 2: {}}
 
 
 @pytest.mark.parametrize(

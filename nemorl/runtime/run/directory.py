@@ -1,6 +1,7 @@
 """The folder that a run writes: one place that knows the layout.
 
-    config.yaml              the resolved configuration, and under `environment` versions and host
+    config.yaml              the resolved configuration, and under `environment` versions, host and
+                             the seal of the code that it names
     data.json                sequence lengths of the data sets
     metrics.jsonl            per line step, time, phase ("train" or "validation") and the metrics
     samples/step_N.jsonl     a few responses of step N
@@ -21,18 +22,22 @@ import re
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from nemorl.runtime.config.run import RunConfig
 from nemorl.runtime.config.yaml_io import dump
-from nemorl.runtime.run.files import write_atomically
+from nemorl.runtime.run.files import check_writer, write_atomically, writing
+from nemorl.runtime.run.shapes import Shape, is_count, is_time, without_wrong, wrong_fields
+from nemorl.warn import warn
 
 Phase = Literal["train", "validation"]
+Resume = bool | Literal["auto"]
+"""See `RunConfig.resume`."""
 DEEPEST, LONGEST_BITS = 50, 10_000
 """What is written of nested values, and of integers."""
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
@@ -65,27 +70,36 @@ class RunDirectory:
             _require_kind(folder, "folder")
 
     @classmethod
-    def create(cls, path: Path | str, config_yaml: str, *, resume: bool = False) -> "RunDirectory":
+    def create(
+        cls,
+        path: Path | str,
+        config_yaml: str,
+        *,
+        resume: Resume = False,
+        restarted: bool = False,
+        seal: str | None = None,
+    ) -> "RunDirectory":
         """Make the folder and write config.yaml, unless there are results to `resume` from.
 
-        Raises ValueError if there are results and `resume` is False.
+        Raises ValueError as `check_resume`, unless the run itself was `restarted`.
         """
         directory = cls(Path(path))
-        if not resume:
-            directory.require_no_results()
+        if not restarted:
+            directory.check_resume(resume)
         if not directory.holds_results():
-            directory.path.mkdir(parents=True, exist_ok=True)
-            directory.write_config(config_yaml)
+            with writing("a run", directory.path):
+                directory.path.mkdir(parents=True, exist_ok=True)
+            directory.write_config(config_yaml, seal)
         return directory
 
-    def write_config(self, config_yaml: str) -> None:
-        """Write config.yaml: the environment and the settings."""
-        header = dump({"environment": environment()})
-        write_atomically(self.config, f"{header}\n{config_yaml}")
+    def write_config(self, config_yaml: str, seal: str | None = None) -> None:
+        """Write config.yaml: environment, the seal of the code (see `seal_of`), settings."""
+        header = dump({"environment": environment() | ({"seal": seal} if seal else {})})
+        write_atomically(self.config, f"{header}\n{config_yaml}", "the settings")
 
     def write_data(self, lengths: Mapping[str, Any]) -> None:
         """Write data.json."""
-        write_atomically(self.data, json.dumps(lengths, indent=1) + "\n")
+        write_atomically(self.data, json.dumps(lengths, indent=1) + "\n", "the lengths of the data")
 
     @classmethod
     def open(cls, path: Path | str) -> "RunDirectory":
@@ -106,9 +120,28 @@ class RunDirectory:
                 " with it (--run.resume) or name another folder (--run.dir)"
             )
 
+    def check_resume(self, resume: Resume) -> None:
+        """Raise ValueError where a run would spoil another, or there is none to resume."""
+        if not resume:
+            self.require_no_results()
+        elif self.holds_results() and not self.has_checkpoint():
+            raise ValueError(
+                f"run.resume needs a checkpoint, but {self.path} holds a run without one, which a"
+                " new one would overwrite: move the folder away, or name another (--run.dir)"
+            )
+        elif resume is True and not self.has_checkpoint():
+            raise ValueError(
+                f"run.dir must be the folder of a run to resume, but there is none in {self.path}:"
+                " check the path, or write --run.resume=auto to start one there"
+            )
+
+    def has_checkpoint(self) -> bool:
+        """Return whether there is a checkpoint, whole or not."""
+        return any(step_of(path) >= 0 for path in self.checkpoints.glob("step_*"))
+
     def require_checkpoint(self) -> None:
         """Raise ValueError where there is none to export."""
-        if not any(self.checkpoints.glob("step_*")):
+        if not self.has_checkpoint():
             raise ValueError(
                 f"run must have a checkpoint, but {self.path} has none: it is saved at the end of a"
                 " run, and every run.save_period steps"
@@ -124,16 +157,19 @@ class RunDirectory:
     ) -> None:
         """Append a line to metrics.jsonl."""
         line = {"step": step, "time": round(time.time(), 3), "phase": phase, **metrics}
-        append_lines(self.metrics, [line])
+        with writing("the metrics", self.metrics):
+            append_lines(self.metrics, [line])
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl."""
-        return read_lines(self.metrics, {"step": (int,), "time": (int, float), "phase": (str,)})
+        return read_lines(self.metrics, {"step": is_count, "time": is_time, "phase": is_phase})
 
     def append_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append lines to samples/step_N.jsonl."""
-        self.samples.mkdir(exist_ok=True)
-        append_lines(self.samples / f"step_{step}.jsonl", samples)
+        file = self.samples / f"step_{step}.jsonl"
+        with writing("the samples", file):
+            self.samples.mkdir(exist_ok=True)
+            append_lines(file, samples)
 
     def truncate(self, step: int) -> None:
         """Remove metrics and samples of steps after `step`, which a resumed run writes again; warn
@@ -141,18 +177,23 @@ class RunDirectory:
         """
         kept = [line for line in self.read_metrics() if line["step"] <= step]
         if step > 0 and not any(line["step"] == step for line in kept):
-            warnings.warn(
+            warn(
                 f"{self.metrics} must have a line of step {step}, which the run goes on from, but"
-                " it has none (was it emptied?): reports and plots will lack earlier steps",
-                stacklevel=3,
+                " it has none (was it emptied?): reports and plots will lack earlier steps"
             )
         if self.metrics.exists():
             lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
-            write_atomically(self.metrics, "".join(lines))
+            write_atomically(self.metrics, "".join(lines), "the metrics")
         for file in self.samples.glob("step_*.jsonl"):
             if step_of(file) > step:
                 _require_kind(file, "file")
                 file.unlink()
+
+
+def require_folder(run: RunConfig) -> None:
+    """Raise ValueError where the folder of a run to resume does not exist, before it is made."""
+    if run.dir is not None and not Path(run.dir).exists():
+        RunDirectory(Path(run.dir)).check_resume(run.resume)
 
 
 @contextmanager
@@ -229,6 +270,7 @@ def git_commit() -> str | None:
 
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON lines in one write, on a line of their own after one that a kill has torn."""
+    check_writer(path)
     text = "".join(json.dumps(to_json(record), ensure_ascii=False) + "\n" for record in records)
     with path.open("ab+") as file:
         if file.seek(0, os.SEEK_END):
@@ -238,9 +280,16 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         file.write(text.encode(errors="backslashreplace"))
 
 
-def read_lines(path: Path, fields: Mapping[str, tuple[type, ...]] = {}) -> list[dict[str, Any]]:
-    """Return the objects of a JSON lines file, if any, that have `fields` of these types, without a
-    torn last one; other lines are warned of.
+def is_phase(value: Any) -> bool:
+    """Return whether a value names a phase of a run."""
+    return value in get_args(Phase)
+
+
+def read_lines(
+    path: Path, needed: Mapping[str, Shape] = {}, known: Mapping[str, Shape] = {}
+) -> list[dict[str, Any]]:
+    """Return the objects of a JSON lines file, if any, that have the `needed` fields, without wrong
+    ones among the `known`, and without a torn last line; what is omitted is warned of.
     """
     _require_kind(path, "file")
     if not path.exists():
@@ -250,16 +299,14 @@ def read_lines(path: Path, fields: Mapping[str, tuple[type, ...]] = {}) -> list[
     for number, line in enumerate(lines, start=1):
         try:
             record = {**json.loads(line)}
-            wrong = [name for name in fields if type(record.get(name)) not in fields[name]]
+            wrong = wrong_fields(record, needed)
         except (ValueError, TypeError, RecursionError):
             wrong = None
         if not wrong and wrong is not None:
-            records.append(record)
+            records.append(without_wrong(record, known, f"{path}, line {number}"))
         elif number < len(lines):
             what = "is no JSON object" if wrong is None else f"has a wrong {wrong[0]}"
-            warnings.warn(
-                f"{path}, line {number} {what}, and is omitted: {line[:80]!r}", stacklevel=2
-            )
+            warn(f"{path}, line {number} {what}, and is omitted: {line[:80]!r}")
     return records
 
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory, version_of
+from nemorl.runtime.run.files import writing
 from nemorl.runtime.run.state import Run
 
 EXPORT = "nemorl_export.json"
@@ -129,7 +130,8 @@ def replacing(directory: Path) -> Iterator[Path]:
         folder, marker = directory.is_dir(), directory / EXPORT
         foreign = {path.name for path in directory.iterdir()} if folder else {directory.name}
         if marker.exists():
-            foreign -= {EXPORT, *json.loads(marker.read_bytes()).get("files", ())}
+            with suppress(OSError, ValueError, TypeError, KeyError):  # it is not ours
+                foreign -= {EXPORT, *json.loads(marker.read_bytes())["files"]}
         if foreign:
             found = ", ".join(sorted(foreign)[:3])
             raise ValueError(
@@ -139,15 +141,16 @@ def replacing(directory: Path) -> Iterator[Path]:
     aside, old = (directory.with_name(f".{directory.name}.{suffix}") for suffix in ("new", "old"))
     for leftover in (aside, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    aside.mkdir(parents=True)
     try:
-        yield aside
+        with writing("the model", directory):
+            aside.mkdir(parents=True)
+            yield aside
+            files = sorted(path.name for path in aside.iterdir())
+            record = {"written_by": f"nemorl {version_of('nemorl')}", "files": files}
+            (aside / EXPORT).write_text(json.dumps(record) + "\n")
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    files = sorted(path.name for path in aside.iterdir())
-    record = {"written_by": f"nemorl {version_of('nemorl')}", "files": files}
-    (aside / EXPORT).write_text(json.dumps(record) + "\n")
     if directory.exists():
         directory.rename(old)
     aside.rename(directory)

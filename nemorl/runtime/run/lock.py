@@ -11,6 +11,7 @@ from filelock import FileLock, Timeout
 
 from nemorl.checks import require
 from nemorl.runtime.run.directory import writing_below
+from nemorl.runtime.run.files import HOLDERS
 
 LOCK_NAME = ".lock"
 
@@ -19,7 +20,8 @@ LOCK_NAME = ".lock"
 def locked(directory: Path | str) -> Iterator[None]:
     """Create the directory if it is missing and hold it for this run while the block lasts.
 
-    The operating system frees the lock when the process ends, however it ends.
+    The operating system frees the lock when the process ends, however it ends. A fork of the
+    process may not write there: see `check_writer`.
 
     Raises:
         ValueError: another run holds the directory, it cannot be written to, or its lock is a
@@ -44,10 +46,12 @@ def locked(directory: Path | str) -> Iterator[None]:
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
-    owner = os.getpid()
+    owner, folder = os.getpid(), os.path.abspath(path.parent)  # noqa: PTH100
+    HOLDERS[folder] = owner
     try:
         yield
     finally:
         if os.getpid() == owner:  # not in a forked child that leaves the block
+            del HOLDERS[folder]
             path.unlink(missing_ok=True)
             lock.release()

@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from nemorl.runtime.run.directory import (
     read_lines,
     to_json,
 )
-from nemorl.runtime.run.files import write_atomically
+from nemorl.runtime.run.files import NotWritten, write_atomically, writing
 
 LACKING = pytest.mark.filterwarnings("ignore:.*must have a line of step")
 
@@ -67,6 +68,11 @@ def test_a_run_is_not_overwritten(directory):
     directory.append_metrics(1, {"loss": 1.0})
     with pytest.raises(ValueError, match=r"already holds one: go on with it \(--run.resume\) or"):
         RunDirectory.create(directory.path, "")
+    for resume in (True, "auto"):
+        with pytest.raises(ValueError, match=r"run\.resume needs a checkpoint, but .* without one"):
+            RunDirectory.create(directory.path, "", resume=resume)
+    RunDirectory.create(directory.path, "max_num_steps: 9\n", restarted=True)
+    (directory.checkpoints / "step_1").mkdir(parents=True)
     resumed = RunDirectory.create(directory.path, "max_num_steps: 9\n", resume=True)
     assert steps() == 8, "until it is clear that the run can go on"
     resumed.write_config("max_num_steps: 9\n")
@@ -220,6 +226,25 @@ def test_write_atomically_leaves_the_old_contents_when_it_fails(tmp_path, monkey
     with pytest.raises(OSError, match=r"disk full"):
         write_atomically(file, "new")
     assert file.read_text() == "old" and list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (PermissionError(errno.EACCES, "Permission denied", "file"), True),
+        (Exception("No space left on device (os error 28)"), True),  # of a library in Rust
+        (FileNotFoundError(errno.ENOENT, "No such file", "what was to be read"), False),
+        (OSError("model.safetensors is damaged"), False),
+        (TypeError("of the code"), False),
+    ],
+)
+def test_errors_of_writing_name_what_and_where(tmp_path, error, named):
+    with pytest.raises(type(error) if not named else NotWritten) as caught, writing("it", tmp_path):
+        raise error
+    assert named or caught.value is error
+    said = f"it could not be written to {tmp_path} ({error}; "
+    assert str(caught.value).startswith(said) is named
 
 
 def test_gpus_are_named_where_torch_sees_them(monkeypatch):

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemorl.runtime.run.directory import Phase
+from nemorl.runtime.run.files import writing
 from nemorl.runtime.watch.loggers.base import LoggedRun
 
 
@@ -13,14 +14,18 @@ class TensorBoardLogger:
     def __init__(self, run: LoggedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(run.directory.tensorboard), purge_step=run.first_step + 1)
+        self.folder = run.directory.tensorboard
+        with writing("TensorBoard's events", self.folder):
+            self.writer = SummaryWriter(str(self.folder), purge_step=run.first_step + 1)
 
     def log(self, phase: Phase, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self.writer.add_scalar(f"{phase}/{name}", value, step)
+        with writing("TensorBoard's events", self.folder):
+            for name, value in metrics.items():
+                self.writer.add_scalar(f"{phase}/{name}", value, step)
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Do nothing: `nemorl report` shows them."""
 
     def close(self, *, finished: bool) -> None:
-        self.writer.close()
+        with writing("TensorBoard's events", self.folder):
+            self.writer.close()

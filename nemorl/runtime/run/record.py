@@ -6,16 +6,25 @@ import platform
 import secrets
 import sys
 import time
-import warnings
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import psutil
 
 from nemorl.checks import require
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.files import write_atomically
+from nemorl.runtime.run.shapes import (
+    Shape,
+    is_count,
+    is_text,
+    is_time,
+    list_of,
+    optional,
+    wrong_fields,
+)
+from nemorl.warn import warn
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 
@@ -41,6 +50,21 @@ class RunRecord:
     """End of the last process, unless it was killed."""
     pid: int = 0
     host: str = ""
+
+
+SHAPES: dict[str, Shape] = {
+    "run_id": is_text,
+    "algorithm": is_text,
+    "script": is_text,
+    "status": lambda value: value in get_args(Status),
+    "error": optional(is_text),
+    "total_steps": optional(is_count),
+    "sessions": list_of(is_time),
+    "ended": optional(is_time),
+    "pid": lambda value: is_count(value) and value < 2**31,
+    "host": is_text,
+}
+"""Of the fields in run.json."""
 
 
 def begin_record(
@@ -92,26 +116,31 @@ def check_algorithm(directory: RunDirectory, *expected: str) -> None:
     )
     here = script_name()
     if record and found.startswith("a script ") and record.script not in ("", here) and here:
-        warnings.warn(
-            f"{here} goes on with a run of {record.script}: its loop must take the same steps",
-            stacklevel=2,
-        )
+        warn(f"{here} goes on with a run of {record.script}: its loop must take the same steps")
 
 
 def write_record(directory: RunDirectory, record: RunRecord) -> None:
     """Replace run.json."""
     text = json.dumps(asdict(record), indent=1, ensure_ascii=False)
-    write_atomically(directory.record, text + "\n")
+    write_atomically(directory.record, text + "\n", "the status of the run")
 
 
 def read_record(directory: RunDirectory) -> RunRecord | None:
-    """Return the record of a run, if it can be read."""
-    try:
-        values = json.loads(directory.record.read_text(encoding="utf-8"))
-        known = {field.name: values[field.name] for field in fields(RunRecord)}
-        return RunRecord(**{**known, "sessions": tuple(known["sessions"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    """Return the record of a run, if there is one; one that can't be read is warned of."""
+    if not directory.record.exists():
         return None
+    try:
+        values = {**json.loads(directory.record.read_text(encoding="utf-8"))}
+        wrong = wrong_fields(values, SHAPES)
+    except (OSError, ValueError, TypeError, RecursionError):
+        warn(f"{directory.record} is no JSON object, and is omitted")
+        return None
+    if wrong:
+        warn(f"{directory.record} has a wrong {wrong[0]}, and is omitted")
+        return None
+    return RunRecord(
+        **{name: values[name] for name in SHAPES} | {"sessions": (*values["sessions"],)}
+    )
 
 
 def status_of(record: RunRecord) -> Status:
@@ -123,4 +152,4 @@ def status_of(record: RunRecord) -> Status:
     except psutil.Error:
         return "interrupted"
     # A later process may have the same number.
-    return "running" if began <= record.sessions[-1] + 1 else "interrupted"
+    return "running" if began <= max(record.sessions, default=0) + 1 else "interrupted"

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nemorl.checks import is_number
+
 Series = tuple[list[int], list[float]]
 """Steps and values."""
 
@@ -175,13 +177,8 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def is_number(value: Any) -> bool:
-    """Return whether a value can be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def series_of(records: Iterable[Mapping[str, Any]], metric: str, phase: str) -> Series:
-    """Return a metric's finite values in the lines of metrics.jsonl.
+    """Return a metric's numbers in the lines of metrics.jsonl.
 
     >>> series_of([{"step": 1, "phase": "train", "loss": 2.0}], "loss", "train")
     ([1], [2.0])

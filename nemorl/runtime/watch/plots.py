@@ -1,7 +1,6 @@
 """Pictures of a run in plots/, drawn from its metrics.jsonl."""
 
 import math
-import warnings
 from pathlib import Path
 from textwrap import fill
 
@@ -10,9 +9,11 @@ from matplotlib.figure import Figure
 
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.files import NotWritten, writing
 from nemorl.runtime.run.state import Run
 from nemorl.runtime.watch.curves import STYLE, panel
 from nemorl.runtime.watch.metrics import LABELS, METRICS, Series, headline, series_of
+from nemorl.warn import warn
 
 LABEL_WIDTH = 34
 """Characters that lie along an axis of the overview."""
@@ -28,8 +29,9 @@ class PlotCallback(Callback):
         try:
             draw(self.directory)
         except Exception as error:
-            message = f"the plots of {self.directory.path} could not be drawn: {error!r}"
-            warnings.warn(message, stacklevel=2)
+            why = str(error) if isinstance(error, NotWritten) else repr(error)
+            message = f"the plots of {self.directory.path} could not be drawn: {why}"
+            warn(message)
 
 
 def draw(directory: RunDirectory) -> list[Path]:
@@ -41,7 +43,8 @@ def draw(directory: RunDirectory) -> list[Path]:
             present[name] = pair
     if not present:
         return []
-    directory.plots.mkdir(exist_ok=True)
+    with writing("the plots", directory.plots):
+        directory.plots.mkdir(exist_ok=True)
     pictures = {name.replace("/", "_"): {name: pair} for name, pair in present.items()}
     pictures["overview"] = {name: present[name] for name in headline(present)}
     return [
@@ -71,5 +74,6 @@ def _save(panels: dict[str, tuple[Series, Series]], run: str, file: Path) -> Pat
             axes.set_xlabel("step")
             meaning = METRICS[name].meaning.partition(";")[0].partition(",")[0]
             axes.set_ylabel(fill(meaning, LABEL_WIDTH))
-        figure.savefig(file)
+        with writing("a plot", file):
+            figure.savefig(file)
     return file

@@ -7,20 +7,73 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from nemorl.checks import is_number
 from nemorl.runtime.config.yaml_io import ConfigError, read
 from nemorl.runtime.run.directory import RunDirectory, read_lines, step_of
 from nemorl.runtime.run.record import RunRecord, read_record, status_of
+from nemorl.runtime.run.shapes import (
+    Shape,
+    fields_of,
+    is_count,
+    is_mapping,
+    is_text,
+    list_of,
+    optional,
+    without_wrong,
+)
+from nemorl.warn import warn
 
 SAMPLE_BYTES = 6_000_000
 """Size of the sample files that a page holds."""
 SHOWN_TOKENS = 4000
 """Longer responses are cut on the page, which says so."""
 
+NUMBERS = list_of(optional(is_number))
+SAMPLE: dict[str, Shape] = {
+    "rewards": is_mapping,
+    "columns": is_mapping,
+    "token_ids": list_of(is_count),
+    "pieces": list_of(is_text),
+    **dict.fromkeys(("logprobs", "trainer_logprobs", "advantages"), NUMBERS),
+    "worst_tokens": list_of(
+        fields_of(
+            position=is_count,
+            token=is_text,
+            logprob=optional(is_number),
+            trainer_logprob=optional(is_number),
+        )
+    ),
+}
+"""Of the values in samples/*.jsonl that are more than shown."""
+STATISTICS = {
+    "count": ("sequences", "{:,}"),
+    "total_tokens": ("tokens", "{:,}"),
+    "mean": ("mean length", "{:,.1f}"),
+    "median": ("median", "{:,.0f}"),
+    "p95": ("95 of 100 up to", "{:,.0f}"),
+    "max": ("longest", "{:,}"),
+    "limit": ("limit", "{:,}"),
+    "num_truncated": ("cut", "{:,}"),
+    "num_dropped": ("omitted", "{:,}"),
+    "padded_fill": ("tokens in a padded batch", "{:.0%}"),
+    "packed_fill": ("tokens in packed rows", "{:.0%}"),
+}
+"""Numbers of data.json, with their names on the page and their formats."""
+LENGTHS: dict[str, Shape] = {
+    **dict.fromkeys(STATISTICS, is_number),
+    "histogram": list_of(lambda bar: list_of(is_count)(bar) and len(bar) == 2),
+}
+
 
 class Gathered:
-    """A run as its report shows it. Raises ValueError where there is none."""
+    """A run as its report shows it. Raises ValueError where there is none.
 
-    def __init__(self, path: Path | str, *, now: float | None = None) -> None:
+    sample_step: whose samples are shown in any case.
+    """
+
+    def __init__(
+        self, path: Path | str, *, now: float | None = None, sample_step: int | None = None
+    ) -> None:
         directory = RunDirectory.open(path)
         self.path = directory.path
         self.name, self.record = directory.name, read_record(directory)
@@ -28,31 +81,60 @@ class Gathered:
         self.now = time.time() if now is None else now
         self.metrics = directory.read_metrics()
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)
-        self.config: dict[str, Any] = {}
-        with suppress(ConfigError):
-            self.config = read(directory.config)[0]
+        self.config = read_config(directory)
         self.environment = self.config.pop("environment", {})
-        self.data: dict[str, dict[str, Any]] = {}
-        with suppress(OSError, ValueError):
-            self.data = json.loads(directory.data.read_text(encoding="utf-8"))
+        self.environment.pop("seal", None)
+        self.data = read_data(directory)
         files = [file for file in directory.samples.glob("step_*.jsonl") if step_of(file) >= 0]
-        shown = spread(sorted(files, key=step_of))
+        opened = {file for file in files if step_of(file) == sample_step}
+        shown = sorted({*spread(sorted(files, key=step_of)), *opened}, key=step_of)
         # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
-        self.samples = {step_of(file): lines for file in shown if (lines := read_lines(file))}
+        self.samples = {
+            step_of(file): lines for file in shown if (lines := read_lines(file, known=SAMPLE))
+        }
         self.sample_steps = len(files)
         add_pieces(self.samples, directory.path / "tokenizer")
-        self.log = read_lines(directory.log)
+        self.log = read_lines(directory.log, known={"defaults": is_mapping})
         if self.record is not None:
             self.log = [line for line in self.log if line.get("run_id") == self.record.run_id]
         # Settings that are not at their default, with that default.
         self.changed: dict[str, Any] = {}
         for line in self.log:
             if line.get("event") == "train_begin":
-                self.changed = line["defaults"]
+                self.changed = line.get("defaults", {})
 
     @property
     def step(self) -> int:
         return max((line["step"] for line in self.metrics), default=0)
+
+
+def read_config(directory: RunDirectory) -> dict[str, Any]:
+    """Return the contents of config.yaml; what can't be read is warned of."""
+    if not directory.config.exists():
+        return {}
+    try:
+        return without_wrong(
+            read(directory.config)[0], {"environment": is_mapping}, str(directory.config)
+        )
+    except ConfigError as error:
+        warn(f"the settings are omitted: {error}")
+        return {}
+
+
+def read_data(directory: RunDirectory) -> dict[str, dict[str, Any]]:
+    """Return the contents of data.json; what can't be read is warned of."""
+    if not directory.data.exists():
+        return {}
+    try:
+        found = {**json.loads(directory.data.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError, RecursionError):
+        warn(f"{directory.data} is no JSON object, and is omitted")
+        return {}
+    found = without_wrong(found, dict.fromkeys(found, is_mapping), str(directory.data))
+    return {
+        name: without_wrong(numbers, LENGTHS, f"{directory.data}, {name},")
+        for name, numbers in found.items()
+    }
 
 
 def spread(files: Sequence[Path]) -> list[Path]:

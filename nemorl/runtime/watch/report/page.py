@@ -9,16 +9,17 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, Template
 from markupsafe import Markup
 
-from nemorl.checks import require
+from nemorl.checks import is_number, require
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump
-from nemorl.runtime.run.directory import RunDirectory, to_json
+from nemorl.runtime.run.directory import RunDirectory, step_of, to_json
 from nemorl.runtime.run.files import write_atomically
 from nemorl.runtime.run.record import read_record, status_of
 from nemorl.runtime.watch.curves import RUNS, VARIABLES, Course, svg
@@ -26,13 +27,12 @@ from nemorl.runtime.watch.metrics import (
     SECTIONS,
     duration,
     headline,
-    is_number,
     number,
     placed,
     series_of,
     thin,
 )
-from nemorl.runtime.watch.report.gather import Gathered
+from nemorl.runtime.watch.report.gather import STATISTICS, Gathered
 from nemorl.runtime.watch.report.samples import modes, sample_data
 
 HERE = Path(__file__).parent
@@ -43,22 +43,6 @@ ENGINES = {
     "busy": "share of the time of generating in which it computed",
     "restarts": "in a step",
 }
-STATISTICS = {
-    "count": ("sequences", "{:,}"),
-    "total_tokens": ("tokens", "{:,}"),
-    "mean": ("mean length", "{:,.1f}"),
-    "median": ("median", "{:,.0f}"),
-    "p95": ("95 of 100 up to", "{:,.0f}"),
-    "max": ("longest", "{:,}"),
-    "limit": ("limit", "{:,}"),
-    "num_truncated": ("cut", "{:,}"),
-    "num_dropped": ("omitted", "{:,}"),
-    "padded_fill": ("tokens in a padded batch", "{:.0%}"),
-    "packed_fill": ("tokens in packed rows", "{:.0%}"),
-}
-"""Keys of data.json, with their names on the page and their formats."""
-
-
 Runs = Path | str | Sequence[Path | str]
 WATCH_SECONDS = 5.0
 """Time between two looks at a run that is watched."""
@@ -96,7 +80,10 @@ def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
 
 def read_runs(runs: Runs) -> list[Gathered]:
     """Return what the reports of some runs show."""
-    found = [Gathered(path) for path in paths_of(runs)]
+    paths = paths_of(runs)
+    steps = [{step_of(file) for file in (path / "samples").glob("step_*.jsonl")} for path in paths]
+    common = max(set.intersection(*steps), default=None)
+    found = [Gathered(path, sample_step=common) for path in paths]
     if len({run.name for run in found}) < len(found):
         for run in found:
             run.name = str(run.path)
@@ -120,8 +107,9 @@ def write_page(
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(target, page)
     except OSError as error:
+        why = error.__cause__ or error
         raise ValueError(
-            f"output must be a file that can be written, but {target} can't ({error}): name another"
+            f"output must be a file that can be written, but {target} can't ({why}): name another"
             " one (--output)"
         ) from error
     return target
@@ -143,26 +131,25 @@ def paths_of(runs: Runs) -> list[Path]:
 
 def render(*runs: Gathered, refresh: float | None = None) -> str:
     """Return the page, in which text of the runs is escaped and no script but ours runs."""
-    page = Environment(
-        loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
-    page.policies["json.dumps_kwargs"] = {"sort_keys": False}
-    page.filters |= {"number": number, "duration": duration, "moment": _moment, "setting": _setting}
     style, script = (
         Markup(HERE.joinpath(name).read_text("utf-8")) for name in ("report.css", "report.js")
     )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     curves = curves_of(*runs)
     by_name = {curve["metric"]: curve for curve in curves}
+    steps = sorted({step for run in runs for step in run.samples})
     data = {
         "curves": [curve["data"] for curve in curves],
         "runs": [sample_data(run) for run in runs],
         "refresh": refresh,
+        "opens": max(steps, key=lambda step: (sum(step in run.samples for run in runs), step))
+        if steps
+        else None,
     }
-    return page.get_template("page.html").render(
+    return _template().render(
         run=runs[0],
         runs=runs,
-        steps=sorted({step for run in runs for step in run.samples}),
+        steps=steps,
         style=style,
         script=script,
         digest=digest,
@@ -178,6 +165,16 @@ def render(*runs: Gathered, refresh: float | None = None) -> str:
         yaml=dump(runs[0].config),
         log=merged_log(runs[0].log),
     )
+
+
+@cache
+def _template() -> Template:
+    page = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    page.policies["json.dumps_kwargs"] = {"sort_keys": False}
+    page.filters |= {"number": number, "duration": duration, "moment": _moment, "setting": _setting}
+    return page.get_template("page.html")
 
 
 def curves_of(*runs: Gathered) -> list[dict[str, Any]]:
@@ -295,8 +292,8 @@ def statistics(run: Gathered) -> dict[str, dict[str, Any]]:
             for key, (label, form) in STATISTICS.items()
             if key in numbers
         }
-        bars = numbers.get("histogram") or ()
-        most = max((count for _, count in bars), default=1)
+        bars = numbers.get("histogram", ())
+        most = max((1, *(count for _, count in bars)))
         found[name] = {"rows": rows, "bars": bars, "most": most}
     return found
 

@@ -50,7 +50,8 @@ const rewards = data.runs.flatMap((run) => Object.values(run.steps).flat()).map(
 const most = Math.max(...data.runs.map((run) => run.most));
 const middle = (Math.min(...rewards) + Math.max(...rewards)) / 2;
 const GAP = 0.5, SURPRISE = 5; // nats that have full color
-let place = steps.length - 1, mode = all(".modes button")[0]?.dataset.mode ?? "none";
+const opening = Math.max(0, steps.indexOf(data.opens)); // the newest step that all runs have
+let place = opening, mode = all(".modes button")[0]?.dataset.mode ?? "none";
 
 const shade = (color, share) => `rgba(var(--${color}), ${(0.6 * Math.min(1, share)).toFixed(3)})`;
 const COLORS = {
@@ -167,7 +168,7 @@ if (data.refresh) {
   if (steps.includes(kept.step)) place = steps.indexOf(kept.step);
   setTimeout(() => location.reload(), 1000 * data.refresh);
   addEventListener("pagehide", () => {
-    const step = place < steps.length - 1 ? steps[place] : null; // the newest stays the newest
+    const step = place === opening ? null : steps[place]; // the newest stays the newest
     sessionStorage.setItem(location.pathname, JSON.stringify({ toggles: toggles.map((element) => element[property(element)]), mode, step }));
   });
 }

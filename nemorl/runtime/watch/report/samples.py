@@ -4,7 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from nemorl.runtime.watch.metrics import is_number, number
+from nemorl.checks import is_number
+from nemorl.runtime.watch.metrics import number
 from nemorl.runtime.watch.report.gather import SHOWN_TOKENS, Gathered
 
 TEXTS = ("prompt", "response", "chosen", "rejected")

@@ -13,6 +13,7 @@ import nemorl
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.record import begin_record, write_record
+from nemorl.runtime.watch.report import gather
 from nemorl.runtime.watch.report import page as module
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.page import MOST_POINTS, curves_of, grouped, render, write_report
@@ -336,6 +337,30 @@ def test_runs_side_by_side(run, tmp_path, capsys):
         [name, phase] for name in ("sums", "slower") for phase in ("training", "validation")
     ]
     assert reward[2][2] == [1, 2, 3, 4, 5], "each run has its own steps"
+
+
+@pytest.mark.parametrize(
+    ("steps", "opens"),
+    [
+        ([[1, 2, 3], [1, 2, 3, 9]], 3),
+        ([[9, 10, 11], [2, 9, 10]], 10),
+        ([[1, 3], [2, 4]], 4),
+        ([[1, 2], [1, 3], [3]], 3),
+        ([[1, 5]], 5),
+        ([[], []], None),
+    ],
+)
+def test_samples_open_at_the_newest_step_that_most_runs_have(tmp_path, monkeypatch, steps, opens):
+    monkeypatch.setattr(gather, "SAMPLE_BYTES", 0)  # two files of a run alone are shown
+    for number, each in enumerate(steps):
+        directory = RunDirectory.create(tmp_path / str(number), "")
+        for step in each:
+            directory.append_samples(step, [{"prompt": "1+1=", "response": "2"}])
+    runs = [tmp_path / str(number) for number in range(len(steps))]
+    page = Page(nemorl.write_report(runs).read_text())
+    assert page.data["opens"] == opens
+    shown = [text.strip() for element, text in page.texts if element == "output"]
+    assert shown == ([] if opens is None else [str(opens)])
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(run, tmp_path):

@@ -14,7 +14,9 @@ PACKAGE = Path(__file__).parent.parent / "nemorl"
 
 FLOORS = {
     "checks": 0,
+    "openmp": 0,
     "user_code": 0,
+    "warn": 0,
     "losses": 1,
     "data": 2,
     "models": 3,

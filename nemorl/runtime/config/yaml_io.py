@@ -9,15 +9,15 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ruamel.yaml import YAML
-from ruamel.yaml.constructor import DuplicateKeyError
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-from ruamel.yaml.nodes import MappingNode, ScalarNode
+import yaml
+from yaml.composer import Composer
+from yaml.nodes import MappingNode, ScalarNode
 
 MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 100, 400
-"""Of a file, with each alias written out; of brackets within brackets; of a number."""
+"""Of a file, with each alias written out; of values within values; of a number."""
 MAX_TEXT = 10_000_000
-_DEEP = re.compile(rf"(?:[\[{{]\s*){{{MAX_DEPTH}}}")  # ruamel.yaml takes minutes for them
+
+_BREAK = re.compile("[\x85\u2028\u2029]")
 
 
 class ConfigError(ValueError):
@@ -28,16 +28,40 @@ class ConfigError(ValueError):
         self.key = key
 
 
-def dump(
-    mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None, prefix: str = ""
-) -> str:
+def dump(mapping: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
     """Return nested plain values as YAML that parsers of versions 1.1 and 1.2 read alike, with
-    comments above their dotted keys.
+    comments above their dotted keys. `read` returns the same values (a tuple as a list).
+
+    Raises: ConfigError for values that YAML does not have or that `read` would refuse.
     """
-    text, indent = "", "  " * prefix.count(".")
+    size = _size(mapping)
+    text = _section(mapping, comments or {}, "", "") if size <= MAX_VALUES else ""
+    if size > MAX_VALUES or len(text) > MAX_TEXT:
+        raise ConfigError(
+            f"settings must have at most {MAX_VALUES} values and {MAX_TEXT} characters of YAML:"
+            " put large ones in a file of their own and name that"
+        )
+    return text
+
+
+def _size(value: Any, depth: int = 1) -> int:
+    """Return how many values `read` will count."""
+    if depth > MAX_DEPTH:
+        raise ConfigError(f"settings must be nested at most {MAX_DEPTH} deep: use fewer levels")
+    if isinstance(value, Mapping):
+        return 1 + sum(1 + _size(each, depth + 1) for each in value.values())
+    sequence = value if isinstance(value, list | tuple) else ()
+    return 1 + sum(_size(each, depth + 1) for each in sequence)
+
+
+def _section(
+    mapping: Mapping[Any, Any], comments: Mapping[str, str], prefix: str, indent: str
+) -> str:
+    text = ""
     for key, value in mapping.items():
+        name = f"{prefix}{key}"
         nested = isinstance(value, Mapping) and value
-        if comment := (comments or {}).get(f"{prefix}{key}"):
+        if comment := comments.get(name):
             above = "\n" if nested and text else ""
             text += above + fill(
                 comment,
@@ -48,8 +72,9 @@ def dump(
                 break_on_hyphens=False,
             )
             text += "\n"
-        text += f"{indent}{key}:" + ("\n" if nested else f" {_inline(value)}\n")
-        text += dump(value, comments, f"{prefix}{key}.") if nested else ""
+        text += indent + _key(key, name, f"\n{indent}")
+        text += ":\n" if nested else f": {_inline(value, name)}\n"
+        text += _section(value, comments, f"{name}.", f"{indent}  ") if nested else ""
     return text
 
 
@@ -58,38 +83,113 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, int]]:
 
     Raises: ConfigError for a file that can't be read, or that would expand without end.
     """
-    yaml = YAML(typ="safe", pure=True)
     try:
         with Path(path).open(encoding="utf-8") as file:  # which may be a pipe, or /dev/zero
             text = file.read(MAX_TEXT + 1)
         if len(text) > MAX_TEXT:
-            raise YAMLError(f"it has more than {MAX_TEXT} characters")
-        if _DEEP.search(text):
-            raise YAMLError(f"brackets are nested more than {MAX_DEPTH} deep")
-        node = yaml.compose(text)
+            raise yaml.YAMLError(f"it has more than {MAX_TEXT} characters")
+        if found := _BREAK.search(text):
+            line = text.count("\n", 0, found.start()) + 1
+            code = f"U+{ord(found[0]):04X}"
+            raise yaml.YAMLError(
+                f"line {line} has {code}, a line break in YAML 1.1 alone: escape it"
+            )
+        loader = _Loader(text)
+        node = loader.get_single_node()
         _count(node, {})  # before aliases are written out
-        tree = yaml.load(text)
-        plain = json.loads(json.dumps({} if tree is None else tree, default=str))
+        lines = _lines(node)
+        tree = {} if node is None else loader.construct_document(node)
+        plain = json.loads(json.dumps(tree, default=str))
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
         raise ConfigError(f"can't read the config file {path}: {why}") from None
-    except YAMLError as error:
-        mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-        where = f", line {mark.line + 1}" if mark else ""
-        why = getattr(error, "problem", None) or error
-        remedy = ": keep one" if isinstance(error, DuplicateKeyError) else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {why}{remedy}") from None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:  # of a value, or a key
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        last = text.rstrip("\n").count("\n")  # libyaml counts one more at the end
+        where = f", line {min(mark.line, last) + 1}" if mark else ""
+        why = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+        raise ConfigError(f"{path}{where}: not valid YAML: {why}") from None
+    except (ValueError, TypeError, KeyError) as error:  # of a value
         raise ConfigError(f"{path}: not valid YAML: {error}") from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} must hold keys and sections (`key: value`), not {plain!r:.40}")
-    return plain, _lines(node)
+    return plain, lines
+
+
+_Parser: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, or a slow one
+
+
+class _Loader(_Parser):
+    """Reads PyYAML's syntax with YAML 1.2's types. Keys are texts, as they are written."""
+
+    yaml_implicit_resolvers: Mapping[str, Any] = {}
+    depth = 0
+
+    def __init__(self, text: str):
+        _Parser.__init__(self, text)
+        Composer.__init__(self)
+
+    # libyaml's own composer knows no limit of depth: it crashes the process.
+    get_single_node = Composer.get_single_node
+    compose_document = Composer.compose_document
+    compose_scalar_node = Composer.compose_scalar_node
+    compose_sequence_node = Composer.compose_sequence_node
+    compose_mapping_node = Composer.compose_mapping_node
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            problem = f"lists, sections or brackets are nested more than {MAX_DEPTH} deep"
+            raise _error(problem, self.peek_event().start_mark)
+        node = Composer.compose_node(self, parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[str, Any]:
+        if not isinstance(node, MappingNode):
+            raise _error("a mapping is needed here", node.start_mark)
+        own = set[str]()
+        for key, _ in node.value:
+            if not isinstance(key, ScalarNode):
+                raise _error("keys must be strings, not lists or mappings", key.start_mark)
+            if key.value in own:
+                raise _error(f"duplicate key {key.value!r:.80}: keep one", key.start_mark)
+            own.add(key.value)
+        self.flatten_mapping(node)
+        return {key.value: self.construct_object(value, deep=deep) for key, value in node.value}
+
+    def construct_yaml_int(self, node: Any) -> int:
+        text = self.construct_scalar(node).replace("_", "").lower()
+        return int(text, {"0b": 2, "0o": 8, "0x": 16}.get(text.lstrip("+-")[:2], 10))
+
+    def construct_yaml_float(self, node: Any) -> float:
+        text = self.construct_scalar(node).replace("_", "").lower()
+        return float(re.sub(r"\.(?=inf|nan)", "", text))
+
+
+for _type, _first, _pattern in (
+    ("bool", "tTfF", r"true|True|TRUE|false|False|FALSE"),
+    ("null", ("~", "n", "N", ""), r"~|null|Null|NULL|"),
+    ("int", "-+0123456789", r"[-+]?(0b[01_]+|0o[0-7_]+|0x[\da-fA-F_]+|\d[\d_]*)"),
+    ("float", "-+.0123456789", r"[-+]?(\d[\d_]*(\.[\d_]*)?|\.\d[\d_]*)([eE][-+]?\d+)?"),
+    ("float", "-+.", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"),
+    ("timestamp", "0123456789", r"\d{4}-\d\d?-\d\d?([Tt \t]+\d\d?:\d\d:\d\d.*)?"),
+    ("merge", "<", "<<"),
+):
+    _tag = f"tag:yaml.org,2002:{_type}"
+    _Loader.add_implicit_resolver(_tag, re.compile(rf"(?:{_pattern})\Z", re.ASCII), _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
+
+
+def _error(problem: str, mark: Any) -> yaml.YAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
 def _count(node: Any, counts: dict[int, float]) -> float:
     """Return how many values a node has, those of each alias counted as if they were written out.
 
-    Raises: MarkedYAMLError for too many, a value that contains itself, or too long a number.
+    Raises: YAMLError for too many, a value that contains itself, or too long a number.
     """
     if id(node) in counts:
         return counts[id(node)]
@@ -108,7 +208,7 @@ def _count(node: Any, counts: dict[int, float]) -> float:
             " none may contain itself: remove aliases"
         )
     if problem:
-        raise MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        raise _error(problem, node.start_mark)
     return count
 
 
@@ -122,15 +222,38 @@ def _lines(node: Any, prefix: str = "") -> dict[str, int]:
 
 _PLAIN = re.compile(r"(?!(y|n|yes|no|on|off|true|false|null|none)$)[a-z_/][\w/.-]*", re.I)
 """Strings that need no quotes in any version of YAML."""
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
+"""What json leaves and a reader may refuse or take for a line break."""
 
 
-def _inline(value: Any) -> str:
+def _inline(value: Any, name: str) -> str:
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_inline, value))}]"
+        return f"[{', '.join(_inline(each, name) for each in value)}]"
+    if isinstance(value, Mapping):
+        pairs = (f"{_key(key, name)}: {_inline(each, name)}" for key, each in value.items())
+        return f"{{{', '.join(pairs)}}}"
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return value
-    text = json.dumps(value, ensure_ascii=False)
+    if isinstance(value, int) and abs(value) >= 10 ** (MAX_DIGITS - 1):
+        raise ConfigError(f"{name} must hold numbers of less than {MAX_DIGITS} digits", name)
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()  # not a part of a character
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{name} must hold text, numbers, true, false, null, lists and mappings, but it holds"
+            f" {value!r:.80} ({error}): make that one of them",
+            name,
+        ) from None
     if isinstance(value, float):
         text = text.replace("Infinity", ".inf").replace("NaN", ".nan")
         return text if "." in text else text.replace("e", ".0e")
-    return text
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _key(key: Any, name: str, line: str = " ") -> str:
+    """Return a key. Parsers look for the colon in one line, and 1,024 characters far."""
+    if not isinstance(key, str):
+        raise ConfigError(f"keys of {name} must be text, but one is {key!r}: make it a text", name)
+    text = _inline(key, name)
+    return text if len(text) <= 1000 else f"? {text}{line}"

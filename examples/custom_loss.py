@@ -7,9 +7,9 @@ nemorl grpo … --loss examples/custom_loss.py:soft_gate --loss.temperature 2   
 import sys
 from pathlib import Path
 
-from grpo_loop import demonstration
-
 import nemorl
+
+from grpo_loop import demonstration
 
 
 @nemorl.register_loss("soft_gate")

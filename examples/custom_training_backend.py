@@ -13,13 +13,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import load_file, save_file
-
 import nemorl
+import torch
 from nemorl.losses import Logprobs, Metrics, Sum, merge
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from safetensors.torch import load_file, save_file
 
 
 @nemorl.register_training_backend("watched")

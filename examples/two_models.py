@@ -9,9 +9,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 import nemorl as nr
+import torch
 from nemorl.losses import masks, policy
 from nemorl.rollout.collect import to_token_batch
 

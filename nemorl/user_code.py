@@ -1,9 +1,12 @@
 """Import the user's functions and modules by name, and refuse an exit in them."""
 
+import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, invalidate_caches
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,16 +20,112 @@ def function_of(name: str, setting: str) -> Any:
     module, _, attribute = name.rpartition(":")
     found = module_of(module, setting)
     if not hasattr(found, attribute):
-        raise ValueError(
-            f"{setting} must name a function as module:function, but {found.__file__} has no"
-            f" {attribute!r}"
-        )
+        raise _no_function(attribute, setting, found.__file__)
     return getattr(found, attribute)
+
+
+def check_function(name: str, setting: str) -> None:
+    """Raise ValueError where `function_of` would find nothing. Runs no code: a file is only parsed,
+    and of an installed module not more than its package is looked for.
+    """
+    module, _, attribute = name.rpartition(":")
+    if module in sys.modules:
+        return
+    file = _found(module)
+    if file is None or not file.is_file():
+        if module.endswith(".py") or find_spec(module.partition(".")[0] or " ") is None:
+            raise _no_module(module, setting, _file_of(module).parent)
+        return
+    if file.suffix != ".py":
+        return  # compiled
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    try:
+        bound = {*_bound(ast.parse(file.read_bytes()))}
+    except (SyntaxError, ValueError) as error:
+        place = f"{shown}, line {error.lineno}" if isinstance(error, SyntaxError) else shown
+        raise _unreadable(setting, place, getattr(error, "msg", error)) from None
+    if bound.isdisjoint((attribute, "*", "__getattr__")):
+        raise _no_function(attribute, setting, shown)
+
+
+def _bound(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that the statements of a module bind; * where it imports all of another."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.alias():
+                yield node.asname or node.name.partition(".")[0]
+            case ast.Name(ctx=ast.Store()):
+                yield node.id
+            case _:
+                yield from _bound(node)
+
+
+def _unreadable(setting: str, place: object, error: object) -> ValueError:
+    return ValueError(f"{setting} must name code that Python can read, but {place}: {error}")
+
+
+def _no_function(attribute: str, setting: str, file: object) -> ValueError:
+    return ValueError(
+        f"{setting} must name a function as module:function, but {file} has no {attribute!r}"
+    )
+
+
+def _no_module(module: str, setting: str, folder: Path) -> ValueError:
+    return ValueError(
+        f"{setting} must name a module or a .py file, but there is no module {module!r} in"
+        f" {folder} or installed: check its name"
+    )
+
+
+def place_of(name: str) -> str:
+    """Return the file that `function_of` would import for a name, "" if unknown, importing
+    nothing.
+
+    >>> place_of("json:loads").endswith("json/__init__.py"), place_of("no_module:fn")
+    (True, '')
+    """
+    file = _found(name.rpartition(":")[0], sys.path)
+    return str(file.resolve()) if file else ""
+
+
+def same_function(name: str, other: str) -> bool:
+    """Return whether two names are of one function.
+
+    >>> same_function("./f.py:fn", "f.py:fn"), same_function("f.py:fn", "g.py:fn")
+    (True, False)
+    """
+    parts = [(place_of(each), each.rpartition(":")[2]) for each in (name, other)]
+    return name == other or (parts[0] == parts[1] and parts[0][0] != "")
+
+
+def _file_of(name: str) -> Path:
+    return Path(name).expanduser().absolute() if name.endswith(".py") else Path.cwd() / name
+
+
+def _found(module: str, others: Sequence[str] = ()) -> Path | None:
+    """Return the file of a module, or the folder of one without, that is named by its path or lies
+    in its own folder or one of `others`. Imports nothing.
+    """
+    file = _file_of(module)
+    if not module or module.endswith(".py"):
+        return file if module else None
+    folder = str(file.parent)
+    folders = [*others] if folder in others else [folder, *others]
+    place = None
+    invalidate_caches()
+    for part in file.name.split("."):
+        if (spec := PathFinder.find_spec(part, folders)) is None:
+            return None
+        folders = [*(spec.submodule_search_locations or ())]
+        place = spec.origin or next(iter(folders), None)
+    return Path(place) if place else None
 
 
 def module_of(name: str, setting: str) -> ModuleType:
     """Import a module by its name, also from the working folder, or by its file's path."""
-    file = Path(name).expanduser().absolute() if name.endswith(".py") else Path.cwd() / name
+    file = _file_of(name)
     if str(file.parent) not in sys.path:  # an installed command does not look where it is run
         sys.path.insert(0, str(file.parent))
     module = file.name.removesuffix(".py")
@@ -34,13 +133,13 @@ def module_of(name: str, setting: str) -> ModuleType:
     try:
         with exit_is_error(f"{setting} {name}"):
             found = import_module(module)
+    except SyntaxError as error:
+        place = f"{error.filename or file}, line {error.lineno}" if error.lineno else name
+        raise _unreadable(setting, place, error.msg) from None
     except ModuleNotFoundError as error:
         if not f"{module}.".startswith(f"{error.name}."):
             raise  # it is there, and imports another that isn't
-        raise ValueError(
-            f"{setting} must name a module or a .py file, but there is no module {module!r} in"
-            f" {file.parent} or installed: check its name"
-        ) from None
+        raise _no_module(module, setting, file.parent) from None
     if name.endswith(".py") and (other := getattr(found, "__file__", None)) != str(file):
         raise ValueError(
             f"{setting} must be a file whose name no other module has, but {name} has that of"
@@ -49,17 +148,23 @@ def module_of(name: str, setting: str) -> ModuleType:
     return found
 
 
+class ExitInUserCode(RuntimeError):
+    """Code of the user's called sys.exit, or raised GeneratorExit."""
+
+
 @contextmanager
 def exit_is_error(name: str) -> Iterator[None]:
-    """Raise a RuntimeError for a sys.exit in the block, which would end the run without a word. A
-    signal that ends the run is none.
+    """Raise ExitInUserCode for a sys.exit or GeneratorExit in the block, which no `except
+    Exception` sees. A signal that ends the run is none.
     """
     try:
         yield
-    except SystemExit as error:
-        if type(error) is not SystemExit:  # Terminated, by SIGTERM
+    except (SystemExit, GeneratorExit) as error:
+        if isinstance(error, SystemExit) and type(error) is not SystemExit:  # SIGTERM's Terminated
             raise
-        raise RuntimeError(
-            f"{name} must not end the run, but it called sys.exit({error.code!r}): raise an"
-            " exception instead"
+        did = "raised GeneratorExit"
+        if isinstance(error, SystemExit):
+            did = f"called sys.exit({error.code!r})"
+        raise ExitInUserCode(
+            f"{name} must not end the run, but it {did}: raise an exception instead"
         ) from error

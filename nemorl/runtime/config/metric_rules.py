@@ -3,14 +3,13 @@
 Metrics of the validation have `val_` before their names of metrics.jsonl.
 """
 
-import math
 import operator
 import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from nemorl.checks import closest
+from nemorl.checks import closest, is_number
 
 Key = TypeVar("Key", bound=Hashable)
 VALIDATION = "val_"
@@ -72,7 +71,7 @@ class Ranking:
         values = {
             key: found[self.metric]
             for key, found in metrics.items()
-            if _is_number(found.get(self.metric))
+            if is_number(found.get(self.metric))
         }
         later_first = list(reversed(values))
         return sorted(later_first, key=lambda key: values[key], reverse=higher)[:count]
@@ -104,8 +103,4 @@ class MetricWatch:
             )
         self.seen = True
         value = metrics.get(name)
-        return value if _is_number(value) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+        return value if is_number(value) else None

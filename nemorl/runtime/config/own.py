@@ -2,8 +2,11 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import MISSING, asdict, dataclass, field, make_dataclass
+from functools import partial
+from keyword import iskeyword
 from typing import Any, ClassVar, Literal, TypeVar
 
 Section = TypeVar("Section", bound="OwnFunction")
@@ -22,6 +25,7 @@ class OwnFunction:
     function: ClassVar[Callable[..., Any]]
     takes: ClassVar[frozenset[str]] = frozenset()
     """Which of `extra` it has."""
+    _unchecked = False  # True where the function was not imported, as settings are only printed
 
 
 def section_of(base: type[Section], name: str, function: Any, setting: str) -> type[Section]:
@@ -69,6 +73,31 @@ def section_of(base: type[Section], name: str, function: Any, setting: str) -> t
             "__doc__": (inspect.getdoc(function) or "A function of your own.").split("\n\n")[0],
             "function": staticmethod(function),
             "takes": frozenset(p.name for p in named if p.name in base.extra),
+        },
+    )
+
+
+def unchecked_section(base: type[Section], name: str, given: Mapping[str, Any]) -> type[Section]:
+    """Return a section derived from `base` with settings as they are given, of a function that is
+    not imported.
+    """
+    reserved = {*OwnFunction.__annotations__}
+    return make_dataclass(
+        re.sub(r"\W", "_", name),
+        [
+            ("name", Literal[name], field(default=name)),
+            *(
+                (key, Any, field(default_factory=partial(copy, value)))
+                for key, value in given.items()
+                if key.isidentifier() and not iskeyword(key) and key not in reserved
+            ),
+        ],
+        bases=(base,),
+        frozen=True,
+        kw_only=True,
+        namespace={
+            "__doc__": f"Not checked: {name} was not imported, as only a file names it.",
+            "_unchecked": True,
         },
     )
 

@@ -11,15 +11,17 @@ import json
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nemorl.checks import closest, require
-from nemorl.runtime.config.own import OwnFunction, section_of
-from nemorl.runtime.config.spellings import LIBRARIES, VALUES, our_name, settings_in
+from nemorl.runtime.config.own import OwnFunction, section_of, unchecked_section
+from nemorl.runtime.config.spellings import VALUES, advice, meaning_of, means_another
+from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.config.yaml_io import ConfigError, dump, read
-from nemorl.user_code import function_of
+from nemorl.user_code import function_of, same_function
 
 Config = TypeVar("Config")
 
@@ -40,9 +42,14 @@ def to_dict(config: Any) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def load_config(cls: type[Config], path: str | Path) -> Config:
-    """Return the config that a YAML file describes; errors name the file and line."""
-    return construct(cls, yaml_layer(cls, {}, path))
+def load_config(cls: type[Config], path: str | Path, *, trust_code: bool = False) -> Config:
+    """Return the config that a YAML file describes; errors name the file and line.
+
+    trust_code: allow code that the file names (a reward `./f.py:fn`). The config.yaml of a run that
+    this user made on this machine needs no permission.
+    """
+    trust = Trust(everything=trust_code, in_python=True)
+    return construct(cls, yaml_layer(cls, {}, path, trust))
 
 
 def dump_yaml(config: Any, *, comments: bool = False) -> str:
@@ -129,27 +136,51 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def layer(cls: type, tree: Mapping[str, Any], mapping: Mapping[str, Any]) -> dict[str, Any]:
+def layer(
+    cls: type, tree: Mapping[str, Any], mapping: Mapping[str, Any], *, printed: Collection[str] = ()
+) -> dict[str, Any]:
     """Return `mapping` laid over `tree` (over the defaults if that is empty).
 
-    Only keys and types are checked: a later layer may change the rest.
+    Only keys and types are checked: a later layer may change the rest. The functions of the
+    sections `printed` are not imported.
     """
     merged = merge(tree or defaults(cls), mapping)
-    _import_own(cls, merged)
+    _import_own(cls, mapping, printed)
     if mapping:
         _validated(cls, merged, ignored=("value_error", "missing"))
     return merged
 
 
-def _import_own(cls: type, tree: Mapping[str, Any]) -> None:
-    """Make each function that a tree names as module:function a variant of its section."""
-    for section, members in unions(cls).items():
-        chosen = tree.get(section)
-        name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
-        known = members.keys() - {OwnFunction.name}
-        new = isinstance(name, str) and ":" in name and name not in known
-        if new and OwnFunction.name in members:
-            add_own(cls, section, str(name), function_of(str(name), section))
+def _import_own(cls: type, mapping: Mapping[str, Any], printed: Collection[str]) -> None:
+    """Make each function that a mapping names as module:function a variant of its section."""
+    for section, members in own_sections(cls).items():
+        name, base = name_in(mapping, section), members[OwnFunction.name]
+        known = members.get(name, base)
+        if ":" not in name or (known is not base and (section in printed or not known._unchecked)):
+            continue
+        if section in printed:
+            chosen = mapping[section]
+            given = chosen if isinstance(chosen, Mapping) else {}
+            _add_variant(cls, section, name, unchecked_section(base, name, given))
+        else:
+            add_own(cls, section, name, function_of(name, section))
+
+
+def own_sections(cls: type) -> dict[str, dict[str, Any]]:
+    """Return the sections that may be a function of the user's, with their variants by name."""
+    found = unions(cls).items()
+    return {section: members for section, members in found if OwnFunction.name in members}
+
+
+def name_in(tree: Mapping[str, Any], section: str) -> str:
+    """Return the name of the variant that a tree gives to a section, "" without one.
+
+    >>> name_in({"loss": {"name": "gspo"}}, "loss"), name_in({"loss": "gspo"}, "loss")
+    ('gspo', 'gspo')
+    """
+    chosen = tree.get(section)
+    name = chosen.get("name") if isinstance(chosen, Mapping) else chosen
+    return name if isinstance(name, str) else ""
 
 
 def add_own(cls: type, section: str, name: str, function: Any) -> None:
@@ -157,27 +188,56 @@ def add_own(cls: type, section: str, name: str, function: Any) -> None:
 
     Raises: ValueError for the name of a variant that is ours.
     """
+    members = unions(cls)[section]
+    base = members[OwnFunction.name]
+    taken = name in members and not issubclass(members[name], base)
+    require(not taken, section, "must have a name of its own", name, "choose another")
+    _add_variant(cls, section, name, section_of(base, name, function, section))
+
+
+def _add_variant(cls: type, section: str, name: str, variant: type) -> None:
     owner: Any = next(
         each for each in cls.__mro__ if section in vars(each).get("__annotations__", {})
     )
     hint = typing.get_type_hints(owner, include_extras=True)[section]
-    members = by_name(variants(hint.__origin__))
-    base = members[OwnFunction.name]
-    taken = name in members and not issubclass(members[name], base)
-    require(not taken, section, "must have a name of its own", name, "choose another")
-    members[name] = section_of(base, name, function, section)
+    members = {**by_name(variants(hint.__origin__)), name: variant}
     union: Any = typing.Union.__getitem__(tuple(members.values()))
     owner.__annotations__[section] = typing.Annotated[(union, *hint.__metadata__)]
     owner.__dataclass_fields__[section].type = owner.__annotations__[section]
     _adapter.cache_clear()
 
 
-def yaml_layer(cls: type, tree: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """Return `layer` of a YAML file; errors name the file and line."""
+def yaml_layer(
+    cls: type, tree: Mapping[str, Any], path: str | Path, trust: Trust
+) -> dict[str, Any]:
+    """Return `layer` of a YAML file; errors name the file and line.
+
+    Raises: ConfigError, besides, for code that the file names and that `trust` does not allow.
+    """
     mapping, lines = read(path)
-    mapping.pop("environment", None)
+    with located(path, lines):
+        trust.require(mapping, mapping)
+        mapping.pop("environment", None)
+        printed = set()
+        for section in own_sections(cls):
+            name, flag = name_in(mapping, section), trust.given.get(section)
+            if ":" not in name:
+                continue
+            if flag is None:
+                printed |= set() if trust.runs or trust.everything else {section}
+            elif same_function(name, flag):
+                chosen = mapping[section] if isinstance(mapping[section], Mapping) else {}
+                mapping[section] = {**chosen, "name": flag}
+            else:
+                del mapping[section]  # not used, so it is not imported
+        return layer(cls, tree, mapping, printed=printed)
+
+
+@contextmanager
+def located(path: str | Path, lines: Mapping[str, int]) -> Iterator[None]:
+    """Have a ConfigError of the block name the file and line."""
     try:
-        return layer(cls, tree, mapping)
+        yield
     except ConfigError as error:
         line = f", line {lines[error.key]}" if error.key in lines else ""
         raise ConfigError(f"{path}{line}: {error}", error.key) from None
@@ -215,24 +275,6 @@ def unions(cls: type) -> dict[str, dict[str, type]]:
     """Return the sections that have several variants, with these by name."""
     found = {field.name: variants(hint) for field, hint in fields_of(cls)}
     return {name: by_name(members) for name, members in found.items() if len(members) > 1}
-
-
-def dotted_keys(cls: type) -> dict[str, bool]:
-    """Return every key of a config, and the names that other libraries have for one: True for our
-    own.
-
-    >>> from nemorl.runtime.config.sft import SFTConfig
-    >>> dotted_keys(SFTConfig)["optimizer.lr"], dotted_keys(SFTConfig)["learning_rate"]
-    (True, False)
-    """
-    own = leaves(cls)
-    theirs = (
-        name
-        for table in LIBRARIES.values()
-        for name, ours in table.items()
-        if own.keys() & settings_in(ours)
-    )
-    return dict.fromkeys(theirs, False) | dict.fromkeys(own, True)
 
 
 def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -294,7 +336,10 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
             owner, hint = section[0], typing.get_type_hints(section[0]).get(step)
     key = ".".join(keys)
     if kind == "unexpected_keyword_argument":
-        return _unknown_key(cls, owner, key)
+        return _unknown_key(cls, owner, key, value)
+    whole = kind == "string_type" and isinstance(value, Mapping)  # data: {train: {data_path: …}}
+    if whole and (found := _foreign(cls, key, value)):
+        return found
     if kind == "union_tag_invalid":
         key, value = f"{key}.name", context["tag"]
     if kind == "missing":
@@ -305,34 +350,50 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
         message = f"must be one of {', '.join(names)}, but it is {value!r}"
         message += closest(str(VALUES.get(str(value), value)), names)
     elif variants(hint):
-        message = f"must be a section, but it is {value!r}: write its keys below it, indented"
+        remedy = meaning_of(key, leaves(cls)) or "write its keys below it, indented"
+        message = f"must be a section, but it is {value!r}: {remedy}"
     else:
         words = {"bool_type": "true or false", "tuple_type": "a list", "dict_type": "a mapping"}
         what = words.get(kind) or problem["msg"].partition("should be ")[2]
-        message = f"must be {what}, but it is {value!r}{_remedy(kind, value)}"
+        message = f"must be {what}, but it is {value!r}{_remedy(kind, value, owner, key)}"
     return ConfigError(f"{key} {message}", key)
 
 
-def _remedy(kind: str, value: Any) -> str:
+def _remedy(kind: str, value: Any, owner: type, key: str) -> str:
     if kind == "string_type":
         return f': write "{value}", with quotes' if isinstance(value, int | float) else ""
-    if value in ("None", "none"):
-        return ": write null"
+    if value in (None, "None", "none", "null"):
+        name = key.rpartition(".")[2]
+        if type(None) in kinds(typing.get_type_hints(owner)[name]):
+            return ": write null"
+        usual = defaults(owner).get(name)
+        off = type(usual) in (int, float) and not usual
+        return ": write 0" if off else ""
     if isinstance(value, str) and re.fullmatch(r"[-+.\deE]+|true|false", value):
         return ": give it without quotes"
     return f": write [{value}]" if kind == "tuple_type" else ""
 
 
-def _unknown_key(cls: type, owner: type, key: str) -> ConfigError:
+def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
     section, _, name = key.rpartition(".")
     prefix = f"{section}." if section else ""
     names, keys = [field.name for field in dataclasses.fields(owner)], leaves(cls)
-    elsewhere = [each for each in keys if each.rpartition(".")[2] == name and each != key]
-    hint = closest(key, [prefix + each for each in names]) or ";"
+    same = [each for each in keys if each.rpartition(".")[2] == name]
+    elsewhere = [each for each in same if not means_another(name, each)]
     if elsewhere:
         hint = f"; did you mean {' or '.join(elsewhere)}?"
-    elif found := our_name(key, keys):
-        return ConfigError(f"unknown key {key}: {found[1]}", key)
+    else:
+        if found := _foreign(cls, key, value):
+            return found
+        hint = advice(key, keys, near=[prefix + each for each in names]) or ";"
     of = " ".join(filter(None, [section, defaults(owner).get("name")]))
     listed = f"keys{f' of {of}' if of else ''}: {', '.join(names)}"
     return ConfigError(f"unknown key {key}{hint} {listed}", key)
+
+
+def _foreign(cls: type, key: str, value: Any) -> ConfigError | None:
+    """Return the error for a key of another library, or a section with one; None for others."""
+    for each in flat({key: value}):
+        if meaning := meaning_of(each, leaves(cls)):
+            return ConfigError(f"unknown key {each}: {meaning}", each)
+    return None

@@ -19,6 +19,7 @@ from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
 from nemorl.runtime.start.settings import environment_of
 from tests.examples import forget_own
 from tests.runtime.runs import numbers, start
+from tests.tiny_models import tiny_model
 
 FILE = '''
 import torch
@@ -131,13 +132,13 @@ def test_settings_are_checked_written_and_read(tmp_path: Path, capsys):
     loss = {"name": "my_pieces:plain", "scale": 2, "on": True}
     mine = config(tmp_path / "run", loss=loss, advantage={"name": "my_pieces:shifted", "shift": 1})
     Path("mine.yaml").write_text(dump_yaml(mine))
-    assert load_config(nemorl.GRPOConfig, "mine.yaml") == mine
+    assert load_config(nemorl.GRPOConfig, "mine.yaml", trust_code=True) == mine
     assert (mine.loss.name, mine.loss.scale, mine.loss.on) == ("my_pieces:plain", 2.0, True)
-    flags = "--config mine.yaml --model.path m --loss.scale 0.5 --loss.no-on --shift 3"
+    flags = "--config mine.yaml --trust-code --model.path m --loss.scale 0.5 --loss.no-on --shift 3"
     assert cli.main(["grpo", *flags.split(), "--print-config"]) == 0
     printed = capsys.readouterr().out
     assert "  # Plain" not in printed and "# Plain REINFORCE, scaled. One of clipped, " in printed
-    assert "  scale: 0.5\n" in printed and "  on: false\n" in printed and "shift: 3" in printed
+    assert "  scale: 0.5\n" in printed and '  "on": false\n' in printed and "shift: 3" in printed
     assert cli.main(["grpo", "--loss", "my_pieces:plain", "--help", "loss"]) == 0
     shown = capsys.readouterr().out
     assert "Plain REINFORCE, scaled." in shown and "--loss.scale FLOAT" in shown
@@ -183,6 +184,44 @@ def test_a_file_with_the_name_of_a_module(tmp_path: Path):
     Path("json.py").write_text(FILE)
     with pytest.raises(ValueError, match=r"whose name no other module has, but \./json\.py has"):
         config(tmp_path, loss="./json.py:plain")
+
+
+@pytest.mark.parametrize("setting", ["loss", "reward"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\ndef fn(a, b, c, d):\n    return 1 +\n", "broken.py, line 3: invalid syntax"),
+        ("def fn(:\n", "broken.py, line 1: "),
+        ("import my_other as fn\n", "my_other.py, line 2: "),
+        ("import sys as fn\nfn.exit(3)\n", "must not end the run, but it called sys.exit(3)"),
+        ("fn = 1\nraise GeneratorExit\n", "must not end the run, but it raised GeneratorExit"),
+    ],
+)
+def test_a_file_that_can_not_be_imported_is_one_line(
+    setting: str, text: str, said: str, tmp_path: Path, capsys
+):
+    Path("broken.py").write_text(text)
+    Path("my_other.py").write_text("\n  x = (\n")
+    Path("rows.jsonl").write_text('{"prompt": "1"}\n')
+    tiny_model().save_pretrained("model")
+    capsys.readouterr()
+    flags = f"--model.path model --data.train rows.jsonl --{setting} ./broken.py:fn --run.dir run"
+    assert cli.main(["grpo", *flags.split()]) in (1, 2)
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"nemorl grpo: error: {setting} ") and shown.count("\n") == 1
+    assert said in shown
+
+
+def test_two_files_of_one_name_are_refused(tmp_path: Path):
+    for folder in ("a", "b"):
+        Path(folder).mkdir()
+        Path(folder, "of_two.py").write_text(FILE)
+    message = r"whose name no other module has, but \./b/of_two\.py has that of .*/a/of_two\.py: re"
+    with pytest.raises(ValueError, match=f"^advantage must be a file {message}"):
+        config(tmp_path, loss="./a/of_two.py:plain", advantage="./b/of_two.py:by_token")
+    with pytest.raises(ValueError, match=f"^reward must be a file {message}"):
+        make_environment(["./a/of_two.py:close", "./b/of_two.py:close"])
+    sys.modules.pop("of_two")
 
 
 @pytest.mark.parametrize(

@@ -1,38 +1,43 @@
 """Calls in processes that end with a time limit: for rewards that are slow or may never return.
 
-A server, which has imported nothing but what the function needs, forks a worker for each CPU. The
-workers end with the server, and the server with the connection to the process that started it.
+A server, which has imported nothing but what the function needs, forks a worker for each CPU: see
+`process_server`. The workers end with the server, and the server with the connection to the process
+that started it, which also watches that the server answers.
 """
 
+import builtins
 import contextlib
-import faulthandler
+import json
 import os
-import pickle
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
-import time
-import traceback
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from importlib import import_module
-from multiprocessing.connection import Connection, Pipe, wait
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
 from typing import Any, TypeVar
 
 import cloudpickle
+import psutil
 
 from nemorl.checks import require
+from nemorl.rollout.process_server import LOADING_S
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LIMIT = "_limit_in_processes"
-ENDED = "its process ended: it called os._exit, crashed in C, or needed too much memory"
+TICK_S, SILENT_S, ENDING_S = 1.0, 60.0, 10.0
+"""How often the server is looked after, and how long it may be silent and end."""
+MARK = "NEMORL_PROCESSES"
+"""An environment variable by which the processes of a server are known after its death."""
 SERVER = """
 import sys
 sys.path[:] = sys.argv[2:]
-from nemorl.rollout.processes import serve
+from nemorl.rollout.process_server import serve
 serve(int(sys.argv[1]))
 """
 
@@ -63,6 +68,16 @@ LATE = object()
 """The result of a call that was ended at its time limit."""
 
 
+@dataclass(frozen=True)
+class Other:
+    """A result that is no number, as errors show it."""
+
+    shown: str
+
+    def __repr__(self) -> str:
+        return self.shown
+
+
 class Processes:
     """Calls one function in other processes, from any thread; they end with this object."""
 
@@ -75,7 +90,7 @@ class Processes:
         """Ends the processes; a later call starts others."""
 
     def start(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Future:
-        """Start a call; its future has the result, LATE, or what the function raised."""
+        """Start a call; its future has a number, an `Other`, LATE, or what the function raised."""
         call, answer = cloudpickle.dumps((args, kwargs)), Future[Any]()
         with self._lock:
             if self._server is None or self._server.poll() is not None:
@@ -85,139 +100,113 @@ class Processes:
             try:
                 self._connection.send((self._count, call))
             except OSError:
-                _fail(self._answers)
+                _fail(self._answers, "ended")
         return answer
 
     def _start_server(self) -> None:
         work = cloudpickle.dumps(self._fn), *getattr(self._fn, LIMIT)
         self._connection, theirs = Pipe()
-        number = theirs.fileno()
+        number, mark = theirs.fileno(), secrets.token_hex(8)
         self._server = subprocess.Popen(
             [sys.executable, "-c", SERVER, str(number), *sys.path],
             pass_fds=[number],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", MARK: mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # signals are for the process that trains
         )
         theirs.close()
-        self.end = weakref.finalize(self, _end, self._server, os.getpid())
+        whose = self._connection, mark, os.getpid()
+        self.end = weakref.finalize(self, _end, self._server, *whose)
         self._answers: dict[int, Future] = {}
         threading.Thread(
-            target=_receive, args=(self._connection, self._server, self._answers), daemon=True
+            target=_receive,
+            args=(self._connection, self._server, self._answers, mark),
+            daemon=True,
         ).start()
         self._connection.send(work)
 
 
-def _end(server: subprocess.Popen, owner: int) -> None:
-    """End a server and its workers, unless this process is only a fork of the one it is for."""
-    if os.getpid() == owner:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+def _end(server: subprocess.Popen, connection: Connection, mark: str, owner: int) -> None:
+    """Have a server end its workers and itself, unless this process is only a fork of the one it is
+    for; kill it and what it leaves if it does not.
+    """
+    if os.getpid() != owner:
+        return
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as ours:
+        ours.shutdown(socket.SHUT_RDWR)
+    _revive(server)
+    try:
+        server.wait(ENDING_S)
+    except subprocess.TimeoutExpired:
+        server.kill()
+    if server.wait() != 0:
+        _kill_marked(mark)
 
 
-def _receive(connection: Connection, server: subprocess.Popen, answers: dict[int, Future]) -> None:
-    """Give the answers to those who wait, until the server has ended."""
+def _revive(server: subprocess.Popen) -> None:
+    """Continue a server that a call may have stopped."""
+    server.send_signal(signal.SIGCONT)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill the processes that have the environment of a server."""
+    found = True
+    while found:
+        found = False
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == mark and process.status() != "zombie":
+                    process.kill()
+                    found = True
+
+
+def _receive(
+    connection: Connection, server: subprocess.Popen, answers: dict[int, Future], mark: str
+) -> None:
+    """Give the answers to those who wait, until the server has ended, or is silent too long."""
+    reason, silent, limit = "ended", 0.0, LOADING_S
     with contextlib.suppress(EOFError, OSError):
-        while True:
+        while silent < limit:
+            if not connection.poll(TICK_S):  # ticks, as the machine may sleep
+                silent = silent + TICK_S if answers else 0.0
+                if answers:
+                    _revive(server)
+                continue
             number, content = connection.recv()
-            value, error = (LATE, None) if content is None else pickle.loads(content)
-            future = answers.pop(number)
-            if error is None:
-                future.set_result(value)
-            else:
+            silent, limit = 0.0, SILENT_S
+            future = answers.pop(number, None)
+            if future is None:  # all is well, or the call has failed
+                continue
+            try:
+                future.set_result(LATE if content is None else _result(json.loads(content)))
+            except BaseException as error:  # also the SystemExit of a sys.exit
                 future.set_exception(error)
-    _end(server, os.getpid())
-    _fail(answers)
+        else:
+            doing = "load the function" if limit == LOADING_S else "answer"
+            reason = f"did not {doing} within {limit:g} s"
+    _end(server, connection, mark, os.getpid())
+    _fail(answers, reason)
 
 
-def _fail(answers: dict[int, Future]) -> None:
+def _result(answer: Mapping[str, Any]) -> Any:
+    """Return the result in an answer. Raises the error in it."""
+    if "number" in answer:
+        return answer["number"]
+    if "shown" in answer:
+        return Other(answer["shown"])
+    text = f"{answer['kind']}: {answer['message']}"
+    error: BaseException = RuntimeError(text)
+    kind: Any = getattr(builtins, answer["kind"], None)
+    known = isinstance(kind, type) and issubclass(kind, Exception | SystemExit)
+    if known and answer["args"] is not None:
+        error = kind(*answer["args"])
+    if answer["note"]:
+        error.add_note(answer["note"])
+    raise error
+
+
+def _fail(answers: dict[int, Future], reason: str) -> None:
     while answers:
         with contextlib.suppress(KeyError):  # another thread has it
-            answers.popitem()[1].set_exception(RuntimeError("the server of its processes ended"))
-
-
-def serve(descriptor: int) -> None:
-    """Answer the calls that come over a connection until it closes; then end the whole session."""
-    caller = Connection(descriptor)
-    pickled, seconds, modules = caller.recv()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the system forgets workers that have ended
-    most = len(os.sched_getaffinity(0))
-    waiting: deque[tuple[int, bytes]] = deque()
-    idle: list[Connection] = []
-    busy: dict[Connection, tuple[int, float]] = {}
-    fn = _loaded(pickled, modules)
-    while True:
-        for ready in wait([caller, *busy]):
-            assert isinstance(ready, Connection)
-            answer: bytes | None = None
-            try:
-                if ready is caller:
-                    waiting.append(caller.recv())
-                    continue
-                answer = ready.recv_bytes()
-                idle.append(ready)
-            except (EOFError, OSError):
-                if ready is caller:
-                    os.killpg(0, signal.SIGKILL)
-                late = time.monotonic() - busy[ready][1] >= seconds
-                if not late:
-                    answer = pickle.dumps((None, RuntimeError(ENDED)))
-            caller.send((busy.pop(ready)[0], answer))
-        while waiting and len(busy) < most:
-            worker = idle.pop() if idle else _fork(fn, seconds, [caller, *busy])
-            number, call = waiting.popleft()
-            busy[worker] = number, time.monotonic()
-            worker.send_bytes(call)
-
-
-def _loaded(pickled: bytes, modules: Sequence[str]) -> Callable[..., Any]:
-    """Return the function, or one that raises why it can't be had."""
-    try:
-        for name in modules:
-            with contextlib.suppress(ImportError):  # the function says what it lacks
-                import_module(name)
-        return cloudpickle.loads(pickled)
-    except BaseException as error:
-        reason = f"it can't be loaded in another process: {error!r}"
-
-        def fails(*args: Any, **kwargs: Any) -> None:
-            raise RuntimeError(reason)
-
-        return fails
-
-
-def _fork(fn: Callable[..., Any], seconds: float, others: Sequence[Connection]) -> Connection:
-    """Start a worker that answers one call after the other."""
-    ours, theirs = Pipe()
-    if os.fork():
-        theirs.close()
-        return ours
-    try:
-        for connection in (ours, *others):
-            connection.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with open(os.devnull, "w") as nothing:  # noqa: PTH123
-            while True:
-                args, kwargs = pickle.loads(theirs.recv_bytes())
-                # Its thread needs no GIL, which a function in C may keep.
-                faulthandler.dump_traceback_later(seconds, exit=True, file=nothing)
-                answer = _answer(fn, args, kwargs)
-                faulthandler.cancel_dump_traceback_later()
-                theirs.send_bytes(answer)
-    finally:
-        os._exit(0)
-
-
-def _answer(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Return the pickled result and error of a call, one of them None."""
-    try:
-        return pickle.dumps((fn(*args, **kwargs), None))
-    except BaseException as error:
-        text = traceback.format_exc()
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:
-            error = RuntimeError(f"{type(error).__name__}: {error}")
-        error.add_note(f"In a process of its own:\n{text}")
-        return pickle.dumps((None, error))
+            error = RuntimeError(f"the server of its processes {reason}")
+            answers.popitem()[1].set_exception(error)

@@ -1,6 +1,8 @@
 """Rewards judged in processes: their limits, errors and ends."""
 
+import contextlib
 import os
+import secrets
 import subprocess
 import sys
 import time
@@ -11,8 +13,9 @@ import pytest
 
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
-from nemorl.rollout.processes import judged_in_processes
-from tests.rollout import slow_rewards
+from nemorl.rollout.processes import LIMIT, Processes, judged_in_processes
+from tests.rollout import nasty_rewards, slow_rewards
+from tests.rollout.nasty_rewards import LATE, NASTY
 from tests.rollout.slow_rewards import reward
 
 
@@ -64,7 +67,7 @@ def test_what_takes_too_long_counts_0(environment, response):
         ("odd", RuntimeError, "Odd: 1"),
         ("sys.exit", RuntimeError, r"must not end the run, but it called sys\.exit\(0\)"),
         ("os._exit", RuntimeError, r"its process ended: it called os\._exit, crashed in C, or"),
-        ("generator", TypeError, "cannot pickle 'generator'"),
+        ("generator", ValueError, "must be a finite number, but it is <generator object"),
         ("nan", ValueError, "must be a finite number"),
     ],
 )
@@ -99,10 +102,83 @@ def test_processes_end_with_the_environment():
     assert gone(processes)
 
 
+def with_token(token: str) -> list[psutil.Process]:
+    """Return processes that have it in their environment or command."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            texts = [*process.environ().values(), *process.cmdline()]
+            if process.pid != os.getpid() and any(token in text for text in texts):
+                found.append(process)
+    return found
+
+
+@pytest.fixture(scope="module")
+def nasty():
+    """An environment, and a token that its processes have."""
+    token = str(secrets.randbelow(10**12) + 10**12)
+    before = os.environ.get("NASTY_TOKEN")
+    os.environ["NASTY_TOKEN"] = token
+    yield FunctionalRewardWrapper(nasty_rewards.reward), token
+    del os.environ["NASTY_TOKEN"]
+    assert before is None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", NASTY)
+def test_a_time_limit_holds_whatever_a_reward_does(nasty, name):
+    """The calls beside it get their answers, and no process is left."""
+    environment, token = nasty
+    outcome = NASTY[name][1]
+    calls = ThreadPoolExecutor(1)
+    found = calls.submit(judged, environment, "1", name, "3", "4")
+    if outcome == LATE:
+        with pytest.warns(UserWarning, match="longer than 1 s for 1 of 4 responses, which count 0"):
+            assert found.result(60) == [1.0, 0.0, 3.0, 4.0]
+    elif isinstance(outcome, float):
+        assert found.result(60) == [1.0, outcome, 3.0, 4.0]
+    else:
+        kind = Exception if isinstance(outcome, str) else outcome
+        with pytest.raises(kind, match=outcome if isinstance(outcome, str) else None):
+            found.result(60)
+    assert judged(environment, "5", "6", "7") == [5.0, 6.0, 7.0]
+    environment._processes.end()
+    assert gone(with_token(token))
+
+
+def test_a_server_that_stays_silent_is_replaced(monkeypatch):
+    monkeypatch.setattr("nemorl.rollout.processes.SILENT_S", 2.0)
+    monkeypatch.setattr("nemorl.rollout.processes.ENDING_S", 1.0)
+    monkeypatch.setattr("nemorl.rollout.processes._revive", lambda server: None)
+    environment = FunctionalRewardWrapper(nasty_rewards.reward)
+    with pytest.raises(RuntimeError, match="its processes did not answer within 2 s"):
+        judged(environment, "1", "stops_its_server_and_hangs", "3")
+    assert judged(environment, "5") == [5.0]
+
+
+def test_a_function_whose_loading_hangs_ends(monkeypatch):
+    monkeypatch.setattr("nemorl.rollout.processes.LOADING_S", 2.0)
+    fn = nasty_rewards.Reduced(time.sleep, (nasty_rewards.OVER,))
+    setattr(fn, LIMIT, (1.0, ()))
+    processes = Processes(fn)
+    with pytest.raises(RuntimeError, match="did not load the function within 2 s"):
+        processes.start((), {}).result(60)
+
+
+def test_no_process_outlives_a_run_that_is_killed_while_its_server_is_stopped():
+    script = KILLED.replace("while True:", "os.kill(os.getppid(), 19)\n    while True:")
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as run:
+        assert run.stdout.readline() == b"busy\n"
+        processes = psutil.Process(run.pid).children(recursive=True)
+        assert len(processes) == 3
+        run.kill()
+    assert gone(processes)
+
+
 KILLED = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from nemorl.rollout.environment import FunctionalRewardWrapper
-from nemorl.rollout.processes import judged_in_processes
+from nemorl.rollout.processes import LIMIT, Processes, judged_in_processes
 @judged_in_processes(seconds=1000)
 def reward(response):
     subprocess.Popen(["sleep", "1000"])
@@ -122,6 +198,34 @@ def test_no_process_outlives_one_that_is_killed():
         assert len(processes) == 3
         run.kill()
     assert gone(processes)
+
+
+def test_no_process_outlives_a_run_that_is_killed_and_a_fork_of_it_lives():
+    """It has the connection to the server, too."""
+    judge = "FunctionalRewardWrapper(reward).step([log], [{}])"
+    script = KILLED.replace(
+        "    subprocess", "    if response == 'fast':\n        return 1.0\n    subprocess"
+    )
+    forks = """
+environment = FunctionalRewardWrapper(reward)
+environment.step([[log[0], {**log[1], "content": "fast"}]], [{}])
+if os.fork() == 0:
+    import time
+    time.sleep(1000)
+environment.step([log], [{}])
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script.replace(judge, forks)], stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout.readline() == b"busy\n"
+        processes = psutil.Process(run.pid).children(recursive=True)
+        (fork,) = (one for one in processes if one.ppid() == run.pid and not one.children())
+        run.kill()
+    processes.remove(fork)
+    try:
+        assert gone(processes)
+    finally:
+        fork.kill()
 
 
 def test_math_has_a_limit_in_any_thread():

@@ -81,6 +81,9 @@ def with_standard_names(row: Row) -> Row:
     {'input': '1+1=', 'output': '2', 'prompt': '1+1=', 'response': '2'}
     """
     added = {}
+    judged = row.get("reward_model")  # verl's
+    if isinstance(judged, Mapping) and "ground_truth" in judged and "ground_truth" not in row:
+        added["ground_truth"] = judged["ground_truth"]
     if row.get("completions") is not None and row.get("context") is not None:
         context = row["context"]
         added["prompt"] = [context] if isinstance(context, Mapping) else context

@@ -11,10 +11,11 @@ from nemorl.checks import closest
 from nemorl.rollout.processes import judged_in_processes
 
 NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z)\]}])-)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,9}(?!\w))?"
+    r"(?:(?<![0-9A-Za-z)\]}])[-−])?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-−+]?\d{1,9}(?!\w))?"
 )
-"""Its sign is no minus or hyphen: it stands behind no digit, letter or closing bracket. Of a longer
-exponent `Decimal` could not hold the number."""
+"""Its sign, - or − (U+2212), is no minus or hyphen: it stands behind no digit, letter or closing
+bracket. Commas stand alone, between digits. Of a longer exponent `Decimal` could not hold the
+number."""
 
 Function = TypeVar("Function", bound=Callable[..., float])
 
@@ -69,7 +70,7 @@ def _number_of(answer: Any) -> Decimal:
 
 
 def _decimal(number: str) -> Decimal:
-    return Decimal(number.replace(",", ""))
+    return Decimal(number.replace(",", "").replace("−", "-"))
 
 
 @checking(_number_of)

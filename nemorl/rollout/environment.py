@@ -1,7 +1,6 @@
 """Where rewards come from: environments, and plain functions made into one."""
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,18 +12,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemorl.checks import closest, require, short
+from nemorl.checks import as_number, closest, require, short
 from nemorl.data.rows import for_rows, origin_of
 from nemorl.rollout.processes import LATE, LIMIT, Processes
-from nemorl.rollout.signature import RESPONSE, columns_of, read_signature
+from nemorl.rollout.signature import PROMPT, RESPONSE, columns_of, read_signature
 from nemorl.user_code import exit_is_error
+from nemorl.warn import warn
 
 Message = Mapping[str, Any]
 MessageLog = Sequence[Message]
 """A conversation: {"role": "user", "content": text}, ..."""
 Metadata = Mapping[str, Any]
 """Of a conversation: at first the data set's row."""
-LARGEST = torch.finfo(torch.float32).max
+ONE_TURN = (
+    "must end every conversation after the first response: for several turns write a loop"
+    " (docs/extending.md#several-turns)"
+)
 REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
 
 
@@ -70,8 +73,9 @@ class FunctionalRewardWrapper:
 
     `fn` gets the texts of prompt and response and the columns that its parameters name. With plural
     parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
-    with lists, and returns one number per response: a list, array or tensor. `name`: for metrics
-    and errors. `settings`: values of parameters that are no columns.
+    with lists, and returns one number per response: a list, array or tensor. Where it calls the
+    responses `completions` and the prompt is a conversation, both are lists of messages, as in TRL.
+    `name`: for metrics and errors. `settings`: values of parameters that are no columns.
 
     Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
     but one finite number per response. Its own exceptions get a note with prompt and response.
@@ -90,7 +94,9 @@ class FunctionalRewardWrapper:
         name: str | None = None,
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self.signature = read_signature(fn, batch=batch, name=name, settings=settings)
+        self._read = partial(read_signature, fn, batch=batch, name=name, settings=settings)
+        self.signature = self._read()
+        self._columns_known = False
         self.fn = fn
         self.name = self.signature.name
         self._processes = Processes(fn) if hasattr(fn, LIMIT) else None
@@ -104,10 +110,16 @@ class FunctionalRewardWrapper:
         size = len(message_log_batch)
         self._check_columns(metadata)
         texts = [(text_of(log[:-1]), str(log[-1]["content"])) for log in message_log_batch]
+        given: Sequence[tuple[Any, Any]] = texts
+        if self.signature.response == "completions":
+            given = [
+                _as_messages(log) if _is_chat(row) else text
+                for log, text, row in zip(message_log_batch, texts, metadata, strict=True)
+            ]
         if self.signature.batch:
-            rewards = self._of_batch(texts, metadata) if size else []
+            rewards = self._of_batch(given, texts, metadata) if size else []
         else:
-            rewards = self._of_each(texts, metadata)
+            rewards = self._of_each(given, texts, metadata)
         return EnvironmentReturn(
             observations=[{"role": "environment", "content": ""}] * size,
             metadata=[None] * size,
@@ -131,14 +143,25 @@ class FunctionalRewardWrapper:
             for_rows(rows, check_row)
 
     def _check_columns(self, rows: Sequence[Metadata]) -> None:
+        if rows and not self._columns_known:
+            self.signature = self._read(there={name for row in rows for name in row})
+            self._columns_known = True
         wanted = [name for name, required in self.signature.columns.items() if required]
-        response = self.signature.response
+        by_place = [
+            (what, name)
+            for what, name, own in (
+                ("prompt", self.signature.prompt, PROMPT),
+                ("response", self.signature.response, RESPONSE),
+            )
+            if name not in own
+        ]
         for number, row in enumerate(rows):
-            if response in row and response not in RESPONSE:
-                raise ValueError(
-                    f"reward {self.name!r} would get the response as its parameter {response!r},"
-                    " but there is a column of that name, too: call the parameter 'response'"
-                )
+            for what, name in by_place:
+                if name in row:
+                    raise ValueError(
+                        f"reward {self.name!r} would get the {what} as its parameter {name!r}, but"
+                        f" there is a column of that name, too: call the parameter {what!r}"
+                    )
             missing = next((name for name in wanted if row.get(name) is None), None)
             if missing is not None:
                 hint = "" if missing in row else closest(missing, map(str, row))
@@ -148,10 +171,13 @@ class FunctionalRewardWrapper:
                     " row out"
                 )
 
-    def _of_each(self, texts: Sequence[tuple[str, str]], rows: Sequence[Metadata]) -> list[float]:
-        calls = [
-            self.signature.arguments(*text, row) for text, row in zip(texts, rows, strict=True)
-        ]
+    def _of_each(
+        self,
+        given: Sequence[tuple[Any, Any]],
+        texts: Sequence[tuple[str, str]],
+        rows: Sequence[Metadata],
+    ) -> list[float]:
+        calls = [self.signature.arguments(*one, row) for one, row in zip(given, rows, strict=True)]
         results: list[Callable[[], Any]]
         if self._processes is None:
             results = [partial(self.fn, *args, **kwargs) for args, kwargs in calls]
@@ -171,10 +197,9 @@ class FunctionalRewardWrapper:
                 self._processes.end()
             raise
         if self._processes and late:
-            warnings.warn(
+            warn(
                 f"reward {self.name!r} took longer than {self._processes.seconds:g} s for"
-                f" {len(late)} of {len(texts)} responses, which count 0, as for {late[0]}",
-                stacklevel=2,
+                f" {len(late)} of {len(texts)} responses, which count 0, as for {late[0]}"
             )
         return rewards
 
@@ -185,10 +210,20 @@ class FunctionalRewardWrapper:
                 return call()
         except Exception as error:
             error.add_note(f"This was reward {self.name!r} for {shown}.")
+            if self.signature.response == "completions":
+                error.add_note(
+                    "Where the prompt is a conversation, completions are lists of messages, as in"
+                    " TRL; a parameter called responses gets texts."
+                )
             raise
 
-    def _of_batch(self, texts: Sequence[tuple[str, str]], rows: Sequence[Metadata]) -> list[float]:
-        prompts, responses = ([text[part] for text in texts] for part in (0, 1))
+    def _of_batch(
+        self,
+        given: Sequence[tuple[Any, Any]],
+        texts: Sequence[tuple[str, str]],
+        rows: Sequence[Metadata],
+    ) -> list[float]:
+        prompts, responses = ([one[part] for one in given] for part in (0, 1))
         args, kwargs = self.signature.arguments(
             prompts, responses, columns_of(rows, self.signature)
         )
@@ -220,7 +255,13 @@ class FunctionalRewardWrapper:
 
 
 def check_rows(environment: EnvironmentInterface, rows: Sequence[Metadata]) -> None:
-    """Call an environment's `check(rows)`, if any."""
+    """Call an environment's `check(rows)`, if any. Raises: ValueError for an environment whose
+    `max_turns` is above 1, before anything is sampled for it.
+    """
+    turns = getattr(environment, "max_turns", 1)
+    if isinstance(turns, int) and turns > 1:
+        name = type(environment).__name__
+        raise ValueError(f"environment {name!r}, whose max_turns is {turns}, {ONE_TURN}")
     check = getattr(environment, "check", None)
     if check is not None:
         check(rows)
@@ -260,20 +301,6 @@ def reward_tensor(
     return torch.tensor(rewards, dtype=torch.float32)
 
 
-def as_number(value: Any) -> float:
-    """Return a value as a float, or nan unless it is one number that float32 holds.
-
-    >>> as_number(True), as_number("1"), as_number(1e39)
-    (1.0, nan, nan)
-    """
-    try:
-        value = value.item() if hasattr(value, "item") else value
-        number = float(value) if hasattr(value, "__float__") else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # several numbers, or a huge one
-        return math.nan
-    return number if abs(number) <= LARGEST else math.nan
-
-
 def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
     try:
         found = len(values)
@@ -287,6 +314,15 @@ def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
             f"environment {name!r} must return one of {field_name} per conversation, but it"
             f" returned {found} for {count} conversations"
         )
+
+
+def _is_chat(row: Metadata) -> bool:
+    prompt = row.get("prompt") if row.get("prompt") is not None else row.get("messages")
+    return prompt is not None and not isinstance(prompt, str)
+
+
+def _as_messages(log: MessageLog) -> tuple[list[Message], list[Message]]:
+    return [dict(message) for message in log[:-1]], [dict(log[-1])]
 
 
 def _shown(prompt: str, response: str) -> str:

@@ -1,7 +1,7 @@
 """How a reward function is called, read from the names of its parameters."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from nemorl.data.rows import own_copy
 
 PROMPT = ("prompt", "prompts")
-RESPONSE = ("response", "responses", "completion", "completions")
+RESPONSE = ("response", "responses", "completion", "completions", "solution_str")
 PLURAL = ("prompts", "responses", "completions")
 
 
@@ -54,12 +54,14 @@ def read_signature(
     batch: bool | None = None,
     name: str | None = None,
     settings: Mapping[str, Any] = MappingProxyType({}),
+    there: Collection[str] = (),
 ) -> Signature:
-    """Return the signature of a reward function.
+    """Return the signature of a reward function for rows that have the columns `there`.
 
-    Parameters called `prompt` and `response` (or `completion`) get those, others the setting or
-    else the column of their name. If it names no response, its first other parameter gets it; if
-    neither, its first two get both. Plural names or batch=True make it a function of a batch.
+    Parameters called `prompt` and `response` (or `completion`, verl's `solution_str`) get those,
+    others the setting or else the column of their name. If it names no response, its first
+    parameter without a setting or column gets it; if no prompt either, and it has two, these get
+    both. Plural names or batch=True make it a function of a batch.
     Raises: ValueError for what is no function, can't take a response, or is `async`.
 
     >>> read_signature(lambda prompts, responses, answer: [0.0]).batch
@@ -92,15 +94,16 @@ def read_signature(
     response = next((n for n in RESPONSE if n in named), None)
     leading = {p.name: p.default for p in parameters if p.kind == p.POSITIONAL_ONLY}
     if response is None:
-        free = [n for n in by_place if n != prompt]
-        if prompt is None:
+        known = set() if several_places else {*there, *settings}
+        free = [n for n in by_place if n != prompt and n not in known]
+        if prompt is None and (len(free) > 1 or len(free) == len(by_place)):
             prompt, *free = free or [PROMPT[0]]
         if not free and several_places:
-            free, leading = [RESPONSE[0]], dict.fromkeys((prompt, RESPONSE[0]))
+            free, leading = [RESPONSE[0]], dict.fromkeys((prompt or PROMPT[0], RESPONSE[0]))
         if not free:
             raise ValueError(
                 f"reward {name!r} must take at least (prompt, response), but its parameters are"
-                f" {[p.name for p in parameters]}: add them"
+                f" {[p.name for p in parameters]}{_columns_among(by_place, there)}: add them"
             )
         response = free[0]
     return Signature(
@@ -117,6 +120,11 @@ def read_signature(
         leading=leading,
         settings={key: value for key, value in settings.items() if key in named},
     )
+
+
+def _columns_among(names: Sequence[str], there: Collection[str]) -> str:
+    columns = [name for name in names if name in there]
+    return f", of which the data has the columns {columns}" if columns else ""
 
 
 def name_of(fn: Any) -> str:

@@ -244,6 +244,15 @@ class WrappedBackend(ScheduledBackend):
         require(
             reason in ends, f"{name}'s finish_reason", f"must be one of {ends}", reason, "omit it"
         )
+        asked = not {*ids[-1:]}.isdisjoint(params.stop_token_ids)
+        asked = asked or any(stop in text for stop in params.stop_strings)
+        require(
+            reason == "length" or asked or not params.ignore_eos,
+            f"a response of {name}.generate",
+            f"must have {params.max_new_tokens} tokens where generation.ignore_eos is true",
+            len(ids),
+            "obey sampling_params.ignore_eos there, or remove the setting",
+        )
         return Completion(
             token_ids=ids,
             logprobs=(nan,) * len(ids) if logprobs is None else tuple(map(float, logprobs)),

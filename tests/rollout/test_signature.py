@@ -2,10 +2,12 @@
 a whole batch at a time.
 """
 
+import inspect
 from functools import partial
 
 import pytest
 
+from nemorl.data.datasets import load_rows
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.signature import name_of, read_signature
 
@@ -74,6 +76,87 @@ def test_each_parameter_gets_what_it_means(name: str):
         [LOG], [{"answer": "two", "level": 3}]
     ).rewards == [0.5]
     assert seen == [("1+1=", "2", "two")]
+
+
+def verl_score(data_source, solution_str, ground_truth, extra_info=None):
+    return see(data_source, solution_str, ground_truth, extra_info)
+
+
+VERL = {
+    "data_source": "openai/gsm8k",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "ability": "math",
+    "reward_model": {"style": "rule", "ground_truth": "2"},
+    "extra_info": {"split": "train", "index": 0},
+}
+
+
+def test_a_function_of_verl_gets_its_columns():
+    seen.clear()
+    rows = load_rows([VERL, {**VERL, "extra_info": None}, {**VERL, "ground_truth": "two"}])
+    environment = FunctionalRewardWrapper(verl_score)
+    environment.check(rows)
+    assert environment.step([LOG] * 3, rows).rewards == [0.5] * 3
+    info = VERL["extra_info"]
+    given = [("2", info), ("2", None), ("two", info)]
+    assert seen == [("openai/gsm8k", "2", truth, more) for truth, more in given]
+    without = {name: value for name, value in VERL.items() if name != "data_source"}
+    with pytest.raises(ValueError, match="wants the column 'data_source', but row 1 has only"):
+        FunctionalRewardWrapper(verl_score).check(load_rows([without]))
+
+
+BESIDE_COLUMNS = {
+    "the prompt's place": lambda source, text, answer: (source, text, answer),
+    "the response's place": lambda text, source, answer: (source, text, answer),
+    "both first places": lambda source, answer, text: (source, text, answer),
+    "beside the prompt": lambda source, text, answer, prompt: (source, text, answer),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_COLUMNS)
+def test_a_parameter_that_is_a_column_gets_the_column(name: str):
+    found = []
+    fn = BESIDE_COLUMNS[name]
+
+    def reward(*args, **kwargs):
+        found.append(fn(*args, **kwargs))
+        return 0.0
+
+    reward.__signature__ = inspect.signature(fn)
+    FunctionalRewardWrapper(reward).step([LOG], [{"source": "web", "answer": "two"}])
+    assert found == [("web", "2", "two")]
+
+
+def test_a_column_that_only_later_rows_have_is_never_the_prompt():
+    environment = FunctionalRewardWrapper(lambda question, text: 1.0)
+    environment.check([{"answer": "2"}])
+    with pytest.raises(ValueError, match="would get the prompt as its parameter 'question', but"):
+        environment.check([{"question": "?"}])
+    with pytest.raises(ValueError, match=r"of which the data has the columns \['a', 'b'\]: add"):
+        FunctionalRewardWrapper(lambda a, b: 1.0).check([{"a": 1, "b": 2}])
+
+
+def test_completions_of_conversations_are_messages_as_in_trl():
+    """Prompts, too; with any other name, and of a prompt that is text, they are texts."""
+    found = []
+
+    def keep(prompts, completions):
+        found.extend(zip(prompts, completions, strict=True))
+        return [float(len(c[0]["content"])) for c in completions]
+
+    chat, text = {"prompt": LOG[:1]}, {"prompt": "1+1="}
+    environment = FunctionalRewardWrapper(keep)
+    assert environment.step([LOG, LOG], [chat, {"messages": LOG}]).rewards == [1.0, 1.0]
+    assert found == [(LOG[:1], LOG[1:])] * 2
+    texts = FunctionalRewardWrapper(lambda completions: list(map(len, completions)))
+    assert texts.step([LOG], [text]).rewards == [1.0]
+    texts = FunctionalRewardWrapper(lambda responses: [float(r == "2") for r in responses])
+    assert texts.step([LOG], [chat]).rewards == [1.0]
+    with pytest.raises(AttributeError) as error:
+        FunctionalRewardWrapper(lambda completions: [c.strip() for c in completions]).step(
+            [LOG], [chat]
+        )
+    assert "a parameter called responses gets texts" in error.value.__notes__[-1]
 
 
 def optional_columns(prompt, response, a=0.0, b=0.0, /):

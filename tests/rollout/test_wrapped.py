@@ -1,6 +1,7 @@
 """Classes with few methods as generation backends: `as_generation_backend`."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -139,6 +140,15 @@ def test_logprobs_that_are_missing_are_the_models(cls, temperature):
             )
             torch.testing.assert_close(torch.tensor(c.logprobs), expected)
         backend.update_weights(tiny_model(seed=1, scale=2.0).named_parameters(), version=1)
+
+
+def test_an_engine_that_ends_early_where_it_must_not_is_refused():
+    prompt, lasting = [[5, 6, 7]], SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)
+    assert len(made(Described).generate(prompt, lasting)[0].token_ids) == 4
+    with pytest.raises(ValueError, match=r"Columns.generate must have 4 tokens where .*ignore_eos"):
+        made(Columns).generate(prompt, lasting)
+    every = replace(lasting, stop_token_ids=tuple(range(2, 10)))
+    assert made(Columns).generate(prompt, every)[0].finish_reason == "stop"
 
 
 def test_a_batch_to_train_on_comes_of_texts():

@@ -1,16 +1,17 @@
 """PEFT adapters in a model: which layers have them, and how they are merged into the weights."""
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemorl.models.hub import CONFIG
+from nemorl.models.hub import CONFIG, DAMAGED_PICKLE
 
 WEIGHTS = "adapter_model.safetensors"
 """PEFT's name of the file in an adapter folder, beside CONFIG."""
@@ -113,9 +114,13 @@ def base_of(folder: Path) -> str | None:
     Raises: ValueError where its adapter_config.json can't be read.
     """
     try:
-        values = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        return values.get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError) as error:
+        base = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+        if not isinstance(base, str | None):
+            raise TypeError(f"base_model_name_or_path is {base!r}")
+        return base
+    except KeyError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder / CONFIG} must be a JSON object as PEFT writes it, but can't be read as one"
             f" ({error}): write it anew"
@@ -130,11 +135,18 @@ def merge_folder(model: nn.Module, folder: Path) -> nn.Module:
     require_peft(f"the adapter folder {folder}")
     from peft import PeftModel
 
+    must = f"{folder} must hold adapters to {base_of(folder)}"
     try:
-        return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
-    except (RuntimeError, ValueError, OSError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        with warnings.catch_warnings():
+            # PEFT would leave what a file lacks as it is initialized: without an effect.
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    except UnpicklingError as error:  # whose text advises to run it
         raise ValueError(
-            f"{folder} must hold adapters to {base_of(folder)}, but they don't fit ({reason}): name"
-            " the base model of its run"
+            f"{must}, but {DAMAGED_PICKLE}: have it converted to {WEIGHTS} by whoever made it"
+        ) from error
+    except Exception as error:  # PEFT refuses broken files with any
+        reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise ValueError(
+            f"{must}, but they don't fit ({reason}): name the base model of its run"
         ) from error

@@ -1,6 +1,7 @@
 """LoRA in the dtensor backend: training, export, checkpoints, sampling, the reference."""
 
 import json
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from nemorl.losses.types import finalize
@@ -349,8 +351,25 @@ def test_an_adapter_folder_that_cannot_be_used(tmp_path: Path):
     tiny_model(hidden_size=16).save_pretrained(tmp_path / "gone")
     with pytest.raises(ValueError, match=r"must hold adapters to .*gone, but they don't fit"):
         load_causal_lm(str(tmp_path / "adapter"))
-    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"0")
+    weights = tmp_path / "adapter" / "adapter_model.safetensors"
+    tiny_model().save_pretrained(tmp_path / "gone")
+    tensors = load_file(weights)
+    save_file(dict(list(tensors.items())[1:]), weights)  # which PEFT would take, with a warning
+    with pytest.raises(ValueError, match=r"they don't fit \(Found missing adapter keys"):
+        load_causal_lm(str(tmp_path / "adapter"))
+    weights.write_bytes(b"0")
     with pytest.raises(ValueError, match="must hold adapters to"):
+        load_causal_lm(str(tmp_path / "adapter"))
+    weights.unlink()
+    for content in (b"", b"0", pickle.dumps([1]), pickle.dumps(print)):
+        weights.with_suffix(".bin").write_bytes(content)
+        with pytest.raises(ValueError, match="must hold adapters to"):
+            load_causal_lm(str(tmp_path / "adapter"))
+    torch.save([1], weights.with_suffix(".bin"))
+    with pytest.raises(ValueError, match="must hold adapters to"):
+        load_causal_lm(str(tmp_path / "adapter"))
+    config.write_text(json.dumps(values | {"base_model_name_or_path": [1]}))
+    with pytest.raises(ValueError, match=r"as one \(base_model_name_or_path is \[1\]\)"):
         load_causal_lm(str(tmp_path / "adapter"))
     config.write_text("[")
     with pytest.raises(ValueError, match=r"adapter_config.json must be a JSON object"):

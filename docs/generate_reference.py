@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.spellings import LIBRARIES, settings_in
+from nemorl.runtime.config.spellings import LIBRARIES, Absent, settings_in
 from nemorl.runtime.config.tree import by_name, field_docs, fields_of, leaves, to_dict, variants
 from nemorl.runtime.start.registry import ALGORITHMS
 
@@ -29,10 +29,12 @@ too, where it is unique (`--lr 1e-6`), and `--model`, `--data` and `--run` are s
 `--model.path`, `--data.train` and `--run.dir`. A setting has these flags in every command.
 
 Later layers win: defaults, then `--preset`, then `--config` (of several the later one), then flags.
-`--print-config` shows what a run would use, with comments, as a file for `--config`. Sections that
-several algorithms share come first. A flag of true or false is `--run.resume` or `--run.no-resume`,
-or `--run.resume=false`; `null` is a value (`--gap.warn null`). `--help` shows the usual settings,
-`--help optimizer` a section, `--help all` every setting.
+`--print-config` shows what a run would use, with comments, as a file for `--config`. Code that a
+file names runs only if a flag names it, too, or with `--trust-code`: see
+[extending.md](extending.md#code-that-files-name). Sections that several algorithms share come
+first. A flag of true or false is `--run.export` or `--run.no-export`, or `--run.export=false`;
+`null` is a value (`--gap.warn null`). `--help` shows the usual settings, `--help optimizer` a
+section, `--help all` every setting.
 
 A choice between variants, such as `loss`, is a section with a `name`: `loss: {name: gspo}`,
 `--loss gspo`. It has only the keys of the chosen variant.
@@ -137,7 +139,7 @@ def migration(text: str) -> str:
     """coming-from.md with its tables anew."""
     known = {key for algorithm in ALGORITHMS.values() for key in leaves(algorithm.config)}
     for library, names in LIBRARIES.items():
-        head = f"| {library} | nemorl |\n|---|---|\n"
+        head = f"| {library or 'name'} | nemorl |\n|---|---|\n"
         rows = "".join(
             f"| `{theirs}` | {marked(ours, known)} |\n" for theirs, ours in names.items()
         )
@@ -147,10 +149,13 @@ def migration(text: str) -> str:
     return text
 
 
-def marked(text: str, known: set[str]) -> str:
-    """A cell with its settings as code."""
+def marked(ours: str | Absent, known: set[str]) -> str:
+    """A cell with its settings as code; of what is not there a link to what to do."""
+    text = ours
+    if isinstance(ours, Absent):
+        text = f"not there: {ours.today} ([{ours.page.partition('#')[0]}]({ours.page}))"
     for key in sorted({*settings_in(text)} & known, key=len, reverse=True):
-        text = re.sub(rf"(?<![\w.`]){re.escape(key)}(?![\w.`])", f"`{key}`", text)
+        text = re.sub(rf"(?<![\w.`/]){re.escape(key)}(?![\w.`])", f"`{key}`", text)
     return text
 
 

@@ -1,6 +1,5 @@
 """What DPO compares: preferences as tokens, and the reference's logprobs of them."""
 
-import warnings
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from nemorl.runtime.run.data import within_limit
 from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.run.samples import Samples, spread
 from nemorl.runtime.watch.waiting import waiting
+from nemorl.warn import warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,9 @@ def comparisons(
         )
         alike = sum(pair.chosen.input_ids == pair.rejected.input_ids for pair in pairs)
         if alike:
-            warnings.warn(
+            warn(
                 f"{alike} of {len(pairs)} pairs have the same response on both sides, which teaches"
-                " nothing: remove them",
-                stacklevel=2,
+                " nothing: remove them"
             )
         found: list[Together] = [(pair.chosen, pair.rejected) for pair in pairs]
         if single:  # a row each, because the limits on a row's size are for one response
@@ -67,10 +66,9 @@ def comparisons(
         )
         found = [(with_label(example, desirable),) for example, desirable in judged]
         if not in_pairs and len({desirable for _, desirable in judged}) == 1:
-            warnings.warn(
+            warn(
                 f"all responses are {'desirable' if judged[0][1] else 'undesirable'}, so kto has"
-                " nothing to compare them with: add some of the other kind",
-                stacklevel=2,
+                " nothing to compare them with: add some of the other kind"
             )
     examples = [example for row in found for example in row]
     others: list[Together] = []

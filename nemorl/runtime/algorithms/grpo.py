@@ -22,8 +22,10 @@ from nemorl.runtime.algorithms.policy_loss import (
 )
 from nemorl.runtime.algorithms.sampling import compared_samples, roll_out
 from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.presets import nearest_preset
 from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.run.samples import compared
+from nemorl.runtime.watch.log import event
 
 
 def grpo(run: OpenRun) -> None:
@@ -33,6 +35,7 @@ def grpo(run: OpenRun) -> None:
     weights all the same.
     """
     config, prompts = run.config, run.prompts()
+    say_preset(config)
     shaping, advantages = make_shaping(config), make_advantages(config)
     loss_weights, loss_fn = make_loss_weights(config), make_loss(config)
     responses = config.num_prompts_per_step * config.num_generations_per_prompt
@@ -59,6 +62,14 @@ def grpo(run: OpenRun) -> None:
             step.log({"shaped_reward": float(shaping(everything).mean())})
         if not num_updates:
             step.log({"loss": 0.0, "grad_norm": 0.0})
+
+
+def say_preset(config: GRPOConfig) -> None:
+    """Print and log which preset the settings are nearest to, and how they differ from it."""
+    line = nearest_preset(config)
+    event("preset", line)
+    if config.run.display != "none":
+        print(line)
 
 
 def trained_tokens(

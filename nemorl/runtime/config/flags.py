@@ -12,13 +12,12 @@ import inspect
 import json
 import typing
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from nemorl.checks import closest
-from nemorl.runtime.config.spellings import our_name
+from nemorl.runtime.config.spellings import advice, means_another
 from nemorl.runtime.config.tree import (
     by_name,
     defaults,
@@ -37,7 +36,7 @@ Extra = tuple[str, Any, Any, str]
 MAIN = {"model": "model.path", "data": "data.train", "run": "run.dir", "dir": "run.dir"}
 """The setting that a section's name alone stands for, where the section is one."""
 
-NO_SETTINGS = ("help", "config", "preset", "print_config")
+NO_SETTINGS = ("help", "config", "preset", "print_config", "trust_code")
 """Flags that a command may have besides."""
 
 
@@ -83,7 +82,8 @@ def parse_flags(
 
 def names_of(cls: type, same: Mapping[str, str]) -> dict[str, str]:
     """Return the key that each name of a setting stands for: its own, its last part where that is
-    unique, a section's name. `same`: what keys of this config are called in others.
+    unique and not a wish for another setting, a section's name. `same`: what keys of this config
+    are called in others.
     """
     keys = leaves(cls)
     times = Counter(map(_last, keys))
@@ -92,7 +92,11 @@ def names_of(cls: type, same: Mapping[str, str]) -> dict[str, str]:
         {_last(dotted): key for dotted, key in others.items()}
         | {section: key for section, key in MAIN.items() if key in keys}
         | {section: others[key] for section, key in MAIN.items() if key in others}
-        | {_last(key): key for key in keys if times[_last(key)] == 1}
+        | {
+            last: key
+            for key in keys
+            if times[last := _last(key)] == 1 and not means_another(last, key)
+        }
         | others
         | {key: key for key in keys}
         | {name: section for section in unions(cls) for name in (section, f"{section}.name")}
@@ -105,11 +109,14 @@ def in_full(
     """Return the arguments with the key of every flag for its name (see `names_of`), and `--flag`
     for `--flag=true`.
 
-    Raises ValueError that gives the right name of a setting spelled as in another library, unless
-    `lenient`.
+    Raises ValueError for a flag that is no setting, with the one that was meant, unless `lenient`.
     """
     hints, full, rest = leaves(cls), list[str](), list(args)
     annotated = typing.get_type_hints(cls, include_extras=True)
+    others = {*map(flag_of, NO_SETTINGS), "--"}
+    for hint in annotated.values():
+        for marker in getattr(hint, "__metadata__", ()):
+            others |= {*(getattr(marker, "aliases", None) or ())}
     is_value = False
     while rest:
         argument = rest.pop(0)
@@ -117,43 +124,70 @@ def in_full(
         section, dot, last = spelled.lstrip("-+").replace("-", "_").rpartition(".")
         name = f"{section}{dot}{last}"
         positive = f"{section}{dot}{last.removeprefix('no_')}"
-        negated = hints.get(names.get(positive, "")) is bool and positive != name
+        negated = bool(_words(hints.get(names.get(positive, "")))) and positive != name
         key = names.get(positive if negated else name)
         is_flag = spelled.startswith("--")
         if key is None or not is_flag:
-            if not lenient and (is_flag or (equals and (dot or key) and not is_value)):
+            foreign = is_flag and spelled.replace("_", "-") not in others
+            if not lenient and (foreign or (equals and (dot or key) and not is_value)):
                 _refuse(name, names, spelled, "" if is_flag else f" {value}")
             full.append(argument)
             is_value = argument.startswith("-") and not equals
             continue
-        if is_bool := hints.get(key) is bool:
-            if not equals and rest and rest[0].lower() in ("true", "false"):
+        if words := _words(hints.get(key)):
+            if not equals and rest and rest[0].lower() in words:
                 equals, value = "=", rest.pop(0)
-            if equals and value.lower() not in ("true", "false"):
-                raise ConfigError(f"{key} must be true or false, but it is {value!r}", key)
-            negated, equals, value = negated != (value.lower() == "false"), "", ""
+            if equals and value.lower() not in (words[:2] if negated else words):
+                raise ConfigError(f"{key} must be {' or '.join(words)}, but it is {value!r}", key)
+            if value.lower() not in words[2:]:
+                negated, equals, value = negated != (value.lower() == "false"), "", ""
+            if words[2:]:
+                equals, value, negated = "=", value or ("false" if negated else "true"), False
         if tyro.conf.Positional in getattr(annotated.get(key), "__metadata__", ()):
             full += [value] if equals else rest[:1]
             rest = rest if equals else rest[1:]
             continue
         section, dot, last = flag_of(key).rpartition(".") if "." in key else ("--", "", key)
         full.append(f"{section}{dot}{'no-' * negated}{last.replace('_', '-')}{equals}{value}")
-        is_value = not is_bool and not equals
+        is_value = not words and not equals
     return full
 
 
+def _words(hint: Any) -> tuple[str, ...]:
+    """Return the values of a setting whose flag may stand alone, those of a bool first.
+
+    >>> _words(bool), _words(bool | Literal["auto"]), _words(int)
+    (('true', 'false'), ('true', 'false', 'auto'), ())
+    """
+    others = [kind for kind in kinds(hint) if kind is not bool]
+    if bool not in kinds(hint) or any(typing.get_origin(kind) is not Literal for kind in others):
+        return ()
+    return ("true", "false", *(word for kind in others for word in typing.get_args(kind)))
+
+
 def _refuse(name: str, names: Mapping[str, str], spelled: str, value: str) -> None:
-    """Raise ValueError for the name of another library, or one that several settings have."""
-    keys = [names[name]] if name in names else [key for key in names if _last(key) == name]
-    why = ""
-    if not keys and (found := our_name(name, names)):
-        keys, why = [names[found[0]]], f" {found[1]};"
+    """Raise ValueError for a name that no setting has, or that several have, with what was meant.
+
+    Only what may be another's passes: `a=b` that nobody understands.
+    """
+    if name in names:
+        keys = [names[name]]
+    else:
+        keys = [key for key in names if _last(key) == name and not means_another(name, key)]
     if keys:
         write = " or ".join(f"{flag_of(key)}{value}" for key in keys)
-        raise ConfigError(f"unknown setting {spelled}:{why} write {write}", name)
-    near = closest(spelled.replace("_", "-"), [f"--{each.replace('_', '-')}" for each in names])
-    if near and "." not in name and name not in NO_SETTINGS:
-        raise ConfigError(f"unknown setting {spelled}{near}", name)
+        raise ConfigError(f"unknown setting {spelled}: write {write}", name)
+    # Commands that read a run have it as run or runs, and it is not run.dir that they write.
+    usual = {each: key for each, key in names.items() if key not in ("run", "runs")}
+    hint = advice(
+        name,
+        [each for each, key in usual.items() if "." in each or each == key],
+        near=[flag_of(each) for each in (*names, *NO_SETTINGS)],
+        write=lambda key: f"{flag_of(names[key])}{value}",
+    )
+    if hint or spelled.startswith("--"):
+        hint = hint or "; --help all lists the settings"
+        raise ConfigError(f"unknown setting {spelled}{hint}", name)
 
 
 def _last(key: str) -> str:
@@ -176,6 +210,21 @@ def peek(args: Sequence[str], flag: str) -> list[str]:
         name, equals, value = argument.partition("=")
         if name.replace("_", "-") == flag:
             found += [value] if equals else args[i + 1 : i + 2]
+    return found
+
+
+def given(args: Sequence[str], keys: Collection[str]) -> dict[str, str]:
+    """Return which keys have a flag among arguments `in_full`, with the first value of the last.
+
+    >>> given(["--loss", "gspo", "--no-trust-remote-code"], ["loss", "trust_remote_code"])
+    {'loss': 'gspo', 'trust_remote_code': ''}
+    """
+    found = {}
+    for key in keys:
+        section, dot, last = key.rpartition(".")
+        for flag in (flag_of(key), flag_of(f"{section}{dot}no-{last}")):
+            if values := peek([*args, ""], flag):
+                found[key] = values[-1]
     return found
 
 

@@ -1,11 +1,12 @@
 """Presets of GRPO: what each of its named relatives changes, and its source."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from nemorl.checks import closest
 from nemorl.runtime.config.grpo import GRPOConfig
-from nemorl.runtime.config.tree import construct, layer
+from nemorl.runtime.config.tree import construct, flat, layer, to_dict
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"kl": {"coef": 0.04}},
@@ -78,3 +79,45 @@ def preset(name: str, overrides: Mapping[str, Any] | None = None) -> GRPOConfig:
     """
     tree = layer(GRPOConfig, {}, preset_overrides(name))
     return construct(GRPOConfig, layer(GRPOConfig, tree, overrides or {}))
+
+
+def nearest_preset(config: GRPOConfig) -> str:
+    """Return a line about the preset that has the most in common with a config: loss and advantage
+    first, then single settings.
+
+    >>> nearest_preset(GRPOConfig())
+    'settings nearest to preset grpo, with kl.coef 0 instead of 0.04'
+    >>> nearest_preset(preset("dapo", {"optimizer": {"lr": 1e-6}}))
+    'settings of preset dapo'
+    """
+    found = {name: _differences(config, preset(name)) for name in PRESETS}
+    variants = ("loss", "advantage")
+    name = min(found, key=lambda each: (len(found[each].keys() & variants), len(found[each])))
+    changed = [
+        f"{key} {_written(ours)} instead of {_written(theirs)}"
+        for key, (ours, theirs) in found[name].items()
+    ]
+    if not changed:
+        return f"settings of preset {name}"
+    return f"settings nearest to preset {name}, with {', '.join(changed)}"
+
+
+def _differences(config: GRPOConfig, other: GRPOConfig) -> dict[str, tuple[Any, Any]]:
+    """Return both values of the settings that differ, in what presets change; of a section that is
+    another variant its name alone.
+    """
+    changeable = {key for changes in PRESETS.values() for key in changes}
+    ours, theirs = flat(to_dict(config)), flat(to_dict(other))
+    other_variant = {key.removesuffix(".name") for key in ours if ours[key] != theirs.get(key)}
+    found = {}
+    for key, value in ours.items():
+        section, _, name = key.partition(".")
+        if section not in changeable or value == theirs.get(key):
+            continue
+        if name == "name" or section not in other_variant:
+            found[key.removesuffix(".name")] = (value, theirs[key])
+    return found
+
+
+def _written(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')

@@ -1,13 +1,73 @@
-"""Names that settings have in other libraries: refused with ours, and shown in coming-from.md."""
+"""Names that settings have in other libraries and that people try: refused with ours, or with what
+to do where nothing here is like it. coming-from.md shows them.
+"""
 
 import re
 from collections.abc import Callable, Collection
+from typing import NamedTuple
 
-NEMO_RL = {
+from nemorl.checks import closest
+
+
+class Absent(NamedTuple):
+    """What has no setting here."""
+
+    today: str
+    """What is not there, and what to do instead."""
+    page: str
+    """Page and heading in docs/ that shows it."""
+
+
+TURNS = Absent(
+    "nemorl grpo samples one response per prompt, without tools; write a loop of several turns",
+    "extending.md#several-turns",
+)
+ASYNC = Absent(
+    "sampling and training take turns, so no sample is older than the policy; a loop of your own"
+    " may train on what is finished first",
+    "extending.md#generation-one-request-at-a-time",
+)
+QUANTIZED = Absent(
+    "weights are not quantized; lora.rank, parallel.param_dtype bfloat16 and parallel.cpu_offload"
+    " take less memory",
+    "parallelism.md#memory",
+)
+FLOAT16 = Absent("set parallel.param_dtype to bfloat16 or float32", "parallelism.md#memory")
+CRITIC = Absent(
+    "there is no critic: advantages compare the responses of a group (advantage.baseline)",
+    "grpo.md#presets",
+)
+REWARD_MODEL = Absent(
+    "there is no model of rewards; call yours in a reward function", "extending.md#a-reward"
+)
+TEACHER = Absent(
+    "distillation is no command; write a loop with a teacher beside the model, as"
+    " examples/two_models.py does",
+    "extending.md#a-training-loop",
+)
+NEMO_FILE = Absent(
+    "sections have other names here; tools/from_nemo_rl.py translates a whole file",
+    "coming-from.md#from-nemo-rl",
+)
+VERL_FILE = Absent(
+    "sections have other names here; the page lists them", "coming-from.md#from-verl"
+)
+PRIME_FILE = Absent(
+    "sections have other names here; the page lists them", "coming-from.md#from-prime-rl"
+)
+FIXED_REFERENCE = Absent(
+    "the reference stays the initial model, which kl.coef keeps near", "grpo.md#presets"
+)
+ASSISTANT_ONLY = Absent(
+    "the assistant's messages and responses are trained on, always, and nothing else",
+    "data.md#which-tokens-are-trained-on",
+)
+
+NEMO_RL: dict[str, str | Absent] = {
     "grpo.num_prompts_per_step": "num_prompts_per_step",
     "grpo.num_generations_per_prompt": "num_generations_per_prompt",
     "grpo.max_num_steps": "max_num_steps",
-    "grpo.max_num_epochs": "num_epochs (sft, dpo)",
+    "grpo.max_num_epochs": "num_epochs (grpo: max_num_steps, in rollout batches)",
     "grpo.normalize_rewards": "advantage.scale",
     "grpo.use_leave_one_out_baseline": "advantage.baseline",
     "grpo.use_dynamic_sampling": "dynamic_sampling",
@@ -58,8 +118,20 @@ NEMO_RL = {
     "checkpointing.metric_name": "run.metric",
     "logger.wandb_enabled": "run.loggers",
     "logger.wandb.project": "run.project",
+    "grpo.async_grpo.enabled": ASYNC,
+    "async_rl": ASYNC,
+    "grpo.max_rollout_turns": TURNS,
+    "grpo.batch_multiplier": "max_sampling_rounds",
+    "policy.dtensor_cfg.enabled": "trainer.backend dtensor",
+    "policy.megatron_cfg.enabled": "trainer.backend megatron",
+    "policy.generation.vllm_cfg.tensor_parallel_size": "generation.tensor_parallel_size",
+    "policy.generation.vllm_cfg.gpu_memory_utilization": "generation.engine",
+    "policy.generation.colocated.enabled": "generation.colocated",
+    **dict.fromkeys(
+        ("grpo", "policy", "loss_fn", "env", "cluster", "checkpointing", "logger"), NEMO_FILE
+    ),
 }
-TRL = {
+TRL: dict[str, str | Absent] = {
     "model_name_or_path": "model.path",
     "dataset_name": "data.train",
     "per_device_train_batch_size": "trainer.train_micro_batch_size or trainer.micro_batch_tokens",
@@ -71,7 +143,7 @@ TRL = {
     "generation_batch_size": "num_prompts_per_step: completions ÷ num_generations",
     "num_iterations": "num_updates_per_batch",
     "max_steps": "max_num_steps",
-    "num_train_epochs": "num_epochs (sft, dpo)",
+    "num_train_epochs": "num_epochs (grpo: max_num_steps, in rollout batches)",
     "max_completion_length": "generation.max_new_tokens",
     "max_length": "data.max_total_sequence_length",
     "max_seq_length": "data.max_total_sequence_length",
@@ -92,7 +164,7 @@ TRL = {
     ),
     "importance_sampling_level": "loss.name (gspo)",
     "scale_rewards": "advantage.scale",
-    "reward_funcs": "reward",
+    "reward_funcs": "reward (in Python: reward_fn)",
     "mask_truncated_completions": "overlong.filter",
     "rpo_alpha": "sft_coef",
     "precompute_ref_log_probs": "reference",
@@ -115,8 +187,75 @@ TRL = {
     "vllm_mode": "generation.colocated",
     "vllm_tensor_parallel_size": "generation.tensor_parallel_size",
     "vllm_gpu_memory_utilization": "generation.engine",
+    "train_dataset": "data.train",
+    "dataset_config": "data.train: NAME:CONFIGURATION",
+    "dataset_train_split": "data.split",
+    "dataset_test_split": "data.validation_split",
+    "processing_class": "model.tokenizer",
+    "chat_template_path": "model.chat_template",
+    "max_prompt_length": "data.max_total_sequence_length, with the response",
+    "steps_per_generation": "train_global_batch_size: responses of a rollout batch ÷ steps",
+    "generation_kwargs": "generation.engine",
+    "cliprange": "loss.clip_low, loss.clip_high",
+    "simpo_gamma": "loss.margin",
+    "desirable_weight": "loss.desirable_coef",
+    "undesirable_weight": "loss.undesirable_coef",
+    "lora_target_modules": "lora.target_modules",
+    "logging_dir": "run.dir",
+    "logging_steps": "run.display: every step is logged",
+    "log_completions": "run.samples_per_step",
+    "num_completions_to_print": "run.samples_per_step",
+    "eval_strategy": "run.val_period",
+    "eval_on_start": "run.val_at_start",
+    "save_strategy": "run.save_period",
+    "metric_for_best_model": "run.metric",
+    "greater_is_better": "run.higher_is_better",
+    "use_liger_kernel": "trainer.logprob_chunk: never all logits are in memory",
+    "use_liger_loss": "trainer.logprob_chunk: never all logits are in memory",
+    "full_determinism": "trainer.deterministic",
+    "dtype": "parallel.param_dtype",
+    "tools": TURNS,
+    "max_tool_calling_iterations": TURNS,
+    "environment_factory": TURNS,
+    "rollout_func": TURNS,
+    "fp16": FLOAT16,
+    "load_in_4bit": QUANTIZED,
+    "load_in_8bit": QUANTIZED,
+    "quantization_config": QUANTIZED,
+    "value_model": CRITIC,
+    "vf_coef": CRITIC,
+    "reward_model": REWARD_MODEL,
+    "ref_model": FIXED_REFERENCE,
+    "sync_ref_model": FIXED_REFERENCE,
+    "assistant_only_loss": ASSISTANT_ONLY,
+    "completion_only_loss": ASSISTANT_ONLY,
+    "teacher_model": TEACHER,
+    "repetition_penalty": Absent(
+        "a penalty would sample from another policy than the one that is trained;"
+        " generation.temperature, top_k, top_p and min_p are there",
+        "numerics.md#log-probabilities-carry-the-distribution-they-were-computed-under",
+    ),
+    "optim": Absent(
+        "the optimizer is AdamW, with a learning rate, decay and schedule",
+        "configuration.md#optimizer",
+    ),
+    "args": Absent(
+        "settings are keyword arguments of nemorl.train, or of a trainer's from_pretrained",
+        "coming-from.md#from-trl",
+    ),
+    "data_collator": Absent(
+        "batches are made here; rows come from files, lists or a DataModule",
+        "data.md#where-rows-come-from",
+    ),
+    "formatting_func": "data.prompt_template",
+    "compute_metrics": Absent(
+        "a callback adds to the metrics, and a reward judges validation", "extending.md#a-callback"
+    ),
+    "push_to_hub": Absent(
+        "a run writes the model to its folder hf/; upload that yourself", "configuration.md#run"
+    ),
 }
-VERL = {
+VERL: dict[str, str | Absent] = {
     "data.train_files": "data.train",
     "data.val_files": "data.validation",
     "data.prompt_key": "data.prompt_column",
@@ -166,50 +305,275 @@ VERL = {
     "trainer.nnodes": "parallel.dp_shard, times parallel.tp and parallel.cp",
     "trainer.n_gpus_per_node": "parallel.dp_shard, times parallel.tp and parallel.cp",
     "trainer.total_training_steps": "max_num_steps",
-    "trainer.total_epochs": "num_epochs (sft, dpo)",
+    "trainer.total_epochs": "num_epochs (grpo: max_num_steps, in rollout batches)",
     "trainer.test_freq": "run.val_period",
     "trainer.save_freq": "run.save_period",
     "trainer.default_local_dir": "run.dir",
     "trainer.project_name": "run.project",
     "trainer.logger": "run.loggers",
     "trainer.resume_mode": "run.resume",
+    "trainer.experiment_name": "run.dir",
+    "trainer.val_before_train": "run.val_at_start",
+    "trainer.max_actor_ckpt_to_keep": "run.keep_checkpoints",
+    "data.filter_overlong_prompts": "data.too_long",
+    "data.truncation": "data.too_long",
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "optimizer.schedule",
+    "actor_rollout_ref.actor.use_torch_compile": "parallel.compile",
+    "algorithm.use_kl_in_reward": "advantage.kl_coef, of advantage reinforce_plus_plus",
+    "algorithm.kl_ctrl.kl_coef": "advantage.kl_coef, of advantage reinforce_plus_plus",
+    "algorithm.filter_groups.max_num_gen_batches": "max_sampling_rounds",
+    "actor_rollout_ref.rollout.multi_turn.enable": TURNS,
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": TURNS,
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": TURNS,
+    "actor_rollout_ref.rollout.mode": "generation.backend vllm: requests run side by side",
+    "critic": CRITIC,
+    "algorithm.lam": CRITIC,
+    "reward_model.path": REWARD_MODEL,
+    "actor_rollout_ref": VERL_FILE,
+    "algorithm": VERL_FILE,
+    "custom_reward_function": VERL_FILE,
 }
-LIBRARIES = {"NeMo RL": NEMO_RL, "TRL": TRL, "verl": VERL}
+PRIME_RL: dict[str, str | Absent] = {
+    "model.name": "model.path",
+    "seq_len": "data.max_total_sequence_length",
+    "orchestrator.batch_size": "num_prompts_per_step: rollouts ÷ rollouts per example",
+    "orchestrator.rollouts_per_example": "num_generations_per_prompt",
+    "orchestrator.group_size": "num_generations_per_prompt",
+    "orchestrator.oversampling_factor": "max_sampling_rounds",
+    "orchestrator.sampling.max_tokens": "generation.max_new_tokens",
+    "orchestrator.train.sampling.max_completion_tokens": "generation.max_new_tokens",
+    "orchestrator.sampling.temperature": "generation.temperature",
+    "orchestrator.eval.interval": "run.val_period",
+    "trainer.optim.lr": "optimizer.lr",
+    "trainer.optim.weight_decay": "optimizer.weight_decay",
+    "trainer.optim.max_norm": "optimizer.max_grad_norm",
+    "trainer.scheduler.type": "optimizer.schedule",
+    "trainer.loss.type": "loss.name",
+    "trainer.loss.kl_tau": "kl.coef",
+    "trainer.model.ac": "parallel.activation_checkpointing",
+    "trainer.model.ac_offloading": "parallel.activation_checkpointing",
+    "trainer.model.ep": "parallel.ep, with trainer.backend megatron",
+    "trainer.model.cp": "parallel.cp",
+    "ckpt.interval": "run.save_period",
+    "ckpt.keep_last": "run.keep_checkpoints",
+    "ckpt.resume_step": "run.resume",
+    "wandb.project": "run.project",
+    "wandb.name": "run.dir",
+    "inference.parallel.tp": "generation.tensor_parallel_size",
+    "inference.parallel.dp": "generation.num_replicas",
+    "inference.vllm.tensor_parallel_size": "generation.tensor_parallel_size",
+    "deployment.num_train_gpus": "parallel.dp_shard",
+    "deployment.num_infer_gpus": "generation.num_replicas",
+    "trainer_gpu_ids": "parallel.dp_shard",
+    "inference_gpu_ids": "generation.num_replicas",
+    "max_async_level": ASYNC,
+    "async_level": ASYNC,
+    "max_off_policy_steps": ASYNC,
+    "max_inflight_rollouts": ASYNC,
+    "orchestrator.env": Absent(
+        "environments are rewards of your own, of one response each", "extending.md#a-reward"
+    ),
+    "orchestrator": PRIME_FILE,
+    "inference": PRIME_FILE,
+    "ckpt": PRIME_FILE,
+    "deployment": PRIME_FILE,
+}
+WORDS: dict[str, str | Absent] = {
+    "kl": "kl.coef",
+    **dict.fromkeys(("kl_beta", "kl_coeff", "kl_penalty", "init_kl_coef"), "kl.coef"),
+    **dict.fromkeys(("clip_eps", "clip_epsilon", "clip_range"), "loss.clip_low, loss.clip_high"),
+    **dict.fromkeys(("entropy_bonus", "ent_coef"), "entropy_coef"),
+    **dict.fromkeys(("clip_grad", "gradient_clipping"), "optimizer.max_grad_norm"),
+    **dict.fromkeys(("lora", "lora_rank", "adapter"), "lora.rank"),
+    "batch_size": (
+        "train_global_batch_size (sequences of an optimizer step), num_prompts_per_step (grpo:"
+        " prompts of a rollout), or trainer.train_micro_batch_size (of a forward pass)"
+    ),
+    "global_batch_size": "train_global_batch_size",
+    "rollout_batch_size": "num_prompts_per_step",
+    "mini_batch_size": "train_global_batch_size",
+    "micro_batch_size": "trainer.train_micro_batch_size",
+    **dict.fromkeys(
+        ("group_size", "n", "num_rollouts", "num_samples", "n_samples_per_prompt"),
+        "num_generations_per_prompt",
+    ),
+    **dict.fromkeys(("rollouts", "samples_per_prompt"), "num_generations_per_prompt"),
+    **dict.fromkeys(
+        ("epochs", "max_epochs", "n_epochs"),
+        "num_epochs (grpo: max_num_steps, in rollout batches)",
+    ),
+    "num_epochs": "max_num_steps, in rollout batches",
+    **dict.fromkeys(("steps", "num_steps", "total_steps", "train_steps"), "max_num_steps"),
+    **dict.fromkeys(("reward_fn", "reward_func", "reward_function", "rewards"), "reward"),
+    **dict.fromkeys(("max_tokens", "max_response_len", "max_gen_len"), "generation.max_new_tokens"),
+    **dict.fromkeys(
+        ("context_length", "max_seq_len", "max_len", "sequence_length"),
+        "data.max_total_sequence_length",
+    ),
+    **dict.fromkeys(("train_file", "train_data", "dataset"), "data.train"),
+    **dict.fromkeys(("eval_file", "eval_data", "val_data", "test_data"), "data.validation"),
+    **dict.fromkeys(("label_key", "answer_key"), "data.answer_column"),
+    "apply_chat_template": "data.chat",
+    "template": "data.prompt_template",
+    "system": "data.system_prompt",
+    **dict.fromkeys(("model_name", "model_path", "base_model"), "model.path"),
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "optimizer.schedule"),
+    "warmup": "optimizer.warmup_steps",
+    **dict.fromkeys(("precision", "torch_dtype"), "parallel.param_dtype"),
+    "mixed_precision": "parallel.param_dtype bfloat16",
+    **dict.fromkeys(
+        ("gpus", "num_gpus", "n_gpus", "devices", "num_processes", "world_size", "dp", "ddp"),
+        "parallel.dp_shard",
+    ),
+    **dict.fromkeys(("tp_size", "tensor_parallel"), "parallel.tp"),
+    **dict.fromkeys(("pp_size", "pipeline_parallel"), "parallel.pp"),
+    **dict.fromkeys(("cp_size", "sp_size", "context_parallel"), "parallel.cp"),
+    "gpu_memory_utilization": "generation.engine",
+    "vllm": "generation.backend vllm",
+    "name": "run.dir",
+    **dict.fromkeys(("offload", "offload_optimizer"), "trainer.offload_during_generation"),
+    **dict.fromkeys(("output", "out_dir", "save_dir", "run_name"), "run.dir"),
+    **dict.fromkeys(("experiment_name", "exp_name", "checkpoint_dir"), "run.dir"),
+    **dict.fromkeys(("save_every", "save_interval", "save_freq"), "run.save_period"),
+    **dict.fromkeys(("eval_every", "eval_interval", "eval_freq"), "run.val_period"),
+    **dict.fromkeys(("wandb", "use_wandb", "tensorboard"), "run.loggers"),
+    "wandb_project": "run.project",
+    "early_stopping": "run.stop_when",
+    "random_seed": "run.seed",
+    **dict.fromkeys(("async", "asynchronous", "staleness"), ASYNC),
+    **dict.fromkeys(("max_turns", "turns", "multi_turn", "max_tool_calls"), TURNS),
+    **dict.fromkeys(("qlora", "quantize", "quantization", "fp8"), QUANTIZED),
+    **dict.fromkeys(("value_coef", "gae_lambda"), CRITIC),
+    **dict.fromkeys(("teacher", "distill"), TEACHER),
+    "reward_model_path": REWARD_MODEL,
+}
+"""What people try who come from nowhere in particular."""
+LIBRARIES = {"NeMo RL": NEMO_RL, "TRL": TRL, "verl": VERL, "prime-rl": PRIME_RL, "": WORDS}
 """By library: what a name of theirs is here. The first of our keys is the one to write."""
 
 VALUES = {"bf16": "bfloat16", "bf16-mixed": "bfloat16", "fp32": "float32", "32-true": "float32"}
 """Values that have another name here."""
 
-COMMON = {"name", "path", "enabled", "enable", "n", "math", "logger"}
+COMMON = {"name", "path", "enabled", "enable", "n", "math", "logger", "type", "interval", "mode"}
+"""Last parts of names that say little without what stands before them."""
+
+PAGES = {
+    "reward": "grpo.md#rewards",
+    "train_global_batch_size": "sft.md#the-batch",
+    "num_epochs": "configuration.md#nemorl-sft",
+    "sft_coef": "configuration.md#nemorl-dpo",
+    "reference": "dpo.md#the-reference",
+}
+"""Where settings in no section are explained; those of GRPO alone have one page."""
 
 
 def settings_in(text: str) -> list[str]:
-    """Return what may be keys in the words of a table.
+    """Return what may be keys in the words of a table: the first, and those with a dot or _.
 
     >>> settings_in("kl.coef (DPO: loss.beta)")
-    ['kl.coef', 'DPO', 'loss.beta']
+    ['kl.coef', 'loss.beta']
     """
-    return re.findall(r"\w+(?:\.\w+)*", text)
+    first, *others = re.findall(r"\w+(?:\.\w+)*", text)
+    return [first, *(word for word in others if "." in word or "_" in word)]
 
 
-def our_name(name: str, known: Collection[str]) -> tuple[str, str] | None:
-    """Return the key of `known` that another library's name stands for, and a sentence about it;
-    None where none does. The last part of a name is enough, unless it is a common word.
+def advice(
+    name: str,
+    known: Collection[str],
+    *,
+    near: Collection[str],
+    write: Callable[[str], str] = str,
+) -> str:
+    """Return the end of an error about a name that no setting has: what it stands for in another
+    library, else the setting that was misspelled, else what its section stands for, else nothing.
 
-    >>> our_name("beta", ["kl.coef", "optimizer.lr"])
-    ('kl.coef', "TRL's beta is kl.coef (DPO: loss.beta) here")
+    Args:
+        known: our keys that can be written; `write` returns how.
+        near: names of settings that may have been misspelled.
+
+    >>> advice("beta", ["kl.coef"], near=["optimizer.beta1"])
+    ": TRL's beta is kl.coef (DPO: loss.beta) here; write kl.coef (docs/configuration.md#kl)"
+    >>> advice("kl.coeff", ["kl.coef"], near=["kl.coef"])
+    '; did you mean kl.coef?'
     """
+    if found := meaning_of(name, known, write):
+        return f": {found}"
+    if hint := closest(name, near):
+        return hint
+    *sections, last = name.split(".")
+    theirs = {_last(each) for table in LIBRARIES.values() for each in table} - COMMON
+    if hint := closest(last, sorted(theirs)):
+        word = hint.rpartition(" ")[2].removesuffix("?")
+        return f"{hint} {meaning_of(word, known, write)}"
+    meanings = (meaning_of(section, known, write) for section in reversed(sections))
+    return next((f": {found}" for found in meanings if found), "")
+
+
+def means_another(name: str, key: str) -> bool:
+    """Return whether people who write a setting's last name alone want another setting.
+
+    >>> means_another("steps", "profile.steps"), means_another("beta", "loss.beta")
+    (True, False)
+    """
+    found = [table[name] for table in LIBRARIES.values() if name in table]
+    return bool(found) and not any(_key(ours, [key]) for ours in found)
+
+
+def meaning_of(name: str, known: Collection[str], write: Callable[[str], str] = str) -> str:
+    """Return a sentence about what a name is in the tables, what to write and the page; nothing
+    where they do not have it. The last part of a name is enough, unless it is a common word.
+
+    >>> meaning_of("max_turns", [])[-39:]
+    'turns (docs/extending.md#several-turns)'
+    """
+    last = _last(name)
     same: list[Callable[[str], bool]] = [lambda theirs: theirs == name]
-    if _last(name) not in COMMON:
-        same.append(lambda theirs: _last(theirs) == _last(name))
+    if last not in COMMON:
+        same += [lambda theirs: theirs == last, lambda theirs: _last(theirs) == last]
     for matches in same:
-        for library, table in LIBRARIES.items():
-            for theirs in filter(matches, table):
-                for key in settings_in(table[theirs]):
-                    if key in known:
-                        return key, f"{library}'s {theirs} is {table[theirs]} here"
-    return None
+        found = [
+            (library, theirs, ours)
+            for library, table in LIBRARIES.items()
+            for theirs, ours in table.items()
+            if matches(theirs)
+        ]
+        if found:
+            # Of several the first with a key that can be written.
+            found.sort(key=lambda each: not _key(each[2], known))
+            return _sentence(*found[0], known, write)
+    return ""
+
+
+def _key(ours: str | Absent, known: Collection[str]) -> str:
+    keys = [] if isinstance(ours, Absent) else settings_in(ours)
+    return next((key for key in keys if key in known), "")
+
+
+def _sentence(
+    library: str,
+    theirs: str,
+    ours: str | Absent,
+    known: Collection[str],
+    write: Callable[[str], str],
+) -> str:
+    who = f"{library}'s {theirs}" if library else theirs
+    if isinstance(ours, Absent):
+        return f"{who} is not there: {ours.today} (docs/{ours.page})"
+    if key := _key(ours, known):
+        return f"{who} is {ours} here; write {write(key)} (docs/{page_of(key)})"
+    page = page_of(settings_in(ours)[0])
+    return f"{who} is {ours}, but that is no setting here (docs/{page})"
 
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def page_of(key: str) -> str:
+    """Return the page that explains a setting.
+
+    >>> page_of("optimizer.lr"), page_of("num_prompts_per_step")
+    ('configuration.md#optimizer', 'configuration.md#nemorl-grpo')
+    """
+    section, dot, _ = key.partition(".")
+    return PAGES.get(key, f"configuration.md#{section if dot else 'nemorl-grpo'}")

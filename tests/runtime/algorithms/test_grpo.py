@@ -21,7 +21,7 @@ from nemorl.runtime.algorithms.common import minibatches, of_this_batch, updates
 from nemorl.runtime.algorithms.policy_loss import make_advantages, make_loss, make_loss_weights
 from nemorl.runtime.config.presets import PRESETS, preset
 from nemorl.runtime.run.callbacks import Callback, StopTraining
-from tests.runtime.runs import addition_rows, digits, grpo_config, of_phase, start
+from tests.runtime.runs import addition_rows, digits, grpo_config, of_phase, sft_config, start
 
 
 class Recorder(Callback):
@@ -74,8 +74,8 @@ def rollouts(
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_every_preset_trains(name: str, tmp_path: Path):
-    base = grpo_config(tmp_path)
+def test_every_preset_trains(name: str, tmp_path: Path, capsys):
+    base = grpo_config(tmp_path, run={"display": "plain"})
     config = preset(name)
     # A random model rarely ends an answer; DAPO leaves out those that were cut off, so any digit
     # may end one here.
@@ -92,6 +92,7 @@ def test_every_preset_trains(name: str, tmp_path: Path):
     )
     recorder = Recorder()
     result = start(config, callbacks=[recorder])
+    assert capsys.readouterr().out.startswith(f"settings of preset {name}\n")
     steps = of_phase(result, "train")
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(line["grad_norm"] > 0 for line in steps)
@@ -463,3 +464,16 @@ def test_entropy_bonus_and_its_metric():
     )
     assert output.loss.item() == pytest.approx(-0.2)
     assert finalize(output.metrics)["entropy"] == pytest.approx(2)
+
+
+@pytest.mark.parametrize("make", [grpo_config, sft_config], ids=["grpo", "sft"])
+@pytest.mark.parametrize(("schedule", "share"), [("linear", 1 / 3), ("cosine", 1 / 4)])
+def test_the_last_step_of_a_schedule_trains(make, schedule, share, tmp_path: Path):
+    optimizer = nemorl.OptimizerConfig(lr=1e-2, schedule=schedule)
+    recorder = Recorder()
+    result = start(make(tmp_path, steps=3, optimizer=optimizer), callbacks=[recorder])
+    assert result.metrics["lr"] == pytest.approx(1e-2 * share)
+    after = dict(result.model.named_parameters())
+    assert any(
+        not torch.equal(before, after[name]) for name, before in recorder.weights[-1].items()
+    )

@@ -6,7 +6,8 @@ import pytest
 
 from nemorl import ClippedLoss, GRPOConfig, GSPOLoss
 from nemorl.runtime.cli.main import parse
-from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, preset
+from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS, nearest_preset, preset
+from nemorl.runtime.config.tree import from_dict
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
 
@@ -29,6 +30,38 @@ def test_overrides_win_and_may_choose_another_variant():
         clip_low=0.1, clip_high=0.28
     )
     assert preset("dapo", {"loss": "gspo"}).loss == GSPOLoss()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_each_preset_is_nearest_to_itself(name: str):
+    assert nearest_preset(preset(name, {"max_num_steps": 3})) == f"settings of preset {name}"
+    changed = nearest_preset(preset(name, {"kl": {"coef": 0.5}, "overlong": {"filter": True}}))
+    assert changed.startswith(f"settings nearest to preset {name}, with ")
+    assert "kl.coef 0.5 instead of " in changed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({}, "grpo, with kl.coef 0 instead of 0.04"),
+        ({"loss": {"clip_high": 0.28}}, "grpo, with loss.clip_high 0.28 instead of 0.2, kl.coef"),
+        (
+            {"loss": {"name": "gspo", "clip_low": 0.1, "token_gradient": True}},
+            "gspo, with loss.clip_low 0.1 instead of 0.0003, loss.token_gradient true instead of",
+        ),
+        (
+            {"loss": "reinforce", "kl": {"coef": 0.04}, "entropy_coef": 0.1},
+            "rloo, with advantage.baseline group_mean instead of leave_one_out",
+        ),
+        (
+            {"advantage": "reinforce_plus_plus", "loss": "gspo"},
+            "gspo, with advantage reinforce_plus_plus instead of group",
+        ),
+    ],
+    ids=str,
+)
+def test_what_else_is_nearest_to(overrides, line):
+    assert line in nearest_preset(from_dict(GRPOConfig, overrides))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

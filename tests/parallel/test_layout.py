@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemorl.parallel.config import TrainerConfig
@@ -54,6 +54,7 @@ def test_a_rank_without_rows_gets_padding_that_trains_nothing():
     )
 
 
+@example(lengths=[1] * 12, layout={"sequence_packing": True}, num_ranks=2, count=4)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=12, max_size=20),
     layout=st.sampled_from(LAYOUTS),

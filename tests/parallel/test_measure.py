@@ -92,7 +92,7 @@ def test_a_step(monkeypatch):
     found = finalize(step(StepMeter(config, CPU, 4), batch))
     names = {"seconds", "memory_gb", "tflops_per_device", "mfu"}
     assert set(found) == {f"trainer/{name}" for name in names}
-    assert 0.02 <= found["trainer/seconds"] < 0.5
+    assert found["trainer/seconds"] >= 0.02
     flops = flops_per_step(config, [7, 3]) / 4 / found["trainer/seconds"]
     assert found["trainer/tflops_per_device"] == pytest.approx(flops / 1e12)
     assert found["trainer/mfu"] == pytest.approx(flops / 1e9)

@@ -178,11 +178,11 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
     console = console or Console(highlight=False)
     shown = (found.fitting or found.too_large)[: config.show]
     adapter = found.step.adapter_parameters()
-    trains = f", {adapter / 1e6:.1f} M in adapters that train," if adapter else ""
+    trains = f", {quantity(adapter)} in adapters that train," if adapter else ""
     model = found.step.model
-    active = f" ({model.active_parameters() / GB:.2f} B per token)" * bool(model.num_local_experts)
+    active = f" ({quantity(model.active_parameters())} per token)" * bool(model.num_local_experts)
     title = (
-        f"{config.model}: {model.num_parameters() / GB:.2f} B parameters{active}{trains} on"
+        f"{config.model}: {quantity(model.num_parameters())} parameters{active}{trains} on"
         f" {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB"
     )
     console.print(Text(title, style="bold"))
@@ -192,9 +192,9 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
     console.width = max(width, needed)
     console.print(lines)
     console.width = width
+    room = _gigabytes(GB * config.gpu_memory * (1 - config.reserve))
     console.print(
-        "GB per GPU at its fullest moment;"
-        f" {config.gpu_memory * (1 - config.reserve):.1f} of {config.gpu_memory:g} GB may be used"
+        f"GB per GPU at its fullest moment; {room} of {config.gpu_memory:g} GB may be used"
         f" (--reserve {config.reserve:g}). sent: GB per GPU and optimizer step. time: of a step,"
         " estimated, relative to the first."
     )
@@ -245,7 +245,7 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"
-        f" {needed / GB:.1f} GB ({smallest.flags or 'one device'}); try"
+        f" {max(needed / GB, 0.1):.1f} GB ({smallest.flags or 'one device'}); try"
         f" {', '.join([*remedies, 'more --gpus'])}, or a shorter --seq-len"
     )
 
@@ -296,7 +296,24 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
     return result
 
 
+def quantity(count: float) -> str:
+    """Write a number of parameters in billions, millions or thousands.
+
+    >>> [quantity(x) for x in (70.55e9, 1.5e9, 494e6, 812_345, 999)]
+    ['70.55 B', '1.50 B', '494.0 M', '812.3 k', '999']
+    """
+    for unit, size, digits in (("B", 1e9, 2), ("M", 1e6, 1), ("k", 1e3, 1)):
+        if count >= size:
+            return f"{count / size:.{digits}f} {unit}"
+    return f"{count:.0f}"
+
+
 def _gigabytes(size: float) -> str:
+    """Write bytes in GB without its unit, with two digits where they are few.
+
+    >>> [_gigabytes(x) for x in (112.4e9, 72e9, 0.34e9, 1.2e6, 0)]
+    ['112', '72.0', '0.34', '0.0012', '0']
+    """
     value = size / GB
     digits = ".0f" if value >= 99.95 or value == 0 else ".1f" if value >= 0.95 else ".2g"
     return f"{value:{digits}}"

@@ -17,9 +17,11 @@ class RuntimeConfig:
     timeout_s: float = 1800.0
     """Longest call of the ranks, such as an optimizer step, in seconds; then they count as hung."""
     start_timeout_s: float = 600.0
-    """Longest start of the ranks, model included, in seconds."""
+    """Longest start of a local Ray, and of the ranks, model included, in seconds."""
     cpus_per_rank: int = 1
     """CPU cores of each rank; without a GPU, its number of threads."""
+    oversubscribe: bool = False
+    """Start more ranks than this machine has cores for, which then take turns: for tests."""
 
     def __post_init__(self) -> None:
         at_least(0, runtime__max_restarts=self.max_restarts)

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
+from nemorl.warn import warn
 
 VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32); importing it takes
@@ -100,9 +100,9 @@ class Devices:
         )
         if ranked and not on_cluster and (on_gpus or not torchrun):
             here = int(environ.get("LOCAL_WORLD_SIZE", 1)) if torchrun else num_ranks
-            check_size(here, config.runtime.cpus_per_rank, gpus=gpus if on_gpus else 0)
+            check_size(here, config.runtime, gpus=gpus if on_gpus else 0)
         for doubt in () if is_follower(environ) else config.doubts():
-            warnings.warn(doubt, stacklevel=3)
+            warn(doubt)
         found = cls(
             plan=plan,
             backend=backend,
@@ -191,7 +191,7 @@ def check_used(plan: ParallelPlan, runtime: RuntimeConfig, *, torchrun: bool, ra
             runtime,
             "is not for runs under torchrun, which starts the processes",
             "remove it; torchrun has --nproc-per-node and --max-restarts",
-            names=["max_restarts", "cpus_per_rank"],
+            names=["max_restarts", "cpus_per_rank", "oversubscribe"],
         )
     if not ranked:
         requirement, remedy = "is for several ranks", "add a degree of parallel, or remove it"
@@ -217,16 +217,16 @@ def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
         raise ValueError(f"trainer.{error}") from error
 
 
-def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
-    """Raise ValueError for more ranks than this machine has GPUs (0: they compute on its cores), or
-    more cores for each than it has.
+def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
+    """Raise ValueError for more ranks than this machine has GPUs or (0 GPUs) cores for, or more
+    cores for each than it has.
     """
     cores = os.cpu_count() or 1
     require(
-        cpus_per_rank <= cores,
+        runtime.cpus_per_rank <= cores,
         "runtime.cpus_per_rank",
         f"must be at most the {cores} CPU cores that this machine has",
-        cpus_per_rank,
+        runtime.cpus_per_rank,
         "lower it",
     )
     if gpus:
@@ -237,12 +237,16 @@ def check_size(num_ranks: int, cpus_per_rank: int, *, gpus: int) -> None:
             num_ranks,
             "lower a degree, use more machines (torchrun, or RAY_ADDRESS), or --trainer.device cpu",
         )
-    elif num_ranks * cpus_per_rank > cores:
-        warnings.warn(
-            f"parallel asks for {num_ranks} ranks on the {cores} CPU cores that this machine has:"
-            " they take turns; lower a degree",
-            stacklevel=4,
-        )
+        return
+    require(
+        num_ranks * runtime.cpus_per_rank <= cores or runtime.oversubscribe,
+        "parallel",
+        f"must ask for at most as many ranks as the {cores} CPU cores that this machine has can"
+        f" run, with {runtime.cpus_per_rank} for each",
+        num_ranks,
+        "lower a degree, use more machines (torchrun, or RAY_ADDRESS), or let them take turns"
+        " (--runtime.oversubscribe)",
+    )
 
 
 def check_engines(

@@ -110,12 +110,6 @@ def killed(rank, batch):
     return 0
 
 
-def leader_killed(rank, batch):
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return 0
-
-
 def stopped(rank, batch):
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)

@@ -1,7 +1,9 @@
 """The program of a torchrun job in tests: torchrun -m tests.runtime.ranks.job WHAT MODEL."""
 
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -43,6 +45,23 @@ def unwritten(trainer, folder: str) -> None:
     trainer.wait_for_checkpoint()
 
 
+def dying(number: int) -> Callable[[int, object], float]:
+    """A loss in which a rank is killed together with the process that torchrun started for it:
+    else the other rank's lost connection could be what torchrun sees first.
+    """
+
+    def loss(rank: int, batch: object) -> float:
+        if rank == number:
+            os.kill(int(os.environ["FORKED_FOR"]), signal.SIGKILL)
+            signal.pause()
+        return 0
+
+    return loss
+
+
+LOSSES = {"killed": dying(1), "leader_killed": dying(0)}
+
+
 def main(what: str, folder: str, again: int = 2) -> None:
     os.write(1, f"process {os.getpid()}\n".encode())  # at once: two ranks write to one stream
     plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
@@ -62,7 +81,7 @@ def main(what: str, folder: str, again: int = 2) -> None:
             elif what == "between_calls":
                 raise ArithmeticError("of the loop")
             else:
-                trainer.train_step(BATCH, getattr(backends, what))
+                trainer.train_step(BATCH, LOSSES.get(what) or getattr(backends, what))
             trainer.result = f"of run {run}"
         finally:
             trainer.shutdown()

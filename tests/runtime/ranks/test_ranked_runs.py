@@ -161,6 +161,7 @@ def test_one_command_on_four_devices(forked: Path, place: Path, tmp_path: Path):
     done = in_a_process(
         forked / "nemorl",
         *arguments("grpo", place, tmp_path, "--parallel.tp", "2", "--parallel.dp-shard", "2"),
+        "--runtime.oversubscribe",
     )
     assert done.returncode == 0, done.stderr
     assert_as_in_one_process("grpo", place, tmp_path)
@@ -333,11 +334,13 @@ def test_preferences_on_ranks(place: Path, tmp_path: Path):
     assert_close(*results)
 
 
-PLANS = {2: "--parallel.pp 2", 4: "--parallel.pp 2 --parallel.tp 2"}
+PLANS = {
+    2: "--parallel.pp 2",
+    4: "--parallel.pp 2 --parallel.tp 2 --runtime.oversubscribe",
+}
 """By the number of processes."""
 
 
-@pytest.mark.filterwarnings("ignore:parallel asks for 4 ranks")
 @pytest.mark.parametrize(
     ("algorithm", "plan"),
     [
@@ -504,6 +507,7 @@ def test_vllm_beside_ranks(backend: str, plan: dict[str, int], place: Path, tmp_
         tmp_path / "run",
         generation=generation,
         parallel=nemorl.ParallelPlan(**plan),
+        runtime=nemorl.RuntimeConfig(oversubscribe=True),
     )
     config = replace(config, trainer=replace(config.trainer, backend=backend))
     with shared_replicas():

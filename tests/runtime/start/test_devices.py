@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,11 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "2",
     "TORCHELASTIC_RESTART_COUNT": "0",
 }
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
 
 
 OFFLOAD = nemorl.TrainerConfig(offload_during_generation=True)
@@ -258,7 +264,6 @@ def test_vllm_on_cpus_has_kernels_for_some_heads_only():
 
 
 def test_more_engines_than_devices_are_known_at_once(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.setitem(sys.modules, "ray", None)  # not the cluster of other tests
 
     def start(environ=None, gpus=4, plan=None, **generation):
@@ -294,8 +299,23 @@ def test_more_ranks_than_devices_are_known_at_once():
     with pytest.raises(ValueError, match=r"parallel must ask for at most the 1 GPUs .* it is 2"):
         Devices.of(config(), TORCHRUN, num_gpus=1)
     Devices.of(config(), TORCHRUN, num_gpus=2)
-    with pytest.warns(UserWarning, match=r"parallel asks for 4096 ranks on the \d+ CPU cores"):
-        Devices.of(config(plan={"dp_shard": 4096}), {}, num_gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cpus_per_rank", "environ", "fits"),
+    [(2, 1, {}, True), (9, 1, {}, False), (2, 2, {}, False), (9, 1, {"RAY_ADDRESS": "auto"}, True)],
+)
+def test_more_ranks_than_cores_only_if_asked_for(ranks, cpus_per_rank, environ, fits, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    plan, runtime = {"dp_shard": ranks}, {"cpus_per_rank": cpus_per_rank}
+    message = (
+        rf"parallel must ask for at most as many ranks as the 2 CPU cores .* with {cpus_per_rank}"
+        rf" for each, but it is {ranks}: .*\(--runtime.oversubscribe\)"
+    )
+    with nullcontext() if fits else pytest.raises(ValueError, match=message):
+        Devices.of(config(plan=plan, runtime=runtime), environ, num_gpus=0)
+    asked = config(plan=plan, runtime={**runtime, "oversubscribe": True})
+    assert Devices.of(asked, environ, num_gpus=0).plan.num_ranks == ranks
 
 
 @pytest.mark.parametrize(

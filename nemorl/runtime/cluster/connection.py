@@ -4,10 +4,12 @@ import logging
 import os
 import re
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +22,7 @@ import ray
 import ray._private.worker  # see `_quiet`
 from ray.exceptions import AuthenticationError
 
-from nemorl.runtime.run.temporary import claim, sweep_temporary
+from nemorl.runtime.run.temporary import OURS, claim, sweep_temporary
 
 STARTED = {
     "RAY_prestart_worker_first_driver": "0",  # or an idle interpreter for each CPU
@@ -36,6 +38,10 @@ ATTACHED = {
     "RAY_BACKEND_LOG_LEVEL": "error",  # why it cannot attach is our error
 }
 PROBES, PROBE_S = 3, 2.0
+LONGEST_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+"""Of Ray's folder, in bytes, as the path of a Unix socket has at most 107."""
+LITTLE = 1 << 30
+"""Bytes of a disk that is all but full."""
 GUARD = """
 import contextlib, os, select, signal, sys
 group, watched, *others = map(int, sys.argv[1:])
@@ -71,32 +77,39 @@ class ClusterLost(RayClusterError):
 _LOCK = threading.RLock()
 _STATE = {"users": 0, "ours": False}
 _SESSION = ExitStack()
-"""Of Ray's folder, where the cluster was started here: it goes with a later start."""
+"""Of Ray's folder, where the cluster was started here: it goes with a later start, as Ray's
+processes may still write to it.
+"""
 _GUARDS: list[subprocess.Popen] = []
 
 
 def connect(
-    address: str | None = None, *, num_cpus: int | None = None, num_gpus: int | None = None
+    address: str | None = None,
+    *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    timeout_s: float = 600,
+    setting: str = "runtime.start_timeout_s",
 ) -> None:
     """Be connected to Ray until `release` is called.
 
     To the cluster that this process is in, the one at `address` or RAY_ADDRESS, or a local one with
-    so many CPUs and GPUs (None: the machine's), which ends with its last user.
-    Raises RayClusterError.
+    so many CPUs and GPUs (None: the machine's), which ends with its last user. timeout_s: longest
+    start of a local one, which is the user's `setting`. Raises RayClusterError.
     """
     with _LOCK:
         if not ray.is_initialized():
             address = address or os.environ.get("RAY_ADDRESS")
             sweep_temporary()
             before = set(psutil.Process().children(recursive=True))
-            _initialize(address, num_cpus, num_gpus)
-            _STATE["ours"] = True
             if address is None:
+                owner = _start_local(timeout_s, setting, num_cpus=num_cpus, num_gpus=num_gpus)
                 begun = set(psutil.Process().children(recursive=True)) - before
-                owner = claim(Path(ray._private.worker._global_node.get_session_dir_path()))
-                _SESSION.callback(os.close, owner)
                 # Ray's agents live on for a minute
                 start_guard(*(one.pid for one in begun), owner=owner)
+            else:
+                _attach(address)
+            _STATE["ours"] = True
         _STATE["users"] += 1
 
 
@@ -146,36 +159,99 @@ def check() -> None:
     )
 
 
-def _initialize(address: str | None, num_cpus: int | None, num_gpus: int | None) -> None:
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is None:
-        options |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "include_dashboard": False}
+def _start_local(timeout_s: float, setting: str, **resources: int | None) -> int:
+    """Start Ray on this machine, in a folder of this user alone; return what claims the folder."""
+    folder = _private_folder()
+    owner = claim(folder)
+    begin = time.monotonic()
+    limit = {"RAY_gcs_server_port_wait_time_s": str(max(1, int(timeout_s)))}
+    options = {**resources, "include_dashboard": False, "_temp_dir": str(folder / "r")}
+    while True:
+        try:
+            _initialize("local", {**STARTED, **limit}, **options)
+        except Exception as error:
+            late = "timed out" in str(error).lower()
+            if late and time.monotonic() - begin < timeout_s:
+                continue  # Ray itself gives some parts 30 s
+            os.close(owner)
+            raise RayClusterError(_reason(error, folder, late, timeout_s, setting)) from error
+        _SESSION.callback(os.close, owner)
+        return owner
+
+
+def _reason(error: Exception, folder: Path, late: bool, timeout_s: float, setting: str) -> str:
+    """Return why a local cluster did not start, and what to do."""
+    logs, first = folder / "r" / "session_latest" / "logs", _first_line(error)
+    full = [
+        place
+        for place in (folder.parent, Path("/dev/shm"))
+        if place.exists() and shutil.disk_usage(place).free < LITTLE
+    ]
+    if full:
+        remedy = f"make room in {' and '.join(map(str, full))}"
+    elif late:
+        remedy = f"its logs are in {logs}; {setting} gives it more time"
+    else:
+        remedy = f"its logs are in {logs}"
+    if late:
+        return f"a local Ray cluster did not start within {timeout_s:g} s ({first}): {remedy}"
+    return f"a local Ray cluster cannot be started ({first}): {remedy}"
+
+
+def _private_folder() -> Path:
+    """Make a folder of this user alone: Ray opens its own to everybody, who could then put other
+    sockets in place of a run's.
+    """
+    chosen = os.environ.get("RAY_TMPDIR")
+    places = [chosen] if chosen else [tempfile.gettempdir(), "/tmp"]
+    length = len(os.fsencode(f"/{OURS.replace('*', '12345678')}/r"))
+    fitting = [each for each in places if len(os.fsencode(each)) + length <= LONGEST_PATH]
+    if not fitting:
+        raise RayClusterError(
+            f"RAY_TMPDIR must have at most {LONGEST_PATH - length} bytes, as Ray's sockets are"
+            f" below it, but it is {chosen!r}: choose a shorter path"
+        )
     try:
-        if address and re.search(r"^[^/]+:\d+$", address):  # Ray itself would try for minutes
+        return Path(tempfile.mkdtemp(prefix=OURS.rstrip("*"), dir=fitting[0]))
+    except OSError as error:
+        raise RayClusterError(
+            f"a local Ray cluster needs a folder that can be written to, but {fitting[0]} can't"
+            f" ({error}): name another one in RAY_TMPDIR"
+        ) from error
+
+
+def _attach(address: str) -> None:
+    try:
+        if re.search(r"^[^/]+:\d+$", address):  # Ray itself would try for minutes
             socket.create_connection(_endpoint(address), timeout=2 * PROBE_S).close()
-        with _environment(STARTED if address is None else ATTACHED), _handlers(), _quiet():
-            ray.init(address=address or "local", **options)
+        _initialize(address, ATTACHED)
     except Exception as error:
-        with suppress(Exception):
-            ray.shutdown()
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        if address is None:
-            message = (
-                f"a local Ray cluster cannot be started ({reason}): make room in /tmp, /dev/shm"
+        message = f"the Ray cluster at {address} cannot be reached ({_first_line(error)}): "
+        if isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error.__cause__):
+            message += (
+                "it asks for a token: set RAY_AUTH_MODE=token, and have the token of its head"
+                " in RAY_AUTH_TOKEN or ~/.ray/auth_token"
             )
         else:
-            message = f"the Ray cluster at {address} cannot be reached ({reason}): "
-            if isinstance(error, AuthenticationError) or "InvalidAuthToken" in str(error.__cause__):
-                message += (
-                    "it asks for a token: set RAY_AUTH_MODE=token, and have the token of its head"
-                    " in RAY_AUTH_TOKEN or ~/.ray/auth_token"
-                )
-            else:
-                message += (
-                    "is it running (`ray status`), is RAY_ADDRESS right, and does a firewall let"
-                    " this machine through?"
-                )
+            message += (
+                "is it running (`ray status`), is RAY_ADDRESS right, and does a firewall let"
+                " this machine through?"
+            )
         raise RayClusterError(message) from error
+
+
+def _initialize(address: str, variables: Mapping[str, str], **options: Any) -> None:
+    try:
+        with _environment(variables), _handlers(), _quiet():
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except Exception:
+        with suppress(Exception):
+            ray.shutdown()
+        raise
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ def alive(*pids: int) -> list[int]:
     ]
 
 
-def soon_gone(*pids: int, timeout_s: float = 10) -> bool:
+def soon_gone(*pids: int, timeout_s: float = 120) -> bool:
     deadline = time.monotonic() + timeout_s
     while alive(*pids) and time.monotonic() < deadline:
         time.sleep(0.05)

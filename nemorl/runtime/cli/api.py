@@ -1,25 +1,35 @@
 """Training in a few lines of Python: `nemorl.train`, and a trainer class for each algorithm."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
 
-from nemorl.checks import closest, require
+from nemorl.checks import require, short
 from nemorl.models.pretrained import load_tokenizer
-from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import preset_overrides
-from nemorl.runtime.config.tree import construct, dotted_keys, layer, to_dict
+from nemorl.runtime.config.spellings import advice, means_another
+from nemorl.runtime.config.tree import construct, flat, layer, leaves, to_dict
 from nemorl.runtime.config.yaml_io import ConfigError
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.data import Reward, Rows
-from nemorl.runtime.run.result import TrainResult
+from nemorl.runtime.run.result import TrainResult, html_table
 from nemorl.runtime.start.open_run import run
 from nemorl.runtime.start.registry import get_algorithm
+from nemorl.runtime.watch.log import changed_settings
+
+ARGUMENTS = {
+    "model.path": "model",
+    "model.tokenizer": "tokenizer",
+    "data.train": "dataset",
+    "data.validation": "validation",
+    "reward": "reward_fn",
+}
+"""Settings that are arguments of `train` by another name."""
 
 
 def train(
@@ -42,7 +52,7 @@ def train(
       DataModule, or several of them
     - `reward_fn`: fn(prompt, response) -> float, fn(prompts, responses) -> list of floats (either
       may name columns of the data), the name of a reward, an environment, or several in a list or
-      mapping
+      mapping; `reward` is the same
     - `algorithm`: "grpo", "sft", "dpo" or one that you registered; `preset` of GRPO: "dapo", …
     - `overrides`: settings by name where that is unique (`lr=1e-6`), by section and name
       (`optimizer__lr=1e-6`), or a section at a time (a dict or `OptimizerConfig(lr=1e-6)`)
@@ -50,6 +60,10 @@ def train(
     Returns metrics, history, paths and the trained model (None where it was spread over devices:
     load paths.hf). Raises ValueError that names the field where something can't work.
     """
+    if _is_reward(reward := overrides.get("reward")):
+        remedy = "reward and reward_fn are the same; keep one"
+        require(reward_fn is None, "reward", "must be given once", reward, remedy)
+        reward_fn = overrides.pop("reward")
     config = make_config(algorithm, preset=preset, **overrides)
     return _run(
         config,
@@ -78,9 +92,16 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
         'remove it, or use algorithm="grpo"',
     )
     tree = layer(cls, {}, preset_overrides(preset) if preset is not None else {})
+    return from_keywords(cls, algorithm, overrides, tree)
+
+
+def from_keywords(
+    cls: type[Any], command: str, overrides: Mapping[str, Any], tree: Mapping[str, Any] = {}
+) -> Any:
+    """Return the config of a command with overrides as `train` takes them, laid over `tree`."""
     mapping: dict[str, Any] = {}
     for name, value in overrides.items():
-        key, now = _nested(cls, algorithm, name, value)
+        key, now = _nested(cls, command, name, value)
         if key in mapping:  # loss="gspo", clip_low=0.1
             before, now = (
                 {"name": part} if isinstance(part, str) else part or {}
@@ -94,7 +115,7 @@ def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) 
     return construct(cls, layer(cls, tree, mapping))
 
 
-def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> tuple[str, Any]:
+def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str, Any]:
     """Return the top-level key of an override, and its value there."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = to_dict(value)
@@ -105,24 +126,40 @@ def _nested(cls: type[BaseConfig], algorithm: str, name: str, value: Any) -> tup
             ' "mine", "setting": 0.1})',
             name,
         )
-    keys = dotted_keys(cls)
-    own = [key for key, ours in keys.items() if ours]
+    if name == "reward" and _is_reward(value):
+        raise ConfigError(
+            "reward must be a name here, but it is a function: pass it to fit(…, reward_fn=…)", name
+        )
+    own = leaves(cls)
     if name in {key.partition(".")[0] for key in own}:  # a whole section, or a setting in none
         return name, value
     found = [MAIN.get(name, name.replace("__", "."))]
     if found[0] not in own:
-        found = [key for key in own if key.rpartition(".")[2] == name]
-    if not found and name in keys:  # another library's, which is refused with ours
-        return name, value
+        same = [key for key in own if key.rpartition(".")[2] == name]
+        found = [key for key in same if not means_another(name, key)]
     if len(found) > 1:
         spelled = " or ".join(key.replace(".", "__") for key in found)
         raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)
     if not found:
-        known = [part for key in keys for part in (key.rpartition(".")[2], key.replace(".", "__"))]
-        hint = closest(name, known) or f"; nemorl {algorithm} --help lists them"
+        near = [part for key in own for part in (key.rpartition(".")[2], key.replace(".", "__"))]
+        hint = advice(
+            name.replace("__", "."),
+            own,
+            near=near,
+            write=lambda key: ARGUMENTS.get(key, key.replace(".", "__")) + "=",
+        )
+        hint = hint or f"; nemorl {algorithm} --help lists them"
         raise ConfigError(f"unknown setting {name} of {algorithm}{hint}", name)
     section, _, key = found[0].rpartition(".")
     return section, {key: value}
+
+
+def _is_reward(value: Any) -> bool:
+    """Return whether a value is a reward that is no name: functions, environments, a mapping."""
+    parts = value if isinstance(value, list | tuple) else [value]
+    return any(
+        callable(part) or hasattr(part, "step") or isinstance(part, Mapping) for part in parts
+    )
 
 
 def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: Any) -> TrainResult:
@@ -144,45 +181,124 @@ def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: An
     return run(config, model=model, tokenizer=tokenizer, **given)
 
 
-@dataclasses.dataclass(frozen=True)
+TRL = {
+    "reward_funcs": "reward_fn",
+    "train_dataset": "dataset",
+    "eval_dataset": "validation",
+    "processing_class": "tokenizer",
+}
+"""What arguments of TRL's trainers are called here: a trainer takes either name."""
+
+
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class Trainer:
-    """A model with the settings of an algorithm."""
+    """A model with the settings of an algorithm, and what it is trained on.
+
+    The arguments are those of `nemorl.train`; the four that TRL calls otherwise have its names,
+    too. Nothing is loaded before `train` or `fit`. Subclasses are refused a method or attribute
+    that a trainer does not have, as nothing would call it.
+    """
 
     algorithm: ClassVar[str]
     model: str | Path | nn.Module
     config: Any
-    tokenizer: Any = None
+    given: Mapping[str, Any]
+    """Of `fit`'s arguments and the tokenizer, what is known already."""
 
-    @classmethod
-    def from_pretrained(
-        cls,
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        for name in vars(cls):
+            require(
+                hasattr(Trainer, name) or name == "algorithm" or name in CLASS_NAMES,
+                f"{cls.__name__}.{name}",
+                "must be a name that the trainers have, as nothing calls others",
+                name,
+                'name a loss of your own as loss="my_file.py:my_loss" (--loss), pass reward_fn= and'
+                " callbacks=, or write the loop yourself with nemorl.open_run",
+            )
+
+    def __init__(
+        self,
         model: str | Path | nn.Module,
+        reward_fn: Any = None,
+        args: Any = None,
+        dataset: Rows = None,
         *,
-        tokenizer: Any = None,
         preset: str | None = None,
         **overrides: Any,
-    ) -> "Trainer":
+    ) -> None:
+        given: dict[str, Any] = {"reward_fn": reward_fn, "dataset": dataset}
+        for name in ("validation", "tokenizer", "callbacks", *TRL):
+            value, ours = overrides.pop(name, None), TRL.get(name, name)
+            if value is not None:
+                remedy = f"it is given as {ours}, too; keep one"
+                require(given.get(ours) is None, name, "must be given once", value, remedy)
+                given[ours] = value
+        cls = get_algorithm(self.algorithm).config
+        if args is None:
+            args = make_config(self.algorithm, preset=preset, **overrides)
+        else:
+            require(
+                isinstance(args, cls),
+                "args",
+                f"must be a nemorl.{cls.__name__}",
+                args,
+                "pass the settings by name: lr=1e-6, num_generations_per_prompt=8"
+                " (docs/coming-from.md has TRL's)",
+            )
+            both = sorted([*overrides, *["preset"] * (preset is not None)])
+            require(not both, "args", "can't be given together with settings", both, "keep one")
+        vars(self).update(model=model, config=args, given=given)
+
+    @classmethod
+    def from_pretrained(cls, model: str | Path | nn.Module, **arguments: Any) -> "Trainer":
         """Return a trainer with the arguments of `nemorl.train`; nothing is loaded yet."""
-        return cls(model, make_config(cls.algorithm, preset=preset, **overrides), tokenizer)
+        return cls(model, **arguments)
 
     def fit(
         self,
-        dataset: Rows,
+        dataset: Rows = None,
         *,
         reward_fn: Reward | None = None,
         validation: Rows = None,
         callbacks: Sequence[Callback] = (),
     ) -> TrainResult:
-        """Train, with arguments and result as of `nemorl.train`."""
+        """Train, with arguments and result as of `nemorl.train`; what is not given here is as the
+        trainer was made.
+        """
+        now = {"dataset": dataset, "reward_fn": reward_fn, "validation": validation}
+        now |= {"callbacks": callbacks or None}
+        given = {**self.given, **{name: value for name, value in now.items() if value is not None}}
         return _run(
             self.config,
             self.model,
-            self.tokenizer,
-            train=dataset,
-            validation=validation,
-            reward=reward_fn,
-            callbacks=callbacks,
+            given.get("tokenizer"),
+            train=given["dataset"],
+            validation=given.get("validation"),
+            reward=given["reward_fn"],
+            callbacks=given.get("callbacks") or (),
         )
+
+    def train(self) -> TrainResult:
+        """Train on the data set that the trainer was made with. `run={"resume": True}` resumes."""
+        return self.fit()
+
+    def __repr__(self) -> str:
+        model = type(self.model).__name__ if isinstance(self.model, nn.Module) else str(self.model)
+        now = flat(to_dict(self.config))
+        parts = [f"{key}={now.get(key)!r}" for key in changed_settings(self.config)]
+        return f"{type(self).__name__}({', '.join([repr(model), *parts])})"
+
+    def _repr_html_(self) -> str:
+        now = flat(to_dict(self.config))
+        changed = {key: now.get(key) for key in changed_settings(self.config)}
+        return html_table(f"{type(self).__name__} of {short(str(self.model))}", changed)
+
+
+CLASS_NAMES = {"__module__", "__qualname__", "__doc__", "__annotations__", "__parameters__"} | {
+    *("__orig_bases__", "__firstlineno__", "__static_attributes__", "__classcell__")
+}
+"""What Python puts into a class by itself."""
 
 
 class SFTTrainer(Trainer):
@@ -197,7 +313,8 @@ class SFTTrainer(Trainer):
 class GRPOTrainer(Trainer):
     """GRPO and its relatives.
 
-    `GRPOTrainer.from_pretrained("runs/sft", preset="dapo").fit(rows, reward_fn=my_reward)`
+    `GRPOTrainer.from_pretrained("runs/sft", preset="dapo").fit(rows, reward_fn=my_reward)`, or
+    `GRPOTrainer("runs/sft", reward_funcs=my_reward, train_dataset=rows, preset="dapo").train()`
     """
 
     algorithm = "grpo"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
     AnswerConfig,
     EvalConfig,
+    ExampleConfig,
     ExportConfig,
     GenerateConfig,
     InspectConfig,
@@ -24,14 +26,16 @@ if TYPE_CHECKING:
 def evaluate(config: EvalConfig) -> None:
     """Answer a data set, and print and write the result."""
     from nemorl.runtime.cli import inference
+    from nemorl.runtime.run.files import writing
 
     _check_engine(config)
     result = inference.evaluate(config)
     if config.output is not None:
         output = Path(config.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
         rows = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in result["answers"])
-        output.write_text("".join(rows), encoding="utf-8", errors="backslashreplace")
+        with writing("the answers", output):
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text("".join(rows), encoding="utf-8", errors="backslashreplace")
     _print_evaluation(config, result)
     if config.output is not None:
         print(f"answers written to {config.output}")
@@ -181,6 +185,30 @@ def inspect(config: InspectConfig) -> None:
     print_inspection(config, inspect_data(config))
 
 
+def example(config: ExampleConfig) -> None:
+    """Write rows of sums: as prompts with answers, demonstrations, pairs or labels."""
+    draw = random.Random(config.seed)
+    rows = []
+    for number in range(config.rows):
+        first, second = draw.randrange(100), draw.randrange(100)
+        right, wrong = str(first + second), str(first + second + draw.choice((1, 2, 10)))
+        answers: dict[str, dict[str, Any]] = {
+            "grpo": {"answer": right},
+            "sft": {"response": right},
+            "dpo": {"chosen": right, "rejected": wrong},
+            "kto": {"response": wrong if number % 2 else right, "label": number % 2 == 0},
+        }
+        rows.append({"prompt": f"{first}+{second}=", **answers[config.kind]})
+    try:
+        with Path(config.file).open("x", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    except FileExistsError:
+        raise ValueError(f"file must be new, but {config.file} exists: name another") from None
+    except OSError as error:
+        raise ValueError(f"file can't be written: {config.file}: {error.strerror}") from None
+    print(f"{config.file}: {config.rows} rows such as {json.dumps(rows[0])}")
+
+
 def plan(config: PlanConfig) -> None:
     """Print the ways to spread a model that fit."""
     from nemorl.parallel.planner.command import find_plans, print_plans
@@ -198,6 +226,7 @@ COMMANDS = {
     "generate": Command(GenerateConfig, generate),
     "export": Command(ExportConfig, export),
     "report": Command(ReportConfig, report),
+    "data example": Command(ExampleConfig, example),
     "data inspect": Command(InspectConfig, inspect),
     "plan": Command(PlanConfig, plan),
 }

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from nemorl.checks import require
 from nemorl.data.datasets import load_rows, to_prompts
 from nemorl.data.prompts import parts_of, warn_of_strings
-from nemorl.data.sources import has_splits
 from nemorl.data.templates import with_chat_template
 from nemorl.models.causal_lm import load_causal_lm, usable_device
 from nemorl.models.pretrained import load_tokenizer, model_folder
@@ -17,8 +17,8 @@ from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
+from nemorl.runtime.cli.api import from_keywords
 from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
-from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.data import read_rows
 from nemorl.runtime.run.directory import RunDirectory
@@ -26,20 +26,20 @@ from nemorl.runtime.run.export import write_checkpoint
 from nemorl.runtime.start.registry import get_generation_backend
 from nemorl.runtime.watch.waiting import waiting_for_engines
 
+T = TypeVar("T")
 
-def evaluate(config: EvalConfig) -> dict[str, Any]:
-    """Return accuracy, mean rewards and length of a model's answers to data, and the answers."""
+
+def evaluate(config: EvalConfig | None = None, **settings: Any) -> dict[str, Any]:
+    """Return accuracy, mean rewards and length of a model's answers to data, and the answers.
+
+    The settings are those of `nemorl eval`, by name as `nemorl.train` takes them, or an EvalConfig.
+
+    >>> evaluate(model="runs/rl/hf", data="test.jsonl", max_new_tokens=64)       # doctest: +SKIP
+    {'accuracy': 0.93, 'reward': 0.93, ...}
+    """
+    config = _settings(EvalConfig, "eval", config, settings)
     environment = make_environment(config.reward, config.reward_weights, config.reward_kwargs)
-    data = DataConfig(
-        validation=config.data,
-        validation_split=config.split or ("test" if has_splits(config.data) else None),
-        prompt_column=config.prompt_column,
-        answer_column=config.answer_column,
-        prompt_template=config.prompt_template,
-        system_prompt=config.system_prompt,
-        chat=config.chat,
-    )
-    rows = (read_rows(data, "validation") or [])[: config.max_rows]
+    rows = (read_rows(config.rows(), "validation") or [])[: config.max_rows]
     check_rows(environment, rows)
     sampling = replace(config.generation.sampling_params(), n=config.n)
     with _loaded(config, rows) as (prompts, generator):
@@ -69,8 +69,18 @@ def evaluate(config: EvalConfig) -> dict[str, Any]:
     }
 
 
-def generate(config: GenerateConfig) -> list[dict[str, Any]]:
-    """Return answers to prompts, each with its log-probability in nats."""
+def generate(config: GenerateConfig | None = None, **settings: Any) -> list[dict[str, Any]]:
+    """Return answers to prompts, each with its log-probability in nats.
+
+    The settings are those of `nemorl generate`, by name as `nemorl.train` takes them, or a
+    GenerateConfig; `prompt` may be one text.
+
+    >>> generate(model="Qwen/Qwen3-0.6B", prompt="12+34=", temperature=0)        # doctest: +SKIP
+    [{'prompt': '12+34=', 'response': '46', 'logprob': -0.1, ...}]
+    """
+    if isinstance(prompt := settings.get("prompt"), str):
+        settings["prompt"] = (prompt,)
+    config = _settings(GenerateConfig, "generate", config, settings)
     texts = config.prompts()
     columns = {name for _, name in parts_of(config.prompt_template or "{prompt}") if name}
     column = columns.pop() if len(columns) == 1 else "prompt"  # a run's may have another name
@@ -99,8 +109,15 @@ def generate(config: GenerateConfig) -> list[dict[str, Any]]:
     ]
 
 
-def export(config: ExportConfig) -> Path:
-    """Write a checkpoint of a run as a Hugging Face folder, and return the folder."""
+def export(config: ExportConfig | None = None, **settings: Any) -> Path:
+    """Write a checkpoint of a run as a Hugging Face folder, and return the folder.
+
+    The settings are those of `nemorl export`, by name, or an ExportConfig.
+
+    >>> export(run="runs/rl", output="my-model", step="best")                    # doctest: +SKIP
+    PosixPath('/…/my-model')
+    """
+    config = _settings(ExportConfig, "export", config, settings)
     directory = RunDirectory.open(config.run)
     directory.require_checkpoint()
     match config.step:
@@ -122,6 +139,21 @@ def export(config: ExportConfig) -> Path:
     tokenizer = load_tokenizer(str(directory.path / "tokenizer"), **trust)
     write_checkpoint(output, found, tokenizer, lora=config.lora, base=config.base_model, **trust)
     return output.resolve()
+
+
+def _settings(cls: type[T], command: str, config: T | None, settings: dict[str, Any]) -> T:
+    """Return the config that a function was given, or that of its keywords."""
+    if config is None:
+        return from_keywords(cls, command, settings)
+    remedy = 'name the settings: model="runs/rl"' if not isinstance(config, cls) else "keep one"
+    require(
+        isinstance(config, cls) and not settings,
+        "config",
+        f"must be a nemorl.{cls.__name__}, without settings beside it",
+        config,
+        remedy,
+    )
+    return config
 
 
 @contextmanager

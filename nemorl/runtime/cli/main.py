@@ -18,18 +18,22 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from nemorl.checks import closest, require
-from nemorl.data.sources import check_first_rows
+from nemorl.data.datasets import load_rows, prompt_of
+from nemorl.data.rows import for_rows
+from nemorl.data.sources import first_rows
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
     FOR_TRAINING,
     OF_RUN,
     SAME,
     AnswerConfig,
+    EvalConfig,
     ExportConfig,
 )
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig, require_files, require_rows
 from nemorl.runtime.config.grpo import GRPOConfig
+from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.tree import (
     construct,
     defaults,
@@ -37,18 +41,21 @@ from nemorl.runtime.config.tree import (
     flat,
     layer,
     leaves,
+    located,
     nested,
     to_dict,
     unions,
     yaml_layer,
 )
+from nemorl.runtime.config.trust import CODE, Trust
 from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.run.directory import RunDirectory, require_folder
 from nemorl.runtime.run.errors import out_of_memory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of, require_names
-from nemorl.user_code import module_of
+from nemorl.user_code import ExitInUserCode, module_of
+from nemorl.warn import warn
 
 if TYPE_CHECKING:
     from nemorl.runtime.config.flags import Extra
@@ -60,9 +67,9 @@ COMMON = {
     "model.path",
     "data.train",
     "data.validation",
+    "data.chat",
     "data.max_total_sequence_length",
     "optimizer.lr",
-    "trainer.micro_batch_tokens",
     "lora.rank",
     "parallel.dp_shard",
     "generation.backend",
@@ -121,7 +128,7 @@ use what was trained
 find out how a model fits on GPUs, and how fast each way is
   nemorl plan --model Qwen/Qwen3-32B --gpus 16 --gpu-memory 80
 
-data: one JSON object a line; nemorl data inspect shows what becomes of it
+data: one JSON object a line; nemorl data example FILE writes some, data inspect shows them
   grpo, eval   {{"prompt": "12+34=", "answer": "46"}}
   sft          {{"prompt": "12+34=", "response": "46"}}
   dpo          {{"prompt": "12+34=", "chosen": "46", "rejected": "47"}}
@@ -137,8 +144,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return the exit code: 0 done, 1 failed, 2 wrong settings or input, 130
     interrupted, 143 terminated. Under torchrun only rank 0 prints.
     """
-    # Set before torch is loaded: spinning OpenMP threads stall each other on a busy machine.
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if not is_follower():
         return _main(argv)
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -189,7 +194,6 @@ def cli(config: type[Config], args: Sequence[str] | None = None) -> Config:
     `--help`, `--config`, `--run.resume` and errors are as of `nemorl`'s commands; they end the
     process where there is nothing to run.
     """
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     command, found = Path(sys.argv[0]).name, list[Config]()
     SCRIPTS[command] = config
     code = _execute(command, list(sys.argv[1:] if args is None else args), found.append)
@@ -225,7 +229,7 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        expected = isinstance(error, ValueError | OSError | FloatingPointError)
+        expected = isinstance(error, ValueError | OSError | FloatingPointError | ExitInUserCode)
         expected = expected or out_of_memory(error)
         if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_a_reward(error)):
             raise
@@ -281,12 +285,13 @@ def parse(command: str, args: Sequence[str]) -> Any:
     )
     tree = layer(cls, {}, {} if preset is None else preset_overrides(preset))
     paths = peek(args, "--config") or _config_of_resumed_run(command, args)
+    trust = _trust(args)
     if len(paths) > 1:
-        warnings.warn(f"of several --config the later wins: {' < '.join(paths)}", stacklevel=2)
-    of_run = _settings_of_run(cls, args, paths) if issubclass(cls, AnswerConfig) else {}
+        warn(f"of several --config the later wins: {' < '.join(paths)}")
+    of_run = _settings_of_run(cls, args, paths, trust) if issubclass(cls, AnswerConfig) else {}
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
-        tree = yaml_layer(cls, tree, path)
+        tree = yaml_layer(cls, tree, path, trust)
     shown = set(COMMON)
     for section in unions(cls):
         for name in peek(args, f"--{section}"):
@@ -314,6 +319,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
         raise
     config = construct(cls, tree)
     if given["print_config"]:
+        _require_names_and_rows(config, elsewhere=True)
         print(dump_yaml(config, comments=True), end="")
         return None
     _check_given(config, resumable=bool(paths))
@@ -323,7 +329,21 @@ def parse(command: str, args: Sequence[str]) -> Any:
     return config
 
 
-def _settings_of_run(cls: type, args: Sequence[str], paths: Sequence[str]) -> dict[str, Any]:
+def _trust(args: Sequence[str]) -> Trust:
+    """Return what a command line allows of the code that files name."""
+    from nemorl.runtime.config.flags import given
+
+    said = {argument.replace("_", "-") for argument in args}
+    return Trust(
+        given=given(args, CODE),
+        everything="--trust-code" in said,
+        runs=said.isdisjoint(("--print-config", "-h", "--help")),
+    )
+
+
+def _settings_of_run(
+    cls: type, args: Sequence[str], paths: Sequence[str], trust: Trust
+) -> dict[str, Any]:
     """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
 
     With --reward, the run's weights and parameters of rewards are of no use.
@@ -334,14 +354,18 @@ def _settings_of_run(cls: type, args: Sequence[str], paths: Sequence[str]) -> di
     directory = RunDirectory(Path(*models[-1:]))
     if not (any(models) and directory.config.exists() and directory.holds_results()):
         return {}
-    config, kwargs = read(directory.config)[0], "reward_kwargs"  # one value, not a section
+    config, lines = read(directory.config)
+    kwargs = "reward_kwargs"  # one value, not a section
     theirs, usual = flat(config) | {kwargs: config.get(kwargs)}, flat(defaults(cls))
     unused = ("reward", "reward_weights", kwargs) if peek(args, "--reward") else ()
     found = {}
     for key in (key for key in OF_RUN if key in usual and key not in unused):
         value = theirs.get(SAME.get(key, key)) or usual[key]
         found[key] = tuple(value) if isinstance(value, list) else value
-    return {key: value for key, value in found.items() if value != usual[key]}
+    found = {key: value for key, value in found.items() if value != usual[key]}
+    with located(directory.config, lines):
+        trust.require(found, config)
+    return found
 
 
 def _prog(command: str) -> str:
@@ -370,20 +394,23 @@ def _extra(cls: type) -> "list[Extra]":
         known = cast(Any, Literal)[tuple(PRESETS)] | None
         text = "\n".join(["A named set of settings, below --config and flags.", *listed])
         extra.append(("preset", known, None, text))
-    text = "Print the resolved settings as YAML, with comments, and stop."
-    return [*extra, ("print_config", bool, False, text)]
+    text = (
+        "Print the resolved settings as YAML, with comments, and stop. Names of rewards, backends"
+        " and loggers and the first rows of data files are checked, the model is not."
+    )
+    extra.append(("print_config", bool, False, text))
+    text = (
+        "Run code that a file of settings names (functions, code of the model), though no flag"
+        " names it and the file is not of a run that you made on this machine."
+    )
+    return [*extra, ("trust_code", bool, False, text)]
 
 
 def _check_given(config: Any, *, resumable: bool) -> None:
     """Raise ValueError for a run without a model."""
     if isinstance(config, BaseConfig):
-        require(
-            not config.run.resume or resumable or bool(config.model.path),
-            "run.dir",
-            "must be that of a run to resume",
-            config.run.dir,
-            "there is none in it: check the path",
-        )
+        if not resumable and not config.model.path:
+            require_folder(config.run)
         remedy = "add --model.path with a folder or a name on the hub"
         require(bool(config.model.path), "model.path", "must be given", "", remedy)
 
@@ -395,21 +422,43 @@ def _require_inputs(command: str, config: Any) -> None:
     """
     from nemorl.models.pretrained import model_folder
 
-    require_names(config)
-    data, model = getattr(config, "data", None), getattr(config, "model", "")
-    sources = {"data": data}
-    if isinstance(data, DataConfig):
-        sources = {"data.train": data.train, "data.validation": data.validation}
-    for name, source in sources.items():
-        require_files(name, source)
-        check_first_rows(source)
+    _require_names_and_rows(config)
     if command in ALGORITHMS:
         require_rows(config.data.train)
+        require_folder(config.run)
         if config.run.dir and not config.run.resume and torchrun_size() is None:  # which restarts
             RunDirectory(Path(config.run.dir)).require_no_results()
     elif isinstance(config, ExportConfig):
         RunDirectory.open(config.run).require_checkpoint()
+    model = getattr(config, "model", "")
     model_folder(model if isinstance(model, str) else model.path)
+
+
+def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
+    """Raise ValueError for a reward, backend, logger or data file that is missing, and for first
+    rows of a file without the columns that the settings name.
+
+    elsewhere: the settings may be for another machine, so a missing data file is only warned of.
+    """
+    require_names(config)
+    data, answered = getattr(config, "data", None), None
+    sources = {"data": data}
+    if isinstance(config, EvalConfig):
+        data, answered = config.rows(), config.max_rows
+    elif isinstance(data, DataConfig):
+        sources = {"data.train": data.train, "data.validation": data.validation}
+    for name, source in sources.items():
+        try:
+            require_files(name, source)
+        except ValueError as error:
+            if not elsewhere:
+                raise
+            warn(f"the rows are not checked: {error}")
+            continue
+        files = [rows for rows in first_rows(source) if rows]
+        rows = load_rows(files, **data.reading()) if files and isinstance(data, DataConfig) else []
+        if isinstance(config, GRPOConfig | SFTConfig | EvalConfig):
+            for_rows(rows[:answered], prompt_of)
 
 
 def _help(
@@ -461,7 +510,8 @@ def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     from nemorl.runtime.run.record import check_algorithm, script_with
 
     directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
-    if "--run.resume" not in args or not directory.config.exists():
+    asked = peek(args, "--run.resume")[-1:] in (["true"], ["auto"])
+    if not asked or not directory.config.exists():
         return []
     own = SCRIPTS.get(command)  # which may use `open_run` or `run`
     check_algorithm(directory, *([script_with(own), algorithm_of(own)] if own else [command]))

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nemorl.checks import at_least, refuse_unused, require
+from nemorl.checks import at_least, refuse_unused, require, valid_seed
 from nemorl.data.prompts import parts_of
+from nemorl.data.sources import has_splits
 from nemorl.parallel.config import ModelConfig
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.config.generation import GenerationConfig
@@ -52,7 +53,8 @@ SAME = {
 OF_RUN = (
     *("prompt_column", "answer_column", "prompt_template", "system_prompt", "chat"),
     *("reward", "reward_weights", "reward_kwargs"),
-    *("generation.max_new_tokens", "generation.stop_strings", "generation.stop_token_ids"),
+    *("generation.max_new_tokens", "generation.ignore_eos"),
+    *("generation.stop_strings", "generation.stop_token_ids"),
 )
 """Settings that `eval` and `generate` take from the run that --model names."""
 FOR_TRAINING = ("colocated", "sleep_level", "weight_transport", "trainer_gpus")
@@ -158,7 +160,19 @@ class EvalConfig(AnswerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(1, max_rows=self.max_rows)
-        at_least(0, seed=self.seed)
+        valid_seed(seed=self.seed)
+
+    def rows(self) -> DataConfig:
+        """Return where the rows come from, as a section of training has it."""
+        return DataConfig(
+            validation=self.data,
+            validation_split=self.split or ("test" if has_splits(self.data) else None),
+            prompt_column=self.prompt_column,
+            answer_column=self.answer_column,
+            prompt_template=self.prompt_template,
+            system_prompt=self.system_prompt,
+            chat=self.chat,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +190,7 @@ class GenerateConfig(AnswerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        at_least(0, seed=self.seed)
+        valid_seed(seed=self.seed)
         if not self.chat:
             for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
                 given = getattr(self, name)
@@ -241,6 +255,25 @@ class ReportConfig:
     """
     watch: bool = False
     """Write the page again while the run goes on, and let it refresh itself in the browser."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleConfig:
+    """Write a small file of data to try a command with: sums of numbers below 100."""
+
+    file: tyro.conf.Positional[str]
+    """The file to write, one JSON object a line. It must not exist."""
+    kind: Literal["grpo", "sft", "dpo", "kto"] = "grpo"
+    """Prompts with an answer (grpo), with a response (sft), with a chosen and a rejected response
+    (dpo), or with a labeled response (kto).
+    """
+    rows: int = 64
+    """How many rows are written."""
+    seed: int = 0
+    """Of the numbers."""
+
+    def __post_init__(self) -> None:
+        at_least(1, rows=self.rows)
 
 
 @dataclass(frozen=True, kw_only=True)

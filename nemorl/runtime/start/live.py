@@ -1,6 +1,5 @@
 """A run whose parts are live: trainer and generator as the last checkpoint left them."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -20,11 +19,13 @@ from nemorl.rollout.generation import GenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.grpo import GapConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
+from nemorl.runtime.config.trust import seal_of
 from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.checkpoint import CheckpointError
 from nemorl.runtime.run.export import ExportCallback
+from nemorl.runtime.run.files import writing
 from nemorl.runtime.run.loop import OpenRun, Parts
 from nemorl.runtime.run.rng import random_state, restore_generators, seed_generators
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
@@ -41,6 +42,7 @@ from nemorl.runtime.start.settings import (
     backend_config,
     changes,
     generation_config,
+    kept,
     model_config_of,
 )
 from nemorl.runtime.watch.alerts import GapWatch, SignalWatch
@@ -48,6 +50,7 @@ from nemorl.runtime.watch.display import make_display
 from nemorl.runtime.watch.loggers.base import LoggedRun, Recorder
 from nemorl.runtime.watch.resources import ResourceMeter
 from nemorl.runtime.watch.waiting import waiting_for_engines, waiting_for_ranks
+from nemorl.warn import warn
 
 
 def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
@@ -90,7 +93,8 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
     if run.initial is not None:
         run.initial(trainer)
     state = resumed(launch, run, trainer)
-    launch.tokenizer.save_pretrained(directory.path / "tokenizer")
+    with writing("the tokenizer", directory.path / "tokenizer"):
+        launch.tokenizer.save_pretrained(directory.path / "tokenizer")
     directory.write_data(directory_lengths)
     if generator is not None:
         if offloads:
@@ -267,26 +271,20 @@ def resumed(launch: Launch, run: OpenRun, trainer: Any) -> LoopState:
     if found is not None:
         state = found[1]
         for change in changes(directory.config, config):
-            _warn(f"the run goes on with other settings than before: {change}")
+            warn(f"the run goes on with other settings than before: {change}")
         if run.num_steps is not None and state.step >= run.num_steps:
-            _warn(
+            warn(
                 f"the run has {state.step} steps already, so there is nothing to do up to step"
                 f" {run.num_steps}: raise max_num_steps"
             )
-    elif config.run.resume and checkpoint.present(directory.path):
+    elif config.run.resume:
         raise CheckpointError(
             f"run.resume needs a whole checkpoint, but none in {directory.checkpoints} is: put one"
             " back, or begin anew in another folder (--run.dir)"
         )
-    elif config.run.resume:
-        _warn(f"there is no checkpoint in {directory.path} to resume from, so the run starts anew")
-    directory.write_config(dump_yaml(replace(config, run=replace(config.run, resume=False))))
+    directory.write_config(dump_yaml(kept(config)), seal_of(to_dict(config)))
     directory.truncate(state.step if found is not None else -1)
-    return state
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    return replace(state, data=launch.data)
 
 
 def own_callbacks(launch: Launch, model: nn.Module | None) -> tuple[list[Callback], list[Callback]]:
@@ -323,7 +321,7 @@ def own_callbacks(launch: Launch, model: nn.Module | None) -> tuple[list[Callbac
     if isinstance(gap := getattr(config, "gap", None), GapConfig):
         after.append(GapWatch(gap, directory))
     if config.run.export and model is None:
-        _warn(
+        warn(
             f"{directory.hf} will not be written, because the training backend"
             f" {config.trainer.backend!r} has no attribute model or no weights to export"
         )

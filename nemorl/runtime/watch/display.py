@@ -1,8 +1,10 @@
-"""What a terminal shows of a run: a live table, or one plain line a step, or nothing."""
+"""What a terminal or notebook shows of a run: a live table, a plain line a step, or nothing."""
 
+import io
 import math
 import time
 from collections import deque
+from importlib import import_module
 from typing import Any, Literal
 
 from rich.console import Console, Group
@@ -33,6 +35,8 @@ def make_display(
         return Callback()
     utf = console.encoding.lower().startswith("utf")
     capable = console.is_terminal and not console.is_dumb_terminal and utf
+    if console.is_jupyter and mode in ("auto", "live"):
+        return NotebookDisplay(total_steps)
     live = mode == "live" or (mode == "auto" and capable)
     return (LiveDisplay if live else PlainDisplay)(total_steps, console)
 
@@ -265,3 +269,64 @@ class LiveDisplay(Display):
             before = asked
             grid.add_row(verdict, prompt, on_one_line(answer, width - width // 3 - 12))
         return grid
+
+
+class NotebookDisplay(LiveDisplay):
+    """Show the panel and the course of the first metric below a notebook's cell, in place.
+
+    rich's own way needs ipywidgets; a display that is updated needs nothing but the kernel.
+    """
+
+    handle: Any = None
+    drawn = -math.inf
+
+    def __init__(self, total_steps: int | None) -> None:
+        console = Console(file=io.StringIO(), record=True, width=100, force_jupyter=False)
+        super().__init__(total_steps, console)
+        self.steps: list[int] = []
+
+    def on_train_begin(self, trainer: Run) -> None:
+        Display.on_train_begin(self, trainer)
+        self.title = trainer.directory.resolve().name if trainer.directory else "nemorl"
+        self.draw()
+
+    def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
+        super().on_step_end(trainer, step, metrics)
+        self.steps.append(step)
+        if time.monotonic() - self.drawn >= 1:
+            self.draw()
+
+    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.handle is not None:
+            self.draw()
+            self.handle = None
+
+    def draw(self) -> None:
+        """Show the panel and the curve as they are now."""
+        display = import_module("IPython.display").display  # in a notebook it is there
+
+        self.console.print(self.render())
+        panel = self.console.export_html(
+            inline_styles=True, code_format='<pre style="line-height: 1.2">{code}</pre>'
+        )
+        content = {"text/html": panel + self.curve(), "text/plain": self.step}
+        if self.handle is None:
+            self.handle = display(content, raw=True, display_id=True)
+        else:
+            self.handle.update(content, raw=True)
+        self.drawn = time.monotonic()
+
+    def curve(self) -> str:
+        """Return the course of the first metric as a picture, once there are two values."""
+        from nemorl.runtime.watch.curves import COLORS, svg  # slow to import
+
+        name = next(iter(self.latest), "")
+        values = list(self.courses.get(name, ()))
+        if len(values) < 2:
+            return ""
+        picture, _ = svg(name, ((self.steps[-len(values) :], values), ([], [])))
+        colors = "; ".join(f"--{variable}: {color}" for color, variable in COLORS.items())
+        return f'<div style="max-width: 30em; {colors}">{LABELS[name]}{picture}</div>'

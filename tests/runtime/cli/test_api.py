@@ -42,7 +42,7 @@ def test_train_is_run(folder: Path, tmp_path: Path):
         model=tiny_model(scale=2.0),
         tokenizer=tiny_tokenizer(),
         dataset=addition_rows(),
-        reward_fn=digits,
+        reward=digits,
         **SMALL,
         **sizes,
     )
@@ -104,6 +104,12 @@ def test_overrides_that_can_not_be(overrides: dict, message: str):
         make_config("grpo", **overrides)
 
 
+def test_a_reward_has_two_names():
+    given = {"model": "m", "dataset": [{"prompt": "1+1="}]}
+    with pytest.raises(ValueError, match=r"reward must be given once, .*: reward and reward_fn"):
+        nemorl.train(**given, reward=digits, reward_fn=digits)
+
+
 def test_overrides():
     config = make_config(
         "grpo",
@@ -148,3 +154,66 @@ def test_a_loaded_model_may_know_its_tokenizer(folder: Path):
         ).metrics["num_tokens"]
         > 0
     )
+
+
+def test_a_trainer_is_made_as_in_trl(folder: Path, tmp_path: Path):
+    sizes = {"num_prompts_per_step": 6, "num_generations_per_prompt": 4}
+    trainer = nemorl.GRPOTrainer(
+        model=folder, reward_funcs=digits, train_dataset=addition_rows(), **SMALL, **sizes
+    )
+    result = trainer.train()
+    assert losses(result) == losses(start(grpo_config(tmp_path / "other", steps=2)))
+    assert repr(trainer).startswith("GRPOTrainer(") and "optimizer.lr=0.01" in repr(trainer)
+    assert "<td>optimizer.lr</td><td>0.01</td>" in trainer._repr_html_()
+    assert repr(result).startswith("TrainResult(step=2, reward=") and len(repr(result)) < 200
+    assert "<td>path</td><td>runs/grpo</td>" in result._repr_html_()
+
+
+class ArgsOfTRL:
+    """trl.GRPOConfig."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"args": ArgsOfTRL()}, r"args must be a nemorl.GRPOConfig, but .* settings by name"),
+        ({"learning_rate": 1e-5}, "TRL's learning_rate is optimizer.lr here"),
+        ({"dataset": [], "train_dataset": []}, "train_dataset must be given once"),
+        ({"args": nemorl.GRPOConfig(), "lr": 1e-5}, "args can't be given together with settings"),
+        ({"num_prompt_per_step": 1}, "did you mean num_prompts_per_step"),
+    ],
+)
+def test_what_a_trainer_refuses(arguments, message: str):
+    with pytest.raises(ValueError, match=message):
+        nemorl.GRPOTrainer("model", **arguments)
+
+
+def test_a_method_that_nothing_calls_is_refused():
+    for name in ("_compute_loss", "compute_loss", "data_collator", "training_step"):
+        with pytest.raises(ValueError, match=rf"Mine\.{name} must .*loss=.*nemorl\.open_run"):
+            type("Mine", (nemorl.GRPOTrainer,), {name: lambda self: None})
+
+    class Mine(nemorl.GRPOTrainer):
+        """What is called may be overridden."""
+
+        def train(self):
+            return super().train()
+
+    assert repr(Mine("model")) == "Mine('model')"
+
+
+def test_settings_of_answers_by_name(folder: Path):
+    by_name = nemorl.generate(model=folder, prompt="1+1=", max_new_tokens=4, seed=0, device="cpu")
+    limits = nemorl.GenerationConfig(max_new_tokens=4)
+    config = nemorl.GenerateConfig(
+        model=str(folder), prompt=("1+1=",), generation=limits, seed=0, device="cpu"
+    )
+    assert by_name == nemorl.generate(config) and len(by_name) == 1
+    with pytest.raises(ValueError, match="did you mean max_new_tokens"):
+        nemorl.generate(model=folder, prompt="1", max_new_token=4)
+    with pytest.raises(ValueError, match="did you mean data"):
+        nemorl.evaluate(model=folder, dat="rows.jsonl")
+    with pytest.raises(ValueError, match="output must be given"):
+        nemorl.export(run="runs/none")
+    with pytest.raises(ValueError, match="without settings beside it"):
+        nemorl.generate(config, seed=1)

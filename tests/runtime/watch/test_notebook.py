@@ -1,0 +1,47 @@
+"""A run in a notebook, with a real kernel."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+CELL = """import nemorl
+rows = [{"prompt": "1+1=", "response": "2"}] * 8
+result = nemorl.train(
+    "model", rows, algorithm="sft", lr=0.5, max_num_steps=4, train_global_batch_size=4,
+    max_total_sequence_length=32, device="cpu", num_epochs=4, run={"plots": False, "export": False},
+)
+result"""
+
+
+def test_a_run_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """One display, updated in place, the result as a table, warnings with the cell's line."""
+    import nbclient
+    from jupyter_client.kernelspec import KernelSpec
+    from jupyter_client.manager import AsyncKernelManager
+    from nbformat.v4 import new_code_cell, new_notebook
+
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    manager = AsyncKernelManager()
+    manager._kernel_spec = KernelSpec(
+        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        language="python",
+    )
+    notebook = new_notebook(cells=[new_code_cell(CELL)])
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, km=manager, timeout=300, resources=resources).execute()
+    outputs = notebook.cells[0].outputs
+    displays = [each.data for each in outputs if each.output_type == "display_data"]
+    (shown,) = [data for data in displays if data["text/plain"].startswith("step ")]
+    assert shown["text/plain"] == "step 4/4"
+    assert "<svg" in shown["text/html"] and "4/4" in shown["text/html"]
+    (result,) = [each for each in outputs if each.output_type == "execute_result"]
+    assert "<b>TrainResult</b><table>" in result.data["text/html"]
+    assert result.data["text/plain"].startswith("TrainResult(step=4, ")
+    said = "".join(each.text for each in outputs if each.get("name") == "stderr")
+    assert ".py:3: UserWarning: optimizer.lr is 0.5" in said and "contextlib" not in said, said

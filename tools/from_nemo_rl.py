@@ -9,6 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from pathlib import Path
 from string import Formatter
 from typing import Any
@@ -161,6 +162,16 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 """Keys whose listed values are what nemorl does anyway; others are reported, with this reason.
 "grpo:" marks a key that means something else in the other algorithms."""
+
+SECTIONS = {
+    "async_rl": "generation and training take turns: remove it, and translate the synchronous file",
+    "value": "there is no critic",
+    "teacher": "there is no distillation in grpo, sft and dpo",
+    "on_policy_distillation": "there is no distillation in grpo, sft and dpo",
+    "reward_penalties": "write penalties as a reward of your own, and remove it",
+    "token_capture": "episodes of NeMo Gym are not supported; remove it",
+}
+"""Sections that make another training, unless they are off."""
 
 NEUTRAL = re.compile(
     r"val_(batch_size|global_batch_size|micro_batch_size|at_end)|batch_multiplier"
@@ -334,7 +345,10 @@ def kl(value: Any, flat: Flat) -> Settings:
     if not coef or flat.get("loss_fn.use_kl_in_reward"):
         return {}
     sampled = flat.get("loss_fn.use_on_policy_kl_approximation")
-    return {"kl.coef": coef, "kl.gradient": "importance" if sampled else "score"}
+    if not sampled:
+        return {"kl.coef": coef, "kl.gradient": "score"}
+    note = "the gradient differs from NeMo RL's where its clamps act: docs/coming-from.md"
+    return {"kl.coef": coef, "kl.gradient": "importance", "note": note}
 
 
 @rule(
@@ -490,15 +504,17 @@ def scheduler(value: Any, flat: Flat) -> Settings | str:
         start, end = options.get("start_factor", 1 / 3), options.get("end_factor", 1.0)
         if name == "LinearLR" and end >= start:
             warmup = options.get("total_iters", 5)
-            settings["optimizer.warmup_steps"] = warmup * updates
-            if start > 0.01:
-                settings["note"] = f"the warm-up starts at 0 instead of {start:g} times the rate"
+            settings["optimizer.warmup_steps"] = steps = warmup * updates
+            if steps and start > 0.01:
+                settings["note"] = (
+                    f"the warm-up starts at 1/{steps} of the rate instead of {start:g} of it"
+                )
         elif name in ("LinearLR", "CosineAnnealingLR"):
             linear = name == "LinearLR"
             settings["optimizer.schedule"] = "linear" if linear else "cosine"
             settings["optimizer.min_lr_ratio"] = end if linear else options.get("eta_min", 0) / lr
             if warmup + options.get("total_iters" if linear else "T_max", 0) != total:
-                settings["note"] = "the rate reaches its end with the run's last step here"
+                settings["note"] = "the rate reaches its end when the run does here"
         elif name not in ("ConstantLR", "", "None"):
             return Blocker("schedules are constant, linear and cosine; choose one of them")
     return settings
@@ -534,14 +550,14 @@ def megatron_scheduler(value: Any, flat: Flat) -> Settings | str:
     settings: Settings = {}
     notes = []
     if warmup := options.get("lr_warmup_iters") or 0:
-        settings["optimizer.warmup_steps"] = warmup * updates_per_step(flat)
+        settings["optimizer.warmup_steps"] = steps = warmup * updates_per_step(flat)
         if (start := options.get("lr_warmup_init") or 0.0) > 0.01 * lr:
-            notes.append(f"the warm-up starts at 0 instead of {start:g}")
+            notes.append(f"the warm-up starts at 1/{steps} of the rate instead of at {start:g}")
     if style != "constant" and end < lr:
         settings["optimizer.schedule"] = style
         settings["optimizer.min_lr_ratio"] = end / lr
         if options.get("lr_decay_iters") not in (None, total_steps(flat)):
-            notes.append("the rate reaches its end with the run's last step here")
+            notes.append("the rate reaches its end when the run does here")
     decay = flat.get("policy.megatron_cfg.optimizer.weight_decay")
     if any(options.get(f"{which}_weight_decay") not in (None, decay) for which in ("start", "end")):
         notes.append(f"weight decay is {decay} all the time")
@@ -705,7 +721,11 @@ def rewards(tree: Mapping[str, Any], data: Mapping[str, Any]) -> tuple[Settings,
     settings: Settings = {}
     notes: dict[str, str] = {}
     for name, options in environments.items():
-        options = options or {}
+        options = {} if options is None else options
+        if not isinstance(options, Mapping):  # should_use_nemo_gym: true
+            if options:
+                notes[f"env.{name}"] = Blocker(f"{options!r}: remove it, rewards are math here")
+            continue
         if not options.get("enabled", name in (used or environments)):
             continue
         if name != "math" or options.get("verifier_type", "math") != "math":
@@ -819,11 +839,16 @@ def data_settings(
 
 
 def prompt_text(file: str, path: str | Path, ours: str) -> str:
-    """Return the text of a file that is named from NeMo RL's folder, where `path` is below it."""
-    for folder in (Path(), *Path(path).resolve().parents):
-        if (folder / file).is_file():
-            return (folder / file).read_text(encoding="utf-8")
-    raise ValueError(f"no such file here or above the configuration: give its text as {ours}")
+    """Return the text of a file in the folder of the recipe, or in NeMo RL's folder `examples` that
+    the recipe is in; NeMo RL names it from the folder above that one.
+    """
+    recipe = Path(path).resolve().parent
+    examples = [each for each in (recipe, *recipe.parents) if each.name == "examples"][:1]
+    for start, allowed in ((recipe, recipe), *((each.parent, each) for each in examples)):
+        found = (start / file).resolve()
+        if found.is_relative_to(allowed) and found.is_file():
+            return found.read_text(encoding="utf-8")
+    raise ValueError(f"no such file in the recipe's folder: give its text as {ours}")
 
 
 def template_of(text: str) -> str:
@@ -867,6 +892,21 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     Raises ValueError for a file that can't be read, has none of the sections grpo, sft, dpo, or
     can't be trained here.
     """
+    try:
+        return in_ours(path)
+    except UNREADABLE as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{path} must be written as NeMo RL's own files are ({why}): correct it"
+        ) from error
+
+
+UNREADABLE = (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError)
+"""What odd values lead to."""
+
+
+def in_ours(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
+    """Return what `translate` does; values of odd types raise what Python raises for them."""
     tree = with_defaults(Path(path))
     found = [name for name in ("grpo", "sft", "dpo") if isinstance(tree.get(name), Mapping)]
     require(
@@ -877,7 +917,7 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
         "only NeMo RL's configurations of these can be translated",
     )
     algorithm = found[0]
-    tree = resolved(tree, tree, "", path)
+    tree = resolved(tree, tree, "", path, count())
     flat = dict(flatten(tree))
     data = tree.get("data") or {}
     key, value = "data", data
@@ -887,6 +927,7 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
         if algorithm == "grpo":
             given, more = rewards(tree, data)
             settings, notes = settings | given, notes | more
+        notes |= blocked(tree)
         for key, value in flat.items():
             result = translated(algorithm, key, value, flat)
             if isinstance(result, str):
@@ -895,7 +936,7 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
             if "note" in result:
                 notes[key] = result.pop("note")
             settings |= result
-    except (TypeError, AttributeError, ZeroDivisionError) as error:
+    except UNREADABLE as error:
         raise ValueError(
             f"{path}: {key}, or a key beside it, must be as in NeMo RL's own files, but it is"
             f" {value!r} ({error}): correct it"
@@ -915,6 +956,24 @@ def translate(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
     except ValueError as error:
         raise ValueError(f"{path} can't be trained here: {error}") from error
     return algorithm, ours, notes
+
+
+def blocked(tree: Mapping[str, Any]) -> dict[str, str]:
+    """Return the reasons of sections that make another training of a file."""
+    return {
+        section: Blocker(why)
+        for section, why in SECTIONS.items()
+        if (found := tree.get(section)) and not off(found)
+    }
+
+
+def off(section: Any) -> bool:
+    """Return whether a section is switched off: by `enabled`, or by each of its values."""
+    if not isinstance(section, Mapping):
+        return not section
+    if "enabled" in section:
+        return not section["enabled"]
+    return all(value in (False, None) for value in section.values())
 
 
 DTENSORS = ("policy.dtensor_cfg.", "policy.optimizer", "policy.scheduler")
@@ -947,18 +1006,27 @@ def switches(key: str, flat: Flat) -> Iterator[str]:
             yield switch
 
 
-def with_defaults(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+def with_defaults(
+    path: Path, seen: tuple[Path, ...] = (), files: Iterator[int] | None = None
+) -> dict[str, Any]:
+    here, files = path.resolve(), files or count(1)
     require(
-        path.resolve() not in seen,
+        here not in seen,
         "defaults",
         "must not lead back to the file itself",
         str(path),
         "remove the circle",
     )
+    number = next(files)
+    limit = f"must lead to at most {MAX_FILES} files"
+    require(number <= MAX_FILES, "defaults", limit, str(path), "name each file once")
     tree, _ = read(path)
-    parents = tree.pop("defaults", [])
-    for parent in reversed([parents] if isinstance(parents, str) else parents):
-        tree = merged(with_defaults(path.parent / str(parent), (*seen, path.resolve())), tree)
+    parents = tree.pop("defaults", None) or []
+    parents = [parents] if isinstance(parents, str) else parents
+    texts = isinstance(parents, list) and all(isinstance(each, str) for each in parents)
+    require(texts, "defaults", "must be a file or a list of files", repr(parents), "correct it")
+    for parent in reversed(parents):
+        tree = merged(with_defaults(path.parent / parent, (*seen, here), files), tree)
     return tree
 
 
@@ -982,43 +1050,77 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
+MAX_FILES, MAX_REFERENCES, MAX_VALUES = 100, 50, 100_000
+"""Of `defaults`; one through the other; that all of them expand to."""
 REFERENCE = re.compile(r"\$\{([^${}]+)\}")
 
 
-def resolved(tree: Mapping[str, Any], value: Any, key: str, path: str | Path) -> Any:
+def resolved(
+    tree: Mapping[str, Any],
+    value: Any,
+    key: str,
+    path: str | Path,
+    steps: Iterator[int],
+    depth: int = 0,
+) -> Any:
     """The value with ${a.b}, ${.sibling}, ${mul:x,y} and ${div:x,y} replaced, innermost first."""
+    if next(steps) > MAX_VALUES or (isinstance(value, str) and len(value) > MAX_VALUES):
+        raise ValueError(
+            f"{path}: references (${{…}}) must expand to at most {MAX_VALUES} values and characters"
+            f" each, but {key} goes beyond: write values out"
+        )
+    if depth > MAX_REFERENCES:
+        raise ValueError(
+            f"{path}: {key} refers to itself, or through more than {MAX_REFERENCES} references:"
+            f" {value!r:.80}"
+        )
     if isinstance(value, list):
-        return [resolved(tree, item, key, path) for item in value]
+        return [resolved(tree, item, key, path, steps, depth) for item in value]
     if isinstance(value, Mapping):
         return {
-            name: resolved(tree, item, f"{key}.{name}" if key else name, path)
+            name: resolved(tree, item, f"{key}.{name}" if key else name, path, steps, depth)
             for name, item in value.items()
         }
-    for _ in range(50):
-        match = REFERENCE.search(value) if isinstance(value, str) else None
-        if match is None:
-            return value
-        found = looked_up(tree, key, match[1].strip(), path)
-        value = found if match[0] == value else value.replace(match[0], str(found))
-    raise ValueError(f"{path}: {key} refers to itself: {value!r}")
+    match = REFERENCE.search(value) if isinstance(value, str) else None
+    if match is None:
+        return value
+    target, found = looked_up(tree, key, match[1].strip(), path)
+    found = resolved(tree, found, target, path, steps, depth + 1)
+    if match[0] == value:
+        return found
+    if isinstance(found, list | Mapping):
+        raise ValueError(f"{path}: {key} puts {target}, which is no single value, into a text")
+    text = value[: match.start()] + str(found) + value[match.end() :]
+    return resolved(tree, text, key, path, steps, depth)
 
 
-def looked_up(tree: Mapping[str, Any], key: str, reference: str, path: str | Path) -> Any:
+def looked_up(
+    tree: Mapping[str, Any], key: str, reference: str, path: str | Path
+) -> tuple[str, Any]:
+    """Return the key and the value that a reference stands for."""
     if reference.startswith(("mul:", "div:")):
         parts = reference[4:].split(",")
-        left, right = (float(resolved(tree, part.strip(), key, path)) for part in parts)
+        two = len(parts) == 2
+        require(two, key, "must give mul and div two numbers", reference, "correct it")
+        left, right = (float(part) for part in parts)
+        require(left == left and right == right, key, "must be a number", reference, "correct it")
         result = left * right if reference.startswith("mul:") else left / right
-        return int(result) if result.is_integer() else result
+        return key, int(result) if result.is_integer() else result
     target = f"{key.rpartition('.')[0]}{reference}" if reference.startswith(".") else reference
     place: Any = tree
-    for part in target.split("."):
+    for part in target.removeprefix(".").split("."):
         if not isinstance(place, Mapping) or part not in place:
             raise ValueError(
                 f"{path}: {key} refers to {target}, which the file does not have: name the file"
                 " with all its defaults"
             )
         place = place[part]
-    return place
+    return target, place
+
+
+def one_line(text: str) -> str:
+    """Return a text without line breaks: a comment ends at one."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
 
 
 def as_yaml(path: str | Path) -> str:
@@ -1030,11 +1132,12 @@ def as_yaml(path: str | Path) -> str:
         "data.validation": "ROWS",
     }
     flags = "".join(f" --{key} {what}" for key, what in asked.items() if key in notes)
-    text = f"# nemorl {algorithm} --config THIS_FILE{flags}\n# from {path}, of NeMo RL\n"
+    text = f"# nemorl {algorithm} --config THIS_FILE{flags}\n"
+    text += f"# from {one_line(str(path))}, of NeMo RL\n"
     text += dump(settings)
     if notes:
         text += f"\n# Not carried over, or not quite ({len(notes)} keys):\n"
-    return text + "".join(f"#   {key}  {reason}\n" for key, reason in notes.items())
+    return text + "".join(f"#   {one_line(f'{key}  {reason}')}\n" for key, reason in notes.items())
 
 
 if __name__ == "__main__":
@@ -1043,4 +1146,4 @@ if __name__ == "__main__":
     try:
         print(as_yaml(sys.argv[1]), end="")
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(one_line(f"error: {error}"))

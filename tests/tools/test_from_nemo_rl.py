@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.config.tree import dotted_keys, from_dict, load_config
+from nemorl.runtime.config.tree import from_dict, leaves, load_config
+from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.run.directory import read_lines
 from nemorl.runtime.start.registry import ALGORITHMS
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -106,7 +110,7 @@ def test_grpo():
     assert notes == {
         "policy.max_total_sequence_length": "prompts over 256 tokens are left out, not answered"
         " more briefly",
-        "policy.scheduler": "the warm-up starts at 0 instead of 0.1 times the rate",
+        "policy.scheduler": "the warm-up starts at 1/60 of the rate instead of 0.1 of it",
         "made_up.key": "3: no counterpart here",
     }
 
@@ -208,7 +212,10 @@ MEGATRON: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
             "optimizer.warmup_steps": 50,
             "optimizer.max_grad_norm": 1.0,
         },
-        {"policy.megatron_cfg.scheduler": "the warm-up starts at 0 instead of 5e-07"},
+        {
+            "policy.megatron_cfg.scheduler": "the warm-up starts at 1/50 of the rate instead of at"
+            " 5e-07"
+        },
     ),
     # grpo-qwen3-30ba3b-8n8g-megatron
     "experts": (
@@ -628,20 +635,21 @@ def test_data_sets(data: str, expected: dict, keys: set, tmp_path: Path):
 @pytest.mark.parametrize(
     ("data", "ours", "note"),
     [
-        ("{train: {data_path: a, system_prompt_file: kind.txt}, default: {prompt_file: cot.txt}}",
+        ("{train: {data_path: a, system_prompt_file: kind.txt}, default:"
+         " {prompt_file: examples/cot.txt}}",
          {"prompt_template": "In {{}}: {prompt}!", "system_prompt": "Be kind.", "chat": True}, ""),
-        ("{dataset_name: openai_format, train_data_path: a, prompt_file: cot.txt,"
+        ("{dataset_name: openai_format, train_data_path: a, prompt_file: examples/cot.txt,"
          " system_prompt_file: kind.txt}", {"system_prompt": "Be kind."}, "prompts that are text"),
         ("{train: {data_path: a, prompt_file: kind.txt}}", {"chat": True}, "must name the column"),
-        ("{train: {data_path: a, prompt_file: cot.txt}, validation: {data_path: b}}",
+        ("{train: {data_path: a, prompt_file: examples/cot.txt}, validation: {data_path: b}}",
          {"prompt_template": "In {{}}: {prompt}!", "chat": True}, "all sets have its text"),
     ],
 )  # fmt: skip
 def test_prompt_files(data: str, ours: dict, note: str, tmp_path: Path):
     folder = tmp_path / "examples" / "configs"
     folder.mkdir(parents=True)
-    (tmp_path / "cot.txt").write_text("In {{}}: {}!")
-    (tmp_path / "kind.txt").write_text("Be kind.")
+    (tmp_path / "examples" / "cot.txt").write_text("In {{}}: {}!")
+    (folder / "kind.txt").write_text("Be kind.")
     settings, notes = of(f"grpo: {{}}\ndata: {data}", folder)
     keys = ("prompt_template", "system_prompt", "chat")
     found = {key: settings.get(f"data.{key}") for key in keys}
@@ -679,6 +687,137 @@ def test_reinforce_plus_plus_and_scaled_rewards(tmp_path: Path):
         "off_policy.mode": "truncate",
         "off_policy.max": UNBOUNDED,
     }
+
+
+@pytest.mark.parametrize("name", ["/etc/hostname", "../../secret.txt", "link.txt", "secret.txt"])
+def test_only_files_of_the_recipe_are_read(name: str, tmp_path: Path):
+    folder = tmp_path / "examples" / "configs"
+    folder.mkdir(parents=True)
+    (tmp_path / "secret.txt").write_text("the secret")
+    (folder / "link.txt").symlink_to(tmp_path / "secret.txt")
+    settings, notes = of(
+        f"grpo: {{}}\ndata: {{train: {{data_path: a, prompt_file: {name}}}}}", folder
+    )
+    assert "data.prompt_template" not in settings
+    assert "no such file in the recipe's folder" in notes["data.prompt_file"]
+
+
+def test_a_key_with_a_line_break_stays_a_comment(tmp_path: Path):
+    keys = {"a\nloss: ./evil.py:f": 1, "b\x85c\u2028d\r": 2}
+    (tmp_path / "theirs.yaml").write_text(json.dumps({"sft": {}, "odd": keys}))
+    text = as_yaml(tmp_path / "theirs.yaml")
+    assert yaml.safe_load(text) is None
+    assert len(text.splitlines()) == 8
+
+
+ATTACKS = {
+    "references": (
+        "sft: {}\n"
+        + "a0: xxxxxxxxx\n"
+        + "".join(f"a{i}: '{f'${{a{i - 1}}}' * 9}'\n" for i in range(1, 10)),
+        "must expand to at most 100000 values",
+    ),
+    "references in lists": (
+        "sft: {}\na0: [x]\n"
+        + "".join(f"a{i}: {json.dumps([f'${{a{i - 1}}}'] * 9)}\n" for i in range(1, 10)),
+        "must expand to at most 100000 values",
+    ),
+    "a long way": (
+        "sft: {}\na0: x\n" + "".join(f"a{i}: '${{a{i - 1}}}'\n" for i in range(1, 90)),
+        "through more than 50 references",
+    ),
+    "a list of references to itself": ("sft: {}\na: ['${a}']", "refers to itself"),
+    "a list in a text": ("sft: {}\na: [1]\nb: 'x${a}'", "no single value"),
+    "division by zero": ("sft: {seed: '${div:1,0}'}", "ZeroDivisionError"),
+    "a number of a section": ("sft: {seed: '${mul:${a},2}'}\na: {b: 1}", "no single value"),
+    "three numbers": ("sft: {seed: '${mul:1,2,3}'}", "two numbers"),
+    "no numbers": ("sft: {seed: '${mul:a,b}'}", "could not convert"),
+    "defaults: a number": ("sft: {}\ndefaults: 5", "must be a file or a list of files"),
+    "defaults: a mapping": ("sft: {}\ndefaults: [{a: b}]", "must be a file or a list of files"),
+    "defaults: a folder": ("sft: {}\ndefaults: .", "Is a directory"),
+    "an environment": ("grpo: {}\nenv: {should_use_nemo_gym: true}", "env.should_use_nemo_gym"),
+    "environments": ("grpo: {}\nenv: [math]", "must be"),
+    "asynchrony": (
+        "grpo: {}\nasync_rl: {sampler: {name: in_order}}",
+        "async_rl generation and training take turns",
+    ),
+    "a critic": ("grpo: {}\nvalue: {model_name: m}", "value there is no critic"),
+    "penalties": (
+        "grpo: {}\nreward_penalties: {penalize_empty_final_answer: true}",
+        "reward_penalties write penalties",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks(name: str, tmp_path: Path):
+    text, reason = ATTACKS[name]
+    (tmp_path / "theirs.yaml").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(reason)):
+        as_yaml(tmp_path / "theirs.yaml")
+
+
+def test_sections_that_are_off_are_no_hindrance(tmp_path: Path):
+    off = "token_capture: {enabled: false}\nreward_penalties: {a: false}\nasync_rl: null\n"
+    assert of(f"grpo: {{}}\n{off}", tmp_path) == of("grpo: {}", tmp_path)
+
+
+def test_defaults_end(tmp_path: Path):
+    (tmp_path / "f0").write_text("sft: {}\n")
+    for i in range(1, 15):
+        (tmp_path / f"f{i}").write_text(f"defaults: [f{i - 1}, f{i - 1}, f{i - 1}]\n")
+    with pytest.raises(ValueError, match="must lead to at most 100 files"):
+        translate(tmp_path / "f14")
+
+
+def test_importance_weighted_kl_is_noted(tmp_path: Path):
+    theirs = (
+        "grpo: {}\nloss_fn: {reference_policy_kl_penalty: 0.1, use_on_policy_kl_approximation: "
+    )
+    assert "kl.gradient" not in str(of(f"{theirs}false}}", tmp_path)[1])
+    settings, notes = of(f"{theirs}true}}", tmp_path)
+    assert settings["kl.gradient"] == "importance"
+    assert any("gradient differs from NeMo RL's" in note for note in notes.values())
+
+
+def theirs_in_full() -> dict[str, Any]:
+    texts = [(FILES / name).read_text() for name in ("grpo.yaml", "sft.yaml", "dpo.yaml")]
+    flat = {}
+    for text in texts:
+        flat |= dict(flatten(yaml.safe_load(text)))
+    return flat
+
+
+ODD = st.sampled_from(
+    [None, True, 0, -1, 1e308, 10**30, "", "a\nb: c", "${a}", "${div:1,0}", [], [1]]
+)
+ODD |= st.sampled_from(
+    [{}, {"a": None}, [{"name": 1}], ".nan", float("inf"), "~", "\u2028", [[{}]]]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(["grpo", "sft", "dpo"]),
+    st.dictionaries(st.sampled_from([*theirs_in_full(), "defaults", "env", "data", "x\ny"]), ODD),
+)
+def test_odd_files_give_settings_or_one_line(tmp_path: Path, algorithm: str, flat: dict[str, Any]):
+    """And the YAML that is written says what was translated, no more."""
+    tree: dict[str, Any] = {algorithm: {}}
+    for key, value in flat.items():
+        *sections, leaf = key.split(".")
+        place = tree
+        for section in sections:
+            inner = place.get(section)
+            place[section] = place = inner if isinstance(inner, dict) else {}
+        place[leaf] = value
+    (tmp_path / "theirs.yaml").write_text(dump(tree))
+    try:
+        _, ours, _ = translate(tmp_path / "theirs.yaml")
+    except ValueError:
+        return
+    (tmp_path / "ours.yaml").write_text(as_yaml(tmp_path / "theirs.yaml"))
+    assert repr(read(tmp_path / "ours.yaml")[0]) == repr(json.loads(json.dumps(ours)))
 
 
 TURNS = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
@@ -779,7 +918,7 @@ def test_what_it_writes_runs_as_it_stands(algorithm: str, backend: str, tmp_path
 
 def test_every_key_leads_to_one_of_ours():
     configs = [algorithm.config for algorithm in ALGORITHMS.values()]
-    ours = {key for config in configs for key, own in dotted_keys(config).items() if own}
+    ours = {key for config in configs for key in leaves(config)}
     assert set(RENAMED.values()) <= ours
 
 

@@ -19,8 +19,6 @@ INSTALLED := $(VENV)/.installed
 PIP := -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt
 # Of pip's output: large downloads with their size, what is installed, errors.
 BRIEF := awk '/Downloading .*MB\)|^ERROR|^error/ {print; fflush()}'
-# Threads of OpenMP that wait by spinning stop each other where other programs use the cores, too.
-export GOMP_SPINCOUNT ?= 1000
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all lint format bench bench-peers gpu mutants parity clean
@@ -68,7 +66,7 @@ test: lint  ## Run lint, types and all tests but the slow ones
 
 test-all: lint  ## Run every test, the laws with 200 examples each
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -rs
 
 lint: $(INSTALLED)  ## Check style and types
 	$(BIN)/ruff check .
@@ -78,6 +76,9 @@ lint: $(INSTALLED)  ## Check style and types
 format: $(INSTALLED)  ## Put the style right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# They import torch first, for which nemorl comes too late.
+bench bench-peers: export GOMP_SPINCOUNT ?= 1000
 
 bench: $(INSTALLED)  ## Run the benchmarks; each prints a ratio against a baseline in the same run
 	@for script in $(filter-out benchmarks/common.py %_vs_trl.py,$(wildcard benchmarks/*.py)); do \
@@ -90,7 +91,7 @@ $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt
 
 bench-peers: $(PEERS)/.installed  ## Run the benchmarks against TRL, in an environment of its own
 	@for script in $(wildcard benchmarks/*_vs_trl.py); do \
-		echo "== $$script"; $(PEERS)/bin/python $$script || exit 1; done
+		echo "== $$script"; $(PEERS)/bin/python $$script $(BENCH) || exit 1; done
 
 gpu:  ## Prove the library on this machine's GPU and measure it (GPU='--part train --minutes 9')
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m benchmarks.gpu --write docs/gpu.md $(GPU)

@@ -1,13 +1,14 @@
 """A whole GRPO step end to end, here and in TRL: same model, prompts, group size, response lengths,
 loss and optimizer.
 
-    bench-venv/bin/python benchmarks/grpo_vs_trl.py [--lengths fixed|skewed]      (see
-    benchmarks/requirements.txt)
+    make bench-peers        (or in that environment, .venv-peers:
+    python benchmarks/grpo_vs_trl.py [--lengths fixed|skewed])
 
 fixed: every response has 64 tokens. skewed: each response has its own length, log-normal with mean
-40, at most 256, the same on both sides; neither side knows it before. A round is a few steps of one
-trainer and then of the other; each reports its median time from step to step, with everything that
-a step is made of. TRL runs with all that its documentation has for speed on the same work: no
+40, at most 256, the same on both sides. There nemorl's engine gets each sample as a request with a
+limit of its own, and computes its prompt for it alone. A round is a few steps of one trainer and
+then of the other; each reports its median time from step to step, with everything that a step is
+made of. TRL runs with all that its documentation has for speed on the same work: no
 gradient checkpointing, no reference model, float32 as here, as many rows per forward pass as is
 fastest (measured first, for both), logging every ten steps. It generates by transformers' generate:
 of its other ways vLLM needs a GPU, and transformers' continuous batching took a hundred times as
@@ -34,6 +35,10 @@ from common import (
     skewed_lengths,
     words,
 )
+
+import nemorl
+from nemorl.rollout.generation import Completion, SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
 
 PROMPT_TOKENS = 16
 
@@ -66,6 +71,8 @@ class Options:
     """Rows (TRL) and as many times the longest sequence in tokens (nemorl) of a forward pass in
     training. None: for each the fastest of some.
     """
+    peer: bool = True
+    """Whether to run TRL, too."""
 
 
 class Lengths:
@@ -106,22 +113,9 @@ class Ours:
     def __init__(
         self, folder: Path, rows: list[dict], lengths: Lengths, options: Options, micro_batch: int
     ) -> None:
-        import nemorl
-        from nemorl.rollout.torch_backend import TorchGenerationBackend
-
-        self.folder, self.rows = folder, rows
-
-        ended = TorchGenerationBackend._finish_reason
-
-        def forced(engine: Any, slot: Any, token: int) -> Any:
-            if slot.params.temperature == 0:  # compared with the trainer before the first step
-                return ended(engine, slot, token)
-            order = vars(engine).setdefault("order", {})  # of all requests of this run
-            step, index = divmod(order.setdefault(slot.request, len(order)), options.num_prompts)
-            end = lengths.of(step)[index * options.group_size + slot.sample]
-            return "stop" if len(slot.token_ids) >= end else None
-
-        TorchGenerationBackend._finish_reason = forced  # type: ignore[assignment, method-assign]
+        self.folder, self.rows, self.lengths = folder, rows, lengths
+        if lengths.kind == "skewed":
+            nemorl.register_generation_backend("skewed")(ending_at(lengths))
         self.config = nemorl.GRPOConfig(
             model=nemorl.ModelConfig(path=str(folder)),
             data=nemorl.DataConfig(max_total_sequence_length=PROMPT_TOKENS + lengths.longest),
@@ -132,20 +126,27 @@ class Ours:
             ),
             parallel=nemorl.ParallelPlan(param_dtype=options.precision),
             optimizer=nemorl.OptimizerConfig(lr=1e-5, beta2=0.999),
-            generation=nemorl.GenerationConfig(max_new_tokens=lengths.longest, max_batch_size=256),
+            generation=nemorl.GenerationConfig(
+                backend="torch" if lengths.kind == "fixed" else "skewed",
+                max_new_tokens=lengths.longest,
+                ignore_eos=True,
+                max_batch_size=256,
+            ),
             num_prompts_per_step=options.num_prompts,
             num_generations_per_prompt=options.group_size,
             max_num_steps=options.steps,
         )
 
     def median(self) -> float:
-        import nemorl
-
         ends: list[float] = []
+        lengths = self.lengths
 
         class Clock(nemorl.Callback):
             def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
                 ends.append(time.perf_counter())
+                assert round(metrics["response_length"] * lengths.count) == sum(
+                    lengths.of(step - 1)
+                )
 
         where = nemorl.RunConfig(
             dir=tempfile.mkdtemp(dir=self.folder),
@@ -163,6 +164,27 @@ class Ours:
             callbacks=[Clock()],
         )
         return statistics.median(np.diff(ends))
+
+
+def ending_at(lengths: Lengths) -> type[TorchGenerationBackend]:
+    """Return the embedded engine with responses of these lengths."""
+
+    class Skewed(TorchGenerationBackend):
+        step = 0
+
+        def generate(self, prompts: Any, sampling_params: Any) -> list[Completion]:
+            if isinstance(sampling_params, SamplingParams):  # compared with the trainer, greedily
+                return super().generate(prompts, sampling_params)
+            ends = iter(lengths.of(self.step))
+            samples = [
+                (prompt, replace(params, n=1, seed=params.seed + j, max_new_tokens=next(ends)))
+                for prompt, params in zip(prompts, sampling_params, strict=True)
+                for j in range(params.n)
+            ]
+            self.step += 1
+            return super().generate(*zip(*samples, strict=True))
+
+    return Skewed
 
 
 class Theirs:
@@ -290,8 +312,8 @@ def fastest(
     )
 
 
-def compare(options: Options, kind: str) -> tuple[float, float, float]:
-    """Tokens per second of nemorl and of TRL, and their ratio."""
+def compare(options: Options, kind: str) -> tuple[float, ...]:
+    """Tokens per second of nemorl, and with a peer those of TRL, and their ratio."""
     quiet()
     rng = np.random.default_rng(0)
     rows = [{"prompt": words(PROMPT_TOKENS, rng)} for _ in range(4 * options.num_prompts)]
@@ -304,20 +326,24 @@ def compare(options: Options, kind: str) -> tuple[float, float, float]:
             f" {options.group_size}, {torch.get_num_threads()} threads"
         )
         ours = fastest(Ours, folder, rows, lengths, options, (16, 32, 64))
-        theirs = fastest(Theirs, folder, rows, lengths, options, (32, 64, 128, 256))
+        theirs = options.peer and fastest(
+            Theirs, folder, rows, lengths, options, (32, 64, 128, 256)
+        )
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(options.rounds):
             times[0].append(ours.median())
-            times[1].append(theirs.median())
+            if theirs:
+                times[1].append(theirs.median())
         tokens = statistics.mean(sum(lengths.of(step)) for step in range(options.steps))
-    a, b = (tokens / statistics.median(t) for t in times)
-    return a, b, median_ratio(*times)
+    speeds = tuple(tokens / statistics.median(t) for t in times if t)
+    return (*speeds, median_ratio(*times)) if theirs else speeds
 
 
 def main(options: Options) -> None:
     for kind in ("fixed", "skewed") if options.lengths == "both" else (options.lengths,):
-        a, b, ratio = compare(options, kind)
-        print(f"  nemorl {a:8.0f} tokens/s   TRL {b:8.0f} tokens/s   ratio {ratio:.2f}")
+        ours, *theirs = compare(options, kind)
+        found = "   TRL {:8.0f} tokens/s   ratio {:.2f}".format(*theirs) if theirs else ""
+        print(f"  nemorl {ours:8.0f} tokens/s{found}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Supervised fine-tuning with packing, here and in TRL: same model, examples, optimizer and
 sequences per optimizer step.
 
-    bench-venv/bin/python benchmarks/sft_vs_trl.py      (see benchmarks/requirements.txt)
+    make bench-peers        (or in that environment, .venv-peers:
+    python benchmarks/sft_vs_trl.py)
 
 Sequences of log-normal length. A turn is one pass over the examples; its time is from the first
 step's begin to the last one's end. TRL is measured with each setting that runs without
@@ -55,6 +56,8 @@ class Options:
     """Where it is computed."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in, on both sides."""
+    peer: bool = True
+    """Whether to run TRL, too."""
 
 
 class Ours:
@@ -193,6 +196,20 @@ def make_data(folder: Path, options: Options) -> tuple[list[dict], list[dict]]:
     return rows, examples
 
 
+def peers(folder: Path, examples: list[dict], options: Options) -> dict[str, Theirs]:
+    """TRL's settings."""
+    kinds: dict[str, Any] = {
+        "padded, {} rows": ((32, 8), {}),
+        "by length, {} rows": ((32, 8), {"by_length": True}),
+        "packed, {} rows": ((1, 4), {"packing": True}),
+    }
+    return {
+        f"TRL, {name.format(n)}": Theirs(folder, examples, options, rows=n, **settings)
+        for name, (sizes, settings) in kinds.items()
+        for n in sizes
+    }
+
+
 def compare(options: Options) -> dict[str, tuple[float, float]]:
     """Tokens per second of nemorl and of TRL's settings, and how many times as fast nemorl is."""
     quiet()
@@ -212,25 +229,9 @@ def compare(options: Options) -> dict[str, tuple[float, float]]:
             f" {options.batch} sequences a step"
         )
         with silence():
-            trainers: dict[str, Any] = {
-                "nemorl, packed": Ours(folder, rows, options),
-                **{
-                    f"TRL, padded, {n} rows": Theirs(folder, examples, options, rows=n)
-                    for n in (32, 8)
-                },
-                **{
-                    f"TRL, by length, {n} rows": Theirs(
-                        folder, examples, options, rows=n, by_length=True
-                    )
-                    for n in (32, 8)
-                },
-                **{
-                    f"TRL, packed, {n} rows": Theirs(
-                        folder, examples, options, rows=n, packing=True
-                    )
-                    for n in (1, 4)
-                },
-            }
+            trainers: dict[str, Any] = {"nemorl, packed": Ours(folder, rows, options)}
+            if options.peer:
+                trainers |= peers(folder, examples, options)
         times: dict[str, list[float]] = {name: [] for name in trainers}
         for number in range(options.rounds + 1):
             for name, trainer in list(trainers.items()):
@@ -252,8 +253,9 @@ def main(options: Options) -> None:
     found = compare(options)
     for name, (speed, ratio) in found.items():
         print(f"  {name:<24}{speed:8.0f} tokens/s   nemorl is {ratio:.2f} times as fast")
-    fastest = min(ratio for name, (_, ratio) in found.items() if name.startswith("TRL"))
-    print(f"  ratio against TRL's fastest: {fastest:.2f}")
+    if options.peer:
+        fastest = min(ratio for name, (_, ratio) in found.items() if name.startswith("TRL"))
+        print(f"  ratio against TRL's fastest: {fastest:.2f}")
 
 
 if __name__ == "__main__":

@@ -9,27 +9,49 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "benchmarks"
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
+PEERS = [name for name in SCRIPTS if name.endswith("_vs_trl")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_it_runs(name: str, tmp_path: Path):
-    if name.endswith("_trl") and find_spec("trl") is None:
-        pytest.skip("needs TRL, in an environment of its own: make bench-peers")
-    if name in ("rollouts", "weight_sync") and find_spec("vllm") is None:
-        pytest.skip("needs vLLM")
-    path = FOLDER / f"{name}.py"
-    small = ["--small"] if re.search(r"\bcommand\(\s*main", path.read_text()) else []
+def output(python: str | Path, name: str, *options: str, cwd: Path) -> str:
     done = subprocess.run(
-        [sys.executable, str(path), *small],
+        [python, str(FOLDER / f"{name}.py"), *options],
         capture_output=True,
         text=True,
         check=False,
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parent)},
-        timeout=600,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.strip(), "it prints what it measures"
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in PEERS])
+def test_it_runs(name: str, tmp_path: Path):
+    if name in ("rollouts", "weight_sync") and find_spec("vllm") is None:
+        pytest.skip("needs vLLM")
+    script = (FOLDER / f"{name}.py").read_text()
+    small = ["--small"] if re.search(r"\bcommand\(\s*main", script) else []
+    assert output(sys.executable, name, *small, cwd=tmp_path).strip(), "it prints what it measures"
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_the_half_that_is_ours_runs_without_the_peer(name: str, forked: Path, tmp_path: Path):
+    text = output(forked / "python", name, "--small", "--no-peer", cwd=tmp_path)
+    assert "tokens/s" in text and "TRL" not in text
+
+
+@pytest.mark.slow
+def test_the_peers_run_in_their_own_environment():
+    """It is made here, and left out only where no package index can be reached."""
+    command = ["make", "bench-peers", "BENCH=--small", f"PYTHON={sys.executable}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    text = done.stdout + done.stderr
+    if done.returncode and "Retrying (Retry(" in text:
+        reason = text[-300:]
+        pytest.skip(f"make bench-peers could not make its environment: {reason}")
+    assert done.returncode == 0, text[-4000:]
+    assert text.count("ratio") == 1 + 2, "of SFT; of fixed and skewed lengths"

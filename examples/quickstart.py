@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import nemorl
 import tyro
 from rich.console import Console
-
-import nemorl
 
 print = Console(highlight=False, soft_wrap=True).print
 
@@ -121,14 +120,11 @@ def show_answers(title: str, model: Path, engine: dict[str, Any], count: int = 6
     """What the model answers to the first sums that were held out; the last digit comes first, as
     in the demonstrations.
     """
-    limits = nemorl.GenerationConfig(temperature=0.0, max_new_tokens=5, **engine)
     result = nemorl.evaluate(
-        nemorl.EvalConfig(
-            model=str(model),
-            data=str(model.parent / "held_out.jsonl"),
-            max_rows=count,
-            generation=limits,
-        )
+        model=model,
+        data=model.parent / "held_out.jsonl",
+        max_rows=count,
+        generation={"temperature": 0.0, "max_new_tokens": 5, **engine},
     )
     print(f"\n[bold]{title}[/] (the last digit comes first)")
     for answer in result["answers"]:

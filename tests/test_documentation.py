@@ -2,6 +2,7 @@
 and the quickstart does what it says.
 """
 
+import ast
 import importlib
 import inspect
 import json
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 
 import nemorl
-from nemorl.runtime.config.tree import dotted_keys
+from nemorl.runtime.cli.api import from_keywords
+from nemorl.runtime.config.tree import leaves
 from nemorl.runtime.start.registry import ALGORITHMS
 from tests.examples import load_example
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -97,7 +99,10 @@ def test_the_readme_runs(forked: Path, short_quickstart, tmp_path: Path):
 )
 def test_the_guides_run(forked: Path, document: str, tmp_path: Path):
     write_example_files(tmp_path)
-    run_document(forked, ROOT / "docs" / document, tmp_path)
+    path = ROOT / "docs" / document
+    for name in re.findall(r"nemorl data example (\S+)", path.read_text()):
+        (tmp_path / name).unlink(missing_ok=True)  # the guide writes it itself
+    run_document(forked, path, tmp_path)
 
 
 def test_the_reference_is_up_to_date():
@@ -111,7 +116,7 @@ def test_the_reference_is_up_to_date():
 
 def test_the_migration_tables_name_settings_that_there_are():
     """The right column of every table in coming-from.md."""
-    known = {key for algorithm in ALGORITHMS.values() for key in dotted_keys(algorithm.config)}
+    known = {key for algorithm in ALGORITHMS.values() for key in leaves(algorithm.config)}
     rows = re.findall(
         r"^\| .* \| (.*) \|$", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE
     )
@@ -119,14 +124,38 @@ def test_the_migration_tables_name_settings_that_there_are():
     assert {key for row in rows for key in re.findall(r"`([^`]+)`", row)} <= known
 
 
+def texts(tree: ast.AST) -> Iterator[str]:
+    """The strings of a module, with … for each value in them."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(p.value) if isinstance(p, ast.Constant) else "…" for p in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_troubleshooting_quotes_messages_that_there_are():
+    rows = re.findall(
+        r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE
+    )
+    quoted = {q for row in rows for q in re.findall(r"`([^`]+)`", row)}
+    assert len(quoted) > 15
+    code = [path.read_text() for path in (ROOT / "nemorl").rglob("*.py")]
+    said = {text for one in code for text in texts(ast.parse(one))}
+    for quote in quoted:
+        parts = [re.escape(part.strip()) for part in quote.split("…")]
+        assert any(re.search(".*".join(parts), text, re.DOTALL) for text in said), quote
+
+
 def write_example_files(folder: Path) -> None:
-    """What stands in the guides for a model and data of one's own."""
+    """What stands in the guides for a model and data of one's own, and for the quickstart's."""
     tiny_model(scale=2.0, max_position_embeddings=4096).save_pretrained(folder / "model")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.content }}{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     )
     tokenizer.save_pretrained(folder / "model")
+    for name in ("model", "sft"):
+        shutil.copytree(folder / "model", folder / "runs" / "quickstart-0" / name)
     sums = [(f"{i % 7}+{i % 5}=", str(i % 7 + i % 5)) for i in range(40)]
     rows = {
         "demonstrations": [{"prompt": p, "response": a} for p, a in sums],
@@ -159,7 +188,12 @@ def test_where_the_quickstart_uses_vllm_and_megatron(tmp_path: Path, monkeypatch
     seen: list[Any] = []
     result = SimpleNamespace(metrics={"val_accuracy": 0.5})
     monkeypatch.setattr(nemorl, "run", lambda config: seen.append(config) or result)
-    monkeypatch.setattr(nemorl, "evaluate", lambda config: seen.append(config) or {"answers": []})
+
+    def evaluate(**settings: Any) -> dict[str, Any]:
+        seen.append(from_keywords(nemorl.EvalConfig, "eval", settings))
+        return {"answers": []}
+
+    monkeypatch.setattr(nemorl, "evaluate", evaluate)
     example = load_example("quickstart")
     example.main(example.Quickstart(dir=tmp_path, engine="vllm", training="megatron"))
     used = [f"{type(one).__name__} {one.generation.backend}" for one in seen]

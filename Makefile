@@ -20,6 +20,9 @@ PIP := -m pip install --disable-pip-version-check --progress-bar off -c constrai
 # Of pip's output: large downloads with their size, what is installed, errors.
 BRIEF := awk '/Downloading .*MB\)|^ERROR|^error/ {print; fflush()}'
 
+# The tests start hundreds of processes, each of which would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-all lint format bench bench-peers gpu mutants parity clean
 

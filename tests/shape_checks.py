@@ -1,10 +1,19 @@
-"""The type checker behind the import hook of conftest.py.
+"""The checks behind the import hook of conftest.py: of every annotation, in every call.
 
 It imports nothing of nemorl: the hook has to be there first.
 """
 
+import dataclasses
 import random
+import re
+from collections import ChainMap
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any, get_args
 from unittest import mock
+
+import jaxtyping
 
 # beartype checks a random item of a list. It gets a generator of its own, so that a test which
 # seeds Python's sees the draws of the run alone.
@@ -16,3 +25,62 @@ check = beartype(conf=BeartypeConf(is_pep484_tower=True))
 
 `clip_low=0`.
 """
+with_shapes = jaxtyping.jaxtyped
+LIBRARY = with_shapes.__code__.co_filename
+"""Where the wrappers here seem to be, as warnings skip the frames of libraries."""
+
+
+def jaxtyped(*, typechecker: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Do as `jaxtyping.jaxtyped`, but quickly.
+
+    A function without shapes in its annotations has only its types checked: shapes take 20 times as
+    long. Checks are made at the first call, as most functions of a process are never called, and
+    none for functions in functions without shapes, which would get new ones in every call.
+    """
+
+    def decorate(checked: Any) -> Any:
+        if isinstance(checked, FunctionType):
+            return _at_first_call(checked, typechecker)
+        if dataclasses.is_dataclass(checked) and "__init__" in vars(checked):
+            checked.__init__ = _at_first_call(checked.__init__, typechecker)
+        return checked
+
+    return decorate
+
+
+def _at_first_call(fn: FunctionType, typechecker: Callable[[Any], Any]) -> Callable[..., Any]:
+    hints = fn.__annotations__.values()
+    if not hints or ("<locals>" in fn.__qualname__ and not any(_has_shape(x, fn) for x in hints)):
+        return fn
+    checked: Callable[..., Any] | None = None
+
+    @wraps(fn)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        nonlocal checked
+        if jaxtyping.config.jaxtyping_disable:
+            return fn(*args, **kwargs)
+        if checked is None:
+            shaped = any(_has_shape(hint, fn) for hint in hints)
+            checked = with_shapes(fn, typechecker=typechecker) if shaped else typechecker(fn)
+            if not shaped:
+                checked.__code__ = checked.__code__.replace(co_filename=LIBRARY)
+        return checked(*args, **kwargs)
+
+    wrapper.__code__ = wrapper.__code__.replace(co_filename=LIBRARY)
+    return wrapper
+
+
+def _has_shape(hint: Any, fn: FunctionType) -> bool:
+    """Return whether an annotation of a function may have a shape in it."""
+    if isinstance(hint, str):
+        known = ChainMap(fn.__globals__, fn.__builtins__)
+        names = re.findall(r"[A-Za-z_]\w*", hint)
+        return any(name not in known or _has_shape(known[name], fn) for name in names)
+    if isinstance(hint, list | tuple):
+        return any(_has_shape(part, fn) for part in hint)
+    module = getattr(hint, "__module__", "") or ""
+    return module.startswith("jaxtyping") or _has_shape(get_args(hint), fn)
+
+
+jaxtyping.jaxtyped = jaxtyped  # where the hook looks for it

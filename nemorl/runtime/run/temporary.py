@@ -53,6 +53,12 @@ def _remove_if_dead(mark: Path) -> None:
         users = {os.fstat(descriptor).st_uid, mark.parent.lstat().st_uid}
         if users == {os.geteuid()} and not mark.parent.is_symlink():
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(mark.parent)
+            for entry in [*os.scandir(mark.parent)]:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry)
+                elif entry.name != MARK:
+                    Path(entry).unlink()
+            mark.unlink()  # last, so that a later call removes what could not be, or came meanwhile
+            mark.parent.rmdir()
     finally:
         os.close(descriptor)

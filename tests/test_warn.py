@@ -32,7 +32,7 @@ nemorl.train(
 """
     )
     command = [str(forked / "python"), "mine.py"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "mine.py:3: UserWarning: optimizer.lr is 0.5" in done.stderr
     assert "mine.py:3: UserWarning: data.max_total_sequence_length is lowered" in done.stderr

@@ -16,6 +16,7 @@ from math import nan
 from nemorl.rollout.processes import judged_in_processes
 
 LATE, OVER = "late", 100_000
+PR_SET_DUMPABLE = 4
 NASTY = {}
 """By name: the function, and what comes of it: LATE, a reward, or a part of the error."""
 
@@ -194,6 +195,7 @@ def exits():
 
 @nasty("its process ended")
 def crashes_in_c():
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # to write a core takes its time
     ctypes.string_at(0)
 
 

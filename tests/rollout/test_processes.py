@@ -124,7 +124,7 @@ def nasty():
     assert before is None
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("name", NASTY)
 def test_a_time_limit_holds_whatever_a_reward_does(nasty, name):
     """The calls beside it get their answers, and no process is left."""
@@ -153,11 +153,13 @@ def test_a_server_that_stays_silent_is_replaced(monkeypatch):
     environment = FunctionalRewardWrapper(nasty_rewards.reward)
     with pytest.raises(RuntimeError, match="its processes did not answer within 2 s"):
         judged(environment, "1", "stops_its_server_and_hangs", "3")
+    monkeypatch.undo()
     assert judged(environment, "5") == [5.0]
 
 
 def test_a_function_whose_loading_hangs_ends(monkeypatch):
     monkeypatch.setattr("nemorl.rollout.processes.LOADING_S", 2.0)
+    monkeypatch.setattr("nemorl.rollout.processes.ENDING_S", 1.0)
     fn = nasty_rewards.Reduced(time.sleep, (nasty_rewards.OVER,))
     setattr(fn, LIMIT, (1.0, ()))
     processes = Processes(fn)
@@ -166,7 +168,7 @@ def test_a_function_whose_loading_hangs_ends(monkeypatch):
 
 
 def test_no_process_outlives_a_run_that_is_killed_while_its_server_is_stopped():
-    script = KILLED.replace("while True:", "os.kill(os.getppid(), 19)\n    while True:")
+    script = KILLED.replace('print("busy"', 'os.kill(os.getppid(), 19); print("busy"')
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as run:
         assert run.stdout.readline() == b"busy\n"
         processes = psutil.Process(run.pid).children(recursive=True)

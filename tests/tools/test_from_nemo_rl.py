@@ -796,7 +796,7 @@ ODD |= st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     st.sampled_from(["grpo", "sft", "dpo"]),
     st.dictionaries(st.sampled_from([*theirs_in_full(), "defaults", "env", "data", "x\ny"]), ODD),

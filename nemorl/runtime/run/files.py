@@ -18,7 +18,7 @@ def check_writer(path: Path) -> None:
     It came back from a function of the user's; with two writers the run's files would be torn.
     """
     place = os.path.abspath(path)  # noqa: PTH100, as links stay
-    for folder, holder in HOLDERS.items():
+    for folder, holder in list(HOLDERS.items()):
         if holder != os.getpid() and f"{place}/".startswith(f"{folder}/"):
             text = (
                 f"process {os.getpid()} ends: it is a fork of process {holder}, whose run writes"

@@ -3,6 +3,7 @@
 import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,9 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception | None]]:
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's have long names
         monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield happens
+        with ExitStack() as session:
+            monkeypatch.setattr(connection, "_SESSION", session)
+            yield happens
 
 
 def begin(timeout_s: float = 0) -> None:
@@ -55,7 +58,6 @@ def test_a_late_start_is_tried_again_within_the_time(starts):
     starts[:] = [Exception(LATE), Exception(LATE), None]
     begin(timeout_s=1000)
     assert not starts
-    connection._SESSION.close()
 
 
 def test_ray_has_a_folder_of_this_user_in_which_its_sockets_have_room(

@@ -12,6 +12,7 @@ import subprocess
 import threading
 import time
 import warnings
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 def pair(tmp_path_factory):
     """Two replicas that the tests here use one after the other."""
     ray_cpus()
-    with toys(tmp_path_factory.mktemp("pair"), timeout_s=3.0) as made:
+    with toys(tmp_path_factory.mktemp("pair")) as made:
         yield made
 
 
@@ -64,7 +65,10 @@ def test_a_replica_gets_what_it_can_decode_at_a_time(whole):
         ("CUDA error", r"CUDA error"),
     ],
 )
-def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message):
+def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, monkeypatch, harm, message):
+    if harm in ("stop", "hang"):
+        short = replace(whole.replicas.config, timeout_s=3.0)
+        monkeypatch.setattr(whole.replicas, "config", short)
     expected = whole.replicas.generate(requests(40))
     lost = process(whole.replicas, 0)
     whole.fault_at_work(0, harm)
@@ -138,7 +142,7 @@ def test_one_that_dies_while_it_starts_again_is_started_once_more(whole):
 def test_interrupted_it_drops_everything_and_can_go_on(whole):
     expected = whole.replicas.generate(requests(10))
     endless = requests(10, max_new_tokens=10**6, seed=7)  # minutes, in a toy
-    with after(0.2, os.kill, os.getpid(), signal.SIGINT), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), after(0.2, os.kill, os.getpid(), signal.SIGINT):
         whole.replicas.generate(endless)
     actors = [one.life.actor for one in whole.replicas._replicas]
     assert eventually(lambda: ray.get([one.call.remote("unfinished") for one in actors]) == [0, 0])

@@ -54,7 +54,7 @@ class ToyEngine:
             return
         if what.startswith("once "):
             what = what.removeprefix("once ")
-            (self.faults / f"{where}-{RANK}").unlink()
+            (self.faults / f"{where}-{RANK}").unlink(missing_ok=True)
         (self.faults / f"{where}-{RANK}-happened").touch()
         if what == "die":
             print(f"last words in {where}", flush=True)

@@ -60,7 +60,7 @@ class Toys:
 
     def repair(self) -> None:
         for path in self.folder.glob("*-*"):
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     def happened(self, where: str, rank: int) -> bool:
         return (self.folder / f"{where}-{rank}-happened").exists()

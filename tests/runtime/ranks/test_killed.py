@@ -88,23 +88,29 @@ def run(forked: Path, place: Path, name: str, folder: Path, *more: str, point: s
     ]
     if name == "grpo":
         arguments.append(f"--reward={place}/reward.py:digits")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-    meeting |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [forked / "python", "-m", "tests.runtime.ranks.killed", point, *arguments],
-            env={**os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank},
-            cwd=ROOT,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in "01"
-    ]
-    said = [rank.communicate(timeout=300)[1] for rank in ranks]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    meeting |= {"OMP_NUM_THREADS": "1"}
+    with socket.socket() as held:
+        # Bound, so that nobody else gets the port before rank 0 listens to it, which it may.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        meeting["MASTER_PORT"] = str(held.getsockname()[1])
+        ranks = [
+            subprocess.Popen(
+                [forked / "python", "-m", "tests.runtime.ranks.killed", point, *arguments],
+                env={**os.environ, **meeting, "RANK": rank, "LOCAL_RANK": rank},
+                cwd=ROOT,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in "01"
+        ]
+        try:
+            said = [rank.communicate(timeout=1000)[1] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     codes = [rank.returncode for rank in ranks]
     assert point or codes == [0, 0], said
     return codes

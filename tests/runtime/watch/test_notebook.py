@@ -1,6 +1,8 @@
 """A run in a notebook, with a real kernel."""
 
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,14 @@ result = nemorl.train(
 result"""
 
 
-def test_a_run_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A folder with a path that is short enough for sockets, as those of pytest may not be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_a_run_in_a_notebook(tmp_path: Path, sockets: Path, monkeypatch: pytest.MonkeyPatch):
     """One display, updated in place, the result as a table, warnings with the cell's line."""
     import nbclient
     from jupyter_client.kernelspec import KernelSpec
@@ -27,14 +36,21 @@ def test_a_run_in_a_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tiny_tokenizer().save_pretrained(tmp_path / "model")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    manager = AsyncKernelManager()
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    manager = AsyncKernelManager(transport="ipc", connection_file=f"{sockets}/kernel.json")
     manager._kernel_spec = KernelSpec(
         argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
         language="python",
     )
     notebook = new_notebook(cells=[new_code_cell(CELL)])
-    resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, km=manager, timeout=300, resources=resources).execute()
+    nbclient.NotebookClient(
+        notebook,
+        km=manager,
+        timeout=600,
+        startup_timeout=600,
+        iopub_timeout=600,
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
     outputs = notebook.cells[0].outputs
     displays = [each.data for each in outputs if each.output_type == "display_data"]
     (shown,) = [data for data in displays if data["text/plain"].startswith("step ")]

@@ -209,8 +209,8 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
 
 
 def require_names(config: Any) -> None:
-    """Raise ValueError for a reward, backend or logger of a config that does not exist. Without
-    torch, and without running code of the user's.
+    """Raise ValueError for a function, backend or logger of a config that does not exist.
+    Without torch, and without running code of the user's.
 
     A reward of a resumed run that was given in Python passes: its script gives it again.
     """
@@ -220,6 +220,9 @@ def require_names(config: Any) -> None:
             require_reward(reward)
             if reward not in REWARDS:
                 check_function(reward, "reward")
+    for setting, section in vars(config).items():
+        if getattr(section, "_unchecked", False):
+            check_function(section.name, setting)
     if trainer := getattr(config, "trainer", None):
         _get(trainer.backend, TRAINING_BACKENDS, "training backend")
     if generation := getattr(config, "generation", None):

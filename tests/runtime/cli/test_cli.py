@@ -45,6 +45,7 @@ from nemorl.runtime.config.tree import (
 )
 from nemorl.runtime.run.directory import read_lines
 from nemorl.runtime.start.registry import ALGORITHMS
+from tests.examples import visiting
 
 NEEDED = {
     "sft": ["--model.path", "m", "--data.train", "d"],
@@ -444,6 +445,13 @@ def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch
         "--data.train rows.jsonl --data.prompt-column q": "but rows.jsonl, line 1 has the columns",
     }.items():
         assert message in refused(capsys, "grpo", *flags.split(), "--print-config")
+    for settings, message in {
+        "loss: ./nope.py:right": "loss must name a module or a .py file, but there is no module",
+        "advantage: {name: './mine.py:wrong'}": "advantage must name a function as module:function",
+    }.items():
+        Path("given.yaml").write_text(settings)
+        with visiting():
+            assert message in refused(capsys, "grpo", "--config", "given.yaml", "--print-config")
     for reward in ("./mine.py:right", "mine:right", "math", "json:loads", "os.path:join"):
         assert cli.main(["grpo", "--reward", reward, "--print-config"]) == 0
         assert yaml.safe_load((said := capsys.readouterr()).out)["reward"] == reward

@@ -29,6 +29,8 @@ CODE = (
     *("model.trust_remote_code", "trust_remote_code", "generation.python", "generation.engine"),
 )
 """All settings that may name code."""
+WORDS = ("dtype", "kv_cache_dtype", "quantization")
+"""Arguments of vLLM's whose values are words of its own, so they name no code."""
 KEY_BYTES = 32
 
 
@@ -68,7 +70,9 @@ def _code_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, Code]]:
     python, engine = str(generation.get("python") or ""), generation.get("engine")
     yield "generation.python", Code(python, f"--generation.python {python}", [_placed(python)])
     text = json.dumps(engine, sort_keys=True, default=str)
-    what = f"what {text} names" if _names_something(engine) else ""
+    given = engine.items() if isinstance(engine, Mapping) else ()
+    naming = [key for key, value in given if key not in WORDS and _may_name(value)]
+    what = f"the modules that {' and '.join(naming)} may name" if naming else ""
     yield "generation.engine", Code(what, f"--generation.engine {shlex.quote(text)}", [text])
 
 
@@ -83,15 +87,13 @@ def _placed(name: Any) -> str:
     return str(path.resolve()) if name and path.exists() else str(name or "")
 
 
-def _names_something(value: Any) -> bool:
-    """Return whether a value holds what may be a module, a class or a file: vLLM imports several
-    of its arguments.
-    """
+def _may_name(value: Any) -> bool:
+    """Return whether a value holds text: vLLM imports several of its arguments."""
     if isinstance(value, Mapping):
-        return any(_names_something(each) for each in (*value.keys(), *value.values()))
+        return any(map(_may_name, value.values()))
     if isinstance(value, list | tuple):
-        return any(map(_names_something, value))
-    return isinstance(value, str) and bool({*value} & {*".:/\\"})
+        return any(map(_may_name, value))
+    return bool(value) and not isinstance(value, int | float)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -200,6 +200,11 @@ def test_the_same_names_in_another_folder_are_other_code(
             "grpo",
             """add --generation.engine '{"scheduler_cls": "evil.Scheduler"}' if you trust it""",
         ),
+        (
+            "generation: {engine: {dtype: half, kv_transfer_config: {a: [{module_path: evil}]}}}",
+            "grpo",
+            "generation.engine would run the modules that kv_transfer_config may name, which a",
+        ),
         ("reward: [math, 'evil:fn']", "eval --model m", "add --reward math evil:fn if you trust"),
         ("loss: {name: 'evil:fn'}", "grpo", "line 1: loss would run evil:fn, which"),
         ("advantage: evil:fn", "grpo --loss clipped", "line 1: advantage would run evil:fn, which"),
@@ -213,12 +218,12 @@ def test_all_settings_that_name_code(home: Path, text: str, command: str, said: 
 
 def test_harmless_settings_need_no_trust(home: Path):
     Path("other.yaml").write_text(
-        "{reward: math, loss: gspo, generation: {backend: vllm, engine: {quantization: fp8}}}"
+        "{reward: math, loss: gspo, generation: {backend: vllm, engine: {quantization: fp8,"
+        " dtype: half, kv_cache_dtype: fp8, revision: '', max_num_seqs: 4, seed: null}}}"
     )
     config = nemorl.load_config(GRPOConfig, "other.yaml")
-    assert (
-        config.generation.engine == {"quantization": "fp8"} and seal_of({"reward": "math"}) is None
-    )
+    assert config.generation.engine["quantization"] == "fp8"
+    assert seal_of({"reward": "math"}) is None
 
 
 def test_no_section_of_functions_is_forgotten():

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from nemorl.runtime.config.yaml_io import ConfigError
 from nemorl.user_code import place_of
 from nemorl.warn import warn
@@ -36,7 +38,7 @@ KEY_BYTES = 32
 
 @dataclass(frozen=True)
 class Code:
-    """Code that a setting runs: what it is, how a flag names it, and what a seal is about."""
+    """Code that a setting runs: what it is, the flag for it, and what the seal covers."""
 
     what: str
     flag: str
@@ -101,7 +103,7 @@ class Trust:
     """What may run of the code that files name."""
 
     given: Mapping[str, str] = field(default_factory=dict)
-    """Settings that the command line gives, and so decides, with their last values."""
+    """Settings given as flags, and the flag's value."""
     everything: bool = False
     """--trust-code, or trust_code=True."""
     runs: bool = True
@@ -185,18 +187,12 @@ def _read_key() -> bytes:
 def _make_key() -> bytes:
     """Return the key, which is made on its first use."""
     path = key_file()
-    try:
+    with suppress(OSError):  # there is none, or another process writes it
         return _read_key()
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    aside = path.with_name(f".key-{secrets.token_hex(8)}")
-    try:
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(aside, path)  # unlike a rename it never replaces the key of another process
-    finally:
-        aside.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with FileLock(path.with_name(".lock")):
+        if not path.exists():
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(secrets.token_bytes(KEY_BYTES))
     return _read_key()

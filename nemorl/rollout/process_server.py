@@ -3,8 +3,8 @@
 The server is one thread that never waits for a worker: it reads what has come, and kills a worker
 that is late with everything that it has started. Each worker leads a session of its own. Processes
 that leave it become the server's children when their parents end (a "subreaper", Linux), and are
-killed there. What comes from a worker is data, never pickled objects, and has a number that says to
-which call it belongs.
+killed there. What comes from a worker, and from the server, is data, never pickled objects, and has
+a number that says to which call it belongs.
 """
 
 import contextlib
@@ -39,6 +39,8 @@ HEADER = struct.Struct("!QI")
 """Of a message from or to a worker: the call's number, and the size of what follows. A worker's
 message of size 0 says that the call begins.
 """
+NUMBER_SIZE = 8
+"""Bytes of the call's number, before an answer to the caller."""
 LARGEST_ANSWER = 16_000
 """Bytes; the connection to the caller takes so many as a whole or not at all."""
 TEXT_SIZES = 12_000, 1_500
@@ -122,7 +124,7 @@ class _Server:
         while os.getppid() == self.parent:
             if time.monotonic() - alive >= ALIVE_S:
                 alive = time.monotonic()
-                self._tell(0, None)
+                self._tell(0, b"")
             nearest = min((worker.deadline for worker in self.workers.values()), default=inf)
             pause = min(max(nearest - time.monotonic(), 0), ALIVE_S)
             idle = all(worker.number == 0 for worker in self.workers.values())
@@ -144,10 +146,10 @@ class _Server:
         except (EOFError, OSError):
             self._end()
 
-    def _tell(self, number: int, content: bytes | None) -> None:
-        """Send an answer; None: there was none in time, and with the number 0: all is well."""
+    def _tell(self, number: int, content: bytes) -> None:
+        """Send an answer; empty: there was none in time, and with the number 0: all is well."""
         try:
-            self.caller.send((number, content))
+            self.caller.send_bytes(number.to_bytes(NUMBER_SIZE) + content)
         except OSError:
             self._end()
 
@@ -168,7 +170,7 @@ class _Server:
             if self.workers.get(worker.pid) is worker and time.monotonic() >= worker.deadline:
                 number, begun = worker.number, worker.begun
                 self._kill(worker)
-                self._tell(number, None if begun else _refusal(STOPPED))
+                self._tell(number, b"" if begun else _refusal(STOPPED))
 
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()

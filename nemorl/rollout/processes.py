@@ -26,7 +26,7 @@ import cloudpickle
 import psutil
 
 from nemorl.checks import require
-from nemorl.rollout.process_server import LOADING_S
+from nemorl.rollout.process_server import LARGEST_ANSWER, LOADING_S, NUMBER_SIZE
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 LIMIT = "_limit_in_processes"
@@ -172,13 +172,14 @@ def _receive(
                 if answers:
                     _revive(server)
                 continue
-            number, content = connection.recv()
+            message = connection.recv_bytes(NUMBER_SIZE + LARGEST_ANSWER)
+            content = message[NUMBER_SIZE:]
             silent, limit = 0.0, SILENT_S
-            future = answers.pop(number, None)
+            future = answers.pop(int.from_bytes(message[:NUMBER_SIZE]), None)
             if future is None:  # all is well, or the call has failed
                 continue
             try:
-                future.set_result(LATE if content is None else _result(json.loads(content)))
+                future.set_result(_result(json.loads(content)) if content else LATE)
             except BaseException as error:  # also the SystemExit of a sys.exit
                 future.set_exception(error)
         else:

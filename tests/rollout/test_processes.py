@@ -167,6 +167,22 @@ def test_a_function_whose_loading_hangs_ends(monkeypatch):
         processes.start((), {}).result(60)
 
 
+@pytest.mark.parametrize(
+    ("written", "outcome"),
+    [(b"\0\0\0\4abcd", 1.0), (b"garbage", "the server of its processes ended")],
+)
+def test_a_function_that_writes_to_the_server_s_connection_ends(written, outcome):
+    text = f"__import__('os').write(int(__import__('sys').argv[1]), {written}) and (lambda: 1.0)"
+    fn = nasty_rewards.Reduced(eval, (text,))
+    setattr(fn, LIMIT, (1.0, ()))
+    processes = Processes(fn)
+    error = (
+        contextlib.nullcontext() if outcome == 1.0 else pytest.raises(RuntimeError, match=outcome)
+    )
+    with error:
+        assert processes.start((), {}).result(60) == outcome
+
+
 def test_no_process_outlives_a_run_that_is_killed_while_its_server_is_stopped():
     script = KILLED.replace('print("busy"', 'os.kill(os.getppid(), 19); print("busy"')
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as run:

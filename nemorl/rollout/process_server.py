@@ -276,7 +276,8 @@ class _Server:
         """Kill children that belong to no living worker; their own come here when they end."""
         for child in psutil.Process().children():
             with contextlib.suppress(ProcessLookupError):
-                kept = child.pid in self.own or os.getsid(child.pid) in self.workers
+                pids = child.pid, os.getsid(child.pid)  # a new worker leads no session yet
+                kept = child.pid in self.own or not self.workers.keys().isdisjoint(pids)
                 if not kept and child.pid not in self.killed:
                     self.killed.add(child.pid)
                     os.kill(child.pid, signal.SIGKILL)

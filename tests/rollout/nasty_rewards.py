@@ -69,6 +69,13 @@ def write_to_connection(content):
         os.write(fd, content)
 
 
+def slow_to_lead_a_session():
+    """Have the workers of a server be slow; return a function that may be late."""
+    setsid = os.setsid
+    os.setsid = lambda: (time.sleep(0.5), setsid())
+    return lambda late: forever() if late else 1.0
+
+
 @nasty(LATE)
 def spins():
     while True:

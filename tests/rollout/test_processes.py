@@ -13,6 +13,7 @@ import pytest
 
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
+from nemorl.rollout.processes import LATE as LATE_RESULT
 from nemorl.rollout.processes import LIMIT, Processes, judged_in_processes
 from tests.rollout import nasty_rewards, slow_rewards
 from tests.rollout.nasty_rewards import LATE, NASTY
@@ -181,6 +182,16 @@ def test_a_function_that_writes_to_the_server_s_connection_ends(written, outcome
     )
     with error:
         assert processes.start((), {}).result(60) == outcome
+
+
+def test_a_new_worker_is_not_taken_for_what_an_ended_one_has_left():
+    """Though it leads no session yet."""
+    fn = nasty_rewards.Reduced(nasty_rewards.slow_to_lead_a_session, ())
+    setattr(fn, LIMIT, (0.2, ()))
+    processes = Processes(fn)
+    late = [processes.start((True,), {}) for _ in os.sched_getaffinity(0)]
+    assert processes.start((False,), {}).result(60) == 1.0
+    assert [each.result(60) for each in late] == [LATE_RESULT] * len(late)
 
 
 def test_no_process_outlives_a_run_that_is_killed_while_its_server_is_stopped():

@@ -33,8 +33,7 @@ ENDED = (
     "its process ended: it called os._exit, crashed in C, or needed too much memory, or closed"
     " files that it had not opened"
 )
-GARBLED = "it wrote something else than an answer to the connection of its process"
-STOPPED = "its process could not take the call"
+GARBLED = "it wrote something other than an answer to the connection of its process"
 HEADER = struct.Struct("!QI")
 """Of a message from or to a worker: the call's number, and the size of what follows. A worker's
 message of size 0 says that the call begins.
@@ -47,6 +46,7 @@ TEXT_SIZES = 12_000, 1_500
 """Characters of an error that are kept; the second fit however they are escaped."""
 LOADING_S = 600.0
 """Longest time to load the function and its modules, or to unpickle the arguments of a call."""
+STOPPED = f"its process did not start the call within {LOADING_S:g} s"
 ALIVE_S, ENDING_S = 1.0, 5.0
 WAKING = signal.SIGCHLD, signal.SIGCONT
 """A process has ended: one of the server's, or the one that it is for."""
@@ -86,12 +86,15 @@ class _Worker:
     def __init__(self, pid: int, connection: socket.socket) -> None:
         self.pid, self.connection = pid, connection
         connection.setblocking(False)
-        self.number, self.deadline, self.begun = 0, inf, False
+        self.number, self.deadline, self.begun, self.call = 0, inf, False, b""
         """Of its call; 0: it has none."""
+        self.answered = False
+        """An earlier call, whose processes may have stopped or killed this one."""
         self.unsent, self.received = b"", bytearray()
 
-    def give(self, number: int, call: bytes) -> None:
-        self.number, self.deadline, self.begun = number, time.monotonic() + LOADING_S, False
+    def give(self, number: int, call: bytes, seconds: float) -> None:
+        self.number, self.call, self.begun = number, call, False
+        self.deadline = time.monotonic() + (max(seconds, ALIVE_S) if self.answered else LOADING_S)
         self.unsent = HEADER.pack(number, len(call)) + call
 
 
@@ -160,7 +163,7 @@ class _Server:
             if not idle and len(self.workers) == self.most:
                 return
             worker = idle[0] if idle else self._fork()
-            worker.give(*self.waiting.popleft())
+            worker.give(*self.waiting.popleft(), self.seconds)
             self._exchange(worker)
 
     def _end_late_calls(self) -> None:
@@ -168,9 +171,7 @@ class _Server:
             if time.monotonic() >= worker.deadline:
                 self._exchange(worker)  # it may have answered while this process was stopped
             if self.workers.get(worker.pid) is worker and time.monotonic() >= worker.deadline:
-                number, begun = worker.number, worker.begun
-                self._kill(worker)
-                self._tell(number, b"" if begun else _refusal(STOPPED))
+                self._lose(worker, b"" if worker.begun else _refusal(STOPPED))
 
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
@@ -210,40 +211,44 @@ class _Server:
                 found = worker.connection.recv(1 << 16)
                 worker.received += found
                 if not found:
-                    self._lose(worker, ENDED)
+                    self._lose(worker, _refusal(ENDED))
                 else:
                     self._read(worker)
         except BlockingIOError:
             pass
         except OSError:
-            self._lose(worker, ENDED)
+            self._lose(worker, _refusal(ENDED))
 
     def _read(self, worker: _Worker) -> None:
         """Read the messages that have come as a whole."""
         while len(worker.received) >= HEADER.size:
             number, size = HEADER.unpack_from(worker.received)
             if number != worker.number or number == 0 or size > LARGEST_ANSWER:
-                return self._lose(worker, GARBLED)
+                return self._lose(worker, _refusal(GARBLED))
             if len(worker.received) < HEADER.size + size:
                 return None
             content = bytes(worker.received[HEADER.size : HEADER.size + size])
             del worker.received[: HEADER.size + size]
             if content:
-                worker.number, worker.deadline = 0, inf
+                worker.number, worker.deadline, worker.answered = 0, inf, True
                 self._tell(number, content)
             elif worker.begun:
-                return self._lose(worker, GARBLED)
+                return self._lose(worker, _refusal(GARBLED))
             else:
                 worker.begun, worker.deadline = True, time.monotonic() + self.seconds
         if worker.received and not worker.number:
-            self._lose(worker, GARBLED)
+            self._lose(worker, _refusal(GARBLED))
         return None
 
-    def _lose(self, worker: _Worker, reason: str) -> None:
-        number = worker.number
+    def _lose(self, worker: _Worker, answer: bytes) -> None:
+        """Kill a worker. Its call gets an answer, or a new worker if it was not the first here and
+        has not begun.
+        """
         self._kill(worker)
-        if number:
-            self._tell(number, _refusal(reason))
+        if worker.number and worker.answered and not worker.begun:
+            self.waiting.appendleft((worker.number, worker.call))
+        elif worker.number:
+            self._tell(worker.number, answer)
 
     def _kill(self, worker: _Worker) -> None:
         """Kill a worker and its session."""
@@ -264,7 +269,7 @@ class _Server:
                 if worker := self.workers.get(pid):
                     self._exchange(worker)  # it may have answered
                 if pid in self.workers:  # a child of its own still holds the connection
-                    self._lose(self.workers[pid], ENDED)
+                    self._lose(self.workers[pid], _refusal(ENDED))
                 sweeps |= pid in self.killed
                 self.killed.discard(pid)
                 self.own.discard(pid)

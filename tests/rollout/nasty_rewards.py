@@ -211,7 +211,7 @@ def kills_itself():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@nasty("wrote something else than an answer")
+@nasty("wrote something other than an answer")
 def writes_garbage():
     write_to_connection(b"garbage" * 1000)
     forever()
@@ -223,7 +223,7 @@ def writes_half_a_message():
     forever()
 
 
-@nasty("wrote something else than an answer")
+@nasty("wrote something other than an answer")
 def writes_a_huge_size():
     write_to_connection(b"\0" * 7 + b"\1" + b"\xff" * 4)
     forever()

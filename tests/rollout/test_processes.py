@@ -94,6 +94,15 @@ def test_functions_of_a_notebook_and_those_that_cannot_be_had(monkeypatch):
         judged_in_processes(seconds=0)
 
 
+def test_a_call_whose_worker_is_stopped_before_it_begins_gets_another():
+    """By a process that an earlier call has left, say."""
+    environment = FunctionalRewardWrapper(reward)
+    (pid,) = judged(environment, "process")
+    worker = psutil.Process(int(pid))
+    worker.suspend()
+    assert judged(environment, "4") == [4.0] and gone([worker])
+
+
 def test_processes_end_with_the_environment():
     environment = FunctionalRewardWrapper(reward)
     (pid,) = judged(environment, "process")

@@ -47,7 +47,8 @@ TEXT_SIZES = 12_000, 1_500
 LOADING_S = 600.0
 """Longest time to load the function and its modules, or to unpickle the arguments of a call."""
 STOPPED = f"its process did not start the call within {LOADING_S:g} s"
-ALIVE_S, ENDING_S = 1.0, 5.0
+ALIVE_S, STALL_S, ENDING_S = 1.0, 0.1, 5.0
+"""How often the server says that it is well, and sees, in a call, that it has stalled."""
 WAKING = signal.SIGCHLD, signal.SIGCONT
 """A process has ended: one of the server's, or the one that it is for."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -88,12 +89,15 @@ class _Worker:
         connection.setblocking(False)
         self.number, self.deadline, self.begun, self.call = 0, inf, False, b""
         """Of its call; 0: it has none."""
+        self.grace = 0.0
+        """Of a stall, by which its deadline may still be put off: a call may cause them."""
         self.answered = False
         """An earlier call, whose processes may have stopped or killed this one."""
         self.unsent, self.received = b"", bytearray()
 
     def give(self, number: int, call: bytes, seconds: float) -> None:
         self.number, self.call, self.begun = number, call, False
+        self.grace = seconds
         self.deadline = time.monotonic() + (max(seconds, ALIVE_S) if self.answered else LOADING_S)
         self.unsent = HEADER.pack(number, len(call)) + call
 
@@ -129,9 +133,13 @@ class _Server:
                 alive = time.monotonic()
                 self._tell(0, b"")
             nearest = min((worker.deadline for worker in self.workers.values()), default=inf)
-            pause = min(max(nearest - time.monotonic(), 0), ALIVE_S)
+            pause = min(max(nearest - time.monotonic(), 0), STALL_S)
             idle = all(worker.number == 0 for worker in self.workers.values())
-            for key, _ in self.selector.select(None if idle else pause):
+            begin = time.monotonic()
+            events = self.selector.select(None if idle else pause)
+            if not idle:
+                self._forgive(time.monotonic() - begin - pause)
+            for key, _ in events:
                 if key.fileobj is self.caller:
                     self._take()
                 elif key.fileobj is self.wakes:
@@ -165,6 +173,15 @@ class _Server:
             worker = idle[0] if idle else self._fork()
             worker.give(*self.waiting.popleft(), self.seconds)
             self._exchange(worker)
+
+    def _forgive(self, stalled: float) -> None:
+        """Give the workers the time in which this process should have run, and did not: the machine
+        was stopped, or has too much to do.
+        """
+        for worker in self.workers.values():
+            extra = min(max(stalled, 0), worker.grace)
+            worker.deadline += extra
+            worker.grace -= extra
 
     def _end_late_calls(self) -> None:
         for worker in list(self.workers.values()):

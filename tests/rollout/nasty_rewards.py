@@ -131,6 +131,24 @@ def stops_its_server_that_waits():
     return stops_its_server()
 
 
+@nasty(1.0)
+def stalls_with_its_server():
+    """As if the whole machine were stopped for longer than the limit."""
+    worker, server = os.getpid(), os.getppid()
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(0.2)
+        for pid in (server, worker):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(1.2)
+        os.kill(server, signal.SIGCONT)
+        time.sleep(0.1)
+        os.kill(worker, signal.SIGCONT)
+        os._exit(0)
+    time.sleep(0.5)
+    return 1.0
+
+
 @nasty(LATE)
 def stops_its_server_and_hangs():
     os.kill(os.getppid(), signal.SIGSTOP)

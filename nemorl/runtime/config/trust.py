@@ -69,12 +69,11 @@ def _code_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, Code]]:
         models = [_placed(values.get(key)) for key in (path, "tokenizer", "base_model")]
         yield setting, Code(what, f"--{setting}".replace("_", "-"), models)
     generation = _section(tree, "generation")
-    python, engine = str(generation.get("python") or ""), generation.get("engine")
+    python, engine = str(generation.get("python") or ""), _section(generation, "engine")
     yield "generation.python", Code(python, f"--generation.python {python}", [_placed(python)])
     text = json.dumps(engine, sort_keys=True, default=str)
-    given = engine.items() if isinstance(engine, Mapping) else ()
-    naming = [key for key, value in given if key not in WORDS and _may_name(value)]
-    what = f"the modules that {' and '.join(naming)} may name" if naming else ""
+    named = " and ".join(k for k, value in engine.items() if k not in WORDS and _may_name(value))
+    what = f"the modules that {named} may name" if named else ""
     yield "generation.engine", Code(what, f"--generation.engine {shlex.quote(text)}", [text])
 
 
@@ -91,10 +90,8 @@ def _placed(name: Any) -> str:
 
 def _may_name(value: Any) -> bool:
     """Return whether a value holds text: vLLM imports several of its arguments."""
-    if isinstance(value, Mapping):
-        return any(map(_may_name, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_may_name, value))
+    if isinstance(value, Mapping | list | tuple):
+        return any(map(_may_name, value.values() if isinstance(value, Mapping) else value))
     return bool(value) and not isinstance(value, int | float)
 
 

@@ -1,14 +1,15 @@
 """Refuses what a chat template would leave out of a conversation without a word."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nemorl.checks import short
 from nemorl.data.templates import Message, Template
 
-Change = Callable[[int, Message], Message]
-"""A message by its number, without something; itself where it doesn't have that."""
+Visit = Callable[[str, Any], Any]
+"""Returns what to put in place of a part, by its name and value; None removes it."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 RENAMED = {
@@ -16,17 +17,20 @@ RENAMED = {
     "user": ("human",),
     "tool": ("function", "ipython", "observation"),
 }
-BOOKKEEPING = ("role", "content", "name", "id", "tool_call_id")
+BOOKKEEPING = ("role", "name", "id", "tool_call_id")
 """Keys of a message that many templates leave out, and that may be left out."""
 REASONING = ("reasoning", "reasoning_content", "thinking")
 """Keys that templates leave out of turns before the last question, on purpose."""
+END_OF_THOUGHT = "</think>"
+MARK = "7c1e4a90b2d8"
+"""Begins what is added to a part to find it in the rendered text."""
 
 
 def require_rendered(template: Template, messages: Sequence[Message]) -> None:
-    """Raise ValueError for a role, key, kind of content or tools that a template leaves out.
+    """Raise ValueError for a role, text, key, kind of content or tools that a template leaves out.
 
-    Each is found by rendering the conversation with it and without it. A conversation of plain
-    messages by user and assistant costs no rendering.
+    All are searched for in one rendering, where each part has its own mark. A part whose mark is
+    missing is left out if the conversation renders to the same text without this part.
 
     >>> from transformers import ByT5Tokenizer
     >>> template = Template(ByT5Tokenizer(), "{{ messages[0].content }}", None, {})
@@ -35,17 +39,24 @@ def require_rendered(template: Template, messages: Sequence[Message]) -> None:
     ValueError: the chat template leaves out tool_calls (message 0): choose ...
     """
     _require_roles(template, messages)
-    parts = [
-        (f"{part} (message {number})", template, without)
-        for part, number, without in _unusual(messages)
-    ]
-    if template.tools:
-        parts.append(("the row's tools", replace(template, tools=None), list(messages)))
-    text = template.render(messages) if parts else ""
-    for part, other, without in parts:
-        if _renders(other, without, text):
+    names = list[str]()
+
+    def mark(name: str, value: Any) -> Any:
+        names.append(name)
+        return _marked(value, f"{MARK}_{len(names)}_")
+
+    text = _rendered(template, messages, mark) or ""
+    missing = [n for n in range(1, len(names) + 1) if f"{MARK}_{n}_" not in text]
+    whole = template.render(messages) if missing else None
+    for number in missing:
+        numbers = iter(range(1, len(names) + 1))
+
+        def without(_: str, value: Any, number: int = number, numbers: Any = numbers) -> Any:
+            return None if next(numbers) == number else value
+
+        if _rendered(template, messages, without) == whole:
             raise ValueError(
-                f"the chat template leaves out {part}: choose one that renders it"
+                f"the chat template leaves out {names[number - 1]}: choose one that renders it"
                 " (--model.chat-template), or remove it from the data"
             )
 
@@ -66,69 +77,69 @@ def _names(source: str, role: str) -> bool:
     return f"'{role}'" in source or f'"{role}"' in source
 
 
-def _renders(template: Template, messages: Sequence[Message], text: str) -> bool:
+def _rendered(template: Template, messages: Sequence[Message], visit: Visit) -> str | None:
+    """The text with each part as `visit` returns it; None where the template refuses that."""
+    question = max((n for n, each in enumerate(messages) if each["role"] == "user"), default=-1)
+    changed = [_visited(each, n, n < question, visit) for n, each in enumerate(messages)]
+    if template.tools:
+        template = replace(template, tools=visit("the row's tools", template.tools))
     try:
-        return template.render(messages) == text
-    except ValueError:  # it misses a part
-        return False
+        return template.render(changed)
+    except ValueError:
+        return None
 
 
-def _unusual(messages: Sequence[Message]) -> Iterator[tuple[str, int, list[Message]]]:
-    """What templates differ in: its name, its first message, and the conversation without it."""
-    last_question = max(
-        (n for n, message in enumerate(messages) if message["role"] == "user"), default=-1
-    )
+def _visited(message: Message, number: int, past: bool, visit: Visit) -> Message:
+    """The message with each part that must be rendered as `visit` returns it.
 
-    def without_key(key: str) -> Change:
-        def change(number: int, message: Message) -> Message:
-            past = key in REASONING and number < last_question
-            if past or not _says_something(message.get(key)):
-                return message
-            return {name: value for name, value in message.items() if name != key}
+    past: a question follows, so templates may drop the reasoning.
+    """
+    role, changed = message["role"], dict[str, Any]()
+    said = f"what the role {role!r} says"
+    if message.get("tool_calls"):
+        said = "the content beside tool_calls"
 
-        return change
+    def part(name: str, value: Any) -> Any:
+        return visit(f"{name} (message {number})", value) if _says_something(value) else value
 
-    def silent(role: str) -> Change:
-        return lambda _, m: {**m, "content": ""} if m["role"] == role and _speaks(m) else m
+    def text(value: str) -> str:
+        thought, end, answer = value.rpartition(END_OF_THOUGHT)
+        if role != "assistant":
+            thought, end, answer = "", "", value
+        elif not past and thought.strip() != "<think>":
+            thought = part("the reasoning in the content", thought) or ""
+        return f"{thought}{end}{part(said, answer) or ''}"
 
-    def without_kind(kind: str) -> Change:
-        def change(_: int, message: Message) -> Message:
-            if kind not in _kinds(message):
-                return message
-            return {**message, "content": [p for p in message["content"] if p.get("type") != kind]}
+    def content(value: Any) -> Any:
+        if isinstance(value, str):
+            return text(value)
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if kind == "text" and isinstance(value.get("text"), str):
+            return {**value, "text": text(value["text"])}
+        return part(f"content of the type {kind!r}", value) if isinstance(kind, str) else value
 
-        return change
-
-    keys = dict.fromkeys(key for message in messages for key in message if key not in BOOKKEEPING)
-    roles = dict.fromkeys(m["role"] for m in messages if m["role"] not in ("user", "assistant"))
-    kinds = dict.fromkeys(kind for message in messages for kind in _kinds(message))
-    for part, change in (
-        *((key, without_key(key)) for key in keys),
-        *((f"what the role {role!r} says", silent(role)) for role in roles),
-        *((f"content of the type {kind!r}", without_kind(kind)) for kind in kinds),
-        (
-            "the content beside tool_calls",
-            lambda _, m: {**m, "content": ""} if m.get("tool_calls") and _speaks(m) else m,
-        ),
-    ):
-        changed = [change(number, message) for number, message in enumerate(messages)]
-        places = [
-            n for n, (one, own) in enumerate(zip(changed, messages, strict=True)) if one is not own
-        ]
-        if places:
-            yield part, places[0], changed
+    for key, value in message.items():
+        if key in BOOKKEEPING or (past and key in REASONING):
+            changed[key] = value
+            continue
+        of_one = content if key == "content" else partial(part, key)
+        if isinstance(value, list | tuple):
+            changed[key] = [new for each in value if (new := of_one(each)) is not None]
+        elif (new := of_one(value)) is not None or value is None:
+            changed[key] = new
+    return changed
 
 
-def _kinds(message: Message) -> list[str]:
-    """The types of a message's content other than text."""
-    content = message.get("content")
-    parts = content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-    types = [part.get("type") for part in parts if isinstance(part, Mapping)]
-    return [kind for kind in types if isinstance(kind, str) and kind != "text"]
-
-
-def _speaks(message: Message) -> bool:
-    return _says_something(message.get("content"))
+def _marked(value: Any, mark: str) -> Any:
+    """The value with the mark behind each text but ids and types, which templates compare."""
+    if isinstance(value, Mapping):
+        return {
+            key: each if key in ("id", "type") else _marked(each, mark)
+            for key, each in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return [_marked(each, mark) for each in value]
+    return value + mark if isinstance(value, str) else value
 
 
 def _says_something(value: Any) -> bool:

@@ -8,7 +8,14 @@ import pytest
 from nemorl.data.datasets import load_rows, to_examples, to_prompts
 from nemorl.data.preferences import to_pairs
 from nemorl.data.templates import Template
-from tests.data.tokenizers_small import CHATML, MARKED, WITH_SYSTEM, character_tokenizer
+from tests.data.tokenizers_small import (
+    CHATML,
+    FORGETFUL,
+    MARKED,
+    STRIPPING,
+    WITH_SYSTEM,
+    character_tokenizer,
+)
 
 QUESTION, ANSWER = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 1}}}]
@@ -28,6 +35,20 @@ WITH_TOOLS = (
     " else %}{{ m.content[0].text }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}{% if"
     " add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% endif %}"
+    + CHATML.replace("messages %}", "messages if m.role != 'system' %}")
+)
+FIRST_CALL = CHATML.replace(
+    "m.content",
+    "m.content + (m.tool_calls | tojson if m.tool_calls and loop.index == 2 else '')",
+)
+MERGING = (
+    "{{ messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | join }}"
+    + FIRST_SYSTEM.partition("{% endif %}")[2]
+)
+SYSTEM = {"role": "system", "content": "1"}
+THOUGHT = ANSWER | {"content": "<think>\nhm\n</think>\n2"}
 LEFT_OUT = {
     "tool_calls": ([QUESTION, CALL], CHATML, r"tool_calls \(message 1\): choose one that renders"),
     "with marks": ([QUESTION, CALL, RESULT, ANSWER], MARKED, r"tool_calls \(message 1\)"),
@@ -58,6 +79,32 @@ LEFT_OUT = {
         WITH_TOOLS,
         r"the content beside tool_calls \(message 1\)",
     ),
+    "a second system message": (
+        [SYSTEM, QUESTION, SYSTEM, ANSWER],
+        FIRST_SYSTEM,
+        r"what the role 'system' says \(message 2\)",
+    ),
+    "a later call": ([QUESTION, CALL, QUESTION, CALL], FIRST_CALL, r"tool_calls \(message 3\)"),
+    "a question": (
+        [QUESTION, ANSWER, QUESTION, ANSWER],
+        MARKED.replace("in messages", "in messages[-2:]"),
+        r"what the role 'user' says \(message 0\)",
+    ),
+    "an answer": (
+        [QUESTION, ANSWER, QUESTION, ANSWER],
+        MARKED.replace("in messages", "in messages[:1] + messages[-1:]"),
+        r"what the role 'assistant' says \(message 1\)",
+    ),
+    "a second text": (
+        [QUESTION | {"content": [IMAGE[0], IMAGE[0]]}, ANSWER],
+        WITH_TOOLS,
+        r"what the role 'user' says \(message 0\)",
+    ),
+    "thoughts in the content": (
+        [QUESTION, THOUGHT],
+        MARKED.replace("{{ m.content +", "{{ m.content.split('</think>')[-1] +"),
+        r"the reasoning in the content \(message 1\)",
+    ),
     "bot": (
         [QUESTION, {"role": "bot", "content": "2"}],
         CHATML,
@@ -85,6 +132,14 @@ RENDERED = {
         [QUESTION, {"role": "critic", "content": "?"}, ANSWER],
         BY_NAME,
     ),
+    "white space": ([QUESTION | {"content": " 1 "}, ANSWER | {"content": "2\n"}], STRIPPING),
+    "system messages, merged": ([SYSTEM, QUESTION, SYSTEM, ANSWER], MERGING),
+    "thoughts in the content": ([QUESTION, THOUGHT], FORGETFUL),
+    "no thoughts": (
+        [QUESTION, ANSWER | {"content": "<think>\n\n</think>\n2"}],
+        MARKED.replace("{{ m.content +", "{{ m.content.split('</think>')[-1] +"),
+    ),
+    "earlier thoughts in the content": ([QUESTION, THOUGHT, QUESTION, ANSWER], FORGETFUL),
     "earlier thoughts": (
         [QUESTION, ANSWER | {"reasoning_content": "one"}, QUESTION, ANSWER],
         WITH_TOOLS,
@@ -119,7 +174,7 @@ def test_what_may_be_left_out_is_not_refused(name: str, tmp_path: Path):
     messages, template = RENDERED[name]
     tokenizer = character_tokenizer(template)
     assert len(to_prompts(written(tmp_path, {"messages": messages}), tokenizer)) == 2
-    if name != "earlier thoughts":  # which the turns' borders refuse
+    if not name.startswith("earlier thoughts"):  # which the turns' borders refuse
         assert len(to_examples(written(tmp_path, {"messages": messages}), tokenizer)) == 2
 
 
@@ -139,12 +194,12 @@ def test_preferences_as_well():
         to_pairs([row], character_tokenizer(CHATML))
 
 
-def test_plain_conversations_are_rendered_as_often_as_ever(monkeypatch: pytest.MonkeyPatch):
+def test_a_plain_conversation_costs_one_more_rendering(monkeypatch: pytest.MonkeyPatch):
     rendered, render = [], Template.render
     monkeypatch.setattr(
         Template, "render", lambda self, *a, **k: rendered.append(1) or render(self, *a, **k)
     )
-    to_examples([{"messages": [QUESTION, ANSWER]}], character_tokenizer(CHATML))
-    assert len(rendered) == 3  # the whole, before the turn, and with it
+    to_examples([{"messages": [SYSTEM, QUESTION, ANSWER]}], character_tokenizer(CHATML))
+    assert len(rendered) == 4  # to check it, the whole, before the turn, and with it
     to_prompts([{"prompt": [QUESTION]}], character_tokenizer(CHATML))
-    assert len(rendered) == 4
+    assert len(rendered) == 6

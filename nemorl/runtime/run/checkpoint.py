@@ -157,11 +157,12 @@ def _rank(
         (checkpoints / "best").unlink(missing_ok=True)
 
 
-def latest(directory: Path) -> Path | None:
+def latest(directory: Path, *, quiet: bool = False) -> Path | None:
     """Return the checkpoint to go on from: the one that `checkpoints/latest` names, or else the
-    newest of which no file is missing or cut; None if there is none. Others are warned of.
+    newest of which no file is missing or cut; None if there is none. Others are warned of, unless
+    `quiet`.
     """
-    found = _first(directory, lambda path: verify(path, largest=SMALL))
+    found = _first(directory, lambda path: verify(path, largest=SMALL), quiet=quiet)
     return found and found[0]
 
 
@@ -172,14 +173,17 @@ def load_latest(directory: Path, run: Run) -> tuple[Path, LoopState] | None:
     return _first(directory, lambda path: load(path, run))
 
 
-def _first(directory: Path, use: Callable[[Path], T]) -> tuple[Path, T] | None:
+def _first(
+    directory: Path, use: Callable[[Path], T], *, quiet: bool = False
+) -> tuple[Path, T] | None:
     pointed = _pointed_at(Path(directory) / "checkpoints" / "latest")
     newest_first = reversed(present(directory).values())
     for path in sorted(newest_first, key=lambda path: path != pointed):
         try:
             return path, use(path)
         except CheckpointError as error:
-            warn(f"{error} Trying an older one.")
+            if not quiet:
+                warn(f"{error} Trying an older one.")
     return None
 
 
@@ -207,7 +211,7 @@ def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
 
 def data_of(directory: Path | str) -> list[Digest]:
     """Return the digests of the rows that the run was trained on; none where they are unknown."""
-    found = latest(Path(directory))
+    found = latest(Path(directory), quiet=True)
     if found is None:
         return []
     return list(json.loads((found / "state.json").read_bytes()).get("data", ()))

@@ -81,7 +81,7 @@ def start(launch: Launch, run: OpenRun, stack: ExitStack) -> Parts:
             requirement = f"must be megatron or vllm to sample from {kind}, a mixture of experts"
             require(kind not in EXPERTS, "generation.backend", requirement, "torch", remedy)
             check_supported(of_model)
-    found = checkpoint.latest(directory.path) if config.run.resume else None
+    found = checkpoint.latest(directory.path, quiet=True) if config.run.resume else None
     trainer = stack.enter_context(live_trainer(launch, run, found))
     shared = engines is not None and shares_weights(launch, engines)
     model: Any = getattr(trainer, "model", None)

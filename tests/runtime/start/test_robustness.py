@@ -324,8 +324,11 @@ def test_damage_that_is_met_while_loading_costs_a_checkpoint(
         content[-4:] = bytes(4) if damage == "zeroed" else bytes(b ^ 1 for b in content[-4:])
     path.write_bytes(content)
     monkeypatch.setattr(checkpoint, "SMALL", 0)  # as of a larger model's files
-    with pytest.warns(UserWarning, match=rf"step_2 is not used: .*{file}.*Trying an older one"):
+    with pytest.warns(
+        UserWarning, match=rf"step_2 is not used: .*{file}.*Trying an older one"
+    ) as warned:
         start(resumed(config))
+    assert sum("is not used" in str(each.message) for each in warned) == 1
     assert_same(tmp_path / "straight", tmp_path / "run")
 
 

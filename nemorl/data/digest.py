@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, TypedDict
@@ -89,8 +90,15 @@ def _bytes(rows: Sequence[Mapping[str, Any]]) -> bytes:
     except (TypeError, ValueError, RecursionError):  # keys of several types, a cycle, too deep
         if len(rows) > 1:
             return b"".join(_bytes([row]) for row in rows)
-        text = " ".join(sorted(map(str, rows[0])))
+        text = _written(rows[0])
     return text.encode(errors="surrogatepass")
+
+
+def _written(row: Mapping[str, Any]) -> str:
+    try:
+        return re.sub(" at 0x[0-9a-f]+", "", repr(sorted(row.items(), key=repr)))
+    except RecursionError:
+        return repr(sorted(row, key=repr))
 
 
 def _plain(value: Any) -> Any:

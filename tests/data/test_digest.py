@@ -77,5 +77,11 @@ def test_values_that_json_does_not_have_do_not_end_a_run():
         strange = [{"value": value}, {"value": "another"}]
         assert difference(digests_of(strange), strange) is None
         assert difference(digests_of(strange), [strange[0], {"value": 3}]) is not None
+    for value in (1, {2: "a", "b": 2}, object(), deep):
+        before, after = ([{"mixed": {1: value, "a": a}, "b": 1}] for a in (1, 2))
+        assert difference(digests_of(before), before) is None
+        assert difference(digests_of(before), after) is not None
+    one, other = ({1: object(), "a": 1} for _ in range(2))
+    assert difference(digests_of([{"mixed": one}]), [{"mixed": other}]) is None
     assert difference(digests_of([{"v": np.arange(3)}]), [{"v": np.arange(1, 4)}]) is not None
     assert difference(digests_of([{"v": object()}]), [{"v": object()}]) is None

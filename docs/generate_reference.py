@@ -10,6 +10,7 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
+from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.spellings import LIBRARIES, Absent, settings_in
 from nemorl.runtime.config.tree import by_name, field_docs, fields_of, leaves, to_dict, variants
@@ -137,7 +138,8 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 def migration(text: str) -> str:
     """coming-from.md with its tables anew."""
-    known = {key for algorithm in ALGORITHMS.values() for key in leaves(algorithm.config)}
+    commands = [*ALGORITHMS.values(), *COMMANDS.values()]
+    known = {key for command in commands for key in leaves(command.config)}
     for library, names in LIBRARIES.items():
         head = f"| {library or 'name'} | nemorl |\n|---|---|\n"
         rows = "".join(
@@ -153,7 +155,7 @@ def marked(ours: str | Absent, known: set[str]) -> str:
     """A cell with its settings as code; of what is not there a link to what to do."""
     text = ours
     if isinstance(ours, Absent):
-        text = f"not there: {ours.today} ([{ours.page.partition('#')[0]}]({ours.page}))"
+        text = f"none: {ours.today} ([{ours.page.partition('#')[0]}]({ours.page}))"
     for key in sorted({*settings_in(text)} & known, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.`/]){re.escape(key)}(?![\w.`])", f"`{key}`", text)
     return text

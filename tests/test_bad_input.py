@@ -442,7 +442,7 @@ YAML = {
     r"optimizer must be a section, but it is 1e-05: write its keys below it": "optimizer: 1e-5\n",
     r"line 3: .*duplicate key"
     r" 'max_num_steps': keep one": "max_num_steps: 1\nkl:\nmax_num_steps: 2\n",
-    r"line 1: .*learning_rate is optimizer\.lr here": "learning_rate: 1\noptimizer:\n  lr: 1\n",
+    r"line 1: .*learning_rate is optimizer\.lr; write": "learning_rate: 1\noptimizer:\n  lr: 1\n",
     r"settings\.yaml, line \d: not valid YAML:": "optimizer: {lr: 1\n",
     r"settings\.yaml must hold keys and sections": "- 1\n",
     r"optimizer\.lr must be positive, but it is -1\.0": "optimizer:\n  lr: -1\n",
@@ -610,7 +610,7 @@ DATA = [
     ),
     file(r"rows\.parquet: not a Parquet file that can be read", "rows.parquet", "PAR1"),
     rows(r"data\.train must name rows to train on|holds no rows", []),
-    rows(r"data\.train must name rows to train on: add --data\.train FILE", None),
+    rows(r"data\.train must name rows to train on: add .* in Python dataset=", None),
     rows(r"row 1: a row must be a dict with at least one column, got 3", [3, "text"]),
     rows(
         r"data\.prompt_column.* is 'promt', but row 1 has the columns .*did you mean prompt\?",

@@ -21,6 +21,7 @@ import pytest
 
 import nemorl
 from nemorl.runtime.cli.api import from_keywords
+from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.config.tree import leaves
 from nemorl.runtime.start.registry import ALGORITHMS
 from tests.examples import load_example
@@ -116,7 +117,8 @@ def test_the_reference_is_up_to_date():
 
 def test_the_migration_tables_name_settings_that_there_are():
     """The right column of every table in coming-from.md."""
-    known = {key for algorithm in ALGORITHMS.values() for key in leaves(algorithm.config)}
+    commands = [*ALGORITHMS.values(), *COMMANDS.values()]
+    known = {key for command in commands for key in leaves(command.config)}
     rows = re.findall(
         r"^\| .* \| (.*) \|$", (ROOT / "docs" / "coming-from.md").read_text(), re.MULTILINE
     )

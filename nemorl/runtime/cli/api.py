@@ -9,6 +9,8 @@ from torch import nn
 
 from nemorl.checks import require, short
 from nemorl.models.pretrained import load_tokenizer
+from nemorl.runtime.cli.settings import SAME
+from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.presets import preset_overrides
@@ -142,11 +144,14 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
         raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)
     if not found:
         near = [part for key in own for part in (key.rpartition(".")[2], key.replace(".", "__"))]
+        same = {dotted: key for key, dotted in SAME.items() if key in own}
+        names = ARGUMENTS if issubclass(cls, BaseConfig) else same
         hint = advice(
             name.replace("__", "."),
-            own,
+            [*own, *same],
+            command=algorithm,
             near=near,
-            write=lambda key: ARGUMENTS.get(key, key.replace(".", "__")) + "=",
+            write=lambda key: names.get(key, key.replace(".", "__")) + "=",
         )
         hint = hint or f"; nemorl {algorithm} --help lists them"
         raise ConfigError(f"unknown setting {name} of {algorithm}{hint}", name)

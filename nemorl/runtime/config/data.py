@@ -89,4 +89,6 @@ def require_files(field_name: str, source: Any) -> None:
 def require_rows(rows: object) -> None:
     """Raise ValueError where there is nothing to train on."""
     if not rows:
-        raise ValueError("data.train must name rows to train on: add --data.train FILE")
+        raise ValueError(
+            "data.train must name rows to train on: add --data.train FILE, or in Python dataset="
+        )

@@ -20,6 +20,7 @@ import tyro
 from nemorl.runtime.config.spellings import advice, means_another
 from nemorl.runtime.config.tree import (
     by_name,
+    command_of,
     defaults,
     field_docs,
     kinds,
@@ -130,7 +131,7 @@ def in_full(
         if key is None or not is_flag:
             foreign = is_flag and spelled.replace("_", "-") not in others
             if not lenient and (foreign or (equals and (dot or key) and not is_value)):
-                _refuse(name, names, spelled, "" if is_flag else f" {value}")
+                _refuse(cls, name, names, spelled, "" if is_flag else f" {value}")
             full.append(argument)
             is_value = argument.startswith("-") and not equals
             continue
@@ -165,7 +166,7 @@ def _words(hint: Any) -> tuple[str, ...]:
     return ("true", "false", *(word for kind in others for word in typing.get_args(kind)))
 
 
-def _refuse(name: str, names: Mapping[str, str], spelled: str, value: str) -> None:
+def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value: str) -> None:
     """Raise ValueError for a name that no setting has, or that several have, with what was meant.
 
     Only what may be another's passes: `a=b` that nobody understands.
@@ -182,6 +183,7 @@ def _refuse(name: str, names: Mapping[str, str], spelled: str, value: str) -> No
     hint = advice(
         name,
         [each for each, key in usual.items() if "." in each or each == key],
+        command=command_of(cls),
         near=[flag_of(each) for each in (*names, *NO_SETTINGS)],
         write=lambda key: f"{flag_of(names[key])}{value}",
     )

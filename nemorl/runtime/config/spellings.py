@@ -67,7 +67,7 @@ NEMO_RL: dict[str, str | Absent] = {
     "grpo.num_prompts_per_step": "num_prompts_per_step",
     "grpo.num_generations_per_prompt": "num_generations_per_prompt",
     "grpo.max_num_steps": "max_num_steps",
-    "grpo.max_num_epochs": "num_epochs (grpo: max_num_steps, in rollout batches)",
+    "grpo.max_num_epochs": "num_epochs (grpo counts rollout batches: max_num_steps)",
     "grpo.normalize_rewards": "advantage.scale",
     "grpo.use_leave_one_out_baseline": "advantage.baseline",
     "grpo.use_dynamic_sampling": "dynamic_sampling",
@@ -133,17 +133,17 @@ NEMO_RL: dict[str, str | Absent] = {
 }
 TRL: dict[str, str | Absent] = {
     "model_name_or_path": "model.path",
-    "dataset_name": "data.train",
+    "dataset_name": "data.train (eval: data)",
     "per_device_train_batch_size": "trainer.train_micro_batch_size or trainer.micro_batch_tokens",
     "gradient_accumulation_steps": (
         "train_global_batch_size: batch per device × accumulation × devices (GRPO: responses; SFT:"
         " sequences; DPO: pairs)"
     ),
-    "num_generations": "num_generations_per_prompt",
+    "num_generations": "num_generations_per_prompt (eval, generate: n)",
     "generation_batch_size": "num_prompts_per_step: completions ÷ num_generations",
     "num_iterations": "num_updates_per_batch",
     "max_steps": "max_num_steps",
-    "num_train_epochs": "num_epochs (grpo: max_num_steps, in rollout batches)",
+    "num_train_epochs": "num_epochs (grpo counts rollout batches: max_num_steps)",
     "max_completion_length": "generation.max_new_tokens",
     "max_length": "data.max_total_sequence_length",
     "max_seq_length": "data.max_total_sequence_length",
@@ -171,7 +171,7 @@ TRL: dict[str, str | Absent] = {
     "peft_config": "lora.rank, lora.alpha, lora.dropout, lora.target_modules",
     "lora_r": "lora.rank",
     "use_peft": "lora.rank",
-    "output_dir": "run.dir",
+    "output_dir": "run.dir (export, report: output)",
     "save_steps": "run.save_period",
     "save_total_limit": "run.keep_checkpoints",
     "eval_steps": "run.val_period",
@@ -305,7 +305,7 @@ VERL: dict[str, str | Absent] = {
     "trainer.nnodes": "parallel.dp_shard, times parallel.tp and parallel.cp",
     "trainer.n_gpus_per_node": "parallel.dp_shard, times parallel.tp and parallel.cp",
     "trainer.total_training_steps": "max_num_steps",
-    "trainer.total_epochs": "num_epochs (grpo: max_num_steps, in rollout batches)",
+    "trainer.total_epochs": "num_epochs (grpo counts rollout batches: max_num_steps)",
     "trainer.test_freq": "run.val_period",
     "trainer.save_freq": "run.save_period",
     "trainer.default_local_dir": "run.dir",
@@ -380,6 +380,7 @@ PRIME_RL: dict[str, str | Absent] = {
 }
 WORDS: dict[str, str | Absent] = {
     "kl": "kl.coef",
+    "no_kl": "kl.coef 0",
     **dict.fromkeys(("kl_beta", "kl_coeff", "kl_penalty", "init_kl_coef"), "kl.coef"),
     **dict.fromkeys(("clip_eps", "clip_epsilon", "clip_range"), "loss.clip_low, loss.clip_high"),
     **dict.fromkeys(("entropy_bonus", "ent_coef"), "entropy_coef"),
@@ -394,15 +395,19 @@ WORDS: dict[str, str | Absent] = {
     "mini_batch_size": "train_global_batch_size",
     "micro_batch_size": "trainer.train_micro_batch_size",
     **dict.fromkeys(
-        ("group_size", "n", "num_rollouts", "num_samples", "n_samples_per_prompt"),
-        "num_generations_per_prompt",
+        ("group_size", "n", "num_rollouts", "num_samples", "n_samples_per_prompt", "rollouts"),
+        "num_generations_per_prompt (eval, generate: n)",
     ),
-    **dict.fromkeys(("rollouts", "samples_per_prompt"), "num_generations_per_prompt"),
+    **dict.fromkeys(
+        ("samples_per_prompt", "generations_per_prompt"),
+        "num_generations_per_prompt (eval, generate: n)",
+    ),
+    "prompts_per_step": "num_prompts_per_step",
     **dict.fromkeys(
         ("epochs", "max_epochs", "n_epochs"),
-        "num_epochs (grpo: max_num_steps, in rollout batches)",
+        "num_epochs (grpo counts rollout batches: max_num_steps)",
     ),
-    "num_epochs": "max_num_steps, in rollout batches",
+    "num_epochs": "max_num_steps: grpo counts rollout batches",
     **dict.fromkeys(("steps", "num_steps", "total_steps", "train_steps"), "max_num_steps"),
     **dict.fromkeys(("reward_fn", "reward_func", "reward_function", "rewards"), "reward"),
     **dict.fromkeys(("max_tokens", "max_response_len", "max_gen_len"), "generation.max_new_tokens"),
@@ -410,7 +415,7 @@ WORDS: dict[str, str | Absent] = {
         ("context_length", "max_seq_len", "max_len", "sequence_length"),
         "data.max_total_sequence_length",
     ),
-    **dict.fromkeys(("train_file", "train_data", "dataset"), "data.train"),
+    **dict.fromkeys(("train_file", "train_data", "dataset"), "data.train (eval: data)"),
     **dict.fromkeys(("eval_file", "eval_data", "val_data", "test_data"), "data.validation"),
     **dict.fromkeys(("label_key", "answer_key"), "data.answer_column"),
     "apply_chat_template": "data.chat",
@@ -422,9 +427,10 @@ WORDS: dict[str, str | Absent] = {
     **dict.fromkeys(("precision", "torch_dtype"), "parallel.param_dtype"),
     "mixed_precision": "parallel.param_dtype bfloat16",
     **dict.fromkeys(
-        ("gpus", "num_gpus", "n_gpus", "devices", "num_processes", "world_size", "dp", "ddp"),
-        "parallel.dp_shard",
+        ("num_gpus", "n_gpus", "devices", "num_processes", "world_size"),
+        "gpus (of plan), parallel.dp_shard",
     ),
+    **dict.fromkeys(("gpus", "dp", "ddp"), "parallel.dp_shard"),
     **dict.fromkeys(("tp_size", "tensor_parallel"), "parallel.tp"),
     **dict.fromkeys(("pp_size", "pipeline_parallel"), "parallel.pp"),
     **dict.fromkeys(("cp_size", "sp_size", "context_parallel"), "parallel.cp"),
@@ -432,9 +438,12 @@ WORDS: dict[str, str | Absent] = {
     "vllm": "generation.backend vllm",
     "name": "run.dir",
     **dict.fromkeys(("offload", "offload_optimizer"), "trainer.offload_during_generation"),
-    **dict.fromkeys(("output", "out_dir", "save_dir", "run_name"), "run.dir"),
-    **dict.fromkeys(("experiment_name", "exp_name", "checkpoint_dir"), "run.dir"),
-    **dict.fromkeys(("save_every", "save_interval", "save_freq"), "run.save_period"),
+    **dict.fromkeys(("out_dir", "save_dir"), "run.dir (export, report: output)"),
+    **dict.fromkeys(("output", "run_name", "experiment_name", "exp_name"), "run.dir"),
+    "checkpoint_dir": "run.dir",
+    **dict.fromkeys(
+        ("save_every", "save_interval", "save_freq", "checkpoint_every"), "run.save_period"
+    ),
     **dict.fromkeys(("eval_every", "eval_interval", "eval_freq"), "run.val_period"),
     **dict.fromkeys(("wandb", "use_wandb", "tensorboard"), "run.loggers"),
     "wandb_project": "run.project",
@@ -463,49 +472,56 @@ PAGES = {
     "num_epochs": "configuration.md#nemorl-sft",
     "sft_coef": "configuration.md#nemorl-dpo",
     "reference": "dpo.md#the-reference",
+    **dict.fromkeys(("data", "n"), "data.md#validation"),
+    "output": "sft.md#validation",
+    "gpus": "parallelism.md#which-plan",
 }
 """Where settings in no section are explained; those of GRPO alone have one page."""
 
 
 def settings_in(text: str) -> list[str]:
-    """Return what may be keys in the words of a table: the first, and those with a dot or _.
+    """Return what may be keys in the words of a table: the first, those with a dot or _, and those
+    after a colon or comma.
 
-    >>> settings_in("kl.coef (DPO: loss.beta)")
-    ['kl.coef', 'loss.beta']
+    >>> settings_in("kl.coef (DPO: loss.beta)"), settings_in("data.train (eval: data)")
+    (['kl.coef', 'loss.beta'], ['data.train', 'data'])
     """
-    first, *others = re.findall(r"\w+(?:\.\w+)*", text)
-    return [first, *(word for word in others if "." in word or "_" in word)]
+    return re.findall(r"(?:^|(?<=[:,] ))[\w.]+|\w+[._][\w.]+", text)
 
 
 def advice(
     name: str,
     known: Collection[str],
     *,
+    command: str,
     near: Collection[str],
     write: Callable[[str], str] = str,
 ) -> str:
     """Return the end of an error about a name that no setting has: what it stands for in another
     library, else the setting that was misspelled, else what its section stands for, else nothing.
+    A misspelling is more likely than what another library has and this command has not.
 
     Args:
         known: our keys that can be written; `write` returns how.
+        command: what has them.
         near: names of settings that may have been misspelled.
 
-    >>> advice("beta", ["kl.coef"], near=["optimizer.beta1"])
-    ": TRL's beta is kl.coef (DPO: loss.beta) here; write kl.coef (docs/configuration.md#kl)"
-    >>> advice("kl.coeff", ["kl.coef"], near=["kl.coef"])
+    >>> advice("beta", ["kl.coef"], command="grpo", near=["optimizer.beta1"])
+    ": TRL's beta is kl.coef (DPO: loss.beta); write kl.coef (docs/configuration.md#kl)"
+    >>> advice("kl.coeff", ["kl.coef"], command="grpo", near=["kl.coef"])
     '; did you mean kl.coef?'
     """
-    if found := meaning_of(name, known, write):
-        return f": {found}"
-    if hint := closest(name, near):
+    entry, hint = _entry(name, known), closest(name, near)
+    if entry and (not hint or isinstance(entry[2], Absent) or _key(entry[2], known)):
+        return f": {_sentence(*entry, known, command, write)}"
+    if hint:
         return hint
     *sections, last = name.split(".")
     theirs = {_last(each) for table in LIBRARIES.values() for each in table} - COMMON
     if hint := closest(last, sorted(theirs)):
         word = hint.rpartition(" ")[2].removesuffix("?")
-        return f"{hint} {meaning_of(word, known, write)}"
-    meanings = (meaning_of(section, known, write) for section in reversed(sections))
+        return f"{hint} {meaning_of(word, known, command, write)}"
+    meanings = (meaning_of(section, known, command, write) for section in reversed(sections))
     return next((f": {found}" for found in meanings if found), "")
 
 
@@ -519,13 +535,21 @@ def means_another(name: str, key: str) -> bool:
     return bool(found) and not any(_key(ours, [key]) for ours in found)
 
 
-def meaning_of(name: str, known: Collection[str], write: Callable[[str], str] = str) -> str:
+def meaning_of(
+    name: str, known: Collection[str], command: str, write: Callable[[str], str] = str
+) -> str:
     """Return a sentence about what a name is in the tables, what to write and the page; nothing
     where they do not have it. The last part of a name is enough, unless it is a common word.
 
-    >>> meaning_of("max_turns", [])[-39:]
+    >>> meaning_of("max_turns", [], "grpo")[-39:]
     'turns (docs/extending.md#several-turns)'
     """
+    entry = _entry(name, known)
+    return _sentence(*entry, known, command, write) if entry else ""
+
+
+def _entry(name: str, known: Collection[str]) -> tuple[str, str, str | Absent] | None:
+    """Return a library, its name and ours: the first with a key that can be written, if any."""
     last = _last(name)
     same: list[Callable[[str], bool]] = [lambda theirs: theirs == name]
     if last not in COMMON:
@@ -538,10 +562,8 @@ def meaning_of(name: str, known: Collection[str], write: Callable[[str], str] = 
             if matches(theirs)
         ]
         if found:
-            # Of several the first with a key that can be written.
-            found.sort(key=lambda each: not _key(each[2], known))
-            return _sentence(*found[0], known, write)
-    return ""
+            return min(found, key=lambda each: not _key(each[2], known))
+    return None
 
 
 def _key(ours: str | Absent, known: Collection[str]) -> str:
@@ -554,15 +576,16 @@ def _sentence(
     theirs: str,
     ours: str | Absent,
     known: Collection[str],
+    command: str,
     write: Callable[[str], str],
 ) -> str:
-    who = f"{library}'s {theirs}" if library else theirs
     if isinstance(ours, Absent):
-        return f"{who} is not there: {ours.today} (docs/{ours.page})"
+        return f"nemorl has no {theirs}: {ours.today} (docs/{ours.page})"
+    who = f"{library}'s {theirs}" if library else theirs
     if key := _key(ours, known):
-        return f"{who} is {ours} here; write {write(key)} (docs/{page_of(key)})"
-    page = page_of(settings_in(ours)[0])
-    return f"{who} is {ours}, but that is no setting here (docs/{page})"
+        return f"{who} is {ours}; write {write(key)} (docs/{page_of(key)})"
+    key = settings_in(ours)[0]
+    return f"{command} has no {key}, as {who} is called here (docs/{page_of(key)})"
 
 
 def _last(name: str) -> str:

@@ -288,6 +288,11 @@ def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def command_of(cls: type) -> str:
+    """Return what errors call the command of a config: "grpo" for GRPOConfig."""
+    return cls.__name__.removesuffix("Config").lower()
+
+
 def defaults(cls: type) -> dict[str, Any]:
     """Return the settings that have a default, as nested plain values."""
     found = {}
@@ -350,7 +355,9 @@ def _explained(cls: type, problem: Mapping[str, Any]) -> ValueError:
         message = f"must be one of {', '.join(names)}, but it is {value!r}"
         message += closest(str(VALUES.get(str(value), value)), names)
     elif variants(hint):
-        remedy = meaning_of(key, leaves(cls)) or "write its keys below it, indented"
+        remedy = (
+            meaning_of(key, leaves(cls), command_of(cls)) or "write its keys below it, indented"
+        )
         message = f"must be a section, but it is {value!r}: {remedy}"
     else:
         words = {"bool_type": "true or false", "tuple_type": "a list", "dict_type": "a mapping"}
@@ -385,7 +392,8 @@ def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
     else:
         if found := _foreign(cls, key, value):
             return found
-        hint = advice(key, keys, near=[prefix + each for each in names]) or ";"
+        near = [prefix + each for each in names]
+        hint = advice(key, keys, command=command_of(cls), near=near) or ";"
     of = " ".join(filter(None, [section, defaults(owner).get("name")]))
     listed = f"keys{f' of {of}' if of else ''}: {', '.join(names)}"
     return ConfigError(f"unknown key {key}{hint} {listed}", key)
@@ -394,6 +402,6 @@ def _unknown_key(cls: type, owner: type, key: str, value: Any) -> ConfigError:
 def _foreign(cls: type, key: str, value: Any) -> ConfigError | None:
     """Return the error for a key of another library, or a section with one; None for others."""
     for each in flat({key: value}):
-        if meaning := meaning_of(each, leaves(cls)):
+        if meaning := meaning_of(each, leaves(cls), command_of(cls)):
             return ConfigError(f"unknown key {each}: {meaning}", each)
     return None

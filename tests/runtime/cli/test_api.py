@@ -133,7 +133,7 @@ def test_overrides():
         (1.0, 0.5),
     )
     assert make_config("sft", num_epochs=3) == nemorl.SFTConfig(num_epochs=3)
-    with pytest.raises(ValueError, match=r"TRL's learning_rate is optimizer\.lr here"):
+    with pytest.raises(ValueError, match=r"TRL's learning_rate is optimizer\.lr; write"):
         make_config("grpo", learning_rate=1e-4)
     with pytest.raises(ValueError, match="preset is for grpo"):
         make_config("sft", preset="dapo")
@@ -177,7 +177,7 @@ class ArgsOfTRL:
     ("arguments", "message"),
     [
         ({"args": ArgsOfTRL()}, r"args must be a nemorl.GRPOConfig, but .* settings by name"),
-        ({"learning_rate": 1e-5}, "TRL's learning_rate is optimizer.lr here"),
+        ({"learning_rate": 1e-5}, "TRL's learning_rate is optimizer.lr; write"),
         ({"dataset": [], "train_dataset": []}, "train_dataset must be given once"),
         ({"args": nemorl.GRPOConfig(), "lr": 1e-5}, "args can't be given together with settings"),
         ({"num_prompt_per_step": 1}, "did you mean num_prompts_per_step"),

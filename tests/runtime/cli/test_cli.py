@@ -496,14 +496,14 @@ BAD = [
     (["grpo", "--run.resume=maybe"], "run.resume must be true or false or auto, but it is 'maybe'"),
     (
         ["grpo", "--learning-rate", "3"],
-        "unknown setting --learning-rate: TRL's learning_rate is optimizer.lr here; write"
+        "unknown setting --learning-rate: TRL's learning_rate is optimizer.lr; write"
         " --optimizer.lr",
     ),
-    (["grpo", "--beta=0.1"], "TRL's beta is kl.coef (DPO: loss.beta) here; write --kl.coef"),
-    (["grpo", "--output_dir", "o"], "TRL's output_dir is run.dir here; write --run.dir"),
+    (["grpo", "--beta=0.1"], "TRL's beta is kl.coef (DPO: loss.beta); write --kl.coef"),
+    (["grpo", "--output_dir", "o"], "(export, report: output); write --run.dir"),
     (
         ["grpo", "actor_rollout_ref.rollout.n=5"],
-        "is num_generations_per_prompt here; write --num-generations-per-prompt 5",
+        "is num_generations_per_prompt; write --num-generations-per-prompt 5",
     ),
     (["grpo", "--temprature", "1"], "unknown setting --temprature; did you mean --temperature?"),
     (["sft", "lr=1e-5"], "unknown setting lr: write --optimizer.lr 1e-5"),
@@ -513,7 +513,7 @@ BAD = [
     ),
     (["grpo", "optimizer.lr=3"], "unknown setting optimizer.lr: write --optimizer.lr 3"),
     (["grpo", "++optimizer.lr=3"], "unknown setting ++optimizer.lr: write --optimizer.lr 3"),
-    (["grpo", "--importance-sampling-level", "sequence"], "is loss.name (gspo) here; write --loss"),
+    (["grpo", "--importance-sampling-level", "sequence"], "is loss.name (gspo); write --loss"),
     (
         ["grpo", "--backend", "vllm"],
         "unknown setting --backend: write --trainer.backend or --generation.backend",

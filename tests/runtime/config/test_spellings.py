@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
+import nemorl
 from nemorl import DPOConfig, GRPOConfig, SFTConfig
 from nemorl.checks import closest
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.cli.api import ARGUMENTS, make_config
 from nemorl.runtime.config.flags import flag_of
-from nemorl.runtime.config.spellings import LIBRARIES, Absent, page_of, settings_in
+from nemorl.runtime.config.spellings import LIBRARIES, PAGES, Absent, page_of, settings_in
 from nemorl.runtime.config.tree import from_dict, leaves
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -43,13 +44,14 @@ def has_it(ours: str | Absent) -> tuple[str, str]:
 def says(message: str, theirs: str, ours: str | Absent, write: str, key: str) -> None:
     assert theirs in message
     if isinstance(ours, Absent):
-        assert f"{theirs} is not there: {ours.today} (docs/{ours.page})" in message
+        assert f"nemorl has no {theirs}: {ours.today} (docs/{ours.page})" in message
     else:
-        assert f"{theirs} is {ours} here; write {write} (docs/{page_of(key)})" in message
+        assert f"{theirs} is {ours}; write {write} (docs/{page_of(key)})" in message
 
 
 def test_there_are_enough():
     assert len(ENTRIES) > 300 and {len(table) > 30 for table in LIBRARIES.values()} == {True}
+    assert all(page.partition("#")[2] in anchors(page.partition("#")[0]) for page in PAGES.values())
 
 
 @pytest.mark.parametrize(("library", "theirs", "ours"), ENTRIES, ids=lambda value: str(value)[:50])
@@ -87,22 +89,24 @@ def test_entry(library: str, theirs: str, ours: str | Absent, capsys):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ("grpo --kl 0.1", "kl is kl.coef here; write --kl.coef ("),
+        ("grpo --kl 0.1", "kl is kl.coef; write --kl.coef ("),
         ("grpo --kl.coef none", "kl.coef must be a valid number, but it is 'none': write 0"),
         ("grpo --kl.coef null", "kl.coef must be a valid number, but it is 'null': write 0"),
         ("grpo --batch-size 64", "write --train-global-batch-size (docs/sft.md#the-batch)"),
         ("grpo --generation.batch-size 64", "write --train-global-batch-size"),
         ("grpo --group-size 8", "write --num-generations-per-prompt ("),
-        ("grpo --epochs 3", "epochs is num_epochs (grpo: max_num_steps, in rollout batches) here"),
+        (
+            "grpo --epochs 3",
+            "epochs is num_epochs (grpo counts rollout batches: max_num_steps); write",
+        ),
         ("sft --epochs 3", "write --num-epochs ("),
         ("grpo --tools f", "loop of several turns (docs/extending.md#several-turns)"),
-        (
-            "sft --num-generations 4",
-            "num_generations_per_prompt, but that is no setting here (docs",
-        ),
-        ("sft --beta 0.1", "TRL's beta is kl.coef (DPO: loss.beta), but that is no setting here"),
-        ("grpo --lora.r 8", "lora is lora.rank here; write --lora.rank"),
-        ("grpo actor_rollout_ref.actor.mine=3", "verl's actor_rollout_ref is not there"),
+        ("grpo --num-epochs 3", "max_num_steps: grpo counts rollout batches; write --max-num-s"),
+        ("sft --num-generations 4", ": sft has no num_generations_per_prompt, as TRL's num_ge"),
+        ("sft --beta 0.1", ": sft has no kl.coef, as TRL's beta is called here (docs/"),
+        ("sft --kl.coef 0.1", "unknown setting --kl.coef: sft has no kl.coef, as kl is called"),
+        ("grpo --lora.r 8", "lora is lora.rank; write --lora.rank"),
+        ("grpo actor_rollout_ref.actor.mine=3", "nemorl has no actor_rollout_ref: "),
         ("grpo --optimizer.lrr 3", "unknown setting --optimizer.lrr; did you mean --optimizer.lr?"),
         (
             "grpo --learning-rat 3",
@@ -110,7 +114,23 @@ def test_entry(library: str, theirs: str, ours: str | Absent, capsys):
         ),
         ("grpo --presett dapo", "unknown setting --presett; did you mean --preset?"),
         ("export --out x", "unknown setting --out; did you mean --output?"),
-        ("export --output-dir x", "TRL's output_dir is run.dir, but that is no setting here"),
+        (
+            "export --output-dir x",
+            "TRL's output_dir is run.dir (export, report: output); write --o",
+        ),
+        ("report --out-dir x", "write --output (docs/sft.md#validation)"),
+        ("plan --num-gpus 8", "write --gpus (docs/parallelism.md#which-plan)"),
+        ("plan --dp 8", "dp is parallel.dp_shard; write --dp-shard"),
+        ("grpo --num-gpus 8", "write --parallel.dp-shard"),
+        ("eval --dataset x", "dataset is data.train (eval: data); write --data (docs/data.md#val"),
+        ("eval --train-dataset x", "unknown setting --train-dataset: eval has no data.train, as T"),
+        ("eval --num-samples 4", "write --n (docs/data.md#validation)"),
+        ("generate --num-generations 4", "write --n ("),
+        ("eval --devices cuda", "unknown setting --devices; did you mean --device?"),
+        ("grpo --prompts-per-step 4", "write --num-prompts-per-step ("),
+        ("grpo --generations-per-prompt 4", "write --num-generations-per-prompt ("),
+        ("grpo --checkpoint-every 4", "write --run.save-period ("),
+        ("grpo --no-kl", "no_kl is kl.coef 0; write --kl.coef ("),
         *((f"grpo --{word} 3", f"--{word}; --help all") for word in ("zzz", "top", "klr")),
     ],
 )
@@ -126,6 +146,22 @@ def test_rewards_in_python():
         make_config("grpo", reward_funcs=[len])
     with pytest.raises(ValueError, match=r"reward must be a name here, .* fit\(…, reward_fn=…\)"):
         make_config("grpo", reward=len)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dataset", r"dataset is data\.train \(eval: data\); write data= \(docs"),
+        ("eval_dataset", r"write data= \("),
+        ("model_path", r"model_path is model\.path; write model= \("),
+        ("num_samples", r"write n= \("),
+        ("reward_funcs", r"reward \(in Python: reward_fn\); write reward= \("),
+        ("epochs", r"setting epochs of eval: eval has no num_epochs, as epochs is called here \("),
+    ],
+)
+def test_what_evaluate_calls_otherwise(name: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        nemorl.evaluate(model="m", data="d.jsonl", **{name: 1})
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import subprocess
 import threading
 import time
 import warnings
-from dataclasses import replace
 
 import psutil
 import pytest
@@ -28,7 +27,7 @@ pytestmark = pytest.mark.xdist_group("ray")
 def pair(tmp_path_factory):
     """Two replicas that the tests here use one after the other."""
     ray_cpus()
-    with toys(tmp_path_factory.mktemp("pair")) as made:
+    with toys(tmp_path_factory.mktemp("pair"), timeout_s=10.0) as made:
         yield made
 
 
@@ -60,15 +59,12 @@ def test_a_replica_gets_what_it_can_decode_at_a_time(whole):
     ("harm", "message"),
     [
         ("die", r"replica-0 \(process \d+ on .*\) died"),
-        ("stop", r"\(process \d+ on .*replica-0.log\) made no progress for 3 s"),
-        pytest.param("hang", r"replica-0 .* made no progress for 3 s", marks=pytest.mark.slow),
+        ("stop", r"\(process \d+ on .*replica-0.log\) made no progress for 10 s"),
+        pytest.param("hang", r"replica-0 .* made no progress for 10 s", marks=pytest.mark.slow),
         ("CUDA error", r"CUDA error"),
     ],
 )
-def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, monkeypatch, harm, message):
-    if harm in ("stop", "hang"):
-        short = replace(whole.replicas.config, timeout_s=3.0)
-        monkeypatch.setattr(whole.replicas, "config", short)
+def test_what_a_lost_replica_had_to_do_is_done_by_the_other(whole, harm, message):
     expected = whole.replicas.generate(requests(40))
     lost = process(whole.replicas, 0)
     whole.fault_at_work(0, harm)

@@ -20,35 +20,35 @@ class Digest(TypedDict):
     digests: list[str]
 
 
-def digests_of(rows: Sequence[Mapping[str, Any]]) -> list[Digest]:
-    """Return the digest of each of the data sets that stand one behind the other (`Row.source`).
+def digests_of(*rows: Sequence[Mapping[str, Any]]) -> list[Digest]:
+    """Return the digest of each data set; `rows` may have several in sequence (`Row.source`).
 
     The order of a row's columns does not count; of values that JSON can't have, only the type.
 
     >>> digests_of([{"prompt": "1+1="}, {"prompt": "1+2="}])[0]["rows"]
     2
     """
-    return [_digest(part) for part in _parts(rows)]
+    return [_digest(part) for part in _parts(*rows)]
 
 
 def difference(
-    saved: Sequence[Digest], rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
+    saved: Sequence[Digest], *rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
 ) -> str | None:
     """Return how rows differ from those of which `saved` are the digests, None if they do not.
 
     names: what the data sets are called.
 
     >>> saved = digests_of([{"prompt": "1+1="}, {"prompt": "1+2="}])
-    >>> difference(saved, [{"prompt": "1+1="}, {"prompt": "1+3="}], ["'sums.jsonl'"])
-    "'sums.jsonl' has another row 2 (row 2)"
+    >>> difference(saved, [{"prompt": "1+1="}, {"prompt": "1+3="}], names=["sums"])
+    'sums: row 2 differs'
     """
-    parts = _parts(rows)
+    parts = _parts(*rows)
     if len(parts) != len(saved):
-        return f"there are {len(parts)} data sets, and were {len(saved)}"
+        return f"the number of data sets is {len(parts)} instead of {len(saved)}"
     for number, (before, part) in enumerate(zip(saved, parts, strict=True)):
         if _digest(part, before["block"]) != before:
             name = names[number] if number < len(names) else f"data set {number + 1}"
-            return f"{name} has {_difference(before, part)}"
+            return f"{name}: {_difference(before, part)}"
     return None
 
 
@@ -63,14 +63,20 @@ def _difference(before: Digest, rows: Sequence[Mapping[str, Any]]) -> str:
     if found is None:
         return f"{count}; the first {common} are as they were"
     first, last = found * block, min((found + 1) * block, common)
-    where = f"row {first + 1} ({origin_of(rows[first], first)})"
+    where, origin = f"row {first + 1}", origin_of(rows[first], first)
     if last - first > 1:
-        where = f"row among {first + 1} to {last}"
-    return f"{count}{', and ' * bool(count)}another {where}"
+        where = f"a row among {first + 1} to {last}"
+    elif origin != where:
+        where = f"{where} ({origin})"
+    return f"{count}{', and ' * bool(count)}{where} differs"
 
 
-def _parts(rows: Sequence[Any]) -> list[list[Any]]:
-    return [list(part) for _, part in groupby(rows, key=lambda row: getattr(row, "source", 0))]
+def _parts(*rows: Sequence[Any]) -> list[list[Any]]:
+    return [
+        list(part)
+        for each in rows
+        for _, part in groupby(each, key=lambda row: getattr(row, "source", 0))
+    ]
 
 
 def _digest(rows: Sequence[Mapping[str, Any]], block: int | None = None) -> Digest:

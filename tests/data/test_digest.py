@@ -27,19 +27,19 @@ def rows(count: int, source: int = 0, **changed: Any) -> list[Row]:
     [
         (rows(5), rows(5), None),
         (rows(5), [{"answer": row["answer"], "prompt": row["prompt"]} for row in rows(5)], None),
-        (rows(5), rows(5, _2=7), "'sums' has another row 3 (sums.jsonl, line 3)"),
-        (rows(5), rows(7), "'sums' has 7 rows instead of 5; the first 5 are as they were"),
-        (rows(5), rows(3), "'sums' has 3 rows instead of 5; the first 3 are as they were"),
-        (rows(5), rows(7, _0=0), "'sums' has 7 rows instead of 5, and another row 1 (sums.jsonl"),
-        (rows(600), rows(600, _599=0), "'sums' has another row among 597 to 600"),
-        (rows(600), rows(601), "'sums' has 601 rows instead of 600; the first 600 are as they "),
-        (rows(601), rows(599), "'sums' has 599 rows instead of 601; the first 596 are as they "),
-        (rows(3) + rows(2, 1), rows(3) + rows(2, 1, _1=0), "'more' has another row 2 (sums.jso"),
-        (rows(3) + rows(2, 1), rows(3), "there are 1 data sets, and were 2"),
+        (rows(5), rows(5, _2=7), "'sums': row 3 (sums.jsonl, line 3) differs"),
+        (rows(5), rows(7), "'sums': 7 rows instead of 5; the first 5 are as they were"),
+        (rows(5), rows(3), "'sums': 3 rows instead of 5; the first 3 are as they were"),
+        (rows(5), rows(7, _0=0), "'sums': 7 rows instead of 5, and row 1 (sums.jsonl, "),
+        (rows(600), rows(600, _599=0), "'sums': a row among 597 to 600 differs"),
+        (rows(600), rows(601), "'sums': 601 rows instead of 600; the first 600 are as they "),
+        (rows(601), rows(599), "'sums': 599 rows instead of 601; the first 596 are as they "),
+        (rows(3) + rows(2, 1), rows(3) + rows(2, 1, _1=0), "'more': row 2 (sums.jsonl, "),
+        (rows(3) + rows(2, 1), rows(3), "the number of data sets is 1 instead of 2"),
     ],
 )
 def test_a_difference_is_named(before: Any, after: Any, said: str | None):
-    found = difference(digests_of(before), after, ["'sums'", "'more'"])
+    found = difference(digests_of(before), after, names=["'sums'", "'more'"])
     assert found == said if said is None or found is None else found.startswith(said)
     assert (digests_of(before) == digests_of(after)) == (said is None)
     assert all(len(digest["digests"]) <= MOST_BLOCKS for digest in digests_of(before))

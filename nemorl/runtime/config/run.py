@@ -18,7 +18,7 @@ class RunConfig:
     yet.
     """
     accept_changed_data: bool = False
-    """Resume though the training rows are not those of before."""
+    """Resume though the rows are not those of before."""
     seed: int = 0
     """Seed of everything random: fresh weights, the order of the data, sampling."""
     val_period: int = 0

@@ -159,8 +159,7 @@ def _rank(
 
 def latest(directory: Path, *, quiet: bool = False) -> Path | None:
     """Return the checkpoint to go on from: the one that `checkpoints/latest` names, or else the
-    newest of which no file is missing or cut; None if there is none. Others are warned of, unless
-    `quiet`.
+    newest of which no file is missing or cut; None if there is none. Others are warned of.
     """
     found = _first(directory, lambda path: verify(path, largest=SMALL), quiet=quiet)
     return found and found[0]
@@ -210,11 +209,9 @@ def metrics_by_step(directory: Path) -> dict[int, dict[str, Any]]:
 
 
 def data_of(directory: Path | str) -> list[Digest]:
-    """Return the digests of the rows that the run was trained on; none where they are unknown."""
+    """Return the digests of the run's rows; none without a checkpoint."""
     found = latest(Path(directory), quiet=True)
-    if found is None:
-        return []
-    return list(json.loads((found / "state.json").read_bytes()).get("data", ()))
+    return json.loads((found / "state.json").read_bytes())["data"] if found else []
 
 
 def load(path: Path, run: Run) -> LoopState:

@@ -5,16 +5,14 @@ from typing import Any
 
 from nemorl.checks import require
 from nemorl.data.datasets import load_rows, to_prompts
-from nemorl.data.digest import Digest, difference
 from nemorl.data.lengths import limit_length, num_tokens
 from nemorl.data.order import RowOrder, split_rows
 from nemorl.data.rows import Row, origin_of
-from nemorl.data.sources import DataModule, has_splits, name_of, sources_of
+from nemorl.data.sources import DataModule, has_splits, sources_of
 from nemorl.data.statistics import Lengths
 from nemorl.rollout.collect import Prompts
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.runtime.config.data import DataConfig, require_files
-from nemorl.runtime.config.run import RunConfig
 from nemorl.warn import warn
 
 Rows = Any
@@ -55,19 +53,19 @@ def read_data(
     return rows, held_out
 
 
-def require_same_rows(
-    run: RunConfig, saved: Sequence[Digest], rows: Sequence[Row], sources: Sequence[Any]
-) -> None:
-    """Raise ValueError where a run would go on with other training rows than those of `saved`;
-    warn where that is accepted.
-    """
-    found = difference(saved, rows, [*map(name_of, sources)])
-    if found is None:
-        return
-    if not run.accept_changed_data:
+def refuse_other_rows(found: str, changes: Sequence[str], *, accept: bool) -> None:
+    """Raise ValueError, or warn, of rows that are not as before, with changed settings of rows."""
+    causes = [
+        each
+        for each in changes
+        if each.startswith(("data.", "run.seed")) and not each.startswith("data.max_")
+    ]
+    if causes:
+        found += f" ({'; '.join(causes)})"
+    if not accept:
         raise ValueError(
-            f"data.train must be the rows that the run was trained on, but {found}: put them back,"
-            " or add --run.accept-changed-data"
+            f"data.train and data.validation must be the rows that the run began with, but {found}:"
+            " restore them, or add --run.accept-changed-data"
         )
     warn(f"the run goes on with other rows than before: {found}")
 

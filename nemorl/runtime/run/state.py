@@ -23,7 +23,7 @@ class LoopState:
     cursors: Mapping[str, int] = field(default_factory=dict)
     """Rows taken so far from each seeded order, by name, through all epochs."""
     data: Sequence[Digest] = field(default_factory=list, repr=False)
-    """Of the training data sets."""
+    """Of the data sets to train and to validate on."""
 
     def advance(self, cursors: Mapping[str, int]) -> "LoopState":
         """Return the state after a step."""

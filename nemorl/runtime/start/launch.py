@@ -10,10 +10,10 @@ from typing import Any
 from torch import nn
 
 from nemorl.checks import require
-from nemorl.data.digest import Digest, digests_of
+from nemorl.data.digest import Digest, difference, digests_of
 from nemorl.data.prompts import warn_of_strings
 from nemorl.data.rows import Row
-from nemorl.data.sources import sources_of
+from nemorl.data.sources import name_of, sources_of
 from nemorl.data.templates import with_chat_template
 from nemorl.models.pretrained import load_tokenizer, model_folder
 from nemorl.rollout.environment import EnvironmentInterface
@@ -23,7 +23,7 @@ from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.config.trust import seal_of
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
-from nemorl.runtime.run.data import Reward, Rows, read_data, require_same_rows
+from nemorl.runtime.run.data import Reward, Rows, read_data, refuse_other_rows
 from nemorl.runtime.run.directory import RunDirectory, free_directory, require_folder
 from nemorl.runtime.run.lock import locked
 from nemorl.runtime.run.record import check_algorithm
@@ -37,6 +37,7 @@ from nemorl.runtime.start.registry import (
 )
 from nemorl.runtime.start.settings import (
     as_given,
+    changes,
     environment_of,
     kept,
     model_config_of,
@@ -110,7 +111,7 @@ def launched(
         config.data, train=train, validation=validation, seed=config.run.seed
     )
     require_rows(rows)
-    data = digests_of(rows)
+    data = digests_of(rows, held_out)
     if not held_out:
         config.run.require_training_metrics()
     folder = config.run.dir or free_directory(name)
@@ -121,7 +122,10 @@ def launched(
         saved = checkpoint.data_of(folder) if config.run.resume else []
         if saved and saved != data:
             sources = sources_of(config.data.train if train is None else train)
-            require_same_rows(config.run, saved, rows, sources)
+            names = [*map(name_of, sources), "the validation rows"]
+            if found := difference(saved, rows, held_out, names=names):
+                accept = config.run.accept_changed_data
+                refuse_other_rows(found, changes(directory.config, config), accept=accept)
         with recorded(directory, algorithm=algorithm) as log:
             warn_of_spinning()
             checkpoint.sweep(directory.path)

@@ -214,5 +214,5 @@ def changes(path: str | Path, config: Any) -> list[str]:
     return [
         f"{key} is {now.get(key)!r}, was {before.get(key)!r}"
         for key in now | before
-        if not key.startswith(free) and now.get(key) != before.get(key)
+        if (key == "run.seed" or not key.startswith(free)) and now.get(key) != before.get(key)
     ]

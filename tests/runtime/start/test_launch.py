@@ -409,15 +409,39 @@ def test_changed_rows_are_noticed_by_a_resume(saved, tmp_path: Path):
     config = by_name(sft_config(tmp_path / "run", steps=1), {**saved, "rows": str(file)})
     nemorl.run(config)
     again = replace(config, run=replace(config.run, resume=True), max_num_steps=2)
-    message = r"data\.train must be the rows that the run was trained on, but '.*rows\.jsonl' has "
+    message = (
+        r"data\.train and data\.validation must be the rows that the run began with, but"
+        r" '.*rows\.jsonl': "
+    )
     file.write_text("\n".join([*lines, lines[0]]))
     count = rf"{len(lines) + 1} rows instead of {len(lines)}; the first {len(lines)} are as they"
     with pytest.raises(ValueError, match=message + count):
         nemorl.run(again)
     file.write_text("\n".join([*lines[:3], lines[0], *lines[4:]]))
-    remedy = r"another row 4 \(.*rows\.jsonl, line 4\): put them back, or add --run\.accept-change"
+    remedy = r"row 4 \(.*rows\.jsonl, line 4\) differs: restore them, or add --run\.accept-change"
     with pytest.raises(ValueError, match=message + remedy):
         nemorl.run(again)
+    file.write_text("\n".join(lines))
+    other = tmp_path / "other.jsonl"
+    other.write_text("\n".join([lines[1], *lines[1:]]))
+    for changed, cause in (
+        (
+            {"prompt_template": "{prompt}?"},
+            r"\.jsonl': row 1 .* \(data\.prompt_template is '\{prompt\}\?', was None\): restore",
+        ),
+        (
+            {"validation": str(other)},
+            r"the validation rows: row 1 \(.*differs \(data\.validation is",
+        ),
+        (
+            {"validation": None, "held_out": 0.2},
+            r"\.jsonl': 32 rows instead of 40.* data\.held_out is 0\.2, was 0\.0; run\.seed is",
+        ),
+    ):
+        run = replace(again.run, seed=int("held_out" in changed))
+        with pytest.raises(ValueError, match=cause):
+            nemorl.run(replace(again, data=replace(again.data, **changed), run=run))
+    file.write_text("\n".join([*lines[:3], lines[0], *lines[4:]]))
     accepting = replace(again, run=replace(again.run, accept_changed_data=True))
     with pytest.warns(UserWarning, match="the run goes on with other rows than before: .* row 4"):
         assert len(of_phase(nemorl.run(accepting), "train")) == 2

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import nn
 
@@ -62,7 +62,7 @@ def train(
     Returns metrics, history, paths and the trained model (None where it was spread over devices:
     load paths.hf). Raises ValueError that names the field where something can't work.
     """
-    if _is_reward(reward := overrides.get("reward")):
+    if is_reward(reward := overrides.get("reward")):
         remedy = "reward and reward_fn are the same; keep one"
         require(reward_fn is None, "reward", "must be given once", reward, remedy)
         reward_fn = overrides.pop("reward")
@@ -128,11 +128,11 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
             ' "mine", "setting": 0.1})',
             name,
         )
-    if name == "reward" and _is_reward(value):
-        raise ConfigError(
-            "reward must be a name here, but it is a function: pass it to fit(…, reward_fn=…)", name
-        )
     own = leaves(cls)
+    if name == "reward" in own and is_reward(value):
+        raise ConfigError(
+            f"reward must be a name here, but it is {short(value)}: pass it as reward_fn=", name
+        )
     if name in {key.partition(".")[0] for key in own}:  # a whole section, or a setting in none
         return name, value
     found = [MAIN.get(name, name.replace("__", "."))]
@@ -144,11 +144,11 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
         raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)
     if not found:
         near = [part for key in own for part in (key.rpartition(".")[2], key.replace(".", "__"))]
-        same = {dotted: key for key, dotted in SAME.items() if key in own}
-        names = ARGUMENTS if issubclass(cls, BaseConfig) else same
+        others = {dotted: key for key, dotted in SAME.items() if key in own}
+        names = ARGUMENTS if issubclass(cls, BaseConfig) else others
         hint = advice(
             name.replace("__", "."),
-            [*own, *same],
+            [*own, *others],
             command=algorithm,
             near=near,
             write=lambda key: names.get(key, key.replace(".", "__")) + "=",
@@ -159,7 +159,7 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
     return section, {key: value}
 
 
-def _is_reward(value: Any) -> bool:
+def is_reward(value: Any) -> bool:
     """Return whether a value is a reward that is no name: functions, environments, a mapping."""
     parts = value if isinstance(value, list | tuple) else [value]
     return any(
@@ -200,8 +200,8 @@ class Trainer:
     """A model with the settings of an algorithm, and what it is trained on.
 
     The arguments are those of `nemorl.train`; the four that TRL calls otherwise have its names,
-    too. Nothing is loaded before `train` or `fit`. Subclasses are refused a method or attribute
-    that a trainer does not have, as nothing would call it.
+    too. Nothing is loaded before `train` or `fit`. Subclasses are refused a method that a
+    trainer does not have, as nothing would call it.
     """
 
     algorithm: ClassVar[str]
@@ -212,9 +212,9 @@ class Trainer:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        for name in vars(cls):
+        for name, value in vars(cls).items():
             require(
-                hasattr(Trainer, name) or name == "algorithm" or name in CLASS_NAMES,
+                hasattr(Trainer, name) or name.startswith("__") or not callable(value),
                 f"{cls.__name__}.{name}",
                 "must be a name that the trainers have, as nothing calls others",
                 name,
@@ -224,7 +224,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: str | Path | nn.Module,
+        model: str | Path | nn.Module | None = None,
         reward_fn: Any = None,
         args: Any = None,
         dataset: Rows = None,
@@ -232,6 +232,9 @@ class Trainer:
         preset: str | None = None,
         **overrides: Any,
     ) -> None:
+        require(
+            model is not None, "model", "must be given", model, "name a folder, or pass a model"
+        )
         given: dict[str, Any] = {"reward_fn": reward_fn, "dataset": dataset}
         for name in ("validation", "tokenizer", "callbacks", *TRL):
             value, ours = overrides.pop(name, None), TRL.get(name, name)
@@ -284,9 +287,19 @@ class Trainer:
             callbacks=given.get("callbacks") or (),
         )
 
-    def train(self) -> TrainResult:
+    def train(self, **settings: Any) -> TrainResult:
         """Train on the data set that the trainer was made with. `run={"resume": True}` resumes."""
+        remedy = 'give settings where the trainer is made: run={"dir": "runs/x", "resume": True}'
+        require(not settings, "train", "takes no arguments", settings, remedy)
         return self.fit()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"{type(self).__name__} has no {name}: it has train and fit, which return a result"
+                " with metrics, model and paths.hf, the folder of the trained model"
+            )
 
     def __repr__(self) -> str:
         model = type(self.model).__name__ if isinstance(self.model, nn.Module) else str(self.model)
@@ -298,12 +311,6 @@ class Trainer:
         now = flat(to_dict(self.config))
         changed = {key: now.get(key) for key in changed_settings(self.config)}
         return html_table(f"{type(self).__name__} of {short(str(self.model))}", changed)
-
-
-CLASS_NAMES = {"__module__", "__qualname__", "__doc__", "__annotations__", "__parameters__"} | {
-    *("__orig_bases__", "__firstlineno__", "__static_attributes__", "__classcell__")
-}
-"""What Python puts into a class by itself."""
 
 
 class SFTTrainer(Trainer):

@@ -17,8 +17,17 @@ from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.cli.api import from_keywords
-from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
+from nemorl.runtime.cli.api import from_keywords, is_reward
+from nemorl.runtime.cli.settings import (
+    AnswerConfig,
+    EvalConfig,
+    ExportConfig,
+    GenerateConfig,
+    print_settings_of_run,
+    settings_of_run,
+)
+from nemorl.runtime.config.tree import layer, leaves, nested
+from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.data import read_rows
 from nemorl.runtime.run.directory import RunDirectory
@@ -32,13 +41,19 @@ T = TypeVar("T")
 def evaluate(config: EvalConfig | None = None, **settings: Any) -> dict[str, Any]:
     """Return accuracy, mean rewards and length of a model's answers to data, and the answers.
 
-    The settings are those of `nemorl eval`, by name as `nemorl.train` takes them, or an EvalConfig.
+    The settings are those of `nemorl eval`, by name as `nemorl.train` takes them, or an EvalConfig,
+    which is taken as it is. `reward` may be functions, too. Of a run as the `model`, the settings
+    are the defaults; `trust_code=True` lets it name code (see `load_config`).
 
     >>> evaluate(model="runs/rl/hf", data="test.jsonl", max_new_tokens=64)       # doctest: +SKIP
     {'accuracy': 0.93, 'reward': 0.93, ...}
     """
+    reward: Any = settings.get("reward")
+    if own := is_reward(reward):
+        settings["reward"] = "exact_match"
     config = _settings(EvalConfig, "eval", config, settings)
-    environment = make_environment(config.reward, config.reward_weights, config.reward_kwargs)
+    reward = reward if own else config.reward
+    environment = make_environment(reward, config.reward_weights, config.reward_kwargs)
     rows = (read_rows(config.rows(), "validation") or [])[: config.max_rows]
     check_rows(environment, rows)
     sampling = replace(config.generation.sampling_params(), n=config.n)
@@ -73,7 +88,7 @@ def generate(config: GenerateConfig | None = None, **settings: Any) -> list[dict
     """Return answers to prompts, each with its log-probability in nats.
 
     The settings are those of `nemorl generate`, by name as `nemorl.train` takes them, or a
-    GenerateConfig; `prompt` may be one text.
+    GenerateConfig; `prompt` may be one text. With a run as the `model` as of `evaluate`.
 
     >>> generate(model="Qwen/Qwen3-0.6B", prompt="12+34=", temperature=0)        # doctest: +SKIP
     [{'prompt': '12+34=', 'response': '46', 'logprob': -0.1, ...}]
@@ -143,9 +158,22 @@ def export(config: ExportConfig | None = None, **settings: Any) -> Path:
 
 def _settings(cls: type[T], command: str, config: T | None, settings: dict[str, Any]) -> T:
     """Return the config that a function was given, or that of its keywords."""
+    if config is None and issubclass(cls, AnswerConfig):
+        model, trusted = settings.get("model"), bool(settings.pop("trust_code", False))
+        of_run = settings_of_run(
+            cls,
+            str(model) if isinstance(model, str | Path) else "",
+            Trust(everything=trusted, in_python=True),
+            rewarded="reward" in settings,
+        )
+        config = from_keywords(cls, command, settings, layer(cls, {}, nested(of_run)))
+        print_settings_of_run(of_run, config)
+        return config
     if config is None:
         return from_keywords(cls, command, settings)
-    remedy = 'name the settings: model="runs/rl"' if not isinstance(config, cls) else "keep one"
+    remedy = "keep one"
+    if not isinstance(config, cls):
+        remedy = f'name the settings: {next(iter(leaves(cls)))}="runs/rl"'
     require(
         isinstance(config, cls) and not settings,
         "config",

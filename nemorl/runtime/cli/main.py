@@ -24,11 +24,12 @@ from nemorl.data.sources import first_rows
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
     FOR_TRAINING,
-    OF_RUN,
     SAME,
     AnswerConfig,
     EvalConfig,
     ExportConfig,
+    print_settings_of_run,
+    settings_of_run,
 )
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig, require_files, require_rows
@@ -36,14 +37,11 @@ from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.tree import (
     construct,
-    defaults,
     dump_yaml,
     flat,
     layer,
     leaves,
-    located,
     nested,
-    to_dict,
     unions,
     yaml_layer,
 )
@@ -288,7 +286,11 @@ def parse(command: str, args: Sequence[str]) -> Any:
     trust = _trust(args)
     if len(paths) > 1:
         warn(f"of several --config the later wins: {' < '.join(paths)}")
-    of_run = _settings_of_run(cls, args, paths, trust) if issubclass(cls, AnswerConfig) else {}
+    of_run = {}
+    if issubclass(cls, AnswerConfig):
+        models = peek(args, "--model") or [str(read(path)[0].get("model", "")) for path in paths]
+        rewarded = bool(peek(args, "--reward"))
+        of_run = settings_of_run(cls, "".join(models[-1:]), trust, rewarded=rewarded)
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path, trust)
@@ -323,9 +325,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
         print(dump_yaml(config, comments=True), end="")
         return None
     _check_given(config, resumable=bool(paths))
-    final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
-    if kept := [f"{key} {value!r}" for key, value in of_run.items() if final[key] == value]:
-        print(f"settings of the run {config.model}: {', '.join(kept)}", file=sys.stderr)
+    print_settings_of_run(of_run, config)
     return config
 
 
@@ -339,33 +339,6 @@ def _trust(args: Sequence[str]) -> Trust:
         everything="--trust-code" in said,
         runs=said.isdisjoint(("--print-config", "-h", "--help")),
     )
-
-
-def _settings_of_run(
-    cls: type, args: Sequence[str], paths: Sequence[str], trust: Trust
-) -> dict[str, Any]:
-    """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
-
-    With --reward, the run's weights and parameters of rewards are of no use.
-    """
-    from nemorl.runtime.config.flags import peek
-
-    models = peek(args, "--model") or [str(read(path)[0].get("model", "")) for path in paths]
-    directory = RunDirectory(Path(*models[-1:]))
-    if not (any(models) and directory.config.exists() and directory.holds_results()):
-        return {}
-    config, lines = read(directory.config)
-    kwargs = "reward_kwargs"  # one value, not a section
-    theirs, usual = flat(config) | {kwargs: config.get(kwargs)}, flat(defaults(cls))
-    unused = ("reward", "reward_weights", kwargs) if peek(args, "--reward") else ()
-    found = {}
-    for key in (key for key in OF_RUN if key in usual and key not in unused):
-        value = theirs.get(SAME.get(key, key)) or usual[key]
-        found[key] = tuple(value) if isinstance(value, list) else value
-    found = {key: value for key, value in found.items() if value != usual[key]}
-    with located(directory.config, lines):
-        trust.require(found, config)
-    return found
 
 
 def _prog(command: str) -> str:

@@ -1,5 +1,7 @@
 """The settings of the commands besides the algorithms."""
 
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,6 +14,10 @@ from nemorl.data.sources import has_splits
 from nemorl.parallel.config import ModelConfig
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.config.tree import defaults, flat, located, to_dict
+from nemorl.runtime.config.trust import Trust
+from nemorl.runtime.config.yaml_io import read
+from nemorl.runtime.run.directory import RunDirectory
 
 SAME = {
     "model": "model.path",
@@ -129,6 +135,35 @@ class AnswerConfig:
             self.n,
             "greedy answers are all the same; add --temperature 1.0",
         )
+
+
+def settings_of_run(cls: type, model: str, trust: Trust, *, rewarded: bool) -> dict[str, Any]:
+    """Return the settings of the run that is the model of `eval` or `generate`, but for defaults.
+
+    rewarded: there is another reward, so the run's with its weights and parameters is of no use.
+    """
+    directory = RunDirectory(Path(model))
+    if not (model and directory.config.exists() and directory.holds_results()):
+        return {}
+    config, lines = read(directory.config)
+    kwargs = "reward_kwargs"  # one value, not a section
+    theirs, usual = flat(config) | {kwargs: config.get(kwargs)}, flat(defaults(cls))
+    unused = ("reward", "reward_weights", kwargs) if rewarded else ()
+    found = {}
+    for key in (key for key in OF_RUN if key in usual and key not in unused):
+        value = theirs.get(SAME.get(key, key)) or usual[key]
+        found[key] = tuple(value) if isinstance(value, list) else value
+    found = {key: value for key, value in found.items() if value != usual[key]}
+    with located(directory.config, lines):
+        trust.require(found, config)
+    return found
+
+
+def print_settings_of_run(of_run: Mapping[str, Any], config: Any) -> None:
+    """Print to standard error which settings of a run a config has kept."""
+    final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
+    if kept := [f"{key} {value!r}" for key, value in of_run.items() if final[key] == value]:
+        print(f"settings of the run {config.model}: {', '.join(kept)}", file=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,11 +3,13 @@ name.
 """
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
 import nemorl
+from nemorl.runtime.cli import inference
 from nemorl.runtime.cli.api import make_config
 from tests.runtime.runs import addition_rows, digits, grpo_config, of_phase, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -188,13 +190,25 @@ def test_what_a_trainer_refuses(arguments, message: str):
         nemorl.GRPOTrainer("model", **arguments)
 
 
+def test_what_trainers_of_trl_have():
+    with pytest.raises(ValueError, match="model must be given, but it is None: name a folder, or"):
+        nemorl.GRPOTrainer()
+    trainer = nemorl.GRPOTrainer("model")
+    with pytest.raises(ValueError, match=r"train takes no arguments, .* the trainer is made: run="):
+        trainer.train(resume_from_checkpoint=True)
+    with pytest.raises(AttributeError, match=r"GRPOTrainer has no save_model: .* paths\.hf, the"):
+        trainer.save_model("there")
+
+
 def test_a_method_that_nothing_calls_is_refused():
     for name in ("_compute_loss", "compute_loss", "data_collator", "training_step"):
         with pytest.raises(ValueError, match=rf"Mine\.{name} must .*loss=.*nemorl\.open_run"):
             type("Mine", (nemorl.GRPOTrainer,), {name: lambda self: None})
 
     class Mine(nemorl.GRPOTrainer):
-        """What is called may be overridden."""
+        """What is called may be overridden, and a constant is harmless."""
+
+        sizes: int = 3
 
         def train(self):
             return super().train()
@@ -215,5 +229,7 @@ def test_settings_of_answers_by_name(folder: Path):
         nemorl.evaluate(model=folder, dat="rows.jsonl")
     with pytest.raises(ValueError, match="output must be given"):
         nemorl.export(run="runs/none")
+    with pytest.raises(ValueError, match=r"'runs/none': name the settings: run=\"runs/rl\""):
+        inference._settings(nemorl.ExportConfig, "export", cast(Any, "runs/none"), {})
     with pytest.raises(ValueError, match="without settings beside it"):
         nemorl.generate(config, seed=1)

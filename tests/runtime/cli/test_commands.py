@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import nemorl
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.config.yaml_io import dump, read
 from nemorl.runtime.run.directory import read_lines
@@ -153,6 +154,10 @@ def test_eval(workplace: Path, capsys):
     assert f"{accuracy:.3f}"[:4] in out
     told = f"settings of the run {workplace / 'sft'}: prompt_column 'question', generation.max_new_"
     assert f"{told}tokens 4\n" in err
+    given = {"model": workplace / "sft", "data": str(workplace / "rows.jsonl"), "device": "cpu"}
+    result = nemorl.evaluate(**given)  # whose run knows them, too
+    assert result["answers"] == answers and f"{told}tokens 4\n" in capsys.readouterr().err
+    assert nemorl.evaluate(**given, max_rows=2, reward=lambda prompt, response: 7)["reward"] == 7
 
 
 def test_generate(workplace: Path, capsys):

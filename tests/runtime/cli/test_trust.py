@@ -234,7 +234,15 @@ def test_no_section_of_functions_is_forgotten():
 def test_python(elsewhere: Path):
     with pytest.raises(ValueError, match=r"reward would run .*: pass trust_code=True if you trust"):
         nemorl.load_config(GRPOConfig, "mine.yaml")
+    given = {"model": "copy", "data": "rows.jsonl", "device": "cpu"}
+    with pytest.raises(
+        ValueError, match=r"copy/config\.yaml.*reward would run .*: pass trust_code="
+    ):
+        nemorl.evaluate(**given)
+    nemorl.evaluate(**given, reward="exact_match")
     assert not Path("marker").exists()
+    nemorl.evaluate(**given, trust_code=True)
+    assert Path("marker").exists()
     config = nemorl.load_config(GRPOConfig, "mine.yaml", trust_code=True)
     assert config.loss.scale == 2.0
 

@@ -333,11 +333,12 @@ def _trust(args: Sequence[str]) -> Trust:
     """Return what a command line allows of the code that files name."""
     from nemorl.runtime.config.flags import given
 
-    said = {argument.replace("_", "-") for argument in args}
+    last = {argument.replace("-no-", "-"): argument for argument in args}
+    prints = last.get("--print-config") == "--print-config"
     return Trust(
         given=given(args, CODE),
-        everything="--trust-code" in said,
-        runs=said.isdisjoint(("--print-config", "-h", "--help")),
+        everything=last.get("--trust-code") == "--trust-code",
+        runs=not prints and not {"-h", "--help"} & {*args},
     )
 
 

@@ -61,7 +61,6 @@ def parse_flags(
             Annotated[
                 hint,
                 tyro.conf.DisallowNone,
-                tyro.conf.FlagCreatePairsOff,
                 tyro.conf.arg(help_behavior_hint=""),
                 *([] if visible(f"--{name}") else [tyro.conf.Suppress]),
             ],
@@ -112,7 +111,9 @@ def in_full(
 
     Raises ValueError for a flag that is no setting, with the one that was meant, unless `lenient`.
     """
-    hints, full, rest = leaves(cls), list[str](), list(args)
+    full, rest, switches = list[str](), list(args), ("print_config", "trust_code")
+    hints: dict[str, Any] = {**dict.fromkeys(switches, bool), **leaves(cls)}
+    names = {**{name: name for name in switches}, **names}
     annotated = typing.get_type_hints(cls, include_extras=True)
     others = {*map(flag_of, NO_SETTINGS), "--"}
     for hint in annotated.values():
@@ -216,7 +217,7 @@ def peek(args: Sequence[str], flag: str) -> list[str]:
 
 
 def given(args: Sequence[str], keys: Collection[str]) -> dict[str, str]:
-    """Return which keys have a flag among arguments `in_full`, with the first value of the last.
+    """Return which keys have a flag among arguments `in_full`, with the value after the last one.
 
     >>> given(["--loss", "gspo", "--no-trust-remote-code"], ["loss", "trust_remote_code"])
     {'loss': 'gspo', 'trust_remote_code': ''}

@@ -92,7 +92,12 @@ CONFIG = "grpo --config mine.yaml --run.dir new"
 def test_code_of_a_copy_runs_only_if_the_command_line_allows_it(
     elsewhere: Path, command: str, capsys
 ):
-    assert main(command.split()) == 2
+    for revoked in (
+        [],
+        ["--trust-code", "--no-trust-code"],
+        ["--print-config", "--no-print-config"],
+    ):
+        assert main([*command.split(), *revoked]) == 2
     said, setting = capsys.readouterr().err, "reward"
     file = "mine.yaml" if "mine" in command else "copy/config.yaml"
     assert f"error: {file}, line " in said and "Traceback" not in said
@@ -106,7 +111,7 @@ def test_code_of_a_copy_runs_only_if_the_command_line_allows_it(
 
 
 @pytest.mark.parametrize("command", [EVAL, RESUME, f"{CONFIG} --max-num-steps 1"])
-@pytest.mark.parametrize("flags", ["--trust-code", MINE])
+@pytest.mark.parametrize("flags", ["--trust-code=true", MINE])
 def test_it_runs_if_the_command_line_says_so(elsewhere: Path, command: str, flags: str, capsys):
     flags = "--reward ./of_mine.py:right" if command == EVAL and flags == MINE else flags
     assert main([*command.split(), *flags.split()]) == 0
@@ -126,7 +131,7 @@ def test_it_runs_if_the_command_line_says_so(elsewhere: Path, command: str, flag
         "export --run copy --output exported",
         "data inspect --model.path model --data.train rows.jsonl",
         "plan --model model --gpus 1 --gpu-memory 80",
-        f"{EVAL} --print-config",
+        f"{EVAL} --print-config=true",
         f"{RESUME} --print-config",
         f"{CONFIG} --print-config",
         f"{CONFIG} --help",

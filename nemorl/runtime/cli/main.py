@@ -143,7 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupted, 143 terminated. Under torchrun only rank 0 prints.
     """
     if not is_follower():
-        return _main(argv)
+        try:
+            code, problem = _main(argv), _unprintable()
+        except OSError as error:
+            code, problem = 0, _unprintable()
+            if problem is None and not isinstance(error, BrokenPipeError):
+                raise
+        return _fail("nemorl", problem, 1) if problem and code == 0 else code
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         return _main(argv)
 
@@ -223,8 +229,8 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt as stop:
         return _fail(prog, "\n".join(["interrupted", *_notes(stop)]), 130)
-    except BrokenPipeError:  # nemorl … | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        _unprintable()
         return 0
     except Exception as error:
         expected = isinstance(error, ValueError | OSError | FloatingPointError | ExitInUserCode)
@@ -233,6 +239,17 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
             raise
         code = 2 if isinstance(error, ValueError) else 1
         return _fail(prog, _message(error, command, parsed=config is not None), code)
+
+
+def _unprintable() -> str | None:
+    """Return why what was printed can't be written, "" if nobody reads it, else None; drop it."""
+    try:
+        print(end="", flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        closed = isinstance(error, BrokenPipeError)  # nemorl … | head
+        return "" if closed else f"the standard output can't be written to: {error.strerror}"
+    return None
 
 
 def _train(config: BaseConfig) -> None:
@@ -245,7 +262,7 @@ def _message(error: Exception, command: str, *, parsed: bool) -> str:
     """Return an error with its notes, about the setting by its name in this command; of a reward's
     error print the user's frames.
     """
-    kind, text = "", str(error)
+    kind, text = "", (isinstance(error, OSError) and _unprintable()) or str(error)
     for key, dotted in SAME.items() if command in COMMANDS else ():
         if key in leaves(_config_of(command)) and text.startswith(f"{dotted} "):
             text = key + text.removeprefix(dotted)

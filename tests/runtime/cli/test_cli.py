@@ -865,13 +865,19 @@ def test_warnings_and_pipes(
     assert cli.main(["grpo", *NEEDED["grpo"]]) == 0
     assert capfd.readouterr().err == "warning: mind the gap\n"
     assert warnings.formatwarning("mind", UserWarning, "theirs.py", 1).startswith("theirs.py")
-    done = subprocess.run(
-        f"{sys.executable} -m nemorl.runtime.cli.main grpo --help | head -2",
-        shell=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stderr == ""
+    for program in ("grpo --help | head -2", "--help | true"):
+        program = f"{sys.executable} -m nemorl.runtime.cli.main {program}"
+        done = subprocess.run(program, shell=True, capture_output=True, text=True)
+        assert done.stderr == ""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
+@pytest.mark.parametrize("command", ["--help", "grpo --print-config", "eval --help"])
+def test_a_full_disk_for_the_output_is_one_line(command: str):
+    program = f"{sys.executable} -m nemorl.runtime.cli.main {command}"
+    done = subprocess.run(f"{program} > /dev/full", shell=True, capture_output=True, text=True)
+    problem = "error: the standard output can't be written to: No space left on device"
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and problem in done.stderr
 
 
 def test_too_little_memory_is_one_line(launched, capsys):

@@ -1,6 +1,6 @@
 """How long OpenMP's threads, with which torch computes, spin while they wait for work.
 
-By default they spin for milliseconds, by which two programs on one machine stall each other.
+By default they spin for milliseconds, so two programs on one machine stall each other.
 """
 
 import os

@@ -13,7 +13,7 @@ INSIDE = (f"{Path(__file__).parent}{sep}", f"{sysconfig.get_path('stdlib')}{sep}
 def warn(message: str) -> None:
     """Issue a UserWarning for the line of the script or notebook cell that called nemorl.
 
-    In a thread, which nobody called, it is for the line that calls this function.
+    In a thread it names the line that called this function.
     """
     here = sys._getframe(1)
     frame = here

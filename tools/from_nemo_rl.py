@@ -171,7 +171,7 @@ SECTIONS = {
     "reward_penalties": "write penalties as a reward of your own, and remove it",
     "token_capture": "episodes of NeMo Gym are not supported; remove it",
 }
-"""Sections that make another training, unless they are off."""
+"""Sections that select another kind of training, unless they are off."""
 
 NEUTRAL = re.compile(
     r"val_(batch_size|global_batch_size|micro_batch_size|at_end)|batch_multiplier"
@@ -959,7 +959,7 @@ def in_ours(path: str | Path) -> tuple[str, dict[str, Any], dict[str, str]]:
 
 
 def blocked(tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return the reasons of sections that make another training of a file."""
+    """Return the reasons of sections that select another kind of training."""
     return {
         section: Blocker(why)
         for section, why in SECTIONS.items()

@@ -341,7 +341,6 @@ def parse(command: str, args: Sequence[str]) -> Any:
         _require_names_and_rows(config, elsewhere=True)
         print(dump_yaml(config, comments=True), end="")
         return None
-    _check_given(config, resumable=bool(paths))
     print_settings_of_run(of_run, config)
     return config
 
@@ -397,15 +396,6 @@ def _extra(cls: type) -> "list[Extra]":
     return [*extra, ("trust_code", bool, False, text)]
 
 
-def _check_given(config: Any, *, resumable: bool) -> None:
-    """Raise ValueError for a run without a model."""
-    if isinstance(config, BaseConfig):
-        if not resumable and not config.model.path:
-            require_folder(config.run)
-        remedy = "add --model.path with a folder or a name on the hub"
-        require(bool(config.model.path), "model.path", "must be given", "", remedy)
-
-
 def _require_inputs(command: str, config: Any) -> None:
     """Raise ValueError for a reward, a backend, data, a model, a run or its checkpoints that are
     missing, rows that are none, or a run in the way of another.
@@ -413,10 +403,13 @@ def _require_inputs(command: str, config: Any) -> None:
     """
     from nemorl.models.pretrained import model_folder
 
+    if isinstance(config, BaseConfig):
+        require_folder(config.run)
+        remedy = "add --model.path with a folder or a name on the hub"
+        require(bool(config.model.path), "model.path", "must be given", "", remedy)
     _require_names_and_rows(config)
     if command in ALGORITHMS:
         require_rows(config.data.train)
-        require_folder(config.run)
         if config.run.dir and not config.run.resume and torchrun_size() is None:  # which restarts
             RunDirectory(Path(config.run.dir)).require_no_results()
     elif isinstance(config, ExportConfig):

@@ -289,8 +289,11 @@ class Trainer:
 
     def train(self, **settings: Any) -> TrainResult:
         """Train on the data set that the trainer was made with. `run={"resume": True}` resumes."""
-        remedy = 'give settings where the trainer is made: run={"dir": "runs/x", "resume": True}'
-        require(not settings, "train", "takes no arguments", settings, remedy)
+        if settings:
+            raise ValueError(
+                f"train takes no {', '.join(settings)}: give settings where the trainer is made,"
+                ' run={"dir": "runs/x", "resume": True}'
+            )
         return self.fit()
 
     if not TYPE_CHECKING:

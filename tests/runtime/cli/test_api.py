@@ -194,7 +194,9 @@ def test_what_trainers_of_trl_have():
     with pytest.raises(ValueError, match="model must be given, but it is None: name a folder, or"):
         nemorl.GRPOTrainer()
     trainer = nemorl.GRPOTrainer("model")
-    with pytest.raises(ValueError, match=r"train takes no arguments, .* the trainer is made: run="):
+    with pytest.raises(
+        ValueError, match=r"train takes no resume_from_checkpoint: .* is made, run="
+    ):
         trainer.train(resume_from_checkpoint=True)
     with pytest.raises(AttributeError, match=r"GRPOTrainer has no save_model: .* paths\.hf, the"):
         trainer.save_model("there")

@@ -53,23 +53,6 @@ def read_data(
     return rows, held_out
 
 
-def refuse_other_rows(found: str, changes: Sequence[str], *, accept: bool) -> None:
-    """Raise ValueError, or warn, of rows that are not as before, with changed settings of rows."""
-    causes = [
-        each
-        for each in changes
-        if each.startswith(("data.", "run.seed")) and not each.startswith("data.max_")
-    ]
-    if causes:
-        found += f" ({'; '.join(causes)})"
-    if not accept:
-        raise ValueError(
-            f"data.train and data.validation must be the rows that the run began with, but {found}:"
-            " restore them, or add --run.accept-changed-data"
-        )
-    warn(f"the run goes on with other rows than before: {found}")
-
-
 def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | None:
     """Return the rows of `given`, else those of `data.train` or `data.validation`, else None."""
     source = given if given is not None else getattr(data, which)

@@ -23,7 +23,7 @@ from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.config.trust import seal_of
 from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
-from nemorl.runtime.run.data import Reward, Rows, read_data, refuse_other_rows
+from nemorl.runtime.run.data import Reward, Rows, read_data
 from nemorl.runtime.run.directory import RunDirectory, free_directory, require_folder
 from nemorl.runtime.run.lock import locked
 from nemorl.runtime.run.record import check_algorithm
@@ -47,6 +47,7 @@ from nemorl.runtime.start.settings import (
 )
 from nemorl.runtime.watch.log import RunLog, recorded
 from nemorl.runtime.watch.loggers.base import LoggerFactory
+from nemorl.warn import warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +122,7 @@ def launched(
         config = replace(config, run=replace(config.run, resume=directory.has_checkpoint()))
         saved = checkpoint.data_of(folder) if config.run.resume else []
         if saved and saved != data:
-            sources = sources_of(config.data.train if train is None else train)
-            names = [*map(name_of, sources), "the validation rows"]
-            if found := difference(saved, rows, held_out, names=names):
-                accept = config.run.accept_changed_data
-                refuse_other_rows(found, changes(directory.config, config), accept=accept)
+            _require_same_rows(config, directory, train, saved, rows, held_out)
         with recorded(directory, algorithm=algorithm) as log:
             warn_of_spinning()
             checkpoint.sweep(directory.path)
@@ -155,6 +152,31 @@ def launched(
                 loggers=loggers,
                 callbacks=callbacks,
             )
+
+
+def _require_same_rows(
+    config: BaseConfig, directory: RunDirectory, train: Rows, saved: list[Digest], *rows: list[Row]
+) -> None:
+    """Raise ValueError for rows that differ from those of before, or warn where that is accepted;
+    name changed settings that the rows depend on.
+    """
+    sources = sources_of(config.data.train if train is None else train)
+    found = difference(saved, *rows, names=[*map(name_of, sources), "the validation rows"])
+    if not found:
+        return
+    of_rows = [
+        each
+        for each in changes(directory.config, config)
+        if each.startswith(("data.", "run.seed")) and not each.startswith("data.max_")
+    ]
+    if of_rows:
+        found += f" ({'; '.join(of_rows)})"
+    if not config.run.accept_changed_data:
+        raise ValueError(
+            f"data.train and data.validation must be the rows that the run began with, but {found}:"
+            " restore them, or add --run.accept-changed-data"
+        )
+    warn(f"the run goes on with other rows than before: {found}")
 
 
 def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:

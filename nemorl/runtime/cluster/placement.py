@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -173,11 +174,11 @@ def _in_words(bundles: Sequence[Bundle]) -> str:
     >>> _in_words([Bundle(cpus=2), Bundle(cpus=2), Bundle(gpus=1)])
     '2 x (2 CPU) + 1 x (1 CPU, 1 GPU)'
     """
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for bundle in bundles:
         text = ", ".join(f"{amount:g} {name}" for name, amount in bundle.amounts.items())
         text += f" on node {bundle.node[:8]}" if bundle.node else ""
-        counts[text] = counts.get(text, 0) + 1
+        counts[text] += 1
     return " + ".join(f"{count} x ({text})" for text, count in counts.items()) or "nothing"
 
 

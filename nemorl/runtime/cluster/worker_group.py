@@ -8,8 +8,8 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import psutil
@@ -72,8 +72,7 @@ class Host:
     ) -> None:
         sys.path += [entry for entry in path if entry not in sys.path]
         os.environ.update(env)
-        module, _, name = target.partition(":")
-        self._target = getattr(import_module(module), name)(*args, **kwargs)
+        self._target = resolve_name(target)(*args, **kwargs)
 
     def call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._target, method)(*args, **kwargs)

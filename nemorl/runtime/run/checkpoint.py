@@ -131,30 +131,24 @@ def rank(
     warning.
     """
     try:
-        _rank(directory, step, metrics, keep, ranking)
+        checkpoints, there = Path(directory) / "checkpoints", present(directory)
+        measured = metrics_by_step(directory)
+        if metrics:
+            measured[step] = {**measured.get(step, {}), **to_json(metrics)}
+            write_atomically(checkpoints / "metrics.json", json.dumps(measured, indent=1) + "\n")
+        earlier = [at for at in there if at <= step]
+        kept = set(earlier[-keep:])
+        if ranking is not None:
+            ranked = ranking.best({at: measured[at] for at in earlier}, keep)
+            kept = {*ranked, step}
+            if ranked:
+                write_atomically(checkpoints / "best", there[ranked[0]].name + "\n")
+        for at in there.keys() - kept:
+            _discard(there[at])
+        if best(directory) is None:
+            (checkpoints / "best").unlink(missing_ok=True)
     except OSError as error:
         warn(f"older checkpoints were not ranked or removed: {error}")
-
-
-def _rank(
-    directory: Path, step: int, metrics: Mapping[str, float], keep: int, ranking: Ranking | None
-) -> None:
-    checkpoints, there = Path(directory) / "checkpoints", present(directory)
-    measured = metrics_by_step(directory)
-    if metrics:
-        measured[step] = {**measured.get(step, {}), **to_json(metrics)}
-        write_atomically(checkpoints / "metrics.json", json.dumps(measured, indent=1) + "\n")
-    earlier = [at for at in there if at <= step]
-    kept = set(earlier[-keep:])
-    if ranking is not None:
-        ranked = ranking.best({at: measured[at] for at in earlier}, keep)
-        kept = {*ranked, step}
-        if ranked:
-            write_atomically(checkpoints / "best", there[ranked[0]].name + "\n")
-    for at in there.keys() - kept:
-        _discard(there[at])
-    if best(directory) is None:
-        (checkpoints / "best").unlink(missing_ok=True)
 
 
 def latest(directory: Path, *, quiet: bool = False) -> Path | None:

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import closest, require
@@ -256,10 +256,7 @@ def installed(package: str) -> bool:
 
 def load(target: Any) -> Any:
     """Return the object at "module:name", or one that is no string."""
-    if not isinstance(target, str):
-        return target
-    module, _, name = target.partition(":")
-    return getattr(import_module(module), name)
+    return resolve_name(target) if isinstance(target, str) else target
 
 
 def _register_own(section: str, name: str) -> Callable[[Any], Any]:

@@ -192,9 +192,12 @@ def generation_config(
         given.max_model_len,
         "lower that one, or remove this one",
     )
-    given = replace(given, max_model_len=given.max_model_len or longest)
-    gpus = devices.local_gpus if given.trainer_gpus is None else given.trainer_gpus
-    return replace(given, log_dir=given.log_dir or str(directory.path / "logs"), trainer_gpus=gpus)
+    return replace(
+        given,
+        max_model_len=given.max_model_len or longest,
+        log_dir=given.log_dir or str(directory.path / "logs"),
+        trainer_gpus=devices.local_gpus if given.trainer_gpus is None else given.trainer_gpus,
+    )
 
 
 def changes(path: str | Path, config: Any) -> list[str]:

@@ -304,16 +304,17 @@ class Trainer:
                 " with metrics, model and paths.hf, the folder of the trained model"
             )
 
+    def _changed(self) -> dict[str, Any]:
+        now = flat(to_dict(self.config))
+        return {key: now.get(key) for key in changed_settings(self.config)}
+
     def __repr__(self) -> str:
         model = type(self.model).__name__ if isinstance(self.model, nn.Module) else str(self.model)
-        now = flat(to_dict(self.config))
-        parts = [f"{key}={now.get(key)!r}" for key in changed_settings(self.config)]
+        parts = [f"{key}={value!r}" for key, value in self._changed().items()]
         return f"{type(self).__name__}({', '.join([repr(model), *parts])})"
 
     def _repr_html_(self) -> str:
-        now = flat(to_dict(self.config))
-        changed = {key: now.get(key) for key in changed_settings(self.config)}
-        return html_table(f"{type(self).__name__} of {short(str(self.model))}", changed)
+        return html_table(f"{type(self).__name__} of {short(str(self.model))}", self._changed())
 
 
 class SFTTrainer(Trainer):

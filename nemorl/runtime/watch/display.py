@@ -176,6 +176,10 @@ class LiveDisplay(Display):
     def on_train_begin(self, trainer: Run) -> None:
         super().on_train_begin(trainer)
         self.title = trainer.directory.resolve().name if trainer.directory else "nemorl"
+        self.open()
+
+    def open(self) -> None:
+        """Show the panel for the first time."""
         self.live = Live(console=self.console, get_renderable=self.render, refresh_per_second=4)
         self.live.start()
         self.console.show_cursor(True)  # so that it is there after a kill, too
@@ -285,9 +289,7 @@ class NotebookDisplay(LiveDisplay):
         super().__init__(total_steps, console)
         self.steps: list[int] = []
 
-    def on_train_begin(self, trainer: Run) -> None:
-        Display.on_train_begin(self, trainer)
-        self.title = trainer.directory.resolve().name if trainer.directory else "nemorl"
+    def open(self) -> None:
         self.draw()
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:

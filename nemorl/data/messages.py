@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nemorl.data.example import Example
-from nemorl.data.rendered import require_rendered
+from nemorl.data.rendered import require_rendered, require_roles
 from nemorl.data.templates import Message, Template, roles
 
 
@@ -44,12 +44,13 @@ def tokenize_messages(
     ('1+12</s>', [False, False, False, True, True])
     """
     template = Template(tokenizer, chat_template, tools, template_kwargs or {})
-    require_rendered(template, messages)
+    require_roles(template, messages)
     if not any(message.get("role") == "assistant" for message in messages[given:]):
         raise ValueError(
             "messages must hold an assistant message to train on, got roles"
             f" {roles(messages[given:])}; use tokenize_prompt for a prompt"
         )
+    require_rendered(template, messages)
     if template.is_passthrough:
         ids, turns = _passed_through(tokenizer, messages, given, add_eos)
     else:
@@ -97,6 +98,7 @@ def tokenize_prompt(
     if isinstance(prompt, str):
         return _plain_prompt(tokenizer, prompt)
     template = Template(tokenizer, chat_template, tools, template_kwargs or {})
+    require_roles(template, prompt)
     require_rendered(template, prompt)
     if template.is_passthrough:
         return _passed_through(tokenizer, prompt, len(prompt), False)[0]

@@ -27,7 +27,7 @@ MARK = "7c1e4a90b2d8"
 
 
 def require_rendered(template: Template, messages: Sequence[Message]) -> None:
-    """Raise ValueError for a role, text, key, kind of content or tools that a template leaves out.
+    """Raise ValueError for a text, key, kind of content or tools that a template leaves out.
 
     All are searched for in one rendering, where each part has its own mark. A part whose mark is
     missing is left out if the conversation renders to the same text without this part.
@@ -38,7 +38,6 @@ def require_rendered(template: Template, messages: Sequence[Message]) -> None:
     Traceback (most recent call last):
     ValueError: the chat template leaves out tool_calls (message 0): choose ...
     """
-    _require_roles(template, messages)
     names = list[str]()
 
     def mark(name: str, value: Any) -> Any:
@@ -61,7 +60,15 @@ def require_rendered(template: Template, messages: Sequence[Message]) -> None:
             )
 
 
-def _require_roles(template: Template, messages: Sequence[Message]) -> None:
+def require_roles(template: Template, messages: Sequence[Message]) -> None:
+    """Raise ValueError for a role that is none of `ROLES` and that the template does not name.
+
+    >>> from transformers import ByT5Tokenizer
+    >>> template = Template(ByT5Tokenizer(), "{{ messages[0].content }}", None, {})
+    >>> require_roles(template, [{"role": "bot", "content": "hi"}])
+    Traceback (most recent call last):
+    ValueError: message 0: role must be one of system, ...
+    """
     for number, message in enumerate(messages):
         role = message.get("role")
         if role in ROLES or (isinstance(role, str) and _names(template.source(), role)):

@@ -871,7 +871,6 @@ def test_warnings_and_pipes(
         assert done.stderr == ""
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
 @pytest.mark.parametrize("command", ["--help", "grpo --print-config", "eval --help"])
 def test_a_full_disk_for_the_output_is_one_line(command: str):
     program = f"{sys.executable} -m nemorl.runtime.cli.main {command}"

@@ -31,7 +31,7 @@ if _early:
         f"nemorl was imported before the tests turned on its shape checks ({_early[0]}): import it"
         " in test modules only"
     )
-# Every annotation of the package, `Float[Tensor, "batch seq"]` and plain types alike, is checked in
+# Annotations of the package, `Float[Tensor, "batch seq"]` and plain types alike, are checked in
 # every call of the run.
 install_import_hook("nemorl", "tests.shape_checks.check")
 

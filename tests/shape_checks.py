@@ -1,4 +1,4 @@
-"""The checks behind the import hook of conftest.py: of every annotation, in every call.
+"""The checks behind the import hook of conftest.py: of the annotations, in every call.
 
 It imports nothing of nemorl: the hook has to be there first.
 """
@@ -63,7 +63,7 @@ def _at_first_call(fn: FunctionType, typechecker: Callable[[Any], Any]) -> Calla
         if checked is None:
             shaped = any(_has_shape(hint, fn) for hint in hints)
             checked = with_shapes(fn, typechecker=typechecker) if shaped else typechecker(fn)
-            if not shaped:
+            if not shaped and checked is not fn:  # there may be nothing to check
                 checked.__code__ = checked.__code__.replace(co_filename=LIBRARY)
         return checked(*args, **kwargs)
 

@@ -203,16 +203,6 @@ def test_a_new_worker_is_not_taken_for_what_an_ended_one_has_left():
     assert [each.result(60) for each in late] == [LATE_RESULT] * len(late)
 
 
-def test_no_process_outlives_a_run_that_is_killed_while_its_server_is_stopped():
-    script = KILLED.replace('print("busy"', 'os.kill(os.getppid(), 19); print("busy"')
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as run:
-        assert run.stdout.readline() == b"busy\n"
-        processes = psutil.Process(run.pid).children(recursive=True)
-        assert len(processes) == 3
-        run.kill()
-    assert gone(processes)
-
-
 KILLED = """
 import os, subprocess, sys, time
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -228,9 +218,11 @@ FunctionalRewardWrapper(reward).step([log], [{}])
 """
 
 
-def test_no_process_outlives_one_that_is_killed():
+@pytest.mark.parametrize("first", ["", "os.kill(os.getppid(), 19); "], ids=["", "server stopped"])
+def test_no_process_outlives_one_that_is_killed(first: str):
     """Nor does one that a reward has started, while it computes."""
-    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as run:
+    script = KILLED.replace('print("busy"', f'{first}print("busy"')
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as run:
         assert run.stdout.readline() == b"busy\n"
         processes = psutil.Process(run.pid).children(recursive=True)
         assert len(processes) == 3

@@ -48,7 +48,9 @@ LOADING_S = 600.0
 """Longest time to load the function and its modules, or to unpickle the arguments of a call."""
 STOPPED = f"its process did not start the call within {LOADING_S:g} s"
 ALIVE_S, STALL_S, ENDING_S = 1.0, 0.1, 5.0
-"""How often the server says that it is well, and sees, in a call, that it has stalled."""
+"""Intervals of the server's signs of life and, during calls, of its checks for stalls of its own;
+and its longest end.
+"""
 WAKING = signal.SIGCHLD, signal.SIGCONT
 """A process has ended: one of the server's, or the one that it is for."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -90,9 +92,9 @@ class _Worker:
         self.number, self.deadline, self.begun, self.call = 0, inf, False, b""
         """Of its call; 0: it has none."""
         self.grace = 0.0
-        """Of a stall, by which its deadline may still be put off: a call may cause them."""
+        """Seconds by which stalls may still extend the deadline. A call may cause them."""
         self.answered = False
-        """An earlier call, whose processes may have stopped or killed this one."""
+        """Whether there was an earlier call, whose processes may stop or kill this one."""
         self.unsent, self.received = b"", bytearray()
 
     def give(self, number: int, call: bytes, seconds: float) -> None:

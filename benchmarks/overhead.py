@@ -92,7 +92,7 @@ def main(options: Options) -> None:
             begin += time.perf_counter() - before  # this is no part of a step
             return timed(output, batch)
 
-        return whole
+        return nemorl.needs(entropy=True)(whole)
 
     grpo.make_loss = timed_loss
     for name in ("make_advantages", "make_loss_weights"):

@@ -18,7 +18,7 @@ from common import command, quiet, save_model
 import nemorl
 
 ROOT = Path(nemorl.__file__).parent
-NOT_ON_THE_WAY = ("runtime/run", "runtime/watch")
+NOT_ON_THE_WAY = ("runtime/run", "runtime/store", "runtime/watch")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Options:
 def called_after_first_reward() -> set[CodeType]:
     """Return the code of nemorl that one training step runs from the first reward on."""
     found: set[CodeType] = set()
-    rewarded = False
+    rewarded = 0
 
     def watch(frame: FrameType, event: str, arg: Any) -> None:
         if event == "call" and rewarded and frame.f_code.co_filename.startswith(str(ROOT)):
@@ -37,12 +37,13 @@ def called_after_first_reward() -> set[CodeType]:
 
     def reward(prompt: str, response: str, answer: str) -> float:
         nonlocal rewarded
-        rewarded = True
-        return float(response == answer)
+        rewarded += 1
+        return float(rewarded % 2)  # equal ones within a group would teach nothing: no step
 
     class Stop(nemorl.Callback):
         def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
             sys.setprofile(None)
+            assert metrics["grad_norm"] > 0, metrics
 
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder))

@@ -57,10 +57,12 @@ def config_of(megabytes: int) -> Any:
 class Readable:
     """The least that a receiver can do: it has the weights as tensors."""
 
-    def call(self, method: str, info: Any = None) -> None:
+    def call(self, method: str, info: Any = None, shapes: Any = None) -> dict[str, Any]:
         from nemorl.runtime.engines.weights import unpacked
 
-        assert info is None or all(tensor is not None for _, tensor in unpacked(info["bucket"]))
+        loads = method == "load_weights"
+        assert not loads or all(tensor is not None for _, tensor in unpacked(info["bucket"]))
+        return {}
 
 
 class Trainer:
@@ -90,6 +92,8 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     from transformers import AutoModelForCausalLM
 
     from nemorl import SamplingParams
+    from nemorl.rollout.generation import Weights
+    from nemorl.rollout.wrapped import blocking
     from nemorl.runtime.config.generation import GenerationConfig
     from nemorl.runtime.engines.backend import VLLMGenerationBackend
     from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
@@ -111,7 +115,7 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     if options.engine:
         cache = {"kv_cache_memory_bytes": 64 << 20}
         generator.setup(GenerationConfig(backend="vllm", engine=cache, **options.settings))
-    params = SamplingParams(max_new_tokens=1, seed=0)
+    params, source = SamplingParams(max_new_tokens=1, seed=0), Weights(version=-1, tensors=weights)
 
     def copy() -> None:
         for target, (_, tensor) in zip(copies, weights, strict=True):
@@ -124,9 +128,9 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     times: dict[str, list[float]] = {}
     for number in range(options.rounds + 1):  # the first is not counted
         trainer.step += 1
-        round_ = {"copy": seconds(copy), "transport": seconds(lambda: sender(weights))}
+        round_ = {"copy": seconds(copy), "transport": seconds(lambda: sender(0, weights))}
         if options.engine:
-            round_["sync"] = seconds(lambda: generator.update_weights(weights, version=-1))
+            round_["sync"] = seconds(lambda: blocking(generator.update_weights(source)))
             round_["first token"] = seconds(first_token)
         for name, value in round_.items() if number else ():
             times.setdefault(name, []).append(value)

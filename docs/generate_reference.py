@@ -137,7 +137,7 @@ def default(field: dataclasses.Field[Any]) -> str:
 
 
 def migration(text: str) -> str:
-    """coming-from.md with its tables anew."""
+    """coming-from.md with its tables generated again."""
     commands = [*ALGORITHMS.values(), *COMMANDS.values()]
     known = {key for command in commands for key in leaves(command.config)}
     for library, names in LIBRARIES.items():

@@ -8,13 +8,20 @@ tests/rollout/test_generation_conformance.py tests every engine: run it on yours
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import nemorl
 import torch
 from nemorl.models.causal_lm import end_tokens
-from nemorl.rollout.generation import Completion, SamplingParams, checked_requests, text_before
+from nemorl.models.source import ModelSource
+from nemorl.rollout.generation import (
+    Completion,
+    SamplingParams,
+    WeightSource,
+    checked_requests,
+    text_before,
+)
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.scheduler import Request, Scheduler
 from nemorl.rollout.torch_backend import copy_weights
@@ -22,12 +29,11 @@ from nemorl.rollout.torch_backend import copy_weights
 
 @nemorl.register_generation_backend("transformers")
 class TransformersBackend:
-    """Made with the trainer's live model, whose weights need no sending. Not for LoRA."""
+    """Computes with the trainer's live model. Not for LoRA."""
 
-    def __init__(
-        self, *, model: torch.nn.Module, tokenizer=None, precision: str = "float32"
-    ) -> None:
-        self.model, self.tokenizer, self.precision = model, tokenizer, precision
+    def __init__(self, *, model, tokenizer=None, precision: str = "float32") -> None:
+        self.model = ModelSource.of(model).load()
+        self.tokenizer, self.precision = tokenizer, precision
         self.waiting: list[Request] = []
         self.scheduler = Scheduler(self._step)
 
@@ -58,7 +64,7 @@ class TransformersBackend:
         return [Request(*one) for one in zip(prompts, params, strict=True)]
 
     def _step(self, new: list[Request], dropped: list[Request]) -> None:
-        """Answer one of the requests that wait; the next step is after whatever else is due."""
+        """Answer one of the requests that wait."""
         self.waiting = [one for one in self.waiting + new if one not in dropped]
         if not self.waiting:
             return
@@ -89,10 +95,7 @@ class TransformersBackend:
                 "min_p": params.min_p,
             }
         ids = torch.tensor([prompt] * params.n, device=self.model.device)
-        ends, limit = (
-            self._ends(params),
-            min(params.max_new_tokens, self.model.config.max_position_embeddings - len(prompt)),
-        )
+        ends, room = self._ends(params), self.model.config.max_position_embeddings - len(prompt)
 
         def ended(tokens: list[int]) -> bool:
             return tokens[-1] in ends or any(
@@ -102,7 +105,7 @@ class TransformersBackend:
         output = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=limit,
+            max_new_tokens=min(params.max_new_tokens, room),
             pad_token_id=0,
             eos_token_id=list(ends) or None,
             return_dict_in_generate=True,
@@ -128,19 +131,16 @@ class TransformersBackend:
                 (k for k in range(1, len(tokens) + 1) if ended(tokens[:k])), len(tokens)
             )  # then padding
             logprobs = of_row[range(length), tokens[:length]].tolist()
-            text = (
-                text_before(params.stop_strings, self._text(tokens[:length]))
-                if self.tokenizer
-                else ""
-            )
+            text = self._text(tokens[:length]) if self.tokenizer else ""
             reason = "stop" if ended(tokens[:length]) else "length"
             completions.append(
                 Completion(
                     token_ids=tuple(tokens[:length]),
                     logprobs=tuple(logprobs),
                     finish_reason=reason,
-                    text=text,
+                    text=text_before(params.stop_strings, text),
                     policy_versions=(self.policy_version,) * length,
+                    tokenizer=self.tokenizer,
                 )
             )
         return completions
@@ -152,11 +152,11 @@ class TransformersBackend:
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
-    def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, in_flight: str = "keep"
-    ) -> None:
+    async def update_weights(self, source: WeightSource, *, in_flight: str = "keep") -> int:
+        version, weights = source.newest()
         with self.scheduler.updating(version, in_flight):
             copy_weights(self.model, weights)
+        return version
 
     def sleep(self) -> None:
         with self.scheduler.lock:  # not in the middle of a request

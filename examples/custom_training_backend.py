@@ -16,7 +16,7 @@ from pathlib import Path
 import nemorl
 import torch
 from nemorl.losses import Logprobs, Metrics, Sum, merge
-from nemorl.parallel.backend import LossFn
+from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from safetensors.torch import load_file, save_file
 
@@ -58,6 +58,9 @@ class WatchedBackend:
     def model(self) -> torch.nn.Module:
         """The live model, which a generator in the same process shares."""
         return self.inner.model
+
+    def compute(self, batch: nemorl.TokenBatch, needs: nemorl.Needs) -> ForwardOutput:
+        return self.inner.compute(batch, needs)
 
     def get_logprobs(self, batch: nemorl.TokenBatch) -> Logprobs:
         return self.inner.get_logprobs(batch)

@@ -121,8 +121,8 @@ def show_answers(title: str, model: Path, engine: dict[str, Any], count: int = 6
     in the demonstrations.
     """
     result = nemorl.evaluate(
-        model=model,
-        data=model.parent / "held_out.jsonl",
+        model,
+        model.parent / "held_out.jsonl",
         max_rows=count,
         generation={"temperature": 0.0, "max_new_tokens": 5, **engine},
     )
@@ -239,4 +239,4 @@ if __name__ == "__main__":
     try:
         main(tyro.cli(Quickstart))
     except KeyboardInterrupt:
-        raise SystemExit("interrupted; make quickstart begins anew") from None
+        raise SystemExit("interrupted; make quickstart starts again") from None

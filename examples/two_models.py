@@ -1,8 +1,9 @@
-"""Two models in one loop: a student samples, and learns to give its own tokens the probability that
-a teacher gives them (on-policy distillation; Agarwal et al. 2023, reverse KL by policy gradient).
+"""Two models that train in one loop: the policy by REINFORCE, and a critic that learns which reward
+to expect after each token, the policy's baseline (Williams 1992; Sutton et al. 2000).
 
     python examples/two_models.py                                            a small demonstration
-    python examples/two_models.py --teacher … --model.path … --data.train … --run.dir runs/student
+    python examples/two_models.py --model.path … --data.train … --run.dir runs/critic
+    python examples/two_models.py --run.dir runs/critic --run.resume    after a kill: as if without
 """
 
 import sys
@@ -11,45 +12,52 @@ from pathlib import Path
 
 import nemorl as nr
 import torch
-from nemorl.losses import masks, policy
+from nemorl.losses import LossOutput, masks, policy, value_loss
+from nemorl.losses.advantages import to_tokens
+from nemorl.parallel.backend import ForwardOutput
 from nemorl.rollout.collect import to_token_batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class DistillConfig(nr.GRPOConfig):
-    """Distill a teacher into a student, on what the student samples."""
+class CriticConfig(nr.GRPOConfig):
+    """REINFORCE with a critic."""
 
-    teacher: str = ""
-    """Folder or hub name of the teacher; of the same tokenizer."""
+    critic_lr: float = 1e-4
+    """Learning rate of the critic."""
 
 
-def main(config: DistillConfig) -> nr.TrainResult:
+@nr.needs(values=True)
+def critic_loss(output: ForwardOutput, batch: nr.TokenBatch) -> LossOutput:
+    """Return the squared error of the values; the reward stands in the place of advantages."""
+    values = output.values
+    return value_loss(values, values.detach(), batch.advantages, batch.loss_weights, clip=None)
+
+
+def main(config: CriticConfig) -> nr.TrainResult:
     loss_fn = nr.policy_loss(policy.reinforce)
+    optimizer = replace(config.optimizer, lr=config.critic_lr)
     with nr.open_run(config) as run:
-        prompts, teacher = run.prompts(), run.frozen_model(config.teacher)
+        critic = run.backend("critic", head="scalar", optimizer=optimizer)
+        prompts, size = run.prompts(), config.num_generations_per_prompt
         for step in run.steps(config.max_num_steps):
-            responses = step.sample(prompts.next(config.num_prompts_per_step), n=4)
+            responses = step.sample(prompts.next(config.num_prompts_per_step), n=size)
             batch = to_token_batch(responses)
-            ours, theirs = run.trainer.get_logprobs(batch), teacher.get_logprobs(batch)
-            gain = torch.where(batch.loss_mask, theirs.values - ours.values, 0.0)
-            weights = masks.token_mean_weights(batch.loss_mask)
-            batch = replace(batch, advantages=gain, loss_weights=weights)
-            metrics = run.trainer.train_step(batch, loss_fn)
-            step.log({"reverse_kl": -float((weights * gain).sum()), **metrics}, samples=responses)
+            batch = replace(batch, loss_weights=masks.token_mean_weights(batch.loss_mask))
+            expected = critic.compute(batch, nr.Needs(values=True)).values
+            rewards = to_tokens(responses.rewards, batch.loss_mask)
+            better = torch.where(batch.loss_mask, rewards - expected, 0.0)
+            metrics = run.trainer.train_step(replace(batch, advantages=better), loss_fn)
+            learned = critic.train_step(replace(batch, advantages=rewards), critic_loss)
+            step.log({**metrics, "value_loss": learned["loss"]}, samples=responses)
     return run.result
 
 
 def demonstration(folder: Path, *flags: str) -> list[str]:
-    """Return the flags with which an untrained student learns from a teacher that can add 1."""
-    from grpo_loop import demonstration as taught
-    from grpo_loop import main as teach
+    """Return the flags with which a model that knows nothing learns to add 1."""
+    from grpo_loop import demonstration as lessons
 
-    lessons = taught(folder / "teacher", "--run.display=none")
-    teach(nr.cli(nr.GRPOConfig, lessons))
-    return [*lessons, f"--teacher={folder / 'teacher/run/hf'}", f"--run.dir={folder / 'run'}",
-            "--run.display=plain", *flags]  # fmt: skip
+    return lessons(folder, "--critic-lr=1e-3", *flags)
 
 
 if __name__ == "__main__":
-    flags = sys.argv[1:] or demonstration(Path("runs/two_models"))
-    main(nr.cli(DistillConfig, flags))
+    main(nr.cli(CriticConfig, sys.argv[1:] or demonstration(Path("runs/two_models"))))

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from nemorl import losses as losses
     from nemorl.data.batch import TokenBatch as TokenBatch
     from nemorl.data.sources import DataModule as DataModule
+    from nemorl.losses.types import Needs as Needs
+    from nemorl.losses.types import needs as needs
     from nemorl.parallel.backend import TrainingBackend as TrainingBackend
     from nemorl.parallel.config import BackendConfig as BackendConfig
     from nemorl.parallel.config import LoRAConfig as LoRAConfig
@@ -42,9 +44,6 @@ if TYPE_CHECKING:
     from nemorl.runtime.cli.inference import generate as generate
     from nemorl.runtime.cli.main import cli as cli
     from nemorl.runtime.cli.main import main as main
-    from nemorl.runtime.cli.settings import EvalConfig as EvalConfig
-    from nemorl.runtime.cli.settings import ExportConfig as ExportConfig
-    from nemorl.runtime.cli.settings import GenerateConfig as GenerateConfig
     from nemorl.runtime.cluster.placement import Bundle as Bundle
     from nemorl.runtime.cluster.placement import RayVirtualCluster as RayVirtualCluster
     from nemorl.runtime.cluster.worker_group import RayWorkerGroup as RayWorkerGroup
@@ -79,7 +78,6 @@ if TYPE_CHECKING:
     from nemorl.runtime.run.loop import OpenRun as OpenRun
     from nemorl.runtime.run.loop import Step as Step
     from nemorl.runtime.run.result import TrainResult as TrainResult
-    from nemorl.runtime.run.state import Run as Run
     from nemorl.runtime.run.weight_sync import sync_weights as sync_weights
     from nemorl.runtime.start.open_run import open_run as open_run
     from nemorl.runtime.start.open_run import run as run
@@ -95,6 +93,7 @@ if TYPE_CHECKING:
     from nemorl.runtime.start.registry import register_loss as register_loss
     from nemorl.runtime.start.registry import register_reward as register_reward
     from nemorl.runtime.start.registry import register_training_backend as register_training_backend
+    from nemorl.runtime.store.state import Run as Run
     from nemorl.runtime.watch.loggers.base import LoggedRun as LoggedRun
     from nemorl.runtime.watch.loggers.base import MetricLogger as MetricLogger
     from nemorl.runtime.watch.report.page import write_report as write_report
@@ -110,6 +109,7 @@ _NAMES = {
         "FunctionalRewardWrapper",
     ],
     "nemorl.runtime.watch.loggers.base": ["LoggedRun", "MetricLogger"],
+    "nemorl.losses.types": ["Needs", "needs"],
     "nemorl.parallel.backend": ["TrainingBackend"],
     "nemorl.parallel.config": [
         "BackendConfig",
@@ -127,7 +127,6 @@ _NAMES = {
     "nemorl.runtime.algorithms.policy_loss": ["policy_loss"],
     "nemorl.runtime.cli.main": ["cli", "main"],
     "nemorl.runtime.cluster.placement": ["Bundle", "RayVirtualCluster"],
-    "nemorl.runtime.cli.settings": ["EvalConfig", "ExportConfig", "GenerateConfig"],
     "nemorl.runtime.config.base": ["BaseConfig"],
     "nemorl.runtime.config.data": ["DataConfig"],
     "nemorl.runtime.config.run": ["RunConfig"],
@@ -174,7 +173,7 @@ _NAMES = {
     ],
     "nemorl.runtime.run.result": ["TrainResult"],
     "nemorl.runtime.config.runtime": ["RuntimeConfig"],
-    "nemorl.runtime.run.state": ["Run"],
+    "nemorl.runtime.store.state": ["Run"],
     "nemorl.runtime.run.weight_sync": ["sync_weights"],
     "nemorl.runtime.cluster.worker_group": ["RayWorkerGroup"],
     "nemorl.runtime.watch.report.page": ["write_report"],

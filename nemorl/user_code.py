@@ -142,7 +142,7 @@ def module_of(name: str, setting: str) -> ModuleType:
         raise _no_module(module, setting, file.parent) from None
     if name.endswith(".py") and (other := getattr(found, "__file__", None)) != str(file):
         raise ValueError(
-            f"{setting} must be a file whose name no other module has, but {name} has that of"
+            f"{setting} must be a file whose name no other module has, but {name} has the name of"
             f" {other or 'a part of Python'}: rename it"
         )
     return found

@@ -53,7 +53,7 @@ def main(folder: Path) -> None:
     run(f"grpo --model.path FOLDER/sft --run.dir FOLDER/grpo {common} {validated} {sizes}")
     run(f"dpo --model.path FOLDER/sft --run.dir FOLDER/dpo {common} --loss kto")
     run("sft --run.dir FOLDER/sft --run.resume --max-num-steps 3")
-    run("eval --model FOLDER/grpo --data FOLDER/rows.jsonl --output FOLDER/answers.jsonl")
+    run("eval --model FOLDER/grpo --validation FOLDER/rows.jsonl --output FOLDER/answers.jsonl")
     run("generate --model FOLDER/dpo --prompt 1+1= --max-new-tokens 4")
     run("export --run FOLDER/grpo --output FOLDER/exported")
     run("report FOLDER/grpo")

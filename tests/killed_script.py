@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
+
 import nemorl
 from nemorl.runtime.run.loop import Step
 from tests.examples import load_example, run_example
@@ -16,6 +18,7 @@ from tests.runtime.runs import numbers
 def start(name: str, flags: list[str]) -> list[dict[str, Any]]:
     """Run an example and return the lines of its metrics."""
     module = load_example(name)
+    cloudpickle.register_pickle_by_value(module)  # as what a script itself defines
     if hasattr(module, "main"):
         module.main(nemorl.cli(module.main.__annotations__["config"], flags))
     else:

@@ -28,9 +28,9 @@ import nemorl
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.signature import read_signature
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.run import checkpoint
-from nemorl.runtime.run.checkpoint import CheckpointError
-from nemorl.runtime.run.lock import locked
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.checkpoint import CheckpointError
+from nemorl.runtime.store.lock import locked
 from tests.runtime.runs import addition_rows, dpo_config, grpo_config, sft_config
 from tests.runtime.start.test_robustness import FailsOnce
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -249,7 +249,7 @@ def resumed_damaged(name: str, change: Callable[[Path], Any]) -> Case:
         nemorl.run(place.sft(run={"resume": True}, max_num_steps=2))
 
     return with_run(
-        r"run\.resume needs a whole checkpoint, but none in .* is: put one back, or begin anew in"
+        r"run\.resume needs a whole checkpoint, but none in .* is: put one back, or start again in"
         r" another folder",
         provoke,
         CheckpointError,
@@ -259,9 +259,7 @@ def resumed_damaged(name: str, change: Callable[[Path], Any]) -> Case:
 def export(message: str, **options: Any) -> Case:
     return with_run(
         message,
-        lambda place, run: nemorl.export(
-            nemorl.ExportConfig(run=str(run), output=str(place.folder / "out"), **options)
-        ),
+        lambda place, run: nemorl.export(run=str(run), output=str(place.folder / "out"), **options),
     )
 
 
@@ -484,7 +482,7 @@ FLAGS = {
     r"unknown command 'gpro'; did you mean grpo\? Commands: ": "gpro",
     r"num-prompts-per-step": "grpo --num-prompts-per-stp 3",
     r"optimizer\.lr": "grpo --optimizer.lr fast",
-    r"--loss\.clip-low is no setting of loss"
+    r"--loss\.clip-low is not a setting of loss"
     r" reinforce: .*belongs to clipped.*add"
     r" --loss clipped": "grpo --loss reinforce --loss.clip-low 0.1",
     r"model\.path must be given, but it is '': add --model\.path"
@@ -494,15 +492,15 @@ FLAGS = {
     r"preset.*dapo": "grpo --preset dappo",
     r"can't read the config file no\.yaml: No such file": "sft --config no.yaml",
     r"run\.dir must be given to resume a run": "sft --model.path m --data.train d --run.resume",
-    r"n must be 1 with temperature 0.*add --temperature 1\.0": "eval --model m --data d -n 2",
+    r"n must be 1 with temperature 0.*add --temperature 1\.0": "eval --model m --validation d -n 2",
     r"device is not for vllm.*but it is 'cuda:1': remove"
     r" it, .*CUDA_VISIBLE_DEVICES": "generate --model m --prompt p --backend vllm --device cuda:1",
     r"prompt must be given, but it is \(\): add --prompt": "generate --model m",
-    r"chat_template is for --chat": "generate --model m --prompt p --chat-template t",
+    r"chat_template is for --data\.chat": "generate --model m --prompt p --chat-template t",
     r"file must be a readable text file, but no\.txt is"
     r" not.*give one prompt": "generate --model {place.model} --file no.txt",
-    r"data must name an existing file, but it is 'no\.jsonl'"
-    r": check the path": "eval --model {place.model} --data no.jsonl",
+    r"data\.validation must name an existing file, but it is 'no\.jsonl'"
+    r": check the path": "eval --model {place.model} --validation no.jsonl",
     r"there is no folder no/such/model\):"
     r" check the path": "generate --model no/such/model --prompt 1",
 }
@@ -599,7 +597,7 @@ DATA = [
         LINE + '{"prompt": "1+1=", "answer": %s}\n' % ("9" * 5000),
     ),
     file(
-        r"rows\.json, line 2: .*brackets be less than \d+ deep",
+        r"rows\.json: .*brackets be less than \d+ deep",
         "rows.json",
         f'[{LINE}, {{"prompt": {"[" * 10**5}',
     ),
@@ -792,17 +790,17 @@ MODELS = [
         lambda folder: json_with(folder / "config.json", vocab_size=77),
     ),
     model(
-        r"model\.path .*\(config\.json is no JSON object\): check it",
+        r"model\.path .*\(config\.json is not a JSON object\): check it",
         lambda folder: (folder / "config.json").write_text("null"),
     ),
     model(
-        r"generation_config\.json is no JSON object",
+        r"generation_config\.json is not a JSON object",
         lambda folder: (folder / "generation_config.json").write_text("[]"),
     ),
-    tokenizer(r"tokenizer\.json is no JSON object", "tokenizer.json", "[]"),
+    tokenizer(r"tokenizer\.json is not a JSON object", "tokenizer.json", "[]"),
     tokenizer("KeyError: 'added_tokens'", "tokenizer.json", "{}"),
     tokenizer(r"it has no tokenizer\.json, and no tokens for text", "tokenizer.json", None),
-    tokenizer(r"tokenizer_config\.json is no JSON object", "tokenizer_config.json", "null"),
+    tokenizer(r"tokenizer_config\.json is not a JSON object", "tokenizer_config.json", "null"),
     tokenizer("TypeError: Special token eos_token", "tokenizer_config.json", {"eos_token": 3}),
     tokenizer("TypeError", "tokenizer_config.json", {"model_max_length": "long"}),
     model(
@@ -919,7 +917,10 @@ REWARDS = [
         r"must return a list with one number per response, but it returned 1\.0",
         lambda prompts, responses: 1.0,
     ),
-    reward(r"must be a plain function, but it is async: write fn", asynchronous),
+    reward(
+        r"must be a plain function of one response to be judged in processes, but it is 'async'",
+        nemorl.judged_in_processes()(asynchronous),
+    ),
     reward(
         r"reward_weights must be one number per reward, but there are 3 for .*: give 2",
         TWO,
@@ -959,7 +960,7 @@ def unreadable_settings(place: Place, run: Path) -> None:
 
 def export_over_a_file(place: Place, run: Path) -> None:
     output = place.write("thesis.txt", "years")
-    nemorl.export(nemorl.ExportConfig(run=str(run), output=output))
+    nemorl.export(run=str(run), output=output)
 
 
 RUNS = [
@@ -989,7 +990,8 @@ RUNS = [
         in_use,
     ),
     with_run(
-        r"run\.dir must be that of a run of grpo, but it is 'one of sft': nemorl sft .* goes on",
+        r"run\.dir must be the folder of a run of grpo, but it is 'one of sft':"
+        r" nemorl sft .* goes on",
         lambda place, run: nemorl.run(place.grpo(run={"resume": True})),
     ),
     resumed(
@@ -999,23 +1001,10 @@ RUNS = [
         r"must be of the model in use, but differs in .*name the model of that run",
         {"model": tiny_model(hidden_size=16)},
     ),
-    resumed_damaged("trainer/model.safetensors", half),
-    resumed_damaged("trainer/optimizer.safetensors", flip_a_bit),
+    resumed_damaged("policy/model.safetensors", half),
+    resumed_damaged("policy/optimizer.safetensors", flip_a_bit),
     resumed_damaged("state.json", Path.unlink),
     resumed_damaged("manifest.json", lambda path: (path.unlink(), os.mkfifo(path))),
-    with_run(
-        r"run\.dir must have a file log\.jsonl, but .* is none: move it away, or name another",
-        lambda place, run: (
-            (run / "log.jsonl").unlink(),
-            os.mkfifo(run / "log.jsonl"),
-            nemorl.run(place.sft(run={"resume": True})),
-        ),
-    ),
-    with_run(
-        r"runs must have a folder samples, but .* is none: move it away",
-        lambda place, run: ((run / "samples").touch(), command("report", str(run))),
-        Refused,
-    ),
     with_run(
         r"it has format 99, and this version of nemorl reads format 3",
         another_format,
@@ -1038,12 +1027,12 @@ RUNS = [
         run={"stop_when": "val_loss < 1"},
     ),
     export(
-        r"step must be that of a checkpoint in .*, but there is none for 7: there are step_1",
+        r"step must be the step of a checkpoint in .*, but there is none for 7: there are step_1",
         step=7,
     ),
     export(
-        r"step must be that of a checkpoint in .*, but there is none for best: there are step_1 and"
-        r" no run\.metric that ranks them",
+        r"step must be the step of a checkpoint in .*, but there is none for best:"
+        r" there are step_1 and no run\.metric that ranks them",
         step="best",
     ),
     with_run(
@@ -1053,7 +1042,7 @@ RUNS = [
     ),
     with_run(
         r"model must have been exported, but the run .* has no hf/ yet: nemorl export --run",
-        lambda place, run: nemorl.generate(nemorl.GenerateConfig(model=str(run), prompt=("1",))),
+        lambda place, run: nemorl.generate(run, "1"),
     ),
 ]
 

@@ -22,6 +22,7 @@ import pytest
 import nemorl
 from nemorl.runtime.cli.api import from_keywords
 from nemorl.runtime.cli.commands import COMMANDS
+from nemorl.runtime.cli.settings import EvalConfig
 from nemorl.runtime.config.tree import leaves
 from nemorl.runtime.start.registry import ALGORITHMS
 from tests.examples import load_example
@@ -191,8 +192,8 @@ def test_where_the_quickstart_uses_vllm_and_megatron(tmp_path: Path, monkeypatch
     result = SimpleNamespace(metrics={"val_accuracy": 0.5})
     monkeypatch.setattr(nemorl, "run", lambda config: seen.append(config) or result)
 
-    def evaluate(**settings: Any) -> dict[str, Any]:
-        seen.append(from_keywords(nemorl.EvalConfig, "eval", settings))
+    def evaluate(model: Any, dataset: Any, **settings: Any) -> dict[str, Any]:
+        seen.append(from_keywords(EvalConfig, "eval", settings))
         return {"answers": []}
 
     monkeypatch.setattr(nemorl, "evaluate", evaluate)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import nemorl
+from nemorl.runtime.start.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
 
 PACKAGE = Path(__file__).parent.parent / "nemorl"
 
@@ -26,7 +27,10 @@ FLOORS = {
 }
 ATTIC = 7
 """Modules directly in nemorl/ may import everything below, and nobody may import them."""
-ROOMS = ("config", "run", "cluster", "engines", "ranks", "watch", "start", "algorithms", "cli")
+ROOMS = (
+    *("config", "store", "run", "cluster", "engines", "ranks"),
+    *("watch", "start", "algorithms", "cli"),
+)
 """The rooms of runtime, bottom up. Each imports only itself and those before it."""
 
 LOSSES_MAY_IMPORT = {"torch", "jaxtyping", "einops", "nemorl"}
@@ -38,18 +42,19 @@ ONLY_IN = {
 }
 ONLY_ONE_FILE = ("torchtitan", "megatron")
 
+BACKENDS = {"dtensor", "megatron", "torch", "vllm"}
 MAX_FUNCTION_LINES = 80
 PUBLIC = """
 BackendConfig BaseConfig Bundle CISPOLoss Callback ClippedLoss Completion DPOConfig DPOLoss
-DPOTrainer DataConfig DataModule EnvironmentInterface EnvironmentReturn EvalConfig ExportConfig
-FunctionalRewardWrapper GRPOConfig GRPOTrainer GSPOLoss GapConfig GenerateConfig
+DPOTrainer DataConfig DataModule EnvironmentInterface EnvironmentReturn 
+FunctionalRewardWrapper GRPOConfig GRPOTrainer GSPOLoss GapConfig
 GenerationBackend GenerationConfig GroupAdvantage HingeLoss IPOLoss KLConfig KTOLoss LoRAConfig
-LoggedRun MetricLogger ModelConfig ORPOLoss OffPolicyConfig OpenRun OptimizerConfig
+LoggedRun MetricLogger ModelConfig Needs ORPOLoss OffPolicyConfig OpenRun OptimizerConfig
 OverlongConfig ParallelPlan ProfileConfig RayVirtualCluster RayWorkerGroup ReinforceLoss
 ReinforcePlusPlusAdvantage Run RunConfig RuntimeConfig SFTConfig SFTTrainer SamplingParams
 SimPOLoss Step StopTraining TokenBatch TrainResult TrainerConfig TrainingBackend __version__ cli
 data evaluate export generate get_algorithm get_generation_backend get_training_backend
-judged_in_processes load_config losses main open_run policy_loss preset register_advantage
+judged_in_processes load_config losses main needs open_run policy_loss preset register_advantage
 register_algorithm register_generation_backend register_logger register_loss register_reward
 register_training_backend run sync_weights train
 write_report
@@ -153,6 +158,23 @@ def too_long(root: Path) -> list[str]:
     return found
 
 
+def compared_backends(root: Path) -> list[str]:
+    """Every comparison with a backend's name in runtime, the planner and the plan: a backend's
+    traits and its own check say what is different.
+    """
+    found = []
+    for path in modules(root).values():
+        where = path.relative_to(root).as_posix()
+        if not where.startswith(("runtime/", "parallel/planner/", "parallel/plan.py")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare | ast.MatchValue):
+                names = {leaf.value for leaf in ast.walk(node) if isinstance(leaf, ast.Constant)}
+                if names & BACKENDS:
+                    found.append(f"{where}:{node.lineno}")
+    return found
+
+
 def test_imports_point_down():
     assert broken_floors(PACKAGE) == []
 
@@ -163,6 +185,12 @@ def test_no_imports_run_in_a_circle():
 
 def test_functions_are_short():
     assert too_long(PACKAGE) == []
+
+
+def test_no_backend_is_compared_by_its_name():
+    places = {**TRAINING_BACKENDS, **GENERATION_BACKENDS}.items()
+    assert {name for name, place in places if isinstance(place, str)} == BACKENDS
+    assert compared_backends(PACKAGE) == []
 
 
 def test_public_names():
@@ -245,6 +273,22 @@ def test_long_functions_are_found(tmp_path: Path):
     documented = 'def g():\n    """' + "words\n" * MAX_FUNCTION_LINES + '"""\n    return 1'
     files = {"losses/a.py": f"def f():\n{body}\n", "losses/c.py": documented}
     assert too_long(_tree(tmp_path, files)) == ["losses/a.py:f"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'x = config.backend == "megatron"',
+        'if config.backend in ("vllm", "mine"): pass',
+        'if "torch" != name: pass',
+        'match name:\n    case "dtensor": pass',
+    ],
+)
+def test_a_compared_backend_is_found(line: str, tmp_path: Path):
+    files = {"runtime/start/a.py": line, "parallel/a.py": line}
+    assert compared_backends(_tree(tmp_path, files))[0].startswith("runtime/start/a.py:")
+    names = _tree(tmp_path, {"runtime/start/a.py": 'x = {"vllm": 1}\ny = name == "cuda"'})
+    assert compared_backends(names) == []
 
 
 def _tree(tmp_path: Path, files: dict[str, str]) -> Path:

@@ -23,17 +23,29 @@ CASES = {
     "two models on two devices": ("two_models", TWO),
     "two models and vllm": ("two_models", VLLM),
 }
+FAST = ("one device", "two models")
+
+
+def weights(folder: Path) -> dict[str, dict[str, bytes]]:
+    """The bytes of each model in the last checkpoint, by name."""
+    return {
+        model.name: {file.name: file.read_bytes() for file in model.glob("*.safetensors")}
+        for model in (folder / "checkpoints" / "step_4").iterdir()
+        if model.is_dir()
+    }
 
 
 @pytest.mark.parametrize(
-    "case", [n if n == "one device" else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+    "case",
+    [
+        n if n in ("one device", "two models") else pytest.param(n, marks=pytest.mark.slow)
+        for n in CASES
+    ],
 )
 def test_a_killed_script_goes_on(case: str, forked: Path, tmp_path: Path):
     name, more = CASES[case]
     with visiting():
         lessons = load_example("grpo_loop").demonstration(tmp_path)
-    if name == "two_models":
-        more = [*more, f"--teacher={tmp_path / 'model'}"]
 
     def flags(run: str) -> list[str]:
         short = ["--max-num-steps=4", "--run.save-period=1", "--run.display=none"]
@@ -45,8 +57,10 @@ def test_a_killed_script_goes_on(case: str, forked: Path, tmp_path: Path):
     assert killed.returncode == -9, killed.stderr
     resumed = start(name, [*flags("killed"), "--run.resume=true"])
     assert [line["step"] for line in whole if line["phase"] == "train"] == [1, 2, 3, 4]
+    models = [found for run in ("whole", "killed") for found in [weights(tmp_path / run)]]
+    assert len(models[0]) == len(models[1]) == (2 if name == "two_models" else 1)
     if "vllm" not in case:
-        assert resumed == whole
+        assert resumed == whole and models[0] == models[1]
     for line, other in zip(resumed, whole, strict=True):
         assert line["reward"] == other["reward"]
         assert line.get("loss", 0) == pytest.approx(other.get("loss", 0), abs=1e-5)

@@ -19,6 +19,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from nemorl.models.causal_lm import fresh_head, from_config
+
 ALPHABET = "0123456789+=abcdefghijklmnopqrstuvwxyz é"
 KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -85,3 +87,14 @@ def random_prompts(count: int, *, seed: int = 0, longest: int = 20) -> list[list
         torch.randint(2, len(ALPHABET) + 2, (length,), generator=generator).tolist()
         for length in lengths
     ]
+
+
+def tiny_critic(kind: str = "qwen2", *, seed: int = 0, **options) -> nn.Module:
+    """`tiny_model` with a scalar head in place of its output layer."""
+    body = tiny_model(kind, seed=seed, **options)
+    model = from_config(body.config, "scalar")
+    fresh = fresh_head(body.config, seed=seed)
+    model.load_state_dict({**body.state_dict(), **fresh}, strict=False)
+    with torch.no_grad():
+        model.score.weight.mul_(20)
+    return model.eval()

@@ -82,7 +82,7 @@ def parity(index: int) -> Iterator[Row]:
 
 def by_nemorl(ids: Tensor, lengths: list[int]) -> Attention:
     options: Any = {"segment_buckets": segment_buckets(ids)}
-    return lambda q, k, v: segment_attention(None, q, k, v, None, **options)[0].transpose(1, 2)
+    return lambda q, k, v: segment_attention(q, k, v, **options).transpose(1, 2)
 
 
 def by_mask(ids: Tensor, lengths: list[int]) -> Attention:

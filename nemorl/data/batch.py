@@ -44,7 +44,7 @@ class TokenBatch:
     trainer's router chooses: off the sampler's tokens, and for the last one, which it only drew.
     """
     logprob_kind: LogprobKind = LogprobKind()
-    """The distribution of all logprob arrays, and of those that the trainer computes."""
+    """The distribution of all logprob arrays, also of the ones that the trainer computes."""
 
     @property
     def lengths(self) -> Int[Tensor, "batch"]:

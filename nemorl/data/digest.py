@@ -13,7 +13,7 @@ MOST_BLOCKS = 256
 
 
 class Digest(TypedDict):
-    """Of one data set: its number of rows, and a digest of each `block` of them."""
+    """One data set: its number of rows, and a digest of each `block` of them."""
 
     rows: int
     block: int
@@ -34,7 +34,7 @@ def digests_of(*rows: Sequence[Mapping[str, Any]]) -> list[Digest]:
 def difference(
     saved: Sequence[Digest], *rows: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
 ) -> str | None:
-    """Return how rows differ from those of which `saved` are the digests, None if they do not.
+    """Return how rows differ from the rows that were digested as `saved`; None if they do not.
 
     names: what the data sets are called.
 
@@ -54,7 +54,7 @@ def difference(
 
 def _difference(before: Digest, rows: Sequence[Mapping[str, Any]]) -> str:
     block, common = before["block"], min(before["rows"], len(rows))
-    if common < before["rows"]:  # of the rest of a block there is no digest to compare with
+    if common < before["rows"]:  # the rest of a block has no digest to compare with
         common -= common % block
     now = _digest(rows[:common], block)["digests"]
     pairs = zip(before["digests"], now, strict=False)

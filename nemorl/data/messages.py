@@ -66,7 +66,7 @@ def tokenize_messages(
     loss_mask[:1] = [False] * len(ids[:1])  # nothing comes before it
     if not any(loss_mask):
         raise ValueError(
-            "messages must hold a non-empty assistant message: there is no token to train on"
+            "messages must hold a non-empty assistant message: no token would be trained on"
         )
     first = loss_mask.index(True)
     return Example(

@@ -28,7 +28,7 @@ def pack_plan(
 
     The number of rows is a multiple of `num_rows_multiple` (the number of ranks): the fullest rows
     are split. Empty rows remain only if sequences are fewer than rows.
-    `units`: sequences that share a row where they fit, as those of a prompt, unless there are
+    `units`: sequences that share a row where they fit, such as one prompt's, unless there are
     fewer units than rows are needed.
     Raises: ValueError that names a sequence longer than the capacity.
     Source: NeMo RL `sequence_packing.algorithm`.

@@ -23,7 +23,7 @@ class Pair:
 
     @property
     def num_tokens(self) -> int:
-        """Of the longer of the two."""
+        """Tokens of the longer of the two."""
         return max(self.chosen.num_tokens, self.rejected.num_tokens)
 
 

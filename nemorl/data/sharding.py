@@ -41,7 +41,7 @@ def shard_by_rank(batch: TokenBatch, num_ranks: int, *, units: Plan | None = Non
     Deterministic. `split` applies the plan, `merge` undoes it. With fewer rows than ranks some
     ranks get none: `pack_plan(..., num_rows_multiple=num_ranks)` avoids it.
 
-    units: rows that stay together, as those of a prompt, unless there are fewer units than ranks.
+    units: rows that stay together, such as one prompt's, unless there are fewer units than ranks.
 
     >>> from nemorl.data.batch import collate
     >>> masks = {"loss_mask": [False], "response_mask": [False]}
@@ -93,7 +93,7 @@ def split_microbatches(
             similar length meet.
         min_microbatches: the largest number among ranks that must do equally many passes:
             microbatches with most rows are halved, then empty ones added.
-        units: rows that stay together where `token_budget` allows it, as those of a prompt.
+        units: rows that stay together where `token_budget` allows it, such as one prompt's.
     Raises: ValueError that names a row longer than the budget, and unless one of `rows` and
     `token_budget` is given.
 

@@ -50,7 +50,7 @@ def has_splits(source: Any) -> bool:
 def read_rows(source: Any, *, split: str, data_files: Any = None, number: int = 0) -> list[Row]:
     """Return all rows of one source, which is number `number` among several.
 
-    Raises: ValueError that names file and line of what is no row.
+    Raises: ValueError that names file and line of what is not a row.
 
     >>> [row.origin for row in read_rows([{"prompt": "a"}, {"prompt": "b"}], split="train")]
     ['row 1', 'row 2']
@@ -68,7 +68,7 @@ def first_rows(source: Any, *, count: int = 1000) -> list[list[Row]]:
     """Return the first `count` rows of each file that can be read row by row: .jsonl and .csv.
 
     Without torch, so that rows can be checked before it is imported. Raises: ValueError, with file
-    and line, for one that is no row.
+    and line, for what is not a row.
 
     >>> first_rows([{"prompt": "1+1="}])  # no file
     []
@@ -173,8 +173,8 @@ def _load_dataset(source: str | Path, split: str, data_files: Any) -> Any:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         hint = f" (as {name}:NAME)" if "config" in str(error).lower() and not configuration else ""
         raise ValueError(
-            f"can't load {str(source)!r} (split {split!r}): it is no {', '.join(READERS)} file, nor"
-            f" a data set: {error}{hint}"
+            f"can't load {str(source)!r} (split {split!r}): it is not a {', '.join(READERS)} file,"
+            f" nor a data set: {error}{hint}"
         ) from error
 
 
@@ -221,7 +221,7 @@ def _read_json(path: Path) -> Iterator[Placed]:
             " has one object per line, name it .jsonl"
         ) from error
     except (ValueError, RecursionError) as error:
-        raise _excessive(f"{path}, line {_line_of_excess(text)}", error) from error
+        raise _excessive(str(path), error) from error
     if not isinstance(rows, list):
         raise ValueError(
             f"{path}, line 1: a .json file must hold a list of objects, got {short(rows)}"
@@ -235,18 +235,6 @@ def _excessive(place: str, error: Exception) -> ValueError:
         f"{place}: a number must have at most {sys.get_int_max_str_digits()} digits, and brackets"
         f" be less than {sys.getrecursionlimit()} deep ({short(str(error))}): give it as text"
     )
-
-
-def _line_of_excess(text: str) -> int:
-    """The line of the first element of a list that Python refuses to read."""
-    place = text.find("[") + 1
-    while True:
-        while text[place : place + 1].isspace() or text[place : place + 1] == ",":
-            place += 1
-        try:
-            place = json.JSONDecoder().raw_decode(text, place)[1]
-        except (ValueError, RecursionError):
-            return text.count("\n", 0, place) + 1
 
 
 def _read_csv(path: Path) -> Iterator[Placed]:

@@ -17,7 +17,7 @@ class Lengths:
     """Token counts of a data set after the limit was applied."""
 
     tokens: Sequence[int]
-    """Of each sequence (of a pair: of its longer side)."""
+    """Length of each sequence, and of each pair's longer side."""
     limit: int
     """The greatest length allowed."""
     num_truncated: int = 0

@@ -1,7 +1,6 @@
 """Chat templates: rendered with the places of every turn."""
 
 import copy
-import functools
 import json
 import math
 import re
@@ -20,8 +19,8 @@ Message = Mapping[str, Any]
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 PASSTHROUGH = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """What `passthrough` stands for: the messages' contents, one behind the other."""
-MAX_SECONDS, MAX_SIZE = 10.0, 10_000_000
-"""Of rendering a conversation; of a text or list that a template assigns to a name."""
+MAX_SECONDS = 10.0
+"""Longest rendering of a conversation."""
 _END = threading.local()
 
 
@@ -33,7 +32,7 @@ def with_chat_template(
     Args:
         template: a Jinja template, the path of a file with one, or `passthrough`; None: its own.
         kwargs: the template's defaults (`{"enable_thinking": False}`), saved with the tokenizer.
-    Raises: ValueError for an unreadable file, a template that is no Jinja, an unknown name.
+    Raises: ValueError for an unreadable file, a template that is not Jinja, an unknown name.
 
     >>> from transformers import ByT5Tokenizer
     >>> template = "{% for m in messages %}{{ m.content }}{{ end }}{% endfor %}"
@@ -133,7 +132,7 @@ class Template:
                 self.tools,
             )
             if not isinstance(source, str):
-                raise ValueError(f"its chat_template is no text: {short(source)}")
+                raise ValueError(f"its chat_template is not text: {short(source)}")
             return source
         except (AttributeError, ValueError) as error:
             raise ValueError(
@@ -228,7 +227,7 @@ class Template:
 
 @contextmanager
 def _refusal(messages: Sequence[Message], source: str) -> Iterator[None]:
-    """Render within the limits in the block, with one error for what a template refuses."""
+    """Render in the block for at most `MAX_SECONDS`, with one error for what a template refuses."""
     try:
         _limit(source)
         _END.time = time.monotonic() + MAX_SECONDS
@@ -242,66 +241,27 @@ def _refusal(messages: Sequence[Message], source: str) -> Iterator[None]:
 
 
 def _limit(source: str) -> None:
-    """Have a template, as transformers keeps it compiled, check its limits while it renders.
+    """Have a template, as transformers keeps it compiled, look at the clock in loops and macros.
 
     The sandbox bounds a range, but neither ranges in ranges nor macros that call each other.
     """
     from jinja2 import nodes
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    def call(name: str, *args: Any) -> nodes.Call:
-        # An ImportedName can't be assigned to by the template.
-        return nodes.Call(nodes.ImportedName(f"{__name__}.{name}"), list(args), [], None, None)
-
-    _check_constants(source)
     compiled: Any = _compile_jinja_template(source)
     if hasattr(compiled, "limited"):
         return
-    environment = compiled.environment
-    environment.intercepted_binops = frozenset(["*"])
-    environment.binop_table = {**environment.binop_table, "*": _checked_product}
+    # An ImportedName can't be assigned to by the template.
+    look = nodes.Call(nodes.ImportedName(f"{__name__}._in_time"), [], [], None, None)
     tree = compiled.environment.parse(source)
-    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Assign)):
-        if isinstance(node, nodes.Assign):
-            node.node = call("_checked_size", node.node)
-            continue
-        node.body.insert(0, nodes.ExprStmt(call("_in_time")))
+    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
+        node.body.insert(0, nodes.ExprStmt(look))
         if isinstance(node, nodes.For) and node.test is not None:
-            node.test = nodes.And(call("_in_time"), node.test)
+            node.test = nodes.And(look, node.test)
     tree.set_environment(compiled.environment)
     twin = compiled.environment.from_string(tree)
     compiled.root_render_func, compiled.blocks = twin.root_render_func, twin.blocks
     compiled.limited = True
-
-
-@functools.lru_cache
-def _check_constants(source: str) -> None:
-    """Raise ValueError for constants of which Jinja, which computes them while it compiles, would
-    make a huge text: 'x' * 10 ** 10, or a format of that width.
-    """
-    from jinja2 import Environment, TemplateSyntaxError
-
-    try:
-        tokens = [(kind, text) for _, kind, text in Environment().lex(source)]
-    except TemplateSyntaxError:
-        return  # compiling it says more
-    silent = ("data", "string", "whitespace")
-    code = "".join(text for kind, text in tokens if kind not in silent).replace("_", "")
-    width = re.compile(r"%[-+ #0]*\d{8}|\{[^{}]*:[^{}]*\d{8}")
-    widths = [text for kind, text in tokens if kind == "string" and width.search(text)]
-    product = math.prod(map(int, re.findall(r"\d+(?=\*)|(?<=\*)\d+", code)))
-    if product > MAX_SIZE or widths or "**" in code or re.search(r"\d{8}", code):
-        raise ValueError(
-            f"it must not have powers, nor numbers, products and widths above {MAX_SIZE}: correct"
-            " it, or name another (--model.chat-template)"
-        )
-
-
-def _checked_product(left: Any, right: Any) -> Any:
-    sizes = [x if isinstance(x, int | float) else len(x) for x in (left, right)]
-    if math.prod(sizes) > MAX_SIZE:
-        raise ValueError(f"a product must be at most {MAX_SIZE}: name another template")
-    return left * right
 
 
 def _in_time() -> bool:
@@ -313,17 +273,6 @@ def _in_time() -> bool:
             " (--model.chat-template)"
         )
     return True
-
-
-def _checked_size(value: Any) -> Any:
-    from jinja2 import TemplateRuntimeError
-
-    if isinstance(value, str | list | tuple | dict) and len(value) > MAX_SIZE:
-        raise TemplateRuntimeError(
-            f"it must assign texts and lists of at most {MAX_SIZE} entries, but one has"
-            f" {len(value)}: correct it, or name another (--model.chat-template)"
-        )
-    return value
 
 
 def roles(messages: Sequence[Message]) -> str:

@@ -8,8 +8,9 @@ from torch.utils import _pytree as pytree
 
 
 def to_device(values: Any, device: torch.device) -> Any:
-    """Return a pytree with its tensors on a device: those of main memory through pinned memory,
-    from which a GPU reads while the host goes on.
+    """Return a pytree with its tensors on a device.
+
+    Tensors in main memory go through pinned memory, from which a GPU reads while the host goes on.
 
     >>> to_device([torch.ones(1), "x"], torch.device("cpu"))
     [tensor([1.]), 'x']

@@ -62,7 +62,20 @@ from nemorl.losses.rewards import (
 )
 from nemorl.losses.supervised import nll
 from nemorl.losses.terms import entropy_bonus, kl_loss, positive_nll
-from nemorl.losses.types import LossOutput, Max, Mean, Metric, Metrics, Min, Sum, finalize, merge
+from nemorl.losses.types import (
+    LossOutput,
+    Max,
+    Mean,
+    Metric,
+    Metrics,
+    Min,
+    Needs,
+    Sum,
+    finalize,
+    merge,
+    needs,
+    needs_of,
+)
 from nemorl.losses.value import explained_variance, value_loss
 from nemorl.losses.vocab_parallel import (
     vocab_parallel_linear_logprobs,
@@ -79,6 +92,7 @@ __all__ = [
     "Metric",
     "Metrics",
     "Min",
+    "Needs",
     "Sum",
     "advantages",
     "at_last_token",
@@ -116,6 +130,8 @@ __all__ = [
     "linear_token_logprobs",
     "max_rl",
     "merge",
+    "needs",
+    "needs_of",
     "nemo_grpo",
     "nll",
     "on_policy",

@@ -2,8 +2,8 @@
 
 D per token, in nats, is `kl.divergence` with the teacher as reference, a constant. Distributions
 are taken at `temperature` T and the loss is multiplied by T², which keeps the gradient's size.
-Logits are unshifted: the loss at token t is that of the logits at t − 1, and the first token of
-each segment must have weight 0 (docs/numerics.md, Conventions).
+Logits are unshifted: the loss at token t reads the logits at t − 1, and the first token of each
+segment must have weight 0 (docs/numerics.md, Conventions).
 """
 
 import torch

@@ -26,8 +26,9 @@ class LogprobKindError(ValueError):
 class LogprobKind:
     """A distribution: the model's logits / `temperature`, restricted to the filters' support.
 
-    `top_k=0`, `top_p=1` and `min_p=0` are off. `policy_version`: of the weights; None = not
-    recorded. Raises: ValueError for a value out of its range (greedy decoding has no distribution).
+    `top_k=0`, `top_p=1` and `min_p=0` are off. It names no version of the weights: a ratio compares
+    two versions under one kind. Raises: ValueError for a value out of its range (greedy decoding
+    has no distribution).
 
     >>> LogprobKind(temperature=0.7, top_p=0.9).filtered
     True
@@ -37,7 +38,6 @@ class LogprobKind:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    policy_version: int | None = None
 
     def __post_init__(self):
         for name, ok, requirement, remedy in (
@@ -66,11 +66,8 @@ def require_same_support(
     *,
     what_a: str = "left",
     what_b: str = "right",
-    versions: bool = False,
 ) -> None:
     """Raise LogprobKindError unless two kinds have the same temperature and filters.
-
-    The policy's version may differ, as in an importance ratio, unless `versions`.
 
     >>> kind = LogprobKind(top_k=5)
     >>> require_same_support(LogprobKind(), kind, what_a="prev", what_b="generation")
@@ -78,11 +75,7 @@ def require_same_support(
     nemorl.losses.logprobs.LogprobKindError: prev and generation log-probabilities are of ...
     """
     pairs = {f.name: (getattr(kind_a, f.name), getattr(kind_b, f.name)) for f in fields(kind_a)}
-    unlike = [
-        f"{name}: {a} and {b}"
-        for name, (a, b) in pairs.items()
-        if a != b and (name != "policy_version" or (versions and None not in (a, b)))
-    ]
+    unlike = [f"{name}: {a} and {b}" for name, (a, b) in pairs.items() if a != b]
     if unlike:
         raise LogprobKindError(
             f"{what_a} and {what_b} log-probabilities are of different distributions"
@@ -106,7 +99,7 @@ class Logprobs:
     kind: LogprobKind
 
     def __sub__(self, other: "Logprobs") -> Float[Tensor, "*shape"]:
-        require_same_support(self.kind, other.kind, versions=True)
+        require_same_support(self.kind, other.kind)
         return self.values - other.values
 
 

@@ -230,7 +230,7 @@ def reinforce(
     loss_weights: PerToken,
     importance_weights: PerToken | None = None,
 ) -> LossOutput:
-    """Return the plain policy-gradient loss: its gradient is that of −A·log π.
+    """Return the plain policy-gradient loss: its gradient is the gradient of −A·log π.
 
     Its value is −A·sg(r), to compare with the other losses.
     Source: Williams 1992; NeMo RL `disable_ppo_ratio`.

@@ -67,7 +67,7 @@ def overlong_filter(loss_mask: TokenMask, truncated: ResponseMask) -> TokenMask:
 
 
 def stop_properly(rewards: PerResponse, truncated: ResponseMask, *, factor: float) -> PerResponse:
-    """Return rewards with those of truncated responses times `factor`.
+    """Return rewards, with the rewards of truncated responses multiplied by `factor`.
 
     For rewards of at least 0. Raises: ValueError unless 0 ≤ factor ≤ 1.
     Source: ProRL v2; NeMo RL and OpenRLHF `stop_properly_penalty_coef`.

@@ -1,10 +1,11 @@
-"""What a loss returns, metrics that add up, and names of shapes."""
+"""What a loss needs and returns, metrics that add up, and names of shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -21,6 +22,72 @@ PerResponse = Float[Tensor, "batch"]
 ResponseMask = Bool[Tensor, "batch"]
 ResponseIds = Int[Tensor, "batch"]
 PerPair = Float[Tensor, "pairs"]
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a loss reads of the model's output; a backend computes nothing else.
+
+    Without arguments: the log-probability of each token.
+
+    >>> Needs(entropy=True).outputs
+    ('token_logprobs', 'entropy')
+    """
+
+    entropy: bool = False
+    """The entropy of each token's distribution, too."""
+    values: bool = False
+    """The values of a scalar head (`BackendConfig.head`), in place of log-probabilities."""
+
+    def __post_init__(self) -> None:
+        require(
+            not (self.entropy and self.values),
+            "needs.entropy",
+            "can't be given together with values",
+            True,
+            "a scalar head has no distribution of tokens",
+        )
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the tensors that a loss with these needs gets."""
+        if self.values:
+            return ("values",)
+        return ("token_logprobs", "entropy") if self.entropy else ("token_logprobs",)
+
+
+def needs(*, entropy: bool = False, values: bool = False) -> Callable[[Function], Function]:
+    """Declare what a loss reads besides, or in place of, log-probabilities: set its attribute
+    `needs`, in place. A loss without the attribute gets log-probabilities alone.
+
+    >>> @needs(entropy=True)
+    ... def loss(output, batch):
+    ...     return entropy_bonus(output.entropy, batch.loss_weights, coef=1.0)
+    >>> needs_of(loss)
+    Needs(entropy=True, values=False)
+    """
+    wanted = Needs(entropy=entropy, values=values)
+
+    def declare(loss_fn: Function) -> Function:
+        loss_fn.needs = wanted  # type: ignore[attr-defined]
+        return loss_fn
+
+    return declare
+
+
+def needs_of(loss_fn: Callable[..., Any]) -> Needs:
+    """Return what a loss reads of the model's output: its attribute `needs`, or the default.
+
+    >>> needs_of(lambda output, batch: LossOutput(output.token_logprobs.sum(), {}))
+    Needs(entropy=False, values=False)
+    """
+    while isinstance(loss_fn, partial) and not hasattr(loss_fn, "needs"):
+        loss_fn = loss_fn.func
+    found = getattr(loss_fn, "needs", Needs())
+    remedy = "declare it with @nemorl.needs(…)"
+    require(isinstance(found, Needs), "the loss's needs", "must be a Needs", found, remedy)
+    return found
 
 
 @dataclass(frozen=True)

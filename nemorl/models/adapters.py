@@ -123,7 +123,7 @@ def base_of(folder: Path) -> str | None:
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(
             f"{folder / CONFIG} must be a JSON object as PEFT writes it, but can't be read as one"
-            f" ({error}): write it anew"
+            f" ({error}): write it again"
         ) from error
 
 

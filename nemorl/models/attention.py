@@ -1,24 +1,39 @@
-"""What all attention functions share that we give to `transformers`."""
+"""Attention functions of our own in models of `transformers`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from nemorl.checks import require
+
+WITHOUT_EFFECT = (
+    *("cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits"),
+    *("position_ids", "use_cache"),
+)
+"""Keywords that layers pass on, from which no attention is computed."""
+UNSUPPORTED = (
+    *("is_causal", "output_attentions", "s_aux", "softcap"),
+    *("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"),
+)
+"""Keywords that must be None or off; `is_causal` may be on."""
 
 
 def attend(
     query: Float[Tensor, "batch heads new dim"],
     key: Float[Tensor, "batch kv_heads seq dim"],
-    value: Float[Tensor, "batch kv_heads seq dim"],
+    value: Float[Tensor, "batch kv_heads seq value_dim"],
     mask: Tensor | None = None,
     *,
     causal: bool = False,
     dropout: float = 0.0,
     scaling: float | None = None,
-) -> Float[Tensor, "batch new heads dim"]:
-    """Return the attention of each query; heads share keys and values where there are more."""
+) -> Float[Tensor, "batch new heads value_dim"]:
+    """Return the attention of each query; several query heads may share a key and value head."""
     output = scaled_dot_product_attention(
         query,
         key,
@@ -32,9 +47,50 @@ def attend(
     return output.transpose(1, 2).contiguous()
 
 
-def use_attention(model: Any, name: str, function: Callable[..., Any]) -> None:
-    """Have a model attend by `function`. No mask function has this name, so no mask is built."""
+def use_attention(model: Any, name: str, function: Callable[..., Tensor]) -> None:
+    """Have a model attend by function(query, key, value, mask, **options), whose options are
+    dropout, scaling and its own keywords. No mask function has this name, so no mask is built.
+
+    A keyword of the model's that is not an option is checked by `check_options`.
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(name, function)
+    own = signature(function).parameters.keys()
+
+    @torch.compiler.disable  # it would be compiled again for each way in which segments can lie
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        rest = {name: each for name, each in options.items() if name not in own}
+        width = getattr(options.get("context"), "width", key.shape[2])
+        check_options({"is_causal": getattr(module, "is_causal", True), **rest}, width=width)
+        given = {name: each for name, each in options.items() if name in own}
+        return function(query, key, value, mask, **given), None
+
+    AttentionInterface.register(name, attention)
     model.set_attn_implementation(name)
+
+
+def check_options(options: Mapping[str, Any], *, width: int) -> None:
+    """Raise for keywords of a model that would give other numbers than plain causal attention.
+
+    width: tokens of a row; a window at least as wide hides none.
+
+    Raises: ValueError for a keyword with a value that is not supported; TypeError for one that is
+    not known.
+
+    >>> check_options({"position_ids": None, "sliding_window": 8, "softcap": None}, width=8)
+    """
+    for name, value in options.items():
+        if name == "sliding_window":
+            fits, wanted = value is None or value >= width, f"be None or at least {width}"
+        elif name in UNSUPPORTED:
+            fits, wanted = value is None or value is (name == "is_causal"), "be None"
+        elif name in WITHOUT_EFFECT:
+            continue
+        else:
+            raise TypeError(
+                f"the model's attention has a keyword {name!r} that is not supported here: take"
+                " another model, or one of its other attention implementations"
+            )
+        require(fits, f"the attention's {name}", f"must {wanted}", value, "take another model")

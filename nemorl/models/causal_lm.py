@@ -1,15 +1,22 @@
-"""A Hugging Face causal language model: how it is loaded, and its parts."""
+"""A Hugging Face decoder with a head for tokens or for values: how it is loaded, and its parts."""
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from nemorl.checks import require
 from nemorl.models.adapters import base_of, has_adapters, merge_adapters, merge_folder
 from nemorl.models.hub import CONFIG, INDEX, check_supported, loading, read_config
+
+Head = Literal["lm", "scalar"]
+"""What a model has after its decoder: logits of the vocabulary, or one number per token."""
+SCORE = ["score.weight", "score.bias"]
+"""Names of a scalar head's parameters."""
 
 
 def load_causal_lm(
@@ -20,6 +27,7 @@ def load_causal_lm(
     trust_remote_code: bool = False,
     field: str = "model.path",
     experts: bool = False,
+    head: Head = "lm",
 ) -> nn.Module:
     """Load a causal language model in float32 on the CPU.
 
@@ -28,11 +36,11 @@ def load_causal_lm(
     trust_remote_code: run Python code that comes with the model.
     field: the setting that an error names.
     experts: a mixture of experts may be loaded.
+    head: scalar is transformers' AutoModelForTokenClassification with one label. If the folder has
+    no scalar head, its weights are `fresh_head`'s.
 
     Raises: ValueError where the model can't be loaded or is not supported (`check_supported`).
     """
-    from transformers import AutoModelForCausalLM
-
     folder = Path(path)
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if path and (folder / CONFIG).is_file():
@@ -42,50 +50,85 @@ def load_causal_lm(
                 f"the adapters in {path} must name their base model, but they don't: nemorl export"
                 " --lora merged --base-model …"
             )
-        model = load_causal_lm(base, **trust, field=f"the base model of the adapters in {path}")
+        field = f"the base model of the adapters in {path}"
+        model = load_causal_lm(base, seed=seed, **trust, field=field, head=head)
         return merge_folder(model, folder)
     with loading(path, field=field, files=("config.json", INDEX, "generation_config.json")):
+        lacks_head = from_scratch
         if from_scratch:
             torch.manual_seed(seed)
-            config = read_config(path, **trust)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
+            model = from_config(read_config(path, **trust), head, **trust)
         else:
             with _progress_bar(folder):
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = model_class(head).from_pretrained(
                     path,
                     dtype=torch.float32,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # for an error that says which
+                    **({"num_labels": 1} if head == "scalar" else {}),
                     **trust,
                 )
             model, report = loaded
+            lacks_head = set(SCORE) <= report["missing_keys"]
             for key, found, wanted in sorted(report.get("mismatched_keys", ())):
                 raise ValueError(
                     f"its {key} is {list(found)}, where config.json wants {list(wanted)}"
                 )
             # transformers would fill them with random numbers, and only warn.
-            if missing := sorted(report["missing_keys"]):
+            if missing := sorted(report["missing_keys"] - set(SCORE * lacks_head)):
                 names = ", ".join(missing[:3])
                 raise ValueError(f"its weights lack {names}, {len(missing)} in all")
     check_supported(model.config, experts=experts)
+    if head == "scalar":
+        model.config.architectures = [type(model).__name__]
+        if lacks_head:
+            model.load_state_dict(fresh_head(model.config, seed=seed), strict=False)
     return merge_adapters(model) if has_adapters(model) else model
 
 
-def on_meta(source: Any, *, trust_remote_code: bool = False, experts: bool = False) -> Any:
+def model_class(head: Head) -> Any:
+    """Return the class of transformers that makes models with this head."""
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification if head == "scalar" else AutoModelForCausalLM
+
+
+def from_config(config: Any, head: Head = "lm", **trust: Any) -> Any:
+    """Build a model in float32 with random weights from a Hugging Face configuration."""
+    if head == "lm":
+        return model_class(head).from_config(config, dtype=torch.float32, **trust)
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    model = model_class(head).from_config(config, dtype=torch.float32, **trust)
+    model.config.architectures = [type(model).__name__]
+    return model
+
+
+def fresh_head(config: Any, *, seed: int) -> Mapping[str, torch.Tensor]:
+    """Return the initial parameters of a scalar head: normal with the standard deviation that the
+    configuration has for linear layers, and a bias of 0.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(1, config.hidden_size, generator=generator)
+    deviation = getattr(config, "initializer_range", 0.02)
+    return dict(zip(SCORE, (deviation * weight, torch.zeros(1)), strict=True))
+
+
+def on_meta(
+    source: Any, *, trust_remote_code: bool = False, experts: bool = False, head: Head = "lm"
+) -> Any:
     """Build a model in float32 on the meta device, without memory.
 
     source: a Hugging Face configuration, or the folder or hub name of a model.
-    experts: it may be a mixture of experts.
+    experts: it may be a mixture of experts. head: as `load_causal_lm`.
     """
-    from transformers import AutoModelForCausalLM
-
     trust = {"trust_remote_code": trust_remote_code}
     if isinstance(source, str):
         with loading(source):
             source = read_config(source, **trust)
     check_supported(source, experts=experts)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(source, dtype=torch.float32, **trust)
+        return from_config(source, head, **trust)
 
 
 @contextmanager
@@ -124,6 +167,26 @@ def usable_device(name: str | None) -> torch.device:
 def decoder_of(model: nn.Module) -> nn.Module:
     """Return the part that turns token ids into hidden states."""
     return model.get_decoder()  # type: ignore[operator]
+
+
+def is_scalar(model: Any) -> bool:
+    """Return whether a model has a scalar head."""
+    score = getattr(model, "score", None)
+    return isinstance(score, nn.Linear) and score.out_features == 1
+
+
+def head_of(model: Any) -> Any:
+    """Return a model's last layer: its scalar head or its output layer."""
+    return model.score if is_scalar(model) else model.get_output_embeddings()
+
+
+def require_head(model: nn.Module, head: Head) -> None:
+    """Raise ValueError unless a given model has this head."""
+    wanted = "AutoModelForTokenClassification with num_labels=1"
+    if head == "lm":
+        wanted = "AutoModelForCausalLM"
+    fits, remedy = is_scalar(model) == (head == "scalar"), f"load it with transformers' {wanted}"
+    require(fits, "model", f"must have the head {head!r}", type(model).__name__, remedy)
 
 
 def head_weight(model: nn.Module) -> torch.Tensor:

@@ -93,7 +93,9 @@ def has_own_code(part: Any) -> bool:
 
 
 def copy_code(folder: Path | str, *parts: Any) -> None:
-    """Copy the code of those that have some into a folder that gets their config.json."""
+    """Copy the code of configurations, models and tokenizers that have some of their own into a
+    folder that gets their config.json.
+    """
     from transformers.dynamic_module_utils import custom_object_save
 
     for part in filter(has_own_code, parts):
@@ -132,7 +134,7 @@ def loading(
     except Exception as error:  # transformers refuses broken files with any
         for file in map(Path(name).joinpath, files):
             if file.is_file() and not is_object(file):
-                raise cannot_load(name, f"{file.name} is no JSON object", field=field) from error
+                raise cannot_load(name, f"{file.name} is not a JSON object", field=field) from error
         raise cannot_load(name, error, field=field) from error
 
 

@@ -23,7 +23,7 @@ def model_folder(name: str) -> str:
             raise cannot_load(name, f"there is no folder {name}", remedy="check the path")
         require_hub(name, "config.json", CONFIG)
     if (path / "config.json").is_file() and not is_object(path / "config.json"):
-        raise cannot_load(name, "config.json is no JSON object")
+        raise cannot_load(name, "config.json is not a JSON object")
     has_model = any((path / file).exists() for file in ("config.json", CONFIG))
     if has_model and not (path / "config.yaml").exists():
         return name
@@ -52,7 +52,7 @@ def weights_folder(name: str, *, trust_remote_code: bool = False) -> Path | None
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors that `transformers` reads: model.safetensors or those of the index."""
+    """Return the safetensors that `transformers` reads: model.safetensors, or the index's files."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     if not (folder / INDEX).is_file():

@@ -109,7 +109,7 @@ class TensorFiles:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Those of the whole tensors by name. Raises ValueError if a piece is missing."""
+        """Shapes of the whole tensors by name. Raises ValueError if a piece is missing."""
         return {name: self._shape(name) for name in self._pieces}
 
     def read(
@@ -154,7 +154,7 @@ def _stored(file: CheckedFile) -> Iterator[_Stored]:
         offsets = json.loads(header.pop("__metadata__", {}).get(OFFSETS, "{}"))
         size = begin + max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedFile(f"{file.path} is no safetensors file ({error!r})") from error
+        raise DamagedFile(f"{file.path} is not a safetensors file ({error!r})") from error
     if size != file.size:
         raise DamagedFile(f"{file.path} is incomplete: it has {file.size} bytes instead of {size}")
     for name, entry in header.items():

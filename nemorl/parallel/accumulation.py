@@ -1,17 +1,23 @@
-"""Optimizer steps along gradients that are added up over batches: what backends have in common."""
+"""What the built-in backends have in common: outputs of a model, and optimizer steps along
+gradients that are added up over batches.
+"""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
-from nemorl.losses.types import Metrics, merge
-from nemorl.parallel.backend import LossFn, require_loss_weights
+from nemorl.losses.logprobs import Logprobs
+from nemorl.losses.types import Metrics, Needs, merge, needs_of
+from nemorl.models.causal_lm import is_scalar
+from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.measure import StepMeter, of_step
 from nemorl.parallel.optimizer import learning_rate, require_finite
@@ -20,7 +26,7 @@ from nemorl.parallel.world import World
 
 
 class Accumulating(ABC):
-    """`train_step`, `forward_backward` and `optim_step` of a rank, or of a process by itself."""
+    """`train_step` and its two halves, `compute` and its cases, of a rank or a single process."""
 
     config: BackendConfig
     world: World
@@ -29,13 +35,26 @@ class Accumulating(ABC):
     def __init__(self) -> None:
         self._batches: list[TokenBatch] = []
         self._loss = torch.zeros(())
-        """Of the gradients that no step was taken along yet."""
+        """Loss whose gradient no step was taken along yet."""
         self._copied = 0
         """Tokens of prompts that these microbatches computed once for several sequences."""
         self.step = 0
 
+    @property
     @abstractmethod
-    def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
+    def model(self) -> Any:
+        """The model that trains. Raises RuntimeError before `setup` and after `shutdown`."""
+
+    @abstractmethod
+    def _compute(
+        self, batch: TokenBatch, needs: Needs, *, reference: bool = False
+    ) -> ForwardOutput:
+        """Return what `compute` does; with `reference` of the initial model, which is kept."""
+
+    @abstractmethod
+    def _gradients(
+        self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
+    ) -> tuple[Metrics, Tensor]:
         """Add the gradient; return the metrics of this rank's rows and the whole loss."""
 
     @abstractmethod
@@ -50,6 +69,30 @@ class Accumulating(ABC):
     def _update(self, grad_norm: Tensor, lr: float) -> None:
         """Change the weights."""
 
+    def compute(self, batch: TokenBatch, needs: Needs) -> ForwardOutput:
+        self._require_head(needs)
+        return self._compute(batch, needs)
+
+    def get_logprobs(self, batch: TokenBatch) -> Logprobs:
+        return Logprobs(self.compute(batch, Needs()).token_logprobs, batch.logprob_kind)
+
+    def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
+        if not self.config.keep_reference:
+            raise RuntimeError(
+                "no reference model is kept: set up the backend with keep_reference=True"
+            )
+        output = self._compute(batch, Needs(), reference=True)
+        return Logprobs(output.token_logprobs, batch.logprob_kind)
+
+    def _require_head(self, needs: Needs) -> None:
+        """Raise ValueError unless the model's head gives what is needed."""
+        head, remedy = "lm", "set up the backend with head='scalar'"
+        if is_scalar(self.model):
+            head, remedy = "scalar", "a loss declares it with @nemorl.needs(values=True)"
+        fits = needs.values == (head == "scalar")
+        requirement = f"can't be had of a model with head {head!r}"
+        require(fits, " and ".join(needs.outputs), requirement, "needed", remedy)
+
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Take an optimizer step on a batch alone: `forward_backward`, then `optim_step`.
 
@@ -59,17 +102,19 @@ class Accumulating(ABC):
         return {**self.forward_backward(batch, loss_fn), **self.optim_step()}
 
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Add the gradient of a batch's loss to that of the next `optim_step`, and return the
-        metrics of the loss. An error drops what was added since the last step.
+        """Add the gradient of a batch's loss for the next `optim_step`, and return the loss's
+        metrics. An error drops what was added since the last step.
         """
         require_loss_weights(batch)
+        needs = needs_of(loss_fn)
+        self._require_head(needs)
         if not self._batches:
             self.meter.begin()
             self._zero_grad()
         step, rank = self.step + 1, self.world.rank
         try:
             with profiled(self.config.profile, step=step, rank=rank, last=False):
-                metrics, loss = self._gradients(batch, loss_fn)
+                metrics, loss = self._gradients(batch, loss_fn, needs)
         except BaseException:
             self._forget()
             raise
@@ -90,7 +135,7 @@ class Accumulating(ABC):
             grad_norm = self._grad_norm()
             require_finite(loss, grad_norm, step=self.step + 1)
             lr = learning_rate(self.step, config.optimizer, total_steps=config.total_steps)
-            # Counted before the weights change: after an error amid it the step has begun.
+            # Counted before the weights change: after an error in the update the step has begun.
             self.step += 1
             self._update(grad_norm, lr)
             measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from nemorl.models.attention import attend
@@ -83,39 +83,40 @@ def tokens_in_buckets(
     return tuple(buckets)
 
 
-@torch.compiler.disable  # it would be compiled anew for each way in which segments can lie
 def segment_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: Float[Tensor, "batch heads seq dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    mask: Tensor | None = None,
+    *,
     dropout: float = 0.0,
     scaling: float | None = None,
     segment_buckets: SegmentBuckets | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Return `[batch, seq, heads, dim]` from `[batch, heads, seq, dim]`.
-
-    Masked if there is a mask (decoding), else causal, within each segment.
+) -> Float[Tensor, "batch seq heads value_dim"]:
+    """Return the attention of each token: with a mask (decoding) to what it shows, otherwise to
+    the token itself and those before it in its segment.
     """
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
-    if attention_mask is not None or segment_buckets is None:
-        causal = attention_mask is None and query.shape[2] > 1
+    if mask is not None or segment_buckets is None:
+        causal = mask is None and query.shape[2] > 1
         if causal and query.shape[2] != key.shape[2]:
             raise ValueError(
                 "several new tokens after cached ones need an attention mask: set the model's"
                 " attention implementation back to sdpa"
             )
-        return attend(query, key, value, attention_mask, causal=causal, **options), None
+        return attend(query, key, value, mask, causal=causal, **options)
     # [tokens, heads · dim]
     flat = [x.transpose(1, 2).flatten(0, 1).flatten(1) for x in (query, key, value)]
     outputs = []
     for tokens in segment_buckets.tokens:
-        taken = (x.index_select(0, tokens.flatten()).view(*tokens.shape, -1) for x in flat)
-        q, k, v = (x.unflatten(-1, (-1, query.shape[-1])).transpose(1, 2) for x in taken)
+        q, k, v = (
+            x.index_select(0, tokens.flatten())
+            .view(*tokens.shape, whole.shape[1], whole.shape[3])
+            .transpose(1, 2)
+            for x, whole in zip(flat, (query, key, value), strict=True)
+        )
         outputs.append(attend(q, k, v, causal=True, **options).reshape(tokens.numel(), -1))
     outputs.append(outputs[0].new_zeros(1, outputs[0].shape[1]))  # what padding gets
     output = torch.cat(outputs).index_select(0, segment_buckets.places)
-    batch, heads, seq, dim = query.shape
-    return output.view(batch, seq, heads, dim), None
+    batch, heads, seq, _ = query.shape
+    return output.view(batch, seq, heads, value.shape[3])

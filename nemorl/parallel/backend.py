@@ -2,32 +2,65 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from nemorl.checks import own_methods
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import LossOutput, Metrics
+from nemorl.losses.types import LossOutput, Metrics, Needs, PerToken
+
+REMEDIES = {
+    "token_logprobs": "remove values=True from its needs, or read output.values",
+    "entropy": "declare it with @nemorl.needs(entropy=True)",
+    "values": "declare them with @nemorl.needs(values=True)",
+}
+"""How a loss gets each output of a model."""
 
 
-@dataclass(frozen=True)
 class ForwardOutput:
-    """The current policy on a (micro)batch, in the batch's own layout and `logprob_kind`; of the
-    tokens in `loss_mask`, 0 elsewhere.
+    """A model's outputs for a batch, each of shape (batch, seq): what a loss reads.
+
+    Index t belongs to token t of `input_ids`; 0 where nothing was computed. Only outputs that
+    the loss's `Needs` names are computed; reading another raises AttributeError, which says how to
+    declare it.
+
+    >>> import torch
+    >>> ForwardOutput(torch.zeros(1, 2)).token_logprobs.tolist()
+    [[0.0, 0.0]]
     """
 
-    token_logprobs: Float[Tensor, "batch seq"]
-    entropy: Float[Tensor, "batch seq"]
+    token_logprobs: PerToken
+    """log p(x_t | x_<t) under the batch's `logprob_kind`."""
+    entropy: PerToken
+    """Entropy of the distribution that token t is drawn from, in nats."""
+    values: PerToken
+    """Value of the text before token t, x_<t: what a scalar head makes of its last hidden state."""
+
+    def __init__(
+        self,
+        token_logprobs: PerToken | None = None,
+        entropy: PerToken | None = None,
+        *,
+        values: PerToken | None = None,
+    ) -> None:
+        found = {"token_logprobs": token_logprobs, "entropy": entropy, "values": values}
+        vars(self).update({name: each for name, each in found.items() if each is not None})
+
+    def __getattr__(self, name: str) -> Any:
+        # Only for what `__init__` did not get.
+        if name in REMEDIES:
+            raise AttributeError(f"the loss did not say that it needs {name}: {REMEDIES[name]}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
 
 LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]
-"""A loss as a trainer calls it: once per microbatch; the outputs add (docs/numerics.md)."""
+"""A loss as a trainer calls it: once per microbatch; the outputs add (docs/numerics.md). What it
+reads besides log-probabilities it declares with `nemorl.needs`.
+"""
 
 
 @runtime_checkable
@@ -42,8 +75,8 @@ class TrainingBackend(Protocol):
         """Take a loaded model to train; without one `setup` loads what the configuration names."""
 
     step: int
-    """Optimizer steps begun: while it stands still, so do the weights. Part of a checkpoint. It is
-    counted where a backend has none.
+    """Optimizer steps begun; the weights change with it alone. Part of a checkpoint. A backend
+    without it is wrapped in one that counts (`SmallBackend`).
     """
 
     def setup(self, config: Any) -> None:
@@ -58,8 +91,8 @@ class TrainingBackend(Protocol):
         """
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
-        """Return the current policy's token logprobs, without gradient, in the batch's layout; of
-        the tokens in `response_mask`.
+        """Return the log-probability of each token in `response_mask` under the current model,
+        without gradient, in the batch's layout; 0 elsewhere.
         """
 
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
@@ -82,8 +115,8 @@ class FullTrainingBackend(TrainingBackend, Protocol):
     """A training backend with every method that some run needs."""
 
     def forward_backward(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
-        """Add the gradient of a batch's loss to that of the next `optim_step`; its `loss_weights`
-        are those of the whole step. Returns the loss's metrics.
+        """Add the gradient of a batch's loss to the gradient of the next `optim_step`. The batch's
+        `loss_weights` are built for the whole step. Returns the loss's metrics.
         """
 
     def optim_step(self) -> Metrics:
@@ -92,7 +125,17 @@ class FullTrainingBackend(TrainingBackend, Protocol):
         """
 
     def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
-        """Return those of the frozen reference model; an error where none is kept."""
+        """Return each token's log-probability, of shape (batch, seq), under the initial model.
+
+        Raises: RuntimeError unless the backend was set up with `keep_reference`.
+        """
+
+    def compute(self, batch: TokenBatch, needs: Needs) -> ForwardOutput:
+        """Return the model's output for each token in `response_mask`, without gradient; nothing
+        that `needs` does not name is computed. `get_logprobs` is the case `Needs()`.
+
+        Raises: ValueError for log-probabilities of a scalar head and values of a language model.
+        """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter under its Hugging Face name, tied ones once."""
@@ -128,7 +171,7 @@ NEEDED = (
     "load_checkpoint",
     "shutdown",
 )
-"""The methods without which a class is no training backend."""
+"""The methods that every training backend has."""
 
 
 def check_training_backend(cls: type) -> None:
@@ -141,17 +184,19 @@ def check_training_backend(cls: type) -> None:
 
 
 def as_training_backend(backend: Any) -> Any:
-    """Return a backend that may have only the `NEEDED` methods in the form that loops use: with
-    `step`, `Logprobs`, and no method that would do nothing.
+    """Return `backend` if it has `step` and all of `FullTrainingBackend`, else a `SmallBackend`
+    around it.
     """
     complete = own_methods(backend, FullTrainingBackend) >= own_methods(FullTrainingBackend, object)
     return backend if complete and hasattr(backend, "step") else SmallBackend(backend)
 
 
 class SmallBackend:
-    """A backend that has few methods. A `step` that it has not is counted, and is part of its
-    checkpoints; a tensor from get_logprobs has the batch's `logprob_kind`. A method that it lacks
-    is an AttributeError.
+    """Adapts a backend with only the `NEEDED` methods, or some more, to `FullTrainingBackend`.
+
+    Counts optimizer steps if the backend has no `step`, and saves the count in checkpoints. Wraps
+    log-probabilities in `Logprobs` of the batch's `logprob_kind`. Raises AttributeError for a
+    method that the backend lacks.
     """
 
     def __init__(self, inner: Any) -> None:

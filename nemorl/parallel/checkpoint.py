@@ -186,7 +186,7 @@ class Saved:
             self.state: dict[str, Any] = json.loads(bytes(state))
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]], *, lora: bool = False) -> TensorFiles:
-        """Return the weights. Raises ValueError unless they are those of a model with `shapes`, or
+        """Return the weights. Raises ValueError unless they belong to a model with `shapes`, or
         of its adapters.
         """
         files = self.path.glob(WEIGHTS if lora else "model*.safetensors")
@@ -203,14 +203,14 @@ class Saved:
         return stored
 
     def optimizer(self, names: Iterable[str]) -> TensorFiles:
-        """Return the optimizer's state. Raises ValueError unless it is that of the parameters of
+        """Return the optimizer's state. Raises ValueError unless it belongs to the parameters of
         these names.
         """
         stored = TensorFiles(self.path.glob("optimizer*.safetensors"), self.checksums)
         saved = {key.rpartition(".")[0] for key in stored.shapes}
         if saved and (wrong := sorted(saved ^ set(names))):
             raise ValueError(
-                f"the optimizer's state in {self.path} must be that of the parameters that train,"
+                f"the optimizer's state in {self.path} must belong to the parameters that train,"
                 f" but differs in {', '.join(wrong[:5])}: go on with the settings of that run"
             )
         return stored

@@ -9,7 +9,7 @@ from nemorl.checks import at_least, refuse_unused, require
 from nemorl.parallel.plan import ParallelPlan
 
 MICRO_BATCH_TOKENS = 16_384
-"""Of a forward pass, where nothing is said."""
+"""Default size of a microbatch, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +271,11 @@ class BackendConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
+    head: Literal["lm", "scalar"] = "lm"
+    """Last layer of the model: lm (log-probabilities of tokens), or scalar (one value per token, of
+    a critic): transformers' AutoModelForTokenClassification with one label. If the model's folder
+    has no scalar head, its weights are random, from `seed`.
+    """
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     seed: int = 0
     """Seed of random weights, adapters and dropout."""
@@ -289,3 +294,8 @@ class BackendConfig:
 
     def __post_init__(self) -> None:
         check_lora(self.lora, self.model)
+        if self.head == "scalar":
+            rank, requirement = self.lora.rank, "must be 0 with a scalar head, which must train"
+            require(not rank, "lora.rank", requirement, rank, "remove it")
+            requirement = "must be off with a scalar head, which has no log-probabilities"
+            require(not self.keep_reference, "keep_reference", requirement, True, "remove it")

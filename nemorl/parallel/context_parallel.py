@@ -76,6 +76,11 @@ class ContextState:
     of the ranks. In the queries' dtype, or each layer would make and keep one of its own.
     """
 
+    @property
+    def width(self) -> int:
+        """Tokens of a whole row."""
+        return len(self.split.order)
+
     @classmethod
     def with_bias(
         cls,
@@ -93,35 +98,33 @@ class ContextState:
         return cls(split, bias=zero.where(sees, -torch.inf)[:, None])
 
 
-@torch.compiler.disable
 def context_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: Float[Tensor, "batch heads part dim"],
+    key: Float[Tensor, "batch kv_heads part dim"],
+    value: Float[Tensor, "batch kv_heads part value_dim"],
+    mask: None = None,
+    *,
+    context: ContextState,
     dropout: float = 0.0,
     scaling: float | None = None,
-    context: ContextState | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Return `[batch, part, heads, dim]` from `[batch, heads, part, dim]` of this rank's tokens.
+) -> Float[Tensor, "batch part heads value_dim"]:
+    """Return the attention of this rank's tokens.
 
     ulysses (DeepSpeed): all-to-all, after which each rank has all tokens of some heads; keys are
     repeated where their heads don't divide. allgather (Llama 3): each rank collects all keys and
     values for its own queries.
     """
-    assert context is not None and attention_mask is None
     split = context.split
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
     if context.bias is not None:
-        key, value = all_gather(torch.stack((key, value)), 3, split.group).unbind(0)
-        return attend(query, key, value, context.bias, **options), None
+        both = all_gather(torch.cat((key, value), -1), 2, split.group)
+        key, value = both.split((key.shape[-1], value.shape[-1]), -1)
+        return attend(query, key, value, context.bias, **options)
     if key.shape[1] % dist.get_world_size(split.group):
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     whole = [
         exchange(x, split=1, join=2, group=split.group).index_select(2, split.back)
         for x in (query, key, value)
     ]
-    output, _ = segment_attention(module, *whole, None, segment_buckets=context.buckets, **options)
-    return exchange(output.index_select(1, split.order), split=1, join=2, group=split.group), None
+    output = segment_attention(*whole, segment_buckets=context.buckets, **options)
+    return exchange(output.index_select(1, split.order), split=1, join=2, group=split.group)

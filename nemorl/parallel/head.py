@@ -1,4 +1,4 @@
-"""What a model on ranks gets of a microbatch, and what its head reads."""
+"""What a model on ranks gets of a microbatch, and what its head reads and computes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import LogprobKind
+from nemorl.losses.segments import at_least_float32
+from nemorl.losses.types import Needs
 from nemorl.parallel.collectives import all_gather_same
 from nemorl.parallel.context_parallel import ContextState, RowSplit
 from nemorl.parallel.tokens import Work, split_work, work_of
@@ -28,7 +30,8 @@ class HeadInputs:
     """The token that each one predicts."""
     kind: LogprobKind
     chunk: int
-    with_entropy: bool
+    """Tokens whose logits are in memory at a time."""
+    needs: Needs
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,9 @@ class RankInputs:
 
     @classmethod
     def of(
-        cls, batch: TokenBatch, work: Work, world: World, *, chunk: int, with_entropy: bool
+        cls, batch: TokenBatch, work: Work, world: World, *, chunk: int, needs: Needs
     ) -> RankInputs:
-        head = HeadInputs(work.states, work.next_ids, batch.logprob_kind, chunk, with_entropy)
+        head = HeadInputs(work.states, work.next_ids, batch.logprob_kind, chunk, needs)
         values: dict[str, Any] = {"input_ids": work.input_ids, "position_ids": work.position_ids}
         if work.split is None:
             return cls({**values, "head_inputs": head, "segment_buckets": work.buckets}, work)
@@ -59,8 +62,8 @@ class RankInputs:
     def whole(
         self, found: Iterable[Float[Tensor, "tokens"]], batch: TokenBatch
     ) -> Iterator[Float[Tensor, "batch seq"]]:
-        """Yield what the model found (log-probabilities, entropies) in the microbatch's layout, 0
-        where none was asked for; with cp a collective call.
+        """Yield the model's outputs (log-probabilities, entropies or values) in the microbatch's
+        layout, 0 where none was asked for; with cp a collective call.
         """
         for values in found:
             if (split := self.work.split) is None:
@@ -72,6 +75,17 @@ class RankInputs:
             # gradient of it.
             whole = all_gather_same(part, 1, split.group).index_select(1, split.back)
             yield nn.functional.pad(whole[:, :-1], (1, 0))
+
+
+def values_of(
+    states: Float[Tensor, "tokens hidden"],
+    weight: Float[Tensor, "1 hidden"],
+    bias: Float[Tensor, "1"],
+) -> Float[Tensor, "tokens"]:
+    """Return states · weight + bias in float32 at least, also under autocast."""
+    states = at_least_float32(states)
+    with torch.autocast(states.device.type, enabled=False):
+        return nn.functional.linear(states, weight.to(states), bias.to(states))[:, 0]
 
 
 def planned(

@@ -176,7 +176,7 @@ def _numbered(device: torch.device) -> torch.device:
 
 
 gpu_peaks = GpuPeaks()
-"""Of this process."""
+"""GPU memory peaks of this process."""
 
 
 def peak_memory(device: torch.device) -> int:
@@ -186,7 +186,7 @@ def peak_memory(device: torch.device) -> int:
     status = Path("/proc/self/status")
     if not status.exists():
         return psutil.Process().memory_info().rss
-    # Not ru_maxrss, which is that of the parent process where it had more.
+    # Not ru_maxrss, which is the parent process's where it had more.
     lines = status.read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 

@@ -5,8 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nemorl.checks import at_least, require
+from nemorl.parallel.traits import TrainingTraits
 
 Precision = Literal["float32", "bfloat16"]
+TRAITS = TrainingTraits()
+"""Traits of a backend that says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +143,9 @@ class ParallelPlan:
         require(not sharing % self.ep, "parallel.ep", requirement, self.ep, "raise dp_shard")
         return plan
 
-    def problems(self, model: Any, *, backend: str = "dtensor") -> Iterator[str]:
-        """Yield a sentence per number that does not divide, for a (Hugging Face) configuration and
-        a training backend.
+    def problems(self, model: Any, *, traits: TrainingTraits = TRAITS) -> Iterator[str]:
+        """Yield a sentence per number that does not divide, for a model's (Hugging Face)
+        configuration and what the training backend can do.
         """
         heads = model.num_attention_heads
         kv_heads = getattr(model, "num_key_value_heads", None) or heads
@@ -152,8 +155,8 @@ class ParallelPlan:
             "intermediate_size": model.intermediate_size,
             "vocab_size": model.vocab_size,
         }
-        if backend == "megatron" and not self.tp % kv_heads:
-            del sizes["num_key_value_heads"]  # several ranks have the same ones
+        if traits.repeats_kv_heads and not self.tp % kv_heads:
+            del sizes["num_key_value_heads"]
         for name, size in sizes.items():
             if size % self.tp:
                 yield f"parallel.tp {self.tp} does not divide the model's {name} {size}"
@@ -166,7 +169,7 @@ class ParallelPlan:
             yield f"parallel.tp {self.tp} does not divide the model's moe_intermediate_size {width}"
         if experts and self.tp > 1 and not self.sequence_parallel:
             yield f"experts with parallel.tp {self.tp} need parallel.sequence_parallel"
-        if self.pp > 1 and backend == "dtensor":
+        if self.pp > 1 and not traits.pipelines:
             yield f"parallel.pp {self.pp} is for trainer.backend megatron"
         elif model.num_hidden_layers % self.num_stages:
             stages = f"pp {self.pp}" + f" · vpp {self.vpp}" * (self.vpp > 1)
@@ -180,20 +183,20 @@ class ParallelPlan:
                 f" num_attention_heads {heads}, which cp_method ulysses needs (allgather does not)"
             )
 
-    def check(self, model: Any, *, backend: str = "dtensor") -> None:
+    def check(self, model: Any, *, traits: TrainingTraits = TRAITS) -> None:
         """Raise a ValueError with everything in `problems`."""
-        if not (found := list(self.problems(model, backend=backend))):
+        if not (found := list(self.problems(model, traits=traits))):
             return
         alone = [replace(self, tp=tp, cp=1, pp=1, vpp=1, ep=1) for tp in range(1, 65)]
-        fits = [plan.tp for plan in alone if not any(plan.problems(model, backend=backend))]
+        fits = [plan.tp for plan in alone if not any(plan.problems(model, traits=traits))]
         remedy = f"parallel.tp may be {', '.join(map(str, fits))} here"
         if self.tp in fits:
             remedy = "take parallel.cp_method allgather, or another cp"
-            if any(replace(self, cp=1, pp=1, vpp=1).problems(model, backend=backend)):
+            if any(replace(self, cp=1, pp=1, vpp=1).problems(model, traits=traits)):
                 remedy = "change parallel.ep, or remove it"
-            elif self.pp > 1 and backend == "dtensor":
+            elif self.pp > 1 and not traits.pipelines:
                 remedy = "add --trainer.backend megatron, or remove it"
-            elif any(replace(self, cp=1).problems(model, backend=backend)):
+            elif any(replace(self, cp=1).problems(model, traits=traits)):
                 remedy = self._pipelines(model.num_hidden_layers)
         raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")
 

@@ -26,11 +26,11 @@ class Work:
     position_ids: Int[Tensor, "_ _"]
     buckets: SegmentBuckets | None
     targets: Int[Tensor, "tokens"]
-    """The places in the flattened microbatch of the tokens whose log-probability is computed; with
-    context parallelism those of their states.
+    """Indices, into the flattened microbatch, of the tokens whose log-probability is computed. With
+    context parallelism the indices of the states that predict them.
     """
     states: Int[Tensor, "tokens"]
-    """The place of the hidden state that predicts each, in the flattened `input_ids`."""
+    """Indices, into the flattened `input_ids`, of the hidden states that predict these tokens."""
     next_ids: Int[Tensor, "tokens"]
     copied: int = 0
     """Tokens of repeated prompts, which are not computed again."""
@@ -39,7 +39,7 @@ class Work:
     rank's.
     """
     shared: tuple[Tensor, Tensor] | None = None
-    """Of shared prompts, what `once` found; it stays in main memory."""
+    """With shared prompts, what `once` returns; it stays in main memory."""
 
     def rows(self, values: Float[Tensor, "tokens"], like: Tensor) -> Float[Tensor, "batch seq"]:
         """Return values of `targets` in the microbatch's layout; 0 elsewhere."""
@@ -51,7 +51,7 @@ class Work:
     ) -> Shaped[Tensor, "_ _ *rest"]:
         """Return a microbatch's values of the tokens in `input_ids`, in its layout.
 
-        free: the value where there is no token.
+        free: the value of padding.
         """
         if self.split is not None:
             return self.split.take(values)

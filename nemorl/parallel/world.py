@@ -28,7 +28,7 @@ SLOWEST_SAVE = timedelta(days=1)
 class World:
     """The place of a process along the axes of the mesh, and its groups (None if it is alone).
 
-    Its rows are those of `data_rank`; of each row it holds the tokens of `cp_rank`.
+    It has the rows of `data_rank`; of each row it holds the tokens of `cp_rank`.
     """
 
     plan: ParallelPlan

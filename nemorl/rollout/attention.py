@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -13,28 +13,27 @@ ATTENTION_NAME = "nemorl_cached"
 
 
 def cached_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    query: Float[Tensor, "batch heads new dim"],
+    key: Float[Tensor, "batch kv_heads seq dim"],
+    value: Float[Tensor, "batch kv_heads seq value_dim"],
+    mask: Tensor | None,
+    *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """`[batch, heads, new, head_dim]` to `[batch, new, heads, head_dim]`; mask: a new token sees.
+) -> Float[Tensor, "batch new heads value_dim"]:
+    """Return the attention of new tokens to the cached ones that the mask shows.
 
     One new token's heads that share a key head are taken as several tokens of that head: repeating
     keys and values for each would copy the whole cache in every layer.
     """
     batch, heads, new, dim = query.shape
     if new > 1:
-        return attend(query, key, value, attention_mask, dropout=dropout, scaling=scaling), None
+        return attend(query, key, value, mask, dropout=dropout, scaling=scaling)
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], dim)
     output = scaled_dot_product_attention(
-        grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+        grouped, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
-    return output.reshape(batch, 1, heads, dim), None
+    return output.reshape(batch, 1, heads, value.shape[3])
 
 
 @contextmanager

@@ -2,29 +2,23 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn.functional import pad
 
-from nemorl.data.batch import Example, TokenBatch, collate
+from nemorl.checks import require
+from nemorl.data.batch import TokenBatch, collate
 from nemorl.data.datasets import as_messages, prompt_of
-from nemorl.data.rows import own_copy
+from nemorl.data.rows import origin_of
 from nemorl.losses.logprobs import LogprobKind
-from nemorl.rollout.environment import (
-    ONE_TURN,
-    EnvironmentInterface,
-    check_counts,
-    reward_tensor,
-)
+from nemorl.rollout.conversation import Conversation, Episode, Failure, Outcome, examples_of
+from nemorl.rollout.environment import ONE_TURN, EnvironmentInterface, reward_tensor
+from nemorl.rollout.episodes import converse
 from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
-from nemorl.rollout.random import derive_seed
-from nemorl.user_code import exit_is_error
-
-LISTS = ("rows", "prompts", "texts", "completions", "answers")
-"""Fields of `Rollouts` with one entry per response that are no tensors."""
+from nemorl.rollout.signature import name_of
 
 
 @dataclass(frozen=True)
@@ -33,6 +27,8 @@ class Prompts:
 
     rows: Sequence[Mapping[str, Any]]
     token_ids: Sequence[Sequence[int]]
+    groups: Sequence[int] = ()
+    """The number of each prompt's group in the run; empty: not numbered yet."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -42,6 +38,7 @@ class Prompts:
             self,
             rows=[self.rows[i] for i in indices],
             token_ids=[self.token_ids[i] for i in indices],
+            groups=[self.groups[i] for i in indices] if self.groups else (),
         )
 
     def messages(self, index: int) -> list[Mapping[str, Any]]:
@@ -53,27 +50,47 @@ class Prompts:
 class Rollouts:
     """Responses and their rewards, prompt by prompt: one entry per response."""
 
-    rows: Sequence[Mapping[str, Any]]
-    prompts: Sequence[Sequence[int]]
+    conversations: Sequence[Conversation]
+    """Each with one turn."""
     texts: Sequence[str]
-    """Of the prompts."""
-    completions: Sequence[Completion]
+    """Texts of the prompts."""
     rewards: Float[Tensor, "batch"]
-    group_id: Int[Tensor, "batch"]
-    """Which responses answer the same prompt."""
-    answers: Sequence[str | None]
+    """Rewards as the environment's global post-processing left them."""
     kind: LogprobKind
-    metrics: Mapping[str, float]
-    """Of the environment."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of the environment."""
     components: Mapping[str, Float[Tensor, "batch"]] = field(default_factory=dict)
-    """Of several rewards, each by name before it is weighted."""
+    """Several rewards, each by name before it is weighted."""
+
+    @cached_property
+    def rows(self) -> Sequence[Mapping[str, Any]]:
+        return [conversation.row for conversation in self.conversations]
+
+    @cached_property
+    def prompts(self) -> Sequence[Sequence[int]]:
+        """Token ids."""
+        return [conversation.turns[0].prompt for conversation in self.conversations]
+
+    @cached_property
+    def completions(self) -> Sequence[Completion]:
+        return [conversation.turns[0].completion for conversation in self.conversations]
+
+    @cached_property
+    def answers(self) -> Sequence[str | None]:
+        """What was read as each response's answer."""
+        return [getattr(each.outcome, "answer", None) for each in self.conversations]
+
+    @cached_property
+    def group_id(self) -> Int[Tensor, "batch"]:
+        """The number of each response's group in the run: equal for the responses to one prompt."""
+        return torch.tensor([each.group for each in self.conversations], dtype=torch.long)
 
     def __len__(self) -> int:
-        return len(self.completions)
+        return len(self.conversations)
 
     @property
     def correct(self) -> Bool[Tensor, "batch"]:
-        """Whose reward is at least 1; of several rewards the first counts."""
+        """True where the reward is at least 1; of several rewards the first counts."""
         return next(iter(self.components.values()), self.rewards) >= 1
 
     def reward_metrics(self) -> dict[str, float]:
@@ -101,86 +118,103 @@ class Rollouts:
 
 def collect(
     generator: GenerationBackend,
-    environment: EnvironmentInterface,
+    environment: EnvironmentInterface | Episode,
     prompts: Prompts,
     sampling: SamplingParams,
     *,
     seed: int,
-    first_group: int = 0,
 ) -> Rollouts:
-    """Sample `sampling.n` responses to each prompt and have them judged.
+    """Have `sampling.n` conversations of one turn about each prompt, judged by an environment or
+    ended by an episode, `async def episode(row, policy) -> Outcome`.
 
-    Group i, counted from `first_group`, samples from the seed `derive_seed(seed, i)`: a response
-    depends on nothing else in the batch. Raises: ValueError where the environment goes on after the
-    first response.
+    Group g of `prompts.groups` (empty: 0, 1, 2, ...) samples from the seed `derive_seed(seed, g)`:
+    a response depends on nothing else in the batch. Raises: ValueError for more turns than one; the
+    exception of an episode.
     """
-    requests = [
-        replace(sampling, seed=derive_seed(seed, first_group + i)) for i in range(len(prompts))
-    ]
-    completions = generator.generate(prompts.token_ids, requests)
-    index = [i for i in range(len(prompts)) for _ in range(sampling.n)]
-    logs = [
-        [*prompts.messages(i), {"role": "assistant", "content": c.text}]
-        for i, c in zip(index, completions, strict=True)
-    ]
-    size, name = len(logs), type(environment).__name__
-    with exit_is_error(f"environment {name!r}"):
-        result = environment.step(logs, [own_copy(prompts.rows[i]) for i in index])
-    check_counts(result, size, name)
-    if not all(result.terminateds):
-        raise ValueError(f"environment {name!r} {ONE_TURN}")
-    texts = ["\n".join(str(message["content"]) for message in log[:-1]) for log in logs]
-    changed, metrics = environment.global_post_process_and_metrics(
-        {
-            "rewards": reward_tensor(result.rewards, size, name),
-            "components": result.components,
-            "texts": texts,
-            "truncated": [c.truncated for c in completions],
-        }
+    conversations = converse(
+        generator,
+        environment,
+        prompts.rows,
+        prompts.token_ids,
+        sampling,
+        seed=seed,
+        groups=prompts.groups or range(len(prompts)),
     )
-    components = {
-        key: reward_tensor(values, size, name, key)
-        for key, values in changed.get("components", {}).items()
+    judge = environment if isinstance(environment, EnvironmentInterface) else None
+    name = type(environment).__name__ if judge else name_of(environment)
+    what = f"environment {name!r}" if judge else f"episode {name!r}"
+    outcomes = _outcomes(conversations, what)
+    completions = [each.turns[0].completion for each in conversations]
+    size = len(outcomes)
+    texts = ["\n".join(str(m["content"]) for m in prompts.messages(i)) for i in range(len(prompts))]
+    given = reward_tensor([outcome.reward for outcome in outcomes], size, what)
+    changed: Mapping[str, Any] = {
+        "rewards": given,
+        "components": {
+            key: [each.components[key] for each in outcomes]
+            for key in (outcomes[0].components if outcomes else ())
+        },
+        "texts": [text for text in texts for _ in range(sampling.n)],
+        "truncated": [completion.truncated for completion in completions],
     }
+    texts, metrics = changed["texts"], dict[str, float]()
+    if judge is not None:
+        changed, metrics = judge.global_post_process_and_metrics(changed)
+    rewards = changed["rewards"]
+    if rewards is not given or not given.isfinite().all():
+        rewards = reward_tensor(rewards, size, what)
     return Rollouts(
-        rows=[prompts.rows[i] for i in index],
-        prompts=[prompts.token_ids[i] for i in index],
+        conversations=conversations,
         texts=texts,
-        completions=completions,
-        rewards=reward_tensor(changed["rewards"], size, name),
-        group_id=torch.tensor(index, dtype=torch.long) + first_group,
-        answers=list(result.answers or ()) or [None] * len(completions),
-        kind=kind_of(sampling, version=_version(completions)),
+        rewards=rewards,
+        kind=kind_of(sampling),
         metrics={key: float(value) for key, value in metrics.items()},
-        components=components,
+        components={
+            key: reward_tensor(values, size, what, key)
+            for key, values in changed.get("components", {}).items()
+        },
     )
 
 
-def _version(completions: Sequence[Completion]) -> int | None:
-    """The version that sampled all tokens, if it is one."""
-    versions = {version for c in completions for version in c.policy_versions} or {0}
-    return versions.pop() if len(versions) == 1 else None
+def _outcomes(conversations: Sequence[Conversation], what: str) -> list[Outcome]:
+    """Return how episodes ended. Raises what one raised, or a ValueError for several turns."""
+    found, failed = list[Outcome](), list[Conversation]()
+    for each in conversations:
+        if isinstance(each.outcome, Failure):
+            failed.append(each)
+        elif len(each.turns) != 1:
+            raise ValueError(f"{what} {ONE_TURN}")
+        else:
+            found.append(each.outcome)
+    names = {tuple(sorted(outcome.components)) for outcome in found}
+    remedy = "return 0.0 where one has no value"
+    alike = "must return the same reward components in every conversation"
+    require(len(names) < 2, what, alike, sorted(names), remedy)
+    for each in failed:
+        assert isinstance(each.outcome, Failure)
+        row, count = origin_of(each.row, each.group), len(conversations)
+        first = f"This ended {len(failed)} of {count} conversations, the first about {row}."
+        each.outcome.error.add_note(first)
+        raise each.outcome.error
+    return found
 
 
-def kind_of(sampling: SamplingParams, *, version: int | None = None) -> LogprobKind:
+def kind_of(sampling: SamplingParams) -> LogprobKind:
     """Return the distribution of `sampling`'s logprobs (greedy: the model's own)."""
     if sampling.temperature == 0:
-        return LogprobKind(policy_version=version)
-    return LogprobKind(
-        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, policy_version=version
-    )
+        return LogprobKind()
+    return LogprobKind(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
 
 
 def select(rollouts: Rollouts, keep: Sequence[int]) -> Rollouts:
     """Return some of the responses, in the order given."""
     index = torch.tensor(list(keep), dtype=torch.long)
-    columns: dict[str, Any] = {name: [getattr(rollouts, name)[i] for i in keep] for name in LISTS}
     return replace(
         rollouts,
+        conversations=[rollouts.conversations[i] for i in keep],
+        texts=[rollouts.texts[i] for i in keep],
         rewards=rollouts.rewards[index],
-        group_id=rollouts.group_id[index],
         components={name: values[index] for name, values in rollouts.components.items()},
-        **columns,
     )
 
 
@@ -202,9 +236,6 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
                 f" returned {sorted(first.components)} and {sorted(other.components)}: return 0.0"
                 " where one has no value"
             )
-    columns: dict[str, Any] = {
-        name: [item for part in parts for item in getattr(part, name)] for name in LISTS
-    }
     metrics = {
         name: _mean_metric(name, parts)
         for name in dict.fromkeys(name for part in parts for name in part.metrics)
@@ -212,10 +243,14 @@ def join(parts: Sequence[Rollouts]) -> Rollouts:
     components = {
         name: torch.cat([part.components[name] for part in parts]) for name in first.components
     }
-    tensors: dict[str, Any] = {
-        name: torch.cat([getattr(part, name) for part in parts]) for name in ("rewards", "group_id")
-    }
-    return replace(first, metrics=metrics, components=components, **tensors, **columns)
+    return replace(
+        first,
+        conversations=[each for part in parts for each in part.conversations],
+        texts=[text for part in parts for text in part.texts],
+        rewards=torch.cat([part.rewards for part in parts]),
+        metrics=metrics,
+        components=components,
+    )
 
 
 def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
@@ -226,23 +261,5 @@ def _mean_metric(name: str, parts: Sequence[Rollouts]) -> float:
 
 def to_token_batch(rollouts: Rollouts) -> TokenBatch:
     """Return one row per response, all of its tokens trained on, with `generation_logprobs`."""
-    examples = []
-    for prompt, completion in zip(rollouts.prompts, rollouts.completions, strict=True):
-        response = [False] * len(prompt) + [True] * len(completion.token_ids)
-        examples.append(
-            Example(
-                input_ids=[*prompt, *completion.token_ids],
-                loss_mask=response,
-                response_mask=response,
-                generation_logprobs=[0.0] * len(prompt) + list(completion.logprobs),
-                routed_experts=with_last(completion.routed_experts),
-            )
-        )
+    examples = [one for each in rollouts.conversations for one in examples_of(each.turns)]
     return collate(examples, logprob_kind=rollouts.kind)
-
-
-def with_last(
-    experts: Int[Tensor, "computed layers topk"] | None,
-) -> Int[Tensor, "tokens layers topk"] | None:
-    """Add the last token, for which the sampler chose none."""
-    return None if experts is None else pad(experts, (0, 0, 0, 0, 0, 1), value=-1)

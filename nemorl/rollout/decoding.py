@@ -256,6 +256,7 @@ class Decoding:
                 text=text_before(s.params.stop_strings, text),
                 policy_versions=tuple(s.versions),
                 routed_experts=torch.cat(s.experts) if s.experts else None,
+                tokenizer=self.tokenizer,
             )
             for s, text in zip(samples, texts, strict=True)
         ]

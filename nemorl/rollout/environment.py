@@ -1,7 +1,10 @@
 """Where rewards come from: environments, and plain functions made into one."""
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set, Sized
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -15,6 +18,7 @@ from torch import Tensor
 from nemorl.checks import as_number, closest, require, short
 from nemorl.data.rows import for_rows, origin_of
 from nemorl.rollout.processes import LATE, LIMIT, Processes
+from nemorl.rollout.rounds import EventLoop
 from nemorl.rollout.signature import PROMPT, RESPONSE, columns_of, read_signature
 from nemorl.user_code import exit_is_error
 from nemorl.warn import warn
@@ -23,11 +27,13 @@ Message = Mapping[str, Any]
 MessageLog = Sequence[Message]
 """A conversation: {"role": "user", "content": text}, ..."""
 Metadata = Mapping[str, Any]
-"""Of a conversation: at first the data set's row."""
+"""What an environment keeps of a conversation: at first the data set's row."""
 ONE_TURN = (
     "must end every conversation after the first response: for several turns write a loop"
     " (docs/extending.md#several-turns)"
 )
+AT_ONCE = 64
+"""Responses for which an `async` reward is called at a time."""
 REMEDY = "return 0.0, for example; rewards are float32, up to 3.4e38"
 
 
@@ -47,12 +53,12 @@ class EnvironmentReturn:
     answers: Sequence[str | None] | None = None
     """What was read as the answer, for the sample log; None where nothing was."""
     components: dict[str, list[float]] = field(default_factory=dict)
-    """Of several rewards: each by name before it is weighted."""
+    """Several rewards, each by name before it is weighted."""
 
 
 @runtime_checkable
 class EnvironmentInterface(Protocol):
-    """Judge responses. `collect` takes one turn of each conversation."""
+    """Judge responses. An episode of it is one turn, and one `step` judges those of a batch."""
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
@@ -73,7 +79,8 @@ class FunctionalRewardWrapper:
 
     `fn` gets the texts of prompt and response and the columns that its parameters name. With plural
     parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
-    with lists, and returns one number per response: a list, array or tensor. Where it calls the
+    with lists, and returns one number per response: a list, array or tensor. An `async` function is
+    called for many responses at once. Where it calls the
     responses `completions` and the prompt is a conversation, both are lists of messages, as in TRL.
     `name`: for metrics and errors. `settings`: values of parameters that are no columns.
 
@@ -100,9 +107,14 @@ class FunctionalRewardWrapper:
         self.fn = fn
         self.name = self.signature.name
         self._processes = Processes(fn) if hasattr(fn, LIMIT) else None
-        one = not (self.signature.batch and self._processes)
-        remedy = "give it one response, or leave judged_in_processes out"
-        require(one, f"reward {self.name!r}", "must be of one response", "of a batch", remedy)
+        kind = "async" if self.signature.awaited else "of a batch"
+        plain = self._processes is None or not (self.signature.awaited or self.signature.batch)
+        what = "must be a plain function of one response to be judged in processes"
+        remedy = "make it one, or leave judged_in_processes out"
+        require(plain, f"reward {self.name!r}", what, kind, remedy)
+        if self.signature.awaited:
+            self._loop = EventLoop()  # the same for all calls: it may keep connections
+            weakref.finalize(self, self._loop.close)
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
@@ -179,16 +191,20 @@ class FunctionalRewardWrapper:
     ) -> list[float]:
         calls = [self.signature.arguments(*one, row) for one, row in zip(given, rows, strict=True)]
         results: list[Callable[[], Any]]
-        if self._processes is None:
-            results = [partial(self.fn, *args, **kwargs) for args, kwargs in calls]
+        if self.signature.awaited:
+            found = self._loop.run(self._awaited(calls, texts))
+            results = [partial(lambda value: value, each) for each in found]
+        elif self._processes is None:
+            results = [partial(self.fn, **call) for call in calls]
         else:
-            results = [self._processes.start(*call).result for call in calls]
+            results = [self._processes.start((), call).result for call in calls]
         rewards: list[float] = []
         late: list[str] = []
         try:
             for result, text in zip(results, texts, strict=True):
                 shown = _shown(*text)
-                found = self._result(result, shown)
+                with self._named(shown):
+                    found = result()
                 if found is LATE:
                     late.append(shown)
                 rewards.append(0.0 if found is LATE else self._number(found, *text))
@@ -203,11 +219,31 @@ class FunctionalRewardWrapper:
             )
         return rewards
 
-    def _result(self, call: Callable[[], Any], shown: str) -> Any:
-        """Return what a call returns; what it raises gets a note with the texts."""
+    async def _awaited(
+        self, calls: Sequence[dict[str, Any]], texts: Sequence[tuple[str, str]]
+    ) -> list[Any]:
+        """Return what an `async` function returns, called for `AT_ONCE` responses at a time."""
+        free = asyncio.Semaphore(AT_ONCE)
+
+        async def one(call: dict[str, Any], text: tuple[str, str]) -> Any:
+            async with free:
+                with self._named(_shown(*text)):
+                    return await self.fn(**call)
+
+        tasks = [asyncio.ensure_future(one(*each)) for each in zip(calls, texts, strict=True)]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:  # after an error none goes on
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextmanager
+    def _named(self, shown: str) -> Iterator[None]:
+        """Add a note with the texts to what the function raises."""
         try:
             with exit_is_error(f"reward {self.name!r}"):
-                return call()
+                yield
         except Exception as error:
             error.add_note(f"This was reward {self.name!r} for {shown}.")
             if self.signature.response == "completions":
@@ -219,16 +255,16 @@ class FunctionalRewardWrapper:
 
     def _of_batch(
         self,
-        given: Sequence[tuple[Any, Any]],
+        pairs: Sequence[tuple[Any, Any]],
         texts: Sequence[tuple[str, str]],
         rows: Sequence[Metadata],
     ) -> list[float]:
-        prompts, responses = ([one[part] for one in given] for part in (0, 1))
-        args, kwargs = self.signature.arguments(
-            prompts, responses, columns_of(rows, self.signature)
-        )
+        prompts, responses = ([one[part] for one in pairs] for part in (0, 1))
+        given = self.signature.arguments(prompts, responses, columns_of(rows, self.signature))
         first = f"a batch of {len(texts)} responses, of which the first is for {_shown(*texts[0])}"
-        result = self._result(partial(self.fn, *args, **kwargs), first)
+        with self._named(first):
+            result = self.fn(**given)
+            result = self._loop.run(result) if self.signature.awaited else result
         numbers = result.tolist() if hasattr(result, "tolist") else result
         if not isinstance(numbers, Iterable) or isinstance(numbers, str | Mapping | Set):
             raise ValueError(
@@ -277,25 +313,25 @@ def check_counts(result: EnvironmentReturn, count: int, name: str) -> None:
     if result.answers:
         lists["answers"] = result.answers
     for field_name, values in lists.items():
-        _require_count(values, count, name, field_name)
+        _require_count(values, count, f"environment {name!r}", field_name)
 
 
 def reward_tensor(
     values: Any, count: int, name: str, field_name: str = "rewards"
 ) -> Float[Tensor, "batch"]:
-    """Return an environment's rewards as float32 [count]. Raises: ValueError unless finite.
+    """Return rewards of `name` as float32 [count]. Raises: ValueError unless finite.
 
-    >>> reward_tensor([1.0, float("nan")], 2, "mine")
+    >>> reward_tensor([1.0, float("nan")], 2, "environment 'mine'")
     Traceback (most recent call last):
     ValueError: environment 'mine' must return finite rewards, but it returned nan for ...
     """
     _require_count(values, count, name, field_name)
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
+    values = listed(values)
     rewards = list(map(as_number, values))
     for index, reward in enumerate(rewards):
         if math.isnan(reward):
             raise ValueError(
-                f"environment {name!r} must return finite {field_name}, but it returned"
+                f"{name} must return finite {field_name}, but it returned"
                 f" {short(values[index])} for conversation {index}: {REMEDY}"
             )
     return torch.tensor(rewards, dtype=torch.float32)
@@ -306,14 +342,23 @@ def _require_count(values: Any, count: int, name: str, field_name: str) -> None:
         found = len(values)
     except TypeError as error:
         raise ValueError(
-            f"environment {name!r} must return {field_name} as a list, but it returned"
+            f"{name} must return {field_name} as a list, but it returned"
             f" {short(values)}: return a list"
         ) from error
     if found != count:
         raise ValueError(
-            f"environment {name!r} must return one of {field_name} per conversation, but it"
+            f"{name} must return one of {field_name} per conversation, but it"
             f" returned {found} for {count} conversations"
         )
+
+
+def listed(values: Any) -> list[Any]:
+    """Return a list, tensor or array as a list.
+
+    >>> listed(torch.ones(2)), listed((1, 2))
+    ([1.0, 1.0], [1, 2])
+    """
+    return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
 def _is_chat(row: Metadata) -> bool:

@@ -1,15 +1,19 @@
 """Requests to a generation engine, its answers, and the Protocol of engines."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from nemorl.checks import at_least, require, valid_seed
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
+InFlight = Literal["keep", "wait"]
+"""What an update does with unfinished requests: go on with new weights, or finish with the old."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +80,21 @@ class Completion:
     for the last one, which was only drawn. None of a model without experts, or from an engine that
     keeps no record.
     """
+    tokenizer: Any = field(default=None, compare=False, repr=False)
+    """The engine's, for `raw_text`. It does not go to other processes."""
+
+    @property
+    def raw_text(self) -> str:
+        """Text of all tokens, with special ones, such as a model's marks of calls and the token
+        that ended it. Raises: ValueError of an engine without a tokenizer.
+        """
+        remedy = "give the engine a tokenizer, or decode token_ids"
+        there = self.tokenizer is not None
+        require(there, "raw_text", "needs the completion's tokenizer", self.tokenizer, remedy)
+        return self.tokenizer.decode(self.token_ids, skip_special_tokens=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"tokenizer": None}
 
     @property
     def policy_version(self) -> int:
@@ -165,6 +184,57 @@ def text_before(stop_strings: Sequence[str], text: str) -> str:
 
 
 @runtime_checkable
+class WeightSource(Protocol):
+    """The newest weights of a model: whoever needs weights reads them here, at any time.
+
+    Nothing is kept for it: the tensors are the live ones, so a version that is gone can't be read.
+    A class that derives from this Protocol needs `newest` alone.
+    """
+
+    def newest(self) -> "tuple[int, Iterator[tuple[str, Tensor]]]":
+        """Return the newest version, and an iterator over its tensors by Hugging Face name, tied
+        ones once.
+
+        Use each tensor before you ask for the next one, and go to the end: where the weights
+        change on the way, the iterator raises RuntimeError, and no mixture of two versions passes
+        for one.
+        """
+
+    def send(
+        self,
+        use: "Callable[[int, Iterator[tuple[str, Tensor]]], T]",
+        *,
+        dtype: "torch.dtype | None" = None,
+    ) -> T:
+        """Return `use(version, weights)`, called where the newest weights are, which do not change
+        meanwhile. May be called from any thread.
+
+        use: picklable, for weights in another process. dtype: may be gathered in this type.
+        """
+        return use(*self.newest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights(WeightSource):
+    """A `WeightSource` of one version, as for a script that has the tensors itself.
+
+    >>> Weights(version=3, tensors={"w": 0.5}.items()).send(lambda version, found: dict(found))
+    {'w': 0.5}
+    """
+
+    version: int
+    tensors: "Iterable[tuple[str, Tensor]]"
+    """Tensors by Hugging Face name; those of an iterator are kept, to be read again."""
+
+    def __post_init__(self) -> None:
+        if iter(self.tensors) is self.tensors:
+            object.__setattr__(self, "tensors", list(self.tensors))
+
+    def newest(self) -> "tuple[int, Iterator[tuple[str, Tensor]]]":
+        return self.version, iter(self.tensors)
+
+
+@runtime_checkable
 class GenerationBackend(Protocol):
     """An engine that turns prompts into completions (tests: test_generation_conformance.py).
 
@@ -173,13 +243,14 @@ class GenerationBackend(Protocol):
     """
 
     policy_version: int | None
-    """Of its weights. None: an update failed."""
+    """Version of the weights. None: an update failed."""
 
     def __init__(self, *, model: Any, tokenizer: Any, precision: str = "float32") -> None:
-        """Take the trainer's live `model`: share it, or copy it and follow by `update_weights`.
+        """Take the model, a `ModelSource`, without loading anything yet.
 
-        Where the trainer's is spread over ranks, `model` is another of its configuration, which
-        `update_weights` fills; on the meta device for a class with `shares_model = False`.
+        In a run its `load()` returns the trainer's live model, to share or to copy; where that is
+        on ranks, an empty one, which `update_weights` fills. An engine of its own needs `config`
+        and `weights()` alone. A class may also say by `traits` (`GenerationTraits`) what it can do.
         """
 
     def setup(self, config: Any) -> None:
@@ -202,23 +273,23 @@ class GenerationBackend(Protocol):
         Blocks, also where an event loop runs, as in a notebook.
         """
 
-    def update_weights(
-        self,
-        weights: Iterable[tuple[str, "Tensor"]],
-        version: int,
-        in_flight: str = "keep",
-    ) -> None:
-        """Take new weights (Hugging Face names); tokens carry `version` from now on.
+    async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
+        """Take the newest weights of `source` and return their version, which tokens carry from now
+        on. `nemorl.sync_weights` is the blocking form.
 
         Unfinished requests go on with them ("keep"), or finish with the old ones first ("wait").
-        After a failed update they fail, and nothing is generated. Until the next update the weights
-        can be iterated again, for an engine that starts anew, and do not change.
+        After a failed update they fail, and nothing is generated. An engine that starts again
+        later asks the same source, and gets what is newest then.
+
+        An engine in the trainer's process copies on the event loop's thread; one in other processes
+        leaves the event loop free.
         """
 
     def sleep(self) -> None:
         """Free memory while the trainer works. May be repeated.
 
-        A new request is an error then; unfinished ones may pause until `wake`.
+        A new request is an error then; unfinished ones may pause until `wake`. An engine that
+        shares no device with the trainer has nothing to free: it does nothing, and requests go on.
         """
 
     def wake(self) -> None:

@@ -1,7 +1,5 @@
 """A static key-value cache with one slot per sequence, each at its own position."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -45,9 +43,12 @@ class SlotCache:
             store[targets] = store[sources]
 
     def update(
-        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+        self, key: Tensor, value: Tensor, layer_idx: int, cache_kwargs: object = None
     ) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; return the ones to attend to."""
+        """Store a layer's new keys and values; return the ones to attend to.
+
+        cache_kwargs: positions and rotary angles, from some models; for other kinds of caches.
+        """
         if layer_idx == len(self.keys):
             for stores, new in ((self.keys, key), (self.values, value)):
                 stores.append(

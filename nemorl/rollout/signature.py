@@ -27,15 +27,13 @@ class Signature:
     """The columns that it names; False: the parameter has a default."""
     any_columns: bool
     """It takes `**columns`."""
-    leading: Mapping[str, Any]
-    """Positional-only parameters and their defaults."""
     settings: Mapping[str, Any]
     """Values that do not come from the data."""
+    awaited: bool
+    """It is `async`."""
 
-    def arguments(
-        self, prompt: Any, response: Any, columns: Mapping[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Return what to call the function with: `fn(*args, **kwargs)`, columns as copies."""
+    def arguments(self, prompt: Any, response: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what to call the function with, columns as copies."""
         values = {
             name: own_copy(value)
             for name, value in columns.items()
@@ -44,8 +42,7 @@ class Signature:
         values[self.response] = response
         if self.prompt or self.any_columns:
             values[self.prompt or PROMPT[self.batch]] = prompt
-        args = [values.pop(name, default) for name, default in self.leading.items()]
-        return args, values
+        return values
 
 
 def read_signature(
@@ -62,7 +59,7 @@ def read_signature(
     others the setting or else the column of their name. If it names no response, its first
     parameter without a setting or column gets it; if no prompt either, and it has two, these get
     both. Plural names or batch=True make it a function of a batch.
-    Raises: ValueError for what is no function, can't take a response, or is `async`.
+    Raises: ValueError for what is not a function or can't take a response.
 
     >>> read_signature(lambda prompts, responses, answer: [0.0]).batch
     True
@@ -73,11 +70,6 @@ def read_signature(
             " itself"
         )
     name = name or name_of(fn)
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
-        raise ValueError(
-            f"reward {name!r} must be a plain function, but it is async: write"
-            " fn(prompts, responses) that calls asyncio.run"
-        )
     try:
         parameters = list(inspect.signature(fn).parameters.values())
     except (ValueError, TypeError) as error:
@@ -85,21 +77,21 @@ def read_signature(
             f"reward {name!r} must show its parameters, but {fn!r} has none: wrap it, lambda"
             " prompt, response: ..."
         ) from error
-    by_place = [
-        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL):
+            shown = f"*{p.name}" if p.kind == p.VAR_POSITIONAL else f"{p.name}, /"
+            raise ValueError(
+                f"reward {name!r} must take its parameters by name, but it has ({shown}): remove"
+                " the * or /; a decorator needs functools.wraps"
+            )
+    by_place = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
     named = [*by_place, *(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)]
-    several_places = any(p.kind == p.VAR_POSITIONAL for p in parameters)
     prompt = next((n for n in PROMPT if n in named), None)
     response = next((n for n in RESPONSE if n in named), None)
-    leading = {p.name: p.default for p in parameters if p.kind == p.POSITIONAL_ONLY}
     if response is None:
-        known = set() if several_places else {*there, *settings}
-        free = [n for n in by_place if n != prompt and n not in known]
+        free = [n for n in by_place if n != prompt and n not in {*there, *settings}]
         if prompt is None and (len(free) > 1 or len(free) == len(by_place)):
             prompt, *free = free or [PROMPT[0]]
-        if not free and several_places:
-            free, leading = [RESPONSE[0]], dict.fromkeys((prompt or PROMPT[0], RESPONSE[0]))
         if not free:
             raise ValueError(
                 f"reward {name!r} must take at least (prompt, response), but its parameters are"
@@ -117,9 +109,18 @@ def read_signature(
             if p.name in named and p.name not in (prompt, response, *settings)
         },
         any_columns=any(p.kind == p.VAR_KEYWORD for p in parameters),
-        leading=leading,
         settings={key: value for key, value in settings.items() if key in named},
+        awaited=is_async(fn),
     )
+
+
+def is_async(fn: Any) -> bool:
+    """Return whether a function, or the `__call__` of an object, is `async`.
+
+    >>> is_async(name_of)
+    False
+    """
+    return inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
 
 
 def _columns_among(names: Sequence[str], there: Collection[str]) -> str:

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from nemorl.models.adapters import has_adapters
-from nemorl.models.causal_lm import decoder_of, end_tokens, head_weight, load_causal_lm
+from nemorl.models.causal_lm import decoder_of, end_tokens, head_weight
+from nemorl.models.digest import differences, sampled
 from nemorl.models.hub import check_supported
+from nemorl.models.source import ModelSource
 from nemorl.rollout.attention import decoding
 from nemorl.rollout.decoding import Decoding, Pass, draw_tokens
+from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
+from nemorl.rollout.traits import EMBEDDED
 
 STEP_S = 0.05
 """Seconds of a step, of several tokens: an event loop waits so long; its start takes 0.5 ms."""
@@ -24,25 +28,20 @@ STEP_S = 0.05
 class TorchGenerationBackend(ScheduledBackend):
     """`GenerationBackend` "torch" on the trainer's own model: no copy, nothing to sync.
 
-    After an update, and after sleep, the cache of unfinished sequences is computed anew: each token
-    has the logprob of its version's weights for all before.
+    After an update, and after sleep, the cache of unfinished sequences is computed again: each
+    token has the logprob of its version's weights for all before.
     """
 
-    def __init__(
-        self,
-        *,
-        model: nn.Module | None = None,
-        tokenizer: Any = None,
-        model_path: str = "",
-        precision: str = "float32",
-    ) -> None:
+    traits = EMBEDDED
+
+    def __init__(self, *, model: Any, tokenizer: Any = None, precision: str = "float32") -> None:
         super().__init__(self._step, tokenizer)
-        self.model, self.model_path, self.precision = model, model_path, precision
+        self._source, self.precision = ModelSource.of(model), precision
+        self.model: nn.Module | None = None
         self._decoding: Decoding | None = None
 
     def setup(self, config: Any) -> None:
-        if self.model is None:
-            self.model = load_causal_lm(self.model_path)
+        self.model = self._source.load()
         check_supported(self.model.config)
         self.limits(self.model.config)
         self._decoding = Decoding(
@@ -54,18 +53,15 @@ class TorchGenerationBackend(ScheduledBackend):
             tokenizer=self.tokenizer,
         )
 
-    def update_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        in_flight: str = "keep",
-    ) -> None:
-        """Copy what is not the same memory already.
+    async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
+        """Copy what is not the same memory already. Weights that are the same memory need no
+        receipt; of copies, sampled numbers are compared with what came.
 
         Raises: RuntimeError for "wait" where requests are in flight and it is the same memory: the
         old weights are gone.
         """
-        weights = iter(weights)
+        check_in_flight(in_flight)
+        version, weights = source.newest()
         first = next(weights, None)
         own = dict(self._model.named_parameters())
         same = first is not None and first[0] in own and shared(own[first[0]], first[1])
@@ -78,6 +74,7 @@ class TorchGenerationBackend(ScheduledBackend):
             if self._decoding is not None:
                 self._decoding.preempt()
             copy_weights(self._model, weights if first is None else chain([first], weights))
+        return version
 
     def sleep(self) -> None:
         with self._scheduler.lock:
@@ -138,9 +135,11 @@ def shared(a: Tensor, b: Tensor) -> bool:
 def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy into a model what is not the same memory already.
 
-    Raises: ValueError for weights of another model.
+    Raises: ValueError for weights of another model; RuntimeError for a tensor that does not hold
+    what came once all are copied, as where a later one is the same memory.
     """
     own, adapted = model.state_dict(keep_vars=True), has_adapters(model)
+    sent: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in weights:
             if adapted and name in own and shared(own[name], tensor):
@@ -158,3 +157,9 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
                 )
             if not shared(own[name], tensor):
                 own[name].copy_(tensor)
+                sent[name] = sampled(tensor).to(own[name])
+        found = {name: sampled(own[name]) for name in sent}
+    if wrong := differences(sent, found):
+        raise RuntimeError(
+            f"the generator's copy must hold the weights that came, but it does not: {wrong}"
+        )

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import isnan, nan
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nemorl.checks import require
 from nemorl.losses.logprobs import filter_logits
+from nemorl.models.source import ModelSource
 from nemorl.rollout.generation import (
     Completion,
     GenerationBackend,
+    InFlight,
     SamplingParams,
+    WeightSource,
     text_before,
 )
 from nemorl.rollout.random import derive_seed
+from nemorl.rollout.rounds import blocking
 from nemorl.rollout.sampling import FILTERS_OFF
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.rollout.torch_backend import copy_weights
+from nemorl.rollout.traits import GenerationTraits
 
 NEEDED = ("setup", "update_weights", "shutdown")
 ANSWER = ("token_ids", "text", "logprobs", "finish_reason")
 """What a response may have that `generate` returns as a dict."""
-T = TypeVar("T")
 
 
 def as_generation_backend(target: Any) -> Any:
@@ -62,7 +65,7 @@ def as_generation_backend(target: Any) -> Any:
         if not isinstance(target, type):
             return WrappedBackend(target)
         made: Any = partial(WrappedBackend, target)
-        made.shares_model = getattr(target, "shares_model", True)
+        made.traits = getattr(target, "traits", GenerationTraits())
         return made
     added = {key: method for key, method in _OPTIONAL.items() if key not in own}
     if isinstance(target, type):
@@ -70,25 +73,6 @@ def as_generation_backend(target: Any) -> Any:
     for key, method in added.items():
         setattr(target, key, MethodType(method, target))
     return target
-
-
-def blocking(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; where this thread has an event loop, in a thread of its own."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work)
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                return pool.submit(loop.run_until_complete, task).result()
-            except BaseException:
-                loop.call_soon_threadsafe(task.cancel)
-                raise
-    finally:
-        loop.close()
 
 
 class WrappedBackend(ScheduledBackend):
@@ -107,12 +91,16 @@ class WrappedBackend(ScheduledBackend):
     def __init__(
         self, inner: Any, *, model: Any = None, tokenizer: Any = None, precision: str = "float32"
     ) -> None:
+        source = ModelSource.of(model)
         if isinstance(inner, type):
-            offered = {"model": model, "tokenizer": tokenizer, "precision": precision}
+            offered = {"model": source, "tokenizer": tokenizer, "precision": precision}
             inner = inner(**_accepted(inner, offered))
         super().__init__(self._step, tokenizer)
-        self.limits(getattr(model, "config", None))
-        self.inner, self.model, self.precision = inner, model, precision
+        self.limits(source.config)
+        self.inner, self.precision = inner, precision
+        traits = getattr(inner, "traits", GenerationTraits())
+        shared = model is not None and traits.shares_model
+        self.model: Any = source.load() if shared else None
         self.max_batch_size = 256
         self._waiting: list[tuple[Request, int]] = []
         """Samples that are to be made."""
@@ -123,18 +111,15 @@ class WrappedBackend(ScheduledBackend):
         self.max_batch_size = getattr(config, "max_batch_size", self.max_batch_size)
         self.inner.setup(config)
 
-    def update_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        in_flight: str = "keep",
-    ) -> None:
+    async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
+        version, weights = source.newest()
         with self._scheduler.updating(version, in_flight):
             state = dict(weights)
             update = self.inner.update_weights
             update(state, **_accepted(update, {"version": version}))
-            if isinstance(self.model, nn.Module) and not _on_meta(self.model):
+            if isinstance(self.model, nn.Module):
                 copy_weights(self.model, state.items())
+        return version
 
     def sleep(self) -> None:
         with self._scheduler.lock:
@@ -259,6 +244,7 @@ class WrappedBackend(ScheduledBackend):
             finish_reason=reason,
             text=text_before(params.stop_strings, text),
             policy_versions=(version,) * len(ids),
+            tokenizer=self.tokenizer,
         )
 
     def _tokenizer(self, purpose: str) -> Any:
@@ -277,11 +263,11 @@ class WrappedBackend(ScheduledBackend):
         params: SamplingParams,
     ) -> Iterator[tuple[float, ...]]:
         """Yield the model's logprobs of responses that have none, under the sampling filters."""
-        if bare and (not isinstance(self.model, nn.Module) or _on_meta(self.model)):
+        if bare and not isinstance(self.model, nn.Module):
             raise ValueError(
                 f"{type(self.inner).__name__}.generate must return logprobs, because there is no"
                 " model here to compute them with: return dicts with token_ids and logprobs, or"
-                " remove shares_model = False"
+                " remove shares_model=False from its traits"
             )
         filters = {name: getattr(params, name) for name in FILTERS_OFF}
         if params.temperature == 0:
@@ -327,10 +313,6 @@ def _accepted(function: Any, offered: dict[str, Any]) -> dict[str, Any]:
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return offered
     return {name: value for name, value in offered.items() if name in parameters}
-
-
-def _on_meta(model: nn.Module) -> bool:
-    return next(model.parameters()).is_meta
 
 
 def _nothing(*_: Any) -> None: ...

@@ -128,9 +128,8 @@ def test_text_that_looks_like_lines_stays_in_its_row(tmp_path):
             '{"a": %s}\n' % ("[" * 10**5),
             r"bad\.jsonl, line 1: .*brackets be less than",
         ),
-        ("bad.json", '[{"a": 1},\n{"a": %s}]' % ("9" * 5000), r"bad\.json, line 2: a number must"),
-        ("bad.json", '[{"a": "["},\n\n%s]' % ("[" * 10**5), r"bad\.json, line 3: .*brackets"),
-        ("bad.json", "[" * 10**5, r"bad\.json, line 1: .*brackets"),
+        ("bad.json", '[{"a": 1},\n{"a": %s}]' % ("9" * 5000), r"bad\.json: a number must"),
+        ("bad.json", "[" * 10**5, r"bad\.json: .*brackets"),
         ("bad.parquet", "PAR0", r"bad\.parquet: not a Parquet file"),
     ],
 )

@@ -144,6 +144,8 @@ def test_the_profile_is_derandomised(name: str, examples: int):
 
 
 WITHOUT_CASE = {
+    "needs": "declares what a loss reads; tests/parallel/test_needs.py",
+    "needs_of": "returns what a loss declares; tests/parallel/test_needs.py",
     "scale_rewards": "elementwise, by hand in test_rewards.py",
     "overlong_penalty": "elementwise, by hand in test_rewards.py",
     "stop_properly": "elementwise, by hand in test_rewards.py",

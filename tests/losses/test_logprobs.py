@@ -340,21 +340,8 @@ def test_unlike_kinds_are_not_subtracted():
         require_same_support(plain.kind, filtered.kind, what_a="prev", what_b="generation")
 
 
-def test_versions_may_differ_in_a_ratio_only():
-    old, new, unknown = (
-        Logprobs(torch.tensor([x]), LogprobKind(policy_version=v))
-        for x, v in ((-3.0, 1), (-1.0, 2), (-2.0, None))
-    )
-    assert (new - unknown).tolist() == [1] and (new - new).tolist() == [0]
-    require_same_support(new.kind, old.kind)
-    with pytest.raises(LogprobKindError, match="policy_version: 2 and 1"):
-        new - old
-
-
 def test_a_kind_is_filtered_when_some_token_may_be_outside():
-    assert (
-        not LogprobKind().filtered and not LogprobKind(temperature=0.5, policy_version=3).filtered
-    )
+    assert not LogprobKind().filtered and not LogprobKind(temperature=0.5).filtered
     assert all(
         LogprobKind(**options).filtered
         for options in ({"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}, {"top_k": 5, "top_p": 0.5})

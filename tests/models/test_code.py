@@ -11,12 +11,13 @@ import torch
 import nemorl
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.pretrained import load_tokenizer
+from nemorl.models.source import ModelSource
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.engines.spec import engine_spec
 from nemorl.runtime.ranks.trainer import structure
-from nemorl.runtime.run.export import write_pretrained
+from nemorl.runtime.store.export import write_pretrained
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 CODE = """
@@ -106,7 +107,7 @@ def test_the_commands_run_no_code(name, folder, marker, tmp_path, monkeypatch, c
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
     rows, model = str(tmp_path / "rows.jsonl"), str(folder)
     arguments = {
-        "eval": ["--model", model, "--data", rows, "--max-new-tokens", "2"],
+        "eval": ["--model", model, "--validation", rows, "--max-new-tokens", "2"],
         "generate": ["--model", model, "--prompt", "1+1=", "--max-new-tokens", "2"],
         "data inspect": ["--model.path", model, "--data.train", rows],
         "plan": ["--model", model, "--gpus", "1"],
@@ -127,12 +128,13 @@ def test_a_setting_allows_it_to_commands(folder, marker, capsys):
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)
 def test_engines_and_exports_get_the_code_that_was_allowed(folder, tmp_path):
     config = nemorl.GenerationConfig(backend="vllm")
-    spec = engine_spec(load_causal_lm(str(folder)), tiny_tokenizer(), config, precision="float32")
+    spec = engine_spec(ModelSource(folder), tiny_tokenizer(), config, precision="float32")
     assert not spec.trust_remote_code and not [name for name in spec.files if name.endswith("py")]
     trust = {"trust_remote_code": True}
     model, tokenizer = load_causal_lm(str(folder), **trust), load_tokenizer(str(folder), **trust)
-    spec = engine_spec(model, tokenizer, config, precision="float32")
-    assert spec.trust_remote_code and "own_code.py" in spec.files
+    for source in (ModelSource(model), ModelSource(folder, **trust)):
+        spec = engine_spec(source, tokenizer, config, precision="float32")
+        assert spec.trust_remote_code and "own_code.py" in spec.files
     write_pretrained(tmp_path / "hf", model.state_dict().items(), model, tokenizer)
     again = load_causal_lm(str(tmp_path / "hf"), **trust)
     assert type(again).__name__ == "OwnModel"
@@ -140,7 +142,7 @@ def test_engines_and_exports_get_the_code_that_was_allowed(folder, tmp_path):
         torch.testing.assert_close(again.state_dict()[name], tensor)
     with pytest.raises(ValueError, match=r"trust_remote_code.*set model\.trust_remote_code"):
         engine_spec(
-            model,
+            ModelSource(model),
             tokenizer,
             nemorl.GenerationConfig(backend="vllm", engine={"trust_remote_code": True}),
             precision="float32",

@@ -104,9 +104,9 @@ def test_no_damage_is_missed(tmp_path: Path, small_blocks, place, how):
 def test_a_file_that_is_cut_is_an_error_with_and_without_checksums(tmp_path: Path, size):
     path, checksums, _ = write_two(tmp_path)
     path.write_bytes(path.read_bytes()[:size])
-    with pytest.raises(DamagedFile, match=r"incomplete|is damaged|no safetensors file"):
+    with pytest.raises(DamagedFile, match=r"incomplete|is damaged|not a safetensors file"):
         TensorFiles([path], checksums)
-    with pytest.raises(DamagedFile, match=r"incomplete|no safetensors file"):
+    with pytest.raises(DamagedFile, match=r"incomplete|not a safetensors file"):
         TensorFiles([path])
 
 

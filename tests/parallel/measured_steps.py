@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.losses.masks import token_mean_weights
-from nemorl.losses.types import LossOutput
+from nemorl.losses.types import LossOutput, needs
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
@@ -77,6 +77,7 @@ def _batch(rows: int, work: PlanConfig) -> TokenBatch:
     return replace(batch, loss_weights=token_mean_weights(batch.loss_mask))
 
 
+@needs(entropy=True)
 def _loss_with_entropy(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
     assert batch.loss_weights is not None
     plain = nll_loss(output, batch)

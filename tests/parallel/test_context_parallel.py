@@ -28,8 +28,8 @@ def positions(segments: torch.Tensor) -> torch.Tensor:
 def problem(heads: tuple[int, int]) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(2, count, 16, 4, generator=generator, dtype=torch.float64)
-        for count in (heads[0], heads[1], heads[1], heads[0])
+        torch.randn(2, count, 16, width, generator=generator, dtype=torch.float64)
+        for count, width in zip((heads[0], heads[1], heads[1], heads[0]), (4, 4, 6, 6), strict=True)
     ]
 
 
@@ -47,7 +47,7 @@ def split(method: str) -> dict:
             if method == "allgather":
                 places = positions(segments)
                 state = ContextState.with_bias(segments, places, row_split, torch.float64)
-            output, _ = context_attention(None, query, key, value, None, context=state)
+            output = context_attention(query, key, value, context=state)
             real = row_split.take(segments > 0)[:, :, None, None]
             output = torch.where(real, output, 0.0)
             (output * cotangent.detach().transpose(1, 2)).sum().backward()
@@ -64,9 +64,7 @@ def test_it_is_attention_over_whole_rows(method, size):
         for many, heads in HEADS.items():
             segments = torch.tensor(rows)
             query, key, value, cotangent = (x.requires_grad_() for x in problem(heads))
-            output, _ = segment_attention(
-                None, query, key, value, None, segment_buckets=segment_buckets(segments)
-            )
+            output = segment_attention(query, key, value, segment_buckets=segment_buckets(segments))
             output = torch.where((segments > 0)[:, :, None, None], output, 0.0)
             (output * cotangent.detach().transpose(1, 2)).sum().backward()
             joined = [

@@ -12,6 +12,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import nemorl
 from nemorl.losses.types import finalize
 from nemorl.models.adapters import adapted_layers, merge_adapters, merged_tensors
 from nemorl.models.causal_lm import load_causal_lm
@@ -32,6 +33,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
 from tests.parallel.batches import nll_loss, random_batch
+from tests.rollout.updates import update
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 LENGTHS = [9, 2, 30, 17, 1, 30, 5, 12]
@@ -190,6 +192,16 @@ def test_the_model_is_handed_back_plain_and_trained():
     assert torch.equal(logits(again.model), logits(model))
 
 
+class Lazy:
+    """Tensors that are read one by one; `Weights` keeps those of a bare iterator."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def __iter__(self):
+        return self.tensors
+
+
 def test_the_sampler_shares_the_live_model():
     """No merged weight is computed or copied for it."""
     trainer = backend(keep_reference=True)
@@ -207,7 +219,7 @@ def test_the_sampler_shares_the_live_model():
         assert now < 1e-5 and (reference > 0.01) == (step > 0)
         trainer.train_step(random_batch([5, 9], seed=step), nll_loss)
         weights = trainer.weights()
-        generator.update_weights(weights, version=step + 1)
+        update(generator, Lazy(weights), version=step + 1)
         # It stopped at the first that it shares.
         assert next(weights)[0] == "model.layers.0.self_attn.q_proj.weight"
     assert_same(base_weights(trainer), tiny_model(scale=2.0).state_dict())
@@ -216,11 +228,13 @@ def test_the_sampler_shares_the_live_model():
 def test_a_generator_of_its_own_gets_merged_weights():
     trainer = trained()
     generator = TorchGenerationBackend(model=tiny_model(seed=9))
-    generator.update_weights(trainer.weights(), version=1)
+    generator.setup(nemorl.GenerationConfig())
+    update(generator, trainer.weights(), version=1)
     torch.testing.assert_close(logits(generator.model), logits(trainer.model), atol=1e-5, rtol=0)
     adapted = TorchGenerationBackend(model=backend().model)
+    adapted.setup(nemorl.GenerationConfig())
     with pytest.raises(ValueError, match="whose model has adapters must share it with the trainer"):
-        adapted.update_weights(trainer.weights(), version=1)
+        update(adapted, trainer.weights(), version=1)
 
 
 def test_a_checkpoint_holds_adapters_alone(tmp_path: Path):
@@ -260,7 +274,7 @@ def test_what_a_checkpoint_must_fit(tmp_path: Path):
         (backend(lora={"target_modules": ("q_proj",)}), r"differs in .*lora.target_modules"),
         (
             backend(lora={"alpha": 16.0}),
-            r"lora.alpha must be that of the checkpoint \(8\), but it is 16",
+            r"lora.alpha must be the same as in the checkpoint \(8\), but it is 16",
         ),
         (
             backend(lora={"rank": 0, "alpha": 32.0}),
@@ -284,7 +298,7 @@ def test_a_base_that_was_trained_in_this_process_is_noticed(tmp_path: Path):
     made = trained(model=model)
     made.save_checkpoint(tmp_path / "saved")
     made.shutdown()
-    with pytest.raises(ValueError, match="load the initial model of that run anew"):
+    with pytest.raises(ValueError, match="load the initial model of that run again"):
         backend(model).load_checkpoint(tmp_path / "saved")
 
 

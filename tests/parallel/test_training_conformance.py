@@ -13,7 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from nemorl.losses.logprobs import LogprobKind, filter_logits
-from nemorl.losses.types import LossOutput, finalize
+from nemorl.losses.types import LossOutput, Needs, finalize, needs
 from nemorl.parallel.backend import TrainingBackend
 from nemorl.parallel.config import BackendConfig, LoRAConfig, OptimizerConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
@@ -207,7 +207,7 @@ def test_gradients_do_not_depend_on_the_layout(make):
 
 
 def test_the_batchs_kind_of_logprobs_is_applied(make):
-    kind = LogprobKind(temperature=0.7, top_k=5, policy_version=3)
+    kind = LogprobKind(temperature=0.7, top_k=5)
     batch = replace(random_batch([12, 7]), logprob_kind=kind)
     model = tiny_model(scale=2.0)
     logprobs = make(tiny_model(scale=2.0)).get_logprobs(batch)
@@ -218,6 +218,36 @@ def test_the_batchs_kind_of_logprobs_is_applied(make):
     logits = filter_logits(logits, temperature=0.7, top_k=5, keep=ids[:, 1:])
     expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(logprobs.values[:1, 1:], expected, atol=ATOL, rtol=0)
+
+
+def test_compute_gives_what_is_needed_and_nothing_else(make):
+    batch, model = random_batch(LENGTHS), tiny_model(scale=2.0)
+    backend = make(tiny_model(scale=2.0), sequence_packing=True)
+    plain, both = backend.compute(batch, Needs()), backend.compute(batch, Needs(entropy=True))
+    logprobs = backend.get_logprobs(batch).values
+    for output in (plain, both):
+        torch.testing.assert_close(output.token_logprobs, logprobs, atol=0, rtol=0)
+    for row, length in enumerate(LENGTHS):
+        with torch.no_grad():
+            every = model(batch.input_ids[row : row + 1, :length], use_cache=False).logits[0, :-1]
+        expected = -(every.softmax(-1) * every.log_softmax(-1)).sum(-1)
+        torch.testing.assert_close(both.entropy[row, 1:length], expected, atol=ATOL, rtol=0)
+        assert (both.entropy[row, length:] == 0).all() and both.entropy[row, 0] == 0
+    with pytest.raises(AttributeError, match="did not say that it needs entropy"):
+        plain.entropy  # noqa: B018
+
+
+def test_a_loss_that_declares_entropy_gets_it(make):
+    @needs(entropy=True)
+    def loss(output, batch) -> LossOutput:
+        found = nll_loss(output, batch)
+        return replace(found, loss=found.loss - 0.5 * (output.entropy * batch.loss_weights).sum())
+
+    batch, backend = random_batch(LENGTHS), make()
+    output = backend.compute(batch, Needs(entropy=True))
+    expected = float(loss(output, batch).loss)
+    metrics = finalize(backend.train_step(batch, loss))
+    assert metrics["loss"] == pytest.approx(expected, abs=ATOL)
 
 
 def test_bfloat16_is_close_and_keeps_float32_weights(make):
@@ -323,7 +353,7 @@ def test_the_reference_of_a_checkpoint_is_the_one_in_use(make, tmp_path: Path):
     make(keep_reference=True).load_checkpoint(tmp_path / "saved")
     backend = make(tiny_model(seed=5), keep_reference=True)
     before = weights(backend)
-    with pytest.raises(ValueError, match=r"other weights: load the .* of that run anew"):
+    with pytest.raises(ValueError, match=r"other weights: load the .* of that run again"):
         backend.load_checkpoint(tmp_path / "saved")
     assert_same_weights(weights(backend), before, atol=0)
 

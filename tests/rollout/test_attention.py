@@ -16,10 +16,10 @@ from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 def test_it_is_attention_with_repeated_keys_and_values(key_heads: int, new: int):
     torch.manual_seed(0)
     query = torch.randn(5, 4, new, 8, dtype=torch.float64)
-    key, value = torch.randn(2, 5, key_heads, 7, 8, dtype=torch.float64)
+    key, value = (torch.randn(5, key_heads, 7, dim, dtype=torch.float64) for dim in (8, 6))
     mask = torch.rand(5, 1, new, 7) < 0.6
     mask[..., 0] = True
-    out = cached_attention(None, query, key, value, mask, scaling=0.3)[0]
+    out = cached_attention(query, key, value, mask, scaling=0.3)
     key, value = (x.repeat_interleave(4 // key_heads, dim=1) for x in (key, value))
     expected = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3).transpose(
         1, 2

@@ -42,7 +42,7 @@ def rolled(generator) -> Rollouts:
 def test_a_batch_holds_what_was_sampled(rolled):
     batch = to_token_batch(rolled)
     assert rolled.group_id.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
-    assert batch.logprob_kind == LogprobKind(temperature=0.8, policy_version=0) == rolled.kind
+    assert batch.logprob_kind == LogprobKind(temperature=0.8) == rolled.kind
     for i, completion in enumerate(rolled.completions):
         prompt = PROMPTS.token_ids[i // 3]
         total = len(prompt) + len(completion.token_ids)
@@ -65,7 +65,11 @@ def test_a_batch_holds_the_experts_of_what_was_computed(rolled):
         computed = len(PROMPTS.token_ids[i // 3]) + len(completion.token_ids) - 1
         experts = torch.randint(0, 9, (computed, 4, 2), generator=generator, dtype=torch.int32)
         completions.append(replace(completion, routed_experts=experts))
-    found = to_token_batch(replace(rolled, completions=completions)).routed_experts
+    changed = [
+        replace(each, turns=(replace(each.turns[0], completion=completion),))
+        for each, completion in zip(rolled.conversations, completions, strict=True)
+    ]
+    found = to_token_batch(replace(rolled, conversations=changed)).routed_experts
     assert found is not None and found.dtype == torch.int16
     for own, completion in zip(found, completions, strict=True):
         experts = completion.routed_experts
@@ -83,17 +87,19 @@ def test_an_exit_in_an_environment_is_its_error(generator):
 
 
 def test_a_group_draws_from_its_own_seed(generator, rolled):
-    """Evaluated in parts, with the number of each part's first group: the same responses."""
+    """In parts, in another order, with other numbers: a group's responses follow its number."""
     environment = FunctionalRewardWrapper(first_digit)
-    parts = [
-        collect(
-            generator, environment, PROMPTS.take(range(i, i + 1)), SAMPLING, seed=1, first_group=i
-        )
-        for i in range(3)
-    ]
-    joined = join(parts)
+    numbered = replace(PROMPTS, groups=range(3))
+    parts = {
+        i: collect(generator, environment, numbered.take([i]), SAMPLING, seed=1) for i in (2, 0, 1)
+    }
+    joined = join([parts[i] for i in range(3)])
     assert [c.token_ids for c in joined.completions] == [c.token_ids for c in rolled.completions]
     assert joined.group_id.tolist() == rolled.group_id.tolist()
+    far = replace(PROMPTS, groups=[2**40, 7, 1])
+    others = collect(generator, environment, far, SAMPLING, seed=1)
+    assert others.group_id.tolist() == [2**40] * 3 + [7] * 3 + [1] * 3
+    assert others.completions[:3] != rolled.completions[:3]
     assert [
         c.token_ids for c in collect(generator, environment, PROMPTS, SAMPLING, seed=2).completions
     ] != [c.token_ids for c in rolled.completions]
@@ -106,6 +112,15 @@ def test_select_and_join(rolled):
     again = join([select(rolled, [0, 1, 2]), select(rolled, range(3, 9))])
     assert torch.equal(again.rewards, rolled.rewards)
     assert again.completions == rolled.completions
+    newer = []
+    for each in again.conversations:
+        (turn,) = each.turns
+        versions = (3,) * len(turn.completion.token_ids)
+        completion = replace(turn.completion, policy_versions=versions)
+        newer.append(replace(each, turns=(replace(turn, completion=completion),)))
+    of_two_versions = join([rolled, replace(again, conversations=newer, kind=kind_of(SAMPLING))])
+    assert {c.policy_version for c in of_two_versions.completions} == {0, 3}
+    assert to_token_batch(of_two_versions).logprob_kind == rolled.kind
     with pytest.raises(ValueError, match="must be sampled alike"):
         join([rolled, replace(rolled, kind=LogprobKind(temperature=0.5))])
 
@@ -215,7 +230,7 @@ def test_an_environment_that_forgets_a_conversation_is_refused(generator):
 
 
 def test_greedy_logprobs_are_of_the_model_itself():
-    assert kind_of(SamplingParams(temperature=0.0), version=4) == LogprobKind(policy_version=4)
+    assert kind_of(SamplingParams(temperature=0.0)) == LogprobKind()
 
 
 def test_an_environment_that_goes_on_is_refused(generator):

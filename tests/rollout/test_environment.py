@@ -329,11 +329,11 @@ def test_what_an_environment_returns_is_checked(part, message):
         "terminateds": [True, True],
     }
     check_counts(EnvironmentReturn(**sound), 2, "mine")
-    assert reward_tensor(sound["rewards"], 2, "mine").tolist() == [1.0, 0.5]
+    assert reward_tensor(sound["rewards"], 2, "environment 'mine'").tolist() == [1.0, 0.5]
     with pytest.raises(ValueError, match=message):
         wrong = EnvironmentReturn(**{**sound, **part})
         check_counts(wrong, 2, "mine")
-        reward_tensor(wrong.rewards, 2, "mine")
+        reward_tensor(wrong.rewards, 2, "environment 'mine'")
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_what_an_environment_returns_is_checked(part, message):
 )
 def test_rewards_of_an_environment_are_numbers(values, message):
     with pytest.raises(ValueError, match=message):
-        reward_tensor(values, 2, "mine")
+        reward_tensor(values, 2, "environment 'mine'")
 
 
 def test_a_missing_column_is_named():

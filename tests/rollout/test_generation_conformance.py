@@ -14,6 +14,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.ranks.generator import RankedGenerator
 from tests.examples import load_example
+from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model as tiny_model
 from tests.runtime.engines.shared import vllm_backend
 from tests.runtime.ranks.shared_ranks import ranked
@@ -266,6 +267,10 @@ def test_the_end_token_stops(make):
     ended = [c for c in completions if c.finish_reason == "stop"]
     assert ended
     assert all(c.token_ids[-1] == 1 and 1 not in c.token_ids[:-1] for c in ended)
+    end = tiny_tokenizer().decode([1])
+    for c in ended:
+        assert end not in c.text and c.raw_text.endswith(end)
+        assert c.raw_text == tiny_tokenizer().decode(c.token_ids)
 
 
 def test_an_end_token_that_is_ignored_is_a_token_like_others(make):
@@ -300,9 +305,7 @@ def test_new_weights_change_the_answers_and_the_version(make):
     backend = make(model)
     prompts, params = random_prompts(3), greedy(10)
     before = backend.generate(prompts, params)
-    backend.update_weights(
-        ((name, p.detach().clone()) for name, p in other.named_parameters()), version=7
-    )
+    update(backend, ((name, p.detach().clone()) for name, p in other.named_parameters()), version=7)
     after = backend.generate(prompts, params)
     expected = make(other).generate(prompts, params)
     assert {c.policy_version for c in before} == {0}
@@ -317,9 +320,7 @@ def test_new_weights_change_the_answers_and_the_version(make):
 def test_weights_of_another_model_are_refused(make):
     other = tiny_model(hidden_size=16)
     with pytest.raises(ValueError, match=r"embed_tokens.weight' does not fit"):
-        make().update_weights(
-            ((name, p.detach()) for name, p in other.named_parameters()), version=1
-        )
+        update(make(), ((name, p.detach()) for name, p in other.named_parameters()), version=1)
 
 
 def test_nothing_is_generated_after_an_update_that_failed(make):
@@ -332,10 +333,10 @@ def test_nothing_is_generated_after_an_update_that_failed(make):
     before = backend.generate(prompts, params)
     last = next(reversed(weights))
     with pytest.raises(ValueError, match="does not fit"):
-        backend.update_weights({**weights, last: weights[last][:-1]}.items(), version=1)
+        update(backend, {**weights, last: weights[last][:-1]}.items(), version=1)
     with pytest.raises(RuntimeError, match="call update_weights"):
         backend.generate(prompts, params)
-    backend.update_weights(weights.items(), version=0)
+    update(backend, weights.items(), version=0)
     assert backend.generate(prompts, params) == before
 
 
@@ -369,12 +370,12 @@ def test_weights_that_are_not_finite_are_an_error_that_leaves_no_trace(make):
     )
     before = backend.generate(prompts, params)
     sound = {name: p.detach().clone() for name, p in model.named_parameters()}
-    backend.update_weights(
-        ((name, torch.full_like(p, float("nan"))) for name, p in sound.items()), version=1
+    update(
+        backend, ((name, torch.full_like(p, float("nan"))) for name, p in sound.items()), version=1
     )
     with pytest.raises(FloatingPointError, match="weights hold NaN"):
         backend.generate(prompts, params)
-    backend.update_weights(sound.items(), version=0)
+    update(backend, sound.items(), version=0)
     assert backend.generate(prompts, params) == before
 
 

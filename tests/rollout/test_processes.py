@@ -88,7 +88,9 @@ def test_functions_of_a_notebook_and_those_that_cannot_be_had(monkeypatch):
     monkeypatch.setitem(sys.modules, "nowhere", slow_rewards)
     with pytest.raises(RuntimeError, match="it can't be loaded in another process: ModuleNotFound"):
         judged(FunctionalRewardWrapper(reward), "1")
-    with pytest.raises(ValueError, match="must be of one response, but it is 'of a batch'"):
+    with pytest.raises(
+        ValueError, match="of one response to be judged in processes, but it is 'of a batch'"
+    ):
         FunctionalRewardWrapper(judged_in_processes()(lambda responses: [1.0]))
     with pytest.raises(ValueError, match="seconds must be positive, but it is 0"):
         judged_in_processes(seconds=0)

@@ -8,9 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.generation import SamplingParams, Weights
 from tests.rollout import test_generation_conformance as conformance
 from tests.rollout.test_generation_conformance import greedy, reference_logprobs
+from tests.rollout.updates import update
 from tests.runtime.engines.shared import small_model as tiny_model
 from tests.tiny_models import random_prompts
 
@@ -50,7 +51,7 @@ def weights(model):
 def in_flight(backend):
     engines = getattr(backend, "_engines", None)
     scheduler = getattr(backend, "_scheduler", None) or getattr(backend, "scheduler", None)
-    return bool(engines._tasks) if engines else scheduler.busy
+    return bool(engines._open) if engines else scheduler.busy
 
 
 def test_the_tokens_are_the_same_whatever_else_is_in_flight(make):
@@ -75,7 +76,7 @@ def test_requests_go_on_with_new_weights_and_each_token_has_its_version(make):
 
     async def main():
         tasks = await in_the_middle(backend)
-        backend.update_weights(weights(models[7]), version=7)
+        assert await backend.update_weights(Weights(version=7, tensors=weights(models[7]))) == 7
         return await asyncio.gather(*tasks)
 
     completions = [c for (c,) in asyncio.run(main())]
@@ -96,7 +97,8 @@ def test_requests_finish_with_the_old_weights_first(make):
 
     async def main():
         tasks = await in_the_middle(backend)
-        backend.update_weights(weights(tiny_model(seed=1, scale=3.0)), 7, in_flight="wait")
+        new = Weights(version=7, tensors=weights(tiny_model(seed=1, scale=3.0)))
+        await backend.update_weights(new, in_flight="wait")
         after = await backend.sample(PROMPTS[0], LONG[0])
         return await asyncio.gather(*tasks), after
 
@@ -113,7 +115,7 @@ def test_the_same_weights_in_the_middle_change_no_token(make):
 
     async def main():
         tasks = await in_the_middle(backend)
-        backend.update_weights(weights(model), version=1)
+        await backend.update_weights(Weights(version=1, tensors=weights(model)))
         return await asyncio.gather(*tasks)
 
     assert tokens(asyncio.run(main())) == tokens(expected)
@@ -126,19 +128,20 @@ def test_requests_in_flight_fail_with_an_update_that_fails(make):
     async def main():
         tasks = await in_the_middle(backend)
         with pytest.raises(ValueError, match="does not fit"):
-            backend.update_weights([*sound[:-1], (sound[-1][0], torch.zeros(3))], version=1)
+            wrong = [*sound[:-1], (sound[-1][0], torch.zeros(3))]
+            await backend.update_weights(Weights(version=1, tensors=wrong))
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     failed = [one for one in asyncio.run(main()) if isinstance(one, Exception)]
     assert failed
     assert all("an update of the weights failed while" in str(error) for error in failed)
-    backend.update_weights(sound, version=1)
+    update(backend, sound, version=1)
     assert backend.generate([[5]], greedy(3))[0].policy_versions == (1, 1, 1)
 
 
 def test_how_requests_in_flight_go_on_is_checked(make):
     with pytest.raises(ValueError, match=r"in_flight must be 'keep' or 'wait', but it is 'abort'"):
-        make().update_weights([], 1, in_flight="abort")
+        update(make(), [], 1, in_flight="abort")
 
 
 def test_a_cancelled_request_makes_room(make):
@@ -268,8 +271,8 @@ def test_errors_of_a_computation_reach_every_request(make):
         tasks = begin(backend, PROMPTS, [greedy(3)] * 8)
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    backend.update_weights(broken, version=1)
+    update(backend, broken, version=1)
     ended = asyncio.run(main())
     assert all(isinstance(one, FloatingPointError) for one in ended)
-    backend.update_weights(sound, version=0)
+    update(backend, sound, version=0)
     assert [len(answer) for answer in asyncio.run(main())] == [1] * 8

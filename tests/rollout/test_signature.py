@@ -27,19 +27,6 @@ class Judge:
         return see(prompt, response, answer)
 
 
-class AsyncJudge:
-    async def __call__(self, prompt, response):
-        return 1.0
-
-
-async def asynchronous(prompt, response):
-    return 1.0
-
-
-def positional_only(answer, prompt, /, response):
-    return see(prompt, response, answer)
-
-
 def keyword_only(*, response, answer, prompt):
     return see(prompt, response, answer)
 
@@ -56,14 +43,11 @@ CALLS = {
     "by place": lambda question, text, answer: see(question, text, answer),
     "own name for the response": lambda prompt, text, answer: see(prompt, text, answer),
     "own name for the response, in front": lambda text, answer, prompt: see(prompt, text, answer),
-    "positional only": positional_only,
     "keyword only": keyword_only,
     "any columns": lambda prompt, response, **columns: see(prompt, response, columns["answer"]),
     "any columns and the prompt among them": lambda response, **more: see(
         more["prompt"], response, more["answer"]
     ),
-    "any arguments": lambda *texts, answer: see(*texts, answer),
-    "prompt and any arguments": lambda question, *texts, answer: see(question, *texts, answer),
     "an object": Judge(),
     "a partial": partial(with_middle, weight=2.0),
 }
@@ -159,7 +143,7 @@ def test_completions_of_conversations_are_messages_as_in_trl():
     assert "a parameter called responses gets texts" in error.value.__notes__[-1]
 
 
-def optional_columns(prompt, response, a=0.0, b=0.0, /):
+def optional_columns(prompt, response, a=0.0, b=0.0):
     return 10 * a + b
 
 
@@ -188,8 +172,8 @@ def test_a_plural_makes_it_a_function_of_the_batch(name: str):
     fn = BATCHES[name]
     signature = read_signature(fn)
     assert signature.batch
-    args, kwargs = signature.arguments(["a", "b"], ["c", "d"], {"answer": [1, 2]})
-    assert fn(*args, **kwargs) == (["a", "b"], ["c", "d"], [1, 2])
+    given = signature.arguments(["a", "b"], ["c", "d"], {"answer": [1, 2]})
+    assert fn(**given) == (["a", "b"], ["c", "d"], [1, 2])
 
 
 def test_the_response_alone_is_enough_if_it_has_its_name():
@@ -235,13 +219,13 @@ def test_names():
         ),
         (lambda **columns: 1.0, r"must take at least \(prompt, response\)"),
         (
-            asynchronous,
-            (
-                r"reward 'asynchronous' must be a plain function, but it is async: .* that calls"
-                r" asyncio.run"
-            ),
+            lambda prompt, /, response: 1.0,
+            r"must take its parameters by name, but it has \(prompt, /\): remove the \* or /",
         ),
-        (AsyncJudge(), "reward 'AsyncJudge' must be a plain function, but it is async"),
+        (
+            lambda *texts, answer: 1.0,
+            r"must take its parameters by name, but it has \(\*texts\): .* needs functools.wraps",
+        ),
         (int, "reward 'int' must show its parameters|must take at least"),
     ],
 )

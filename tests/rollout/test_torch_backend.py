@@ -12,6 +12,7 @@ from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
 from tests.host_waits import HostWaits
+from tests.rollout.updates import update
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 LONG = SamplingParams(seed=1, max_new_tokens=200)
@@ -61,13 +62,13 @@ def test_the_trainers_step_in_the_middle():
             for parameter in model.parameters():
                 parameter.mul_(1.1)
         with pytest.raises(RuntimeError, match="'wait' needs the old weights, but this engine"):
-            backend.update_weights(model.named_parameters(), 1, in_flight="wait")
-        backend.update_weights(model.named_parameters(), 1)
+            update(backend, model.named_parameters(), 1, in_flight="wait")
+        update(backend, model.named_parameters(), 1)
         return await asyncio.gather(*tasks)
 
     for (completion,) in asyncio.run(main()):
         assert set(completion.policy_versions) == {0, 1}
-    backend.update_weights(model.named_parameters(), 2, in_flight="wait")  # none is in flight
+    update(backend, model.named_parameters(), 2, in_flight="wait")  # none is in flight
     assert backend.policy_version == 2
 
 

@@ -9,9 +9,11 @@ import torch
 
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.environment import FunctionalRewardWrapper
-from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams
+from nemorl.rollout.generation import Completion, GenerationBackend, SamplingParams, Weights
+from nemorl.rollout.traits import GenerationTraits
 from nemorl.rollout.wrapped import as_generation_backend
 from tests.rollout.test_generation_conformance import reference_logprobs
+from tests.rollout.updates import update
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 CONFIG = SimpleNamespace(max_batch_size=4)
@@ -62,7 +64,7 @@ def test_a_described_class_is_a_whole_backend(cls):
     assert completions[0].text == tiny_tokenizer().decode(completions[0].token_ids)
     assert backend.inner.calls == [4, 2]  # 6 samples, max_batch_size 4
     assert backend.generate([[5, 6], [7]], PARAMS) == completions, "by the seed"
-    backend.update_weights(tiny_model(seed=1).named_parameters(), version=3)
+    update(backend, tiny_model(seed=1).named_parameters(), version=3)
     assert set(backend.inner.state) == {name for name, _ in tiny_model().named_parameters()}
     assert backend.generate([[5]], PARAMS)[0].policy_versions == (3,) * 4
     assert backend.metrics() == {}
@@ -107,7 +109,8 @@ def test_requests_that_wait_follow_an_update_or_come_before_it():
         async def main(backend=backend, in_flight=in_flight):
             tasks = [asyncio.ensure_future(backend.sample([5], PARAMS)) for _ in range(8)]
             await asyncio.sleep(0)
-            backend.update_weights(tiny_model().named_parameters(), 5, in_flight)
+            new = Weights(version=5, tensors=tiny_model().named_parameters())
+            assert await backend.update_weights(new, in_flight=in_flight) == 5
             return await asyncio.gather(*tasks)
 
         answers = asyncio.run(main())
@@ -139,7 +142,7 @@ def test_logprobs_that_are_missing_are_the_models(cls, temperature):
                 tiny_model(seed=step, scale=2.0), [5, 6, 7], c.token_ids, temperature or 1.0
             )
             torch.testing.assert_close(torch.tensor(c.logprobs), expected)
-        backend.update_weights(tiny_model(seed=1, scale=2.0).named_parameters(), version=1)
+        update(backend, tiny_model(seed=1, scale=2.0).named_parameters(), version=1)
 
 
 def test_an_engine_that_ends_early_where_it_must_not_is_refused():
@@ -160,11 +163,10 @@ def test_a_batch_to_train_on_comes_of_texts():
 
 
 class NoModel(Texts):
-    shares_model = False
+    traits = GenerationTraits(shares_model=False)
 
 
 def test_without_a_model_missing_logprobs_are_an_error():
-    assert as_generation_backend(NoModel).shares_model is False
     with torch.device("meta"):
         model = tiny_model()
     with pytest.raises(ValueError, match=r"NoModel.generate must return logprobs, because"):
@@ -220,7 +222,7 @@ class Sampler:
         one = Completion(token_ids=prompt, logprobs=(-1.0,), finish_reason="stop", text="")
         return [one] * params.n
 
-    def update_weights(self, weights, version, in_flight="keep"): ...
+    async def update_weights(self, source, *, in_flight="keep"): ...
 
     def shutdown(self): ...
 

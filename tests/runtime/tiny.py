@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemorl.runtime.run import checkpoint
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.state import LoopState, Run
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.state import LoopState, Run
 from nemorl.runtime.watch.loggers.base import JsonlLogger, LoggedRun, Recorder
 
 

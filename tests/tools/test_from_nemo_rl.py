@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.config.tree import from_dict, leaves, load_config
 from nemorl.runtime.config.yaml_io import dump, read
-from nemorl.runtime.run.directory import read_lines
 from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.store.directory import read_lines
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tools import from_nemo_rl
 from tools.from_nemo_rl import RENAMED, UNBOUNDED, as_yaml, flatten, translate

@@ -1,10 +1,12 @@
-"""`TrainingBackend` "dtensor": a Hugging Face causal language model in one process or on many."""
+"""`TrainingBackend` "dtensor": a Hugging Face decoder and its head in one process or on many."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,10 @@ from torch import Tensor, nn
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
-from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import Metrics, merge
+from nemorl.losses.types import Metrics, Needs, merge
 from nemorl.models import adapters
 from nemorl.models.attention import use_attention
-from nemorl.models.causal_lm import load_causal_lm, usable_device
+from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
 from nemorl.models.hub import check_supported
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
@@ -27,23 +28,37 @@ from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.checkpoint import CheckpointWriter, Saved
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
-from nemorl.parallel.dtensor import mesh
+from nemorl.parallel.dtensor import limits, mesh
 from nemorl.parallel.dtensor.build import build
 from nemorl.parallel.dtensor.checkpoint import contents_of, load
-from nemorl.parallel.dtensor.head import plain_logprobs, sharded_logprobs
+from nemorl.parallel.dtensor.head import plain_outputs, sharded_outputs
 from nemorl.parallel.dtensor.lora import adapters_off, add_adapters
 from nemorl.parallel.dtensor.offload import Offloaded
 from nemorl.parallel.dtensor.pieces import gathering
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Layout, cut
+from nemorl.parallel.limits import check_training
 from nemorl.parallel.measure import StepMeter
-from nemorl.parallel.megatron.limits import check_elsewhere
 from nemorl.parallel.optimizer import make_optimizer
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.tokens import Work
 from nemorl.parallel.world import World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
+
+NEEDS_A_RANK = (
+    "with compile, cpu_offload or selective checkpointing needs a process started as a rank"
+)
+START_A_RANK = "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """How a given model was before `setup` changed it."""
+
+    attention: str
+    training: bool
+    trainable: list[nn.Parameter]
 
 
 class DTensorBackend(Accumulating):
@@ -57,6 +72,8 @@ class DTensorBackend(Accumulating):
     them, and exported weights, and the model that is handed back, have them merged.
     """
 
+    traits, check = limits.traits, staticmethod(limits.check)
+
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
         self._given = model
@@ -68,17 +85,14 @@ class DTensorBackend(Accumulating):
 
     def setup(self, config: BackendConfig) -> None:
         self.config = config
-        check_elsewhere(config.trainer)
+        check_training(config, None, config.parallel, limits)
         if config.lora.rank:
             adapters.require_peft("lora.rank")
         profile_folder(config.profile)
         if config.trainer.deterministic:
             self._settings.enter_context(deterministic_kernels())
-        if self._given is not None and adapters.has_adapters(self._given):
-            raise ValueError(
-                "model must be a plain one, but it has PEFT adapters: merge them first"
-                " (merge_and_unload()); lora.rank gives it new ones"
-            )
+        if self._given is not None:
+            _check_given(self._given, config)
         keeps_reference = config.keep_reference and not config.lora.rank
         if is_started_as_rank():
             self._set_up_sharded(keeps_reference)
@@ -88,21 +102,15 @@ class DTensorBackend(Accumulating):
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self._writer = CheckpointWriter(self.world)
-        frozen = bool(config.lora.rank)
-        self.meter = StepMeter(
-            self.model.config, self.device, self.world.size, frozen_weights=frozen
-        )
+        sizes = self.model.config, self.device, self.world.size
+        self.meter = StepMeter(*sizes, frozen_weights=bool(config.lora.rank))
         self._forget()
         torch.manual_seed(config.seed)
 
     def _set_up_plain(self, keeps_reference: bool) -> None:
         config, path = self.config, self.config.model.path
         plan = config.parallel.on(1)
-        requirement = (
-            "with compile, cpu_offload or selective checkpointing needs a process started as a rank"
-        )
-        remedy = "torchrun --nproc-per-node 1 starts one, and so does nemorl by itself"
-        require(not plan.needs_ranks, "parallel", requirement, plan, remedy)
+        require(not plan.needs_ranks, "parallel", NEEDS_A_RANK, plan, START_A_RANK)
         self.device = usable_device(config.trainer.device)
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # by which engines know what GPU trains
@@ -110,14 +118,17 @@ class DTensorBackend(Accumulating):
         model: Any = self._given
         if model is None:
             fresh = config.model.from_scratch
-            trust = config.model.trust_remote_code
+            trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
             model = load_causal_lm(
-                path, from_scratch=fresh, seed=config.seed, trust_remote_code=trust
+                path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
             )
         check_supported(model.config)  # also one that was given
         model = model.to(device=self.device, dtype=torch.float32)
-        trainable = [p for p in model.parameters() if p.requires_grad]
-        self._found = model.config._attn_implementation, model.training, trainable
+        self._found = Found(
+            attention=model.config._attn_implementation,
+            training=model.training,
+            trainable=[p for p in model.parameters() if p.requires_grad],
+        )
         self._model = model  # from here on shutdown() has something to undo
         self._base = fingerprint(model)
         if config.lora.rank:
@@ -160,7 +171,9 @@ class DTensorBackend(Accumulating):
         self._away.restore()
         return super().forward_backward(batch, loss_fn)
 
-    def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
+    def _gradients(
+        self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
+    ) -> tuple[Metrics, Tensor]:
         model, world = self.model.train(), self.world
         if world.sharded:  # dropout that is the same in a resumed run
             later = (len(self._batches),) if self._batches else ()
@@ -172,8 +185,8 @@ class DTensorBackend(Accumulating):
             for part in self._cut(batch).parts(world.data_rank):
                 rows, work = to_device((part, self._work(part, part.loss_mask)), self.device)
                 self._copied += work.copied
-                logprobs, entropy = self._forward(model, rows, work, with_entropy=True)
-                output = loss_fn(ForwardOutput(logprobs, entropy), rows)
+                found = _forward(model, rows, work, needs, config=self.config, world=world)
+                output = loss_fn(found, rows)
                 output.loss.backward()
                 metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
         if world.data_group is not None:
@@ -195,19 +208,6 @@ class DTensorBackend(Accumulating):
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
-
-    def get_logprobs(self, batch: TokenBatch) -> Logprobs:
-        return self._logprobs(self.model, batch)
-
-    def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
-        if not self.config.keep_reference:
-            raise RuntimeError(
-                "no reference model is kept: set up the backend with keep_reference=True"
-            )
-        if self._reference is None:
-            with adapters_off(self.model):
-                return self._logprobs(self.model, batch)
-        return self._logprobs(self._reference, batch)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the live tensors; adapted ones are merged copies.
@@ -273,22 +273,12 @@ class DTensorBackend(Accumulating):
         self.step, self._base = saved.state["step"], saved.state["base"]
 
     def shutdown(self) -> None:
-        """Hand the model back as it came, but for its weights and in float32."""
+        """Restore a given model but for its weights, which stay trained and in float32."""
         close_profile()
         if self._writer is not None:
             self._writer.close()
         if self._model is not None and not self.world.sharded:
-            model = self.model
-            attention, training, trainable = self._found
-            if self.config.lora.rank:
-                adapters.merge_adapters(model)
-                for parameter in trainable:
-                    parameter.requires_grad_(True)
-            model.set_attn_implementation(attention)
-            if self.config.parallel.activation_checkpointing == "full":
-                model.gradient_checkpointing_disable()
-            model.train(training)
-            model.zero_grad(set_to_none=True)
+            _give_back(self.model, self._found, self.config)
         self._model = self._reference = self._given = None
         self._away = Offloaded()
         self._settings.close()
@@ -297,35 +287,73 @@ class DTensorBackend(Accumulating):
         plan, trainer = self.world.plan, self.config.trainer
         return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
 
-    def _logprobs(self, model: nn.Module, batch: TokenBatch) -> Logprobs:
+    def _compute(
+        self, batch: TokenBatch, needs: Needs, *, reference: bool = False
+    ) -> ForwardOutput:
         self._away.restore()
+        model = self._reference if reference and self._reference is not None else self.model
         was_training = model.training
         model.eval()
         layout, rank = self._cut(batch), self.world.data_rank
-        with torch.no_grad(), gathering(model):
+        adapters_as_they_are = nullcontext() if not reference else adapters_off(model)
+        with torch.no_grad(), gathering(model), adapters_as_they_are:
+            forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
             works = [(part, self._work(part, part.response_mask)) for part in layout.parts(rank)]
-            values = [
-                self._forward(model, *to_device(each, self.device), with_entropy=False)[0]
-                for each in works
-            ]
-        placed = layout.place(values, rank)
+            found = [forward(*to_device(each, self.device)) for each in works]
         model.train(was_training)
-        if self.world.data_group is not None:
-            dist.all_reduce(placed, group=self.world.data_group)
-        return Logprobs(layout.restore(placed.to(batch.input_ids.device)), batch.logprob_kind)
+        outputs = {}
+        for name in needs.outputs:
+            placed = layout.place([getattr(output, name) for output in found], rank)
+            if self.world.data_group is not None:
+                dist.all_reduce(placed, group=self.world.data_group)
+            outputs[name] = layout.restore(placed.to(batch.input_ids.device))
+        return ForwardOutput(**outputs)
 
     def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
         return planned(part, wanted, self.world, share=self.config.trainer.share_prompts)
 
-    def _forward(
-        self, model: nn.Module, batch: TokenBatch, work: Work, *, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        options: Any = {"chunk": self.config.trainer.logprob_chunk, "with_entropy": with_entropy}
-        if self.world.sharded:
-            return sharded_logprobs(model, self.world, batch, work, **options)
-        lower = self.config.parallel.param_dtype == "bfloat16"
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=lower):
-            return plain_logprobs(model, batch, work, **options)
+
+def _check_given(model: nn.Module, config: BackendConfig) -> None:
+    """Raise ValueError for a given model that has adapters, or another head than `config.head`."""
+    if adapters.has_adapters(model):
+        raise ValueError(
+            "model must be a plain one, but it has PEFT adapters: merge them first"
+            " (merge_and_unload()); lora.rank gives it new ones"
+        )
+    require_head(model, config.head)
+
+
+def _forward(
+    model: nn.Module,
+    batch: TokenBatch,
+    work: Work,
+    needs: Needs,
+    *,
+    config: BackendConfig,
+    world: World,
+) -> ForwardOutput:
+    """Return what is needed of a model's output for a microbatch."""
+    options: Any = {"chunk": config.trainer.logprob_chunk, "needs": needs}
+    if world.sharded:
+        found = sharded_outputs(model, world, batch, work, **options)
+    else:
+        lower = config.parallel.param_dtype == "bfloat16"
+        with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=lower):
+            found = plain_outputs(model, batch, work, **options)
+    return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)))
+
+
+def _give_back(model: Any, found: Found, config: BackendConfig) -> None:
+    """Restore a model that was given but for its weights."""
+    if config.lora.rank:
+        adapters.merge_adapters(model)
+        for parameter in found.trainable:
+            parameter.requires_grad_(True)
+    model.set_attn_implementation(found.attention)
+    if config.parallel.activation_checkpointing == "full":
+        model.gradient_checkpointing_disable()
+    model.train(found.training)
+    model.zero_grad(set_to_none=True)
 
 
 def _lasting_name(name: str) -> str | None:

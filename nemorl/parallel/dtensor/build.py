@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nemorl.checks import require
 from nemorl.models.adapters import live_tensors
 from nemorl.models.attention import use_attention
-from nemorl.models.causal_lm import load_causal_lm, on_meta
+from nemorl.models.causal_lm import SCORE, fresh_head, load_causal_lm, on_meta
 from nemorl.models.hub import loading
 from nemorl.models.pretrained import weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, require_shapes
@@ -37,15 +36,14 @@ def build(
     frozen: without gradients and adapters.
     """
     lora, path = LoRAConfig() if frozen else config.lora, config.model.path
-    remedy = "spread the model with parallel.dp_shard or parallel.cp instead"
-    fits = not lora.rank or world.plan.tp == 1
-    require(fits, "lora.rank", "must be 0 with parallel.tp above 1", lora.rank, remedy)
     fresh = config.model.from_scratch
     trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     folder = None if fresh or given is not None else weights_folder(path, **trust)
     if folder is None and given is None:
-        given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
-    model = on_meta(str(folder) if given is None else given.config, **trust)
+        given = load_causal_lm(
+            path, from_scratch=fresh, seed=config.seed, head=config.head, **trust
+        )
+    model = on_meta(str(folder) if given is None else given.config, head=config.head, **trust)
     world.plan.check(model.config)
     if lora.rank:
         add_adapters(model, lora, base=path, seed=config.seed)
@@ -57,7 +55,7 @@ def build(
         copy_whole(model, given.state_dict())
     else:
         assert folder is not None
-        load_folder(model, folder)
+        load_folder(model, folder, seed=config.seed)
     if lora.rank:
         copy_whole(model, fresh_adapters(model, seed=config.seed))
     return model
@@ -81,8 +79,8 @@ def shard(model: Any, world: World) -> None:
     if plan.activation_checkpointing != "none":
         checkpoint_activations(decoder, plan.activation_checkpointing)
     if plan.compile:
-        # Layers are alike: one is compiled, and all use it. With DTensors it must be anew for each
-        # shape (torch 2.13); after eight shapes layers run uncompiled.
+        # Layers are alike: one is compiled, and all use it. With DTensors it is compiled again for
+        # each shape (torch 2.13); after eight shapes layers run uncompiled.
         for layer in decoder.layers:
             layer.compile(dynamic=False if plan.tp > 1 else None)
     apply_fsdp(model, world.fsdp_mesh, plan)
@@ -96,8 +94,9 @@ def materialize(model: Any, world: World) -> None:
         setattr(rotary, name, buffer.to(world.device))
 
 
-def load_folder(model: nn.Module, folder: Path) -> None:
-    """Read this rank's piece of every parameter from a folder of safetensors.
+def load_folder(model: Any, folder: Path, *, seed: int) -> None:
+    """Read this rank's piece of every parameter from a folder of safetensors; a scalar head that
+    the folder lacks is made from `seed`.
 
     Raises: ValueError where some are missing or of other shapes.
     """
@@ -108,6 +107,9 @@ def load_folder(model: nn.Module, folder: Path) -> None:
     }
     with loading(str(folder)):
         stored = TensorFiles(weight_files(folder))
+        if set(SCORE) <= wanted.keys() - stored.shapes.keys():
+            copy_whole(model, fresh_head(model.config, seed=seed))
+            wanted = {name: tensor for name, tensor in wanted.items() if name not in SCORE}
         shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         require_shapes(stored.shapes, shapes)
         for name, tensor in wanted.items():

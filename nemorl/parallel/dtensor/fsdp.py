@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from nemorl.models.causal_lm import head_of
 from nemorl.parallel.dtensor.tensor_parallel import is_tied
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import DTYPES
@@ -19,7 +20,7 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
 
     mesh: the axis fsdp, or dp_replicate and fsdp (HSDP).
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    decoder, head = model.get_decoder(), head_of(model)
     dtypes = MixedPrecisionPolicy(
         param_dtype=DTYPES[plan.param_dtype], reduce_dtype=DTYPES[plan.reduce_dtype]
     )
@@ -37,7 +38,7 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
 
 
 def sum_gradients(model: nn.Module) -> None:
-    """Have FSDP2 sum gradients, not average them: a loss's weights are those of the whole step."""
+    """Have FSDP2 sum gradients, not average them: a loss's weights count over the whole step."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

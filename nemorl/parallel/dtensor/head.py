@@ -1,4 +1,4 @@
-"""From token ids to log-probabilities of tokens: the decoder, then a head that works in chunks."""
+"""From token ids to what a loss needs of each token: the decoder, then the head."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch.distributed.tensor import DTensor
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import flat_linear_logprobs
+from nemorl.losses.types import Needs
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
-from nemorl.models.causal_lm import decoder_of, head_weight
-from nemorl.parallel.collectives import all_gather, sum_backward
-from nemorl.parallel.head import HeadInputs, RankInputs
+from nemorl.models.causal_lm import decoder_of, head_of, is_scalar
+from nemorl.parallel.collectives import all_gather, all_gather_same, sum_backward
+from nemorl.parallel.head import HeadInputs, RankInputs, values_of
 from nemorl.parallel.tokens import Work
 from nemorl.parallel.world import World
 
 
-def plain_logprobs(
-    model: nn.Module, batch: TokenBatch, work: Work, *, chunk: int, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
-    """Return token log-probabilities and entropies `[batch, seq]` of a model that is not sharded,
+def plain_outputs(
+    model: nn.Module, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs
+) -> list[Tensor]:
+    """Return the outputs that `needs` names, each `[batch, seq]`, of a model that is not sharded,
     as `work` says; 0 elsewhere.
 
-    chunk: tokens whose logits are held at a time.
+    chunk: tokens whose logits are in memory at a time.
     """
     # With an attention mask or a cache transformers would ignore the segments.
     hidden = decoder_of(model)(
@@ -35,65 +36,80 @@ def plain_logprobs(
         use_cache=False,
         segment_buckets=work.buckets,
     )[0]
-    found = flat_linear_logprobs(
-        hidden.flatten(0, 1).index_select(0, work.states),
-        head_weight(model),
-        work.next_ids,
-        kind=batch.logprob_kind,
-        chunk=chunk,
-        with_entropy=with_entropy,
-    )
-    logprobs, entropy = (work.rows(values, batch.input_ids) for values in found)
-    return logprobs, entropy
+    states, head = hidden.flatten(0, 1).index_select(0, work.states), head_of(model)
+    found: tuple[Tensor, ...]
+    if needs.values:
+        found = (values_of(states, head.weight, head.bias),)
+    else:
+        found = flat_linear_logprobs(
+            states,
+            head.weight,
+            work.next_ids,
+            kind=batch.logprob_kind,
+            chunk=chunk,
+            with_entropy=needs.entropy,
+        )
+    return [work.rows(each, batch.input_ids) for each in found[: len(needs.outputs)]]
 
 
-def sharded_logprobs(
-    model: nn.Module, world: World, batch: TokenBatch, work: Work, *, chunk: int, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
+def sharded_outputs(
+    model: nn.Module, world: World, batch: TokenBatch, work: Work, *, chunk: int, needs: Needs
+) -> list[Tensor]:
     """Return the same, of all of the rows, of a model that `build.shard` has spread; a collective
     call.
     """
-    inputs = RankInputs.of(batch, work, world, chunk=chunk, with_entropy=with_entropy)
-    logprobs, entropy = inputs.whole(model(**inputs.values), batch)
-    return logprobs, entropy
+    inputs = RankInputs.of(batch, work, world, chunk=chunk, needs=needs)
+    return list(inputs.whole(model(**inputs.values), batch))
 
 
 def install_head(
     model: Any, tp_group: dist.ProcessGroup | None, *, sequence_parallel: bool
 ) -> None:
-    """Have `model(input_ids, position_ids, head_inputs, …)` return log-probabilities and entropies
-    of the next tokens after the states that are read, `[tokens]`.
+    """Have `model(input_ids, position_ids, head_inputs, …)` return the outputs that
+    `head_inputs.needs` names, for the next tokens after the states that are read, `[tokens]`.
 
     The head stays a module of its own, so that FSDP2 gathers its weight.
     """
 
-    def of_head(
+    def logprobs(
         self: nn.Module, hidden: Float[Tensor, "batch part hidden"], inputs: HeadInputs
-    ) -> tuple[Tensor, Tensor]:
-        whole: Any = self.weight
-        weight = whole.to_local() if isinstance(whole, DTensor) else whole
+    ) -> tuple[Tensor, ...]:
         if tp_group is not None and sequence_parallel:
             hidden = all_gather(hidden, 1, tp_group)
         elif tp_group is not None:
             hidden = sum_backward(hidden, tp_group)
-        return vocab_parallel_linear_logprobs(
+        found = vocab_parallel_linear_logprobs(
             hidden.flatten(0, 1).index_select(0, inputs.states),
-            weight,
+            _local(self.weight),
             inputs.next_ids,
             tp_group,
             kind=inputs.kind,
             chunk=inputs.chunk,
-            with_entropy=inputs.with_entropy,
+            with_entropy=inputs.needs.entropy,
         )
+        return found[: len(inputs.needs.outputs)]
+
+    def values(
+        self: nn.Module, hidden: Float[Tensor, "batch part hidden"], inputs: HeadInputs
+    ) -> tuple[Tensor, ...]:
+        # All ranks of tensor parallelism have the whole weight, and compute the same values.
+        if tp_group is not None and sequence_parallel:
+            hidden = all_gather_same(hidden, 1, tp_group)
+        states = hidden.flatten(0, 1).index_select(0, inputs.states)
+        return (values_of(states, _local(self.weight), _local(self.bias)),)
 
     def of_model(
         self: Any, *, input_ids: Tensor, position_ids: Tensor, head_inputs: HeadInputs, **rows: Any
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         hidden = decoder_of(self)(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, **rows
         )[0]
-        return self.get_output_embeddings()(hidden, head_inputs)
+        return head_of(self)(hidden, head_inputs)
 
-    head = model.get_output_embeddings()
-    head.forward = types.MethodType(of_head, head)
+    head = head_of(model)
+    head.forward = types.MethodType(values if is_scalar(model) else logprobs, head)
     model.forward = types.MethodType(of_model, model)
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -113,5 +113,5 @@ def check_scale(model: Any, folder: Path) -> None:
     """Raise ValueError unless the adapters in `folder` were scaled as the model's are."""
     alpha = json.loads((folder / CONFIG).read_text(encoding="utf-8"))["lora_alpha"]
     now = model.peft_config[NAME].lora_alpha
-    requirement = f"must be that of the checkpoint ({alpha:g})"
+    requirement = f"must be the same as in the checkpoint ({alpha:g})"
     require(alpha == now, "lora.alpha", requirement, now, "leave it as it was")

@@ -15,23 +15,24 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from nemorl.models.causal_lm import head_of, is_scalar
 from nemorl.parallel.dtensor.titan import NoParallel
 
 
 def is_tied(model: Any) -> bool:
     """Return whether input and output embeddings are one parameter."""
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    return head_of(model).weight is model.get_input_embeddings().weight
 
 
 def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> None:
     """Split each layer over the mesh, in place, by Megatron's scheme.
 
-    The output layer is cut along the vocabulary and does its own communication (`head.py`). The
-    model's inputs are the same on all ranks.
+    The output layer is cut along the vocabulary and does its own communication (`head.py`); a
+    scalar head is whole on each rank. The model's inputs are the same on all ranks.
 
     sequence_parallel: split norms and residuals over tokens.
     """
-    decoder, head, tied = model.get_decoder(), model.get_output_embeddings(), is_tied(model)
+    decoder, head, tied = model.get_decoder(), head_of(model), is_tied(model)
     # The embedding's output stays whole, because the model makes its positions from its shape; the
     # first layer cuts it.
     outer: dict[str, ParallelStyle] = {
@@ -50,11 +51,11 @@ def apply_tensor_parallel(model: Any, mesh: Any, *, sequence_parallel: bool) -> 
     decoder.embed_tokens.register_forward_hook(lambda module, inputs, output: output.clone())
     if tied:  # parallelize_module has made a new parameter of the embedding's
         head.weight = decoder.embed_tokens.weight
-    else:
-        head.weight = nn.Parameter(
-            distribute_tensor(head.weight, mesh, [Shard(0)], src_data_rank=None),
-            requires_grad=head.weight.requires_grad,
-        )
+        return
+    placement = Replicate() if is_scalar(model) else Shard(0)
+    for name, parameter in list(head.named_parameters()):
+        spread = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        setattr(head, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
 
 
 def layer_plan(layer: Any, *, sequence_parallel: bool) -> dict[str, ParallelStyle]:

@@ -6,61 +6,49 @@ without.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
-from nemorl.data.transfer import to_device
-from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import Mean, Metrics, merge
+from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.hub import CONFIG, loading
 from nemorl.models.pretrained import weight_files, weights_folder
-from nemorl.models.tensor_files import Piece, TensorFiles, require_shapes
+from nemorl.models.tensor_files import TensorFiles, require_shapes
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.checkpoint import (
     CheckpointWriter,
     Contents,
     Saved,
-    owned,
-    shared_out,
     write_model_config,
 )
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
-from nemorl.parallel.fingerprint import check_base, hash_of, sampled
-from nemorl.parallel.head import RankInputs, planned
+from nemorl.parallel.fingerprint import check_base, hash_of, sample_of
 from nemorl.parallel.layout import Layout, cut
+from nemorl.parallel.limits import check_training
 from nemorl.parallel.measure import StepMeter
+from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import Engine, Order
-from nemorl.parallel.megatron.limits import check, check_model
+from nemorl.parallel.megatron.moments import fill_moments, moments
 from nemorl.parallel.megatron.routing import (
-    Load,
     balancing,
-    copies_of,
     require_routes,
-    routes_of,
 )
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.world import is_started_as_rank
 from nemorl.rollout.generation import Completion
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""What AdamW keeps of a parameter, besides its number of steps."""
 
 
 class MegatronBackend(Accumulating):
@@ -70,6 +58,8 @@ class MegatronBackend(Accumulating):
     numbers, files and names are those of the dtensor backend, and either goes on with the other's
     checkpoints.
     """
+
+    traits, check = limits.traits, staticmethod(limits.check)
 
     def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
@@ -91,7 +81,7 @@ class MegatronBackend(Accumulating):
         )
         from nemorl.parallel.megatron import mesh
 
-        check(config)
+        check_training(config, None, config.parallel, limits)
         profile_folder(config.profile)
         if config.trainer.deterministic:
             self._settings.enter_context(deterministic_kernels())
@@ -113,33 +103,17 @@ class MegatronBackend(Accumulating):
         """
         from nemorl.parallel.megatron.model import Stage
         from nemorl.parallel.megatron.optimizer import ShardedAdamW
-        from nemorl.parallel.megatron.weights import Conversion, as_stored, mark_split
+        from nemorl.parallel.megatron.pipeline import Pipeline
+        from nemorl.parallel.megatron.weights import Conversion, mark_split
 
-        config, path, given = self.config, self.config.model.path, self._given
-        fresh = config.model.from_scratch
-        trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
-        folder = None if fresh or given is not None else weights_folder(path, **trust)
-        trust["experts"] = True
-        if folder is None and given is None:
-            given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
-        self._model = on_meta(str(folder) if given is None else given.config, **trust)
+        config = self.config
+        source = source_of(config, self._given)
+        self._model, self._tensors, self._names = source.model, source.tensors, source.names
         hf = self._model.config
-        check_model(hf, config.trainer)
-        self.world.plan.check(hf, backend="megatron")
-        stored_as = partial(as_stored, model_type=hf.model_type)
-        self._tensors = stored_as(live_tensors(self._model))
-        self._names = list(stored_as(self._model.state_dict()))
-        shapes = {name: tuple(each.shape) for name, each in self._tensors.items()}
-        self.conversion = Conversion(hf, shapes, self.world)
-        if given is not None:
-            read: Any = partial(_box, stored_as(given.state_dict()))
-        else:
-            assert folder is not None
-            with loading(str(folder)):
-                stored = TensorFiles(weight_files(folder))
-                require_shapes(stored.shapes, shapes)
-            read = stored.read
-        with self._runtime():
+        check_training(config, hf, self.world.plan, limits)
+        self._pipeline = Pipeline(self.world, config.trainer, hf)
+        self.conversion = Conversion(hf, source.shapes, self.world)
+        with _runtime(self.device):
             parts = range(self.world.plan.vpp)
             models = [
                 nn.ModuleList(Stage(self._model, self.world, part) for part in parts)
@@ -149,7 +123,7 @@ class MegatronBackend(Accumulating):
                 mark_split(model, self.conversion)
             self.optimizer = ShardedAdamW(models[0], config.optimizer, self.world)
         self._stages = models[0]
-        self._fill(models, read)
+        self._fill(models, source.read)
         if config.keep_reference:
             self._reference = models[1].requires_grad_(False).eval()
         self._given = None
@@ -167,7 +141,7 @@ class MegatronBackend(Accumulating):
                 self.optimizer.main(trained).copy_(value.flatten()[span])
 
     def _fingerprint(self) -> str:
-        samples = {name: sampled(tensor) for name, tensor in self.weights()}
+        samples = {name: sample_of(tensor) for name, tensor in self.weights()}
         tied = samples["model.embed_tokens.weight"]
         return hash_of({name: samples.get(name, tied) for name in self._names})
 
@@ -181,7 +155,9 @@ class MegatronBackend(Accumulating):
             )
         return self._model
 
-    def _gradients(self, batch: TokenBatch, loss_fn: LossFn) -> tuple[Metrics, Tensor]:
+    def _gradients(
+        self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
+    ) -> tuple[Metrics, Tensor]:
         coef = self.config.trainer.router_aux_loss_coef
         require(
             not (coef and self._batches),
@@ -190,145 +166,53 @@ class MegatronBackend(Accumulating):
             coef,
             "call optim_step() after each forward_backward(), with larger batches",
         )
-        layout, pull = self._cut(batch), None
+        layout, pull = _cut(self, batch, replay=True), None
         if coef:
-            load = self._load_of(layout)
+            load = self._pipeline.load(self._stages, layout)
             count = batch.num_tokens * self.model.config.num_hidden_layers
             balance, pull = load.loss(count), load.pull(count, coef=coef)
         self._stages.train()
         with balancing(self._stages, pull):
-            outputs = self._schedule(self.optimizer.models, layout, "loss_mask", loss_fn)
+            outputs = self._pipeline.run(self.optimizer.models, layout, "loss_mask", needs, loss_fn)
+        self._copied += self._pipeline.copied
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
         for output in outputs:
             metrics, loss = merge(metrics, output.metrics), loss + output.loss.detach()
-        loss = self._from_last_stage(loss)
+        loss = self._pipeline.from_last_stage(loss)
         if pull is None:
             return metrics, loss
         metrics = {**metrics, "router_aux_loss": Mean(balance, torch.tensor(1.0))}
         return metrics, loss + coef * balance
 
-    def _load_of(self, layout: Layout) -> Load:
-        """Return the load of the experts over a whole batch; a collective call."""
-        hf = self.model.config
-        sums = torch.zeros(2, hf.num_local_experts, dtype=torch.float64, device=self.device)
-        load = Load(hf.num_experts_per_tok, sums)
-        self._stages.eval()
-        with balancing(self._stages, load):
-            self._schedule(self._stages, layout, None)
-        dist.all_reduce(sums)  # each rank had other tokens, or other layers
-        return load
-
-    def _schedule(
-        self, stages: Any, layout: Layout, mask: str | None, loss_fn: LossFn | None = None
-    ) -> list[Any]:
-        """Take this rank's microbatches through the pipeline; return what the last stage finds of
-        each: a loss, whose gradients are added, or without `loss_fn` the log-probabilities.
-
-        stages: this rank's, one after the other.
-        mask: the batch's mask of the tokens whose log-probability is computed, if any.
-        """
-        from nemorl.parallel.megatron.core import get_forward_backward_func
-
-        parts, width = layout.parts(self.world.data_rank), self.model.config.hidden_size
-        plan = self.world.plan
-        if plan.vpp > 1:
-            settings = getattr(stages[0], "module", stages[0]).config
-            settings.microbatch_group_size_per_vp_stage = plan.microbatch_group(len(parts))
-        vpp = plan.vpp if plan.vpp > 1 else None
-        schedule = get_forward_backward_func(pp_size=plan.pp, vp_size=vpp)
-        with self._runtime(), torch.set_grad_enabled(loss_fn is not None):
-            return schedule(
-                forward_step_func=partial(self._forward, mask, loss_fn),
-                data_iterator=[iter(parts) for _ in stages],
-                model=list(stages),
-                num_microbatches=len(parts),
-                seq_length=width,  # not used: stages send each other the shapes
-                micro_batch_size=1,
-                forward_only=loss_fn is None,
-                collect_non_loss_data=loss_fn is None,
-            )
-
-    def _forward(
-        self, mask: str | None, loss_fn: LossFn | None, parts: Iterator[TokenBatch], model: Any
-    ) -> tuple[Any, Callable[..., Any]]:
-        """Compute a stage's share of the next microbatch; also return what the last stage does with
-        it.
-        """
-        stage = getattr(model, "module", model)
-        part, trainer = next(parts), self.config.trainer
-        wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)
-        work = planned(part, wanted, self.world, share=trainer.share_prompts)
-        first = stage.number == self.world.pp_rank
-        self._copied += work.copied * (first and loss_fn is not None)
-        routing = {"routes": routes_of(part, work, self.world, stage.number)}
-        if trainer.router_aux_loss_coef:
-            routing["copies"] = copies_of(part, work, self.world)
-        part = replace(part, routed_experts=None)
-        rows, work, routing = to_device((part, work, routing), self.device)
-        chunk, with_entropy = trainer.logprob_chunk, loss_fn is not None
-        inputs = RankInputs.of(rows, work, self.world, chunk=chunk, with_entropy=with_entropy)
-        found = model(**inputs.values, **routing)
-        if stage.post_process and not with_entropy:
-            found = found[0]  # for mixtures of experts the schedule wants a tensor
-        return found, partial(self._finish, inputs, rows, loss_fn)
-
-    def _finish(
-        self,
-        inputs: RankInputs,
-        rows: TokenBatch,
-        loss_fn: LossFn | None,
-        found: Any,
-        non_loss_data: bool = False,
-    ) -> Any:
-        if loss_fn is None:
-            return next(inputs.whole([found], rows))
-        logprobs, entropy = inputs.whole(found, rows)
-        output = loss_fn(ForwardOutput(logprobs, entropy), rows)
-        # The schedule would divide by the tokens, and frees what it is given.
-        no_tokens = torch.zeros((), dtype=torch.int, device=self.device)
-        return output.loss.clone(), no_tokens, output
-
-    def _from_last_stage(self, values: Tensor) -> Tensor:
-        """Return the sum of the last stages' values over all rows, on all ranks."""
-        if self.world.data_group is not None:
-            dist.all_reduce(values, group=self.world.data_group)
-        if (group := self.world.pp_group) is not None:
-            last = dist.get_global_rank(group, self.world.plan.pp - 1)
-            dist.broadcast(values, last, group=group)
-        return values
-
     def _zero_grad(self) -> None:
         self.optimizer.zero_grad()
 
     def _grad_norm(self) -> Tensor:
-        with self._runtime():
+        with _runtime(self.device):
             return self.optimizer.reduce()
 
     def _update(self, grad_norm: Tensor, lr: float) -> None:
-        with self._runtime():
+        with _runtime(self.device):
             self.optimizer.step(grad_norm, lr)
 
-    def get_logprobs(self, batch: TokenBatch) -> Logprobs:
-        return self._logprobs(self._stages, batch)
-
-    def get_reference_logprobs(self, batch: TokenBatch) -> Logprobs:
-        if self._reference is None:
-            raise RuntimeError(
-                "no reference model is kept: set up the backend with keep_reference=True"
-            )
-        return self._logprobs(self._reference, batch)
-
-    def _logprobs(self, stages: nn.ModuleList, batch: TokenBatch) -> Logprobs:
+    def _compute(
+        self, batch: TokenBatch, needs: Needs, *, reference: bool = False
+    ) -> ForwardOutput:
+        stages = self._reference if reference else self._stages
         stages.eval()
         # The reference model's routers choose by themselves: the sampler's were others.
-        layout = self._cut(batch, replay=stages is self._stages)
-        values = self._schedule(stages, layout, "response_mask")
-        placed = torch.zeros(layout.rows.input_ids.shape, device=self.device)
-        if values:
-            placed = layout.place(values, self.world.data_rank)
-        placed = self._from_last_stage(placed).to(batch.input_ids.device)
-        return Logprobs(layout.restore(placed), batch.logprob_kind)
+        layout = _cut(self, batch, replay=not reference)
+        found = self._pipeline.run(stages, layout, "response_mask", needs)
+        outputs = {}
+        for name in needs.outputs:
+            placed = torch.zeros(layout.rows.input_ids.shape, device=self.device)
+            if found:
+                values = [getattr(output, name) for output in found]
+                placed = layout.place(values, self.world.data_rank)
+            placed = self._pipeline.from_last_stage(placed).to(batch.input_ids.device)
+            outputs[name] = layout.restore(placed)
+        return ForwardOutput(**outputs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors, gathered one by one: all ranks go through them together.
@@ -355,7 +239,7 @@ class MegatronBackend(Accumulating):
         """
         if self._engine is None:
             raise RuntimeError("the ranks have no engine: call the generator's setup() first")
-        with self._runtime():
+        with _runtime(self.device):
             return self._engine.follow(order)
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
@@ -378,33 +262,11 @@ class MegatronBackend(Accumulating):
         """
         assert self._writer is not None
         weights = {name: self._tensors[name] for name in self.conversion.order()}
-        contents = Contents(weights, self.weights, self._moments(), self._write_config)
+        parts = self._stages, self.optimizer, self.conversion, self.world
+        write = partial(write_model_config, self._model)
+        contents = Contents(weights, self.weights, moments(*parts, step=self.step), write)
         state = {"step": self.step, "base": self._base}
         self._writer.save(contents, path, state=state, background=background)
-
-    def _write_config(self, path: Path) -> None:
-        write_model_config(self._model, path)
-
-    def _moments(self) -> tuple[list[Piece], Iterable[Tensor]]:
-        """Return this rank's share of AdamW's state, whole tensors under Hugging Face names."""
-        if not self.step:
-            return [], ()
-        shapes = self.conversion.shapes
-        owners = shared_out({name: prod(shape) for name, shape in shapes.items()}, self.world.size)
-        own = [name for name in self.conversion.order() if owners[name] == self.world.rank]
-        pieces = [
-            Piece(f"{name}.{what}", torch.float32, shapes[name], (0,) * len(shapes[name]))
-            for what in MOMENTS
-            for name in own
-        ]
-        pieces += [Piece(f"{name}.step", torch.float32, (), ()) for name in own]
-        moments = (self.conversion.whole(partial(self._moment, what)) for what in MOMENTS)
-        steps = [torch.tensor(float(self.step))] * len(own)
-        return pieces, chain(*(owned(each, own) for each in moments), steps)
-
-    def _moment(self, what: str, name: str) -> Tensor:
-        parameter = self._stages.get_parameter(name)
-        return self.optimizer.gathered(parameter, self.optimizer.state(parameter).get(what))
 
     def wait_for_checkpoint(self) -> None:
         if self._writer is not None:
@@ -424,25 +286,11 @@ class MegatronBackend(Accumulating):
             check_base(saved.state["base"], self._base, path)
         with self.world.share_errors():
             weights = saved.weights(self.conversion.shapes)
-            moments = saved.optimizer(self.conversion.shapes)
+            stored = saved.optimizer(self.conversion.shapes)
             self._fill([self._stages], weights.read)
-            self._fill_moments(moments)
+            fill_moments(self._stages, self.optimizer, self.conversion, stored, self.device)
         # The weights that the run began with, whatever this backend was set up with.
         self.step, self._base = saved.state["step"], saved.state["base"]
-
-    def _fill_moments(self, stored: TensorFiles) -> None:
-        """Copy this rank's spans out of stored ones."""
-        saved = bool(stored.shapes)
-        for name, parameter in self._stages.named_parameters():
-            if (span := self.optimizer.span(parameter)) is None:
-                continue
-            state, entry = self.optimizer.state(parameter), self.conversion.here[name]
-            state.clear()
-            for what in MOMENTS if saved else ():
-                value = self.conversion.own(entry, partial(_read_moment, stored, what))
-                state[what] = value.flatten()[span].to(self.device, copy=True)
-            if saved:
-                state["step"] = stored.read(f"{entry.names[0]}.step").to(self.device, copy=True)
 
     def shutdown(self) -> None:
         close_profile()
@@ -452,24 +300,72 @@ class MegatronBackend(Accumulating):
         vars(self).pop("optimizer", None)
         self._settings.close()
 
-    def _cut(self, batch: TokenBatch, *, replay: bool = True) -> Layout:
-        plan, trainer = self.world.plan, self.config.trainer
-        if trainer.router_replay and replay:
-            require_routes(batch, self.model.config)
-        else:
-            batch = replace(batch, routed_experts=None)
-        return cut(
-            batch,
-            trainer,
-            num_ranks=plan.data_ranks,
-            multiple_of=plan.row_multiple,
-            min_microbatches=plan.min_microbatches,
-        )
 
-    def _runtime(self) -> AbstractContextManager[None]:
-        from nemorl.parallel.megatron.cpu import runtime
+def _runtime(device: torch.device) -> AbstractContextManager[None]:
+    """Return what lets megatron-core run on a device, once it is imported."""
+    from nemorl.parallel.megatron.cpu import runtime
 
-        return runtime(self.device)
+    return runtime(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model as its files or its owner have it."""
+
+    model: Any
+    """On the meta device."""
+    tensors: dict[str, Tensor]
+    """Its parameters, tied ones once, under the names in files."""
+    names: list[str]
+    """Names of its state_dict."""
+    read: Any
+    """`read(name, offsets, shape)` returns a part of a tensor."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(each.shape) for name, each in self.tensors.items()}
+
+
+def source_of(config: BackendConfig, given: Any) -> Source:
+    """Return where weights come from: safetensors, or a whole model on the CPU where that is
+    `given`, has random weights, or is put together from adapters.
+    """
+    from nemorl.parallel.megatron.weights import as_stored
+
+    path, fresh = config.model.path, config.model.from_scratch
+    trust: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
+    folder = None if fresh or given is not None else weights_folder(path, **trust)
+    trust["experts"] = True
+    if folder is None and given is None:
+        given = load_causal_lm(path, from_scratch=fresh, seed=config.seed, **trust)
+    model = on_meta(str(folder) if given is None else given.config, **trust)
+    stored_as = partial(as_stored, model_type=model.config.model_type)
+    tensors, names = stored_as(live_tensors(model)), list(stored_as(model.state_dict()))
+    if given is not None:
+        read: Any = partial(_box, stored_as(given.state_dict()))
+        return Source(model=model, tensors=tensors, names=names, read=read)
+    assert folder is not None
+    with loading(str(folder)):
+        files = TensorFiles(weight_files(folder))
+        source = Source(model=model, tensors=tensors, names=names, read=files.read)
+        require_shapes(files.shapes, source.shapes)
+    return source
+
+
+def _cut(backend: MegatronBackend, batch: TokenBatch, *, replay: bool) -> Layout:
+    """Return the batch's layout on the ranks; its routes are kept only to `replay` them."""
+    trainer, plan = backend.config.trainer, backend.world.plan
+    if trainer.router_replay and replay:
+        require_routes(batch, backend.model.config)
+    else:
+        batch = replace(batch, routed_experts=None)
+    return cut(
+        batch,
+        trainer,
+        num_ranks=plan.data_ranks,
+        multiple_of=plan.row_multiple,
+        min_microbatches=plan.min_microbatches,
+    )
 
 
 def _box(
@@ -477,7 +373,3 @@ def _box(
 ) -> Tensor:
     box = zip(offsets, shape, strict=True)
     return tensors[name][tuple(slice(first, first + size) for first, size in box)]
-
-
-def _read_moment(stored: TensorFiles, what: str, name: str, *box: tuple[int, ...]) -> Tensor:
-    return stored.read(f"{name}.{what}", *box)

@@ -32,9 +32,9 @@ class Order:
     passes: int = 0
     """The most passes to compute."""
     version: int = 0
-    """Of the weights."""
+    """Version of the weights."""
     anew: bool = False
-    """Whether the cache of unfinished sequences is computed anew."""
+    """Whether the cache of unfinished sequences is computed again."""
     asleep: bool = False
     """Whether the cache's memory is freed."""
 

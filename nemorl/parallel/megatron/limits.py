@@ -1,10 +1,12 @@
-"""What trainer.backend megatron can't do, before anything starts. Free of torch."""
+"""What trainer.backend megatron is and can't do, before anything starts. Free of torch."""
 
 from importlib.util import find_spec
 from typing import Any
 
-from nemorl.checks import refuse_unused, require
+from nemorl.checks import require
+from nemorl.parallel.limits import TrainingSections
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.traits import TrainingTraits
 
 SUPPORTED: dict[str, Any] = {
     "attention_bias": False,
@@ -16,16 +18,22 @@ SUPPORTED: dict[str, Any] = {
     "router_jitter_noise": 0.0,
 }
 """Values that a model's configuration must have."""
-OF_EXPERTS = ("router_replay", "router_aux_loss_coef")
-"""Settings of the section trainer for mixtures of experts."""
+traits = TrainingTraits(
+    needs_ranks=True,
+    pipelines=True,
+    experts=True,
+    repeats_kv_heads=True,
+    shards="optimizer",
+    adapters=False,
+    generates=True,
+)
 
 
-def check(config: Any) -> None:
-    """Raise ValueError for settings that have no effect here or are not supported.
-
-    config: has the sections lora, parallel and trainer.
+def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
+    """Raise ValueError for settings that have no effect here or are not supported, and for a model
+    with other parts.
     """
-    plan: ParallelPlan = config.parallel
+    head = getattr(config, "head", "lm")
     missing = [name for name in ("megatron", "psutil") if find_spec(name) is None]
     install = "pip install 'nemorl[megatron]'"
     requirement = "must be installed for megatron"
@@ -34,6 +42,7 @@ def check(config: Any) -> None:
     offloads = config.trainer.offload_during_generation
     in_bfloat16 = plan.param_dtype == "bfloat16"
     for field, value, fits, requirement, remedy in (
+        ("head", head, head == "lm", "be lm", "take --trainer.backend dtensor"),
         ("lora.rank", config.lora.rank, not config.lora.rank, "be 0", dtensor),
         (
             "parallel.dp_replicate",
@@ -54,21 +63,14 @@ def check(config: Any) -> None:
         ),
     ):
         require(fits, field, f"must {requirement} with trainer.backend megatron", value, remedy)
+    if model is not None:
+        check_model(model)
 
 
-def check_elsewhere(trainer: Any) -> None:
-    """Raise ValueError for settings of the section trainer that other backends do not have."""
-    requirement, remedy = "needs trainer.backend megatron", "add --trainer.backend megatron"
-    refuse_unused("trainer", trainer, requirement, remedy, names=OF_EXPERTS)
-
-
-def check_model(model: Any, trainer: Any = None) -> None:
+def check_model(model: Any) -> None:
     """Raise ValueError where a model (a Hugging Face configuration) has parts that are not
-    supported, or lacks experts that settings of the section trainer are for.
+    supported.
     """
-    if trainer is not None and not getattr(model, "num_local_experts", None):
-        requirement = "is for models with experts"
-        refuse_unused("trainer", trainer, requirement, "remove it", names=OF_EXPERTS)
     for name, wanted in SUPPORTED.items():
         value = getattr(model, name, wanted)
         requirement = f"must be {wanted} with trainer.backend megatron"

@@ -35,6 +35,8 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     },
 }
 """What `parallel.activation_checkpointing` is in megatron-core."""
+PLACE = {"layer_number", "attn_mask_type", "attention_type", "cp_comm_type", "pg_collection"}
+"""Keywords with which megatron-core makes an attention, besides those that change its numbers."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class Rows(core.PackedSeqParams):
 class RMSNorm(nn.Module):
     """x / √(mean x² + eps) · weight, over the last dimension."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float, **_: Any) -> None:
+    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
         super().__init__()
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         weight = torch.ones(hidden_size, dtype=config.params_dtype, device=device)
@@ -69,32 +71,36 @@ class RMSNorm(nn.Module):
 class CoreAttention(core.MegatronModule):
     """Causal attention within each segment, of rows that context parallelism may have split."""
 
-    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **place: Any) -> None:
+        """place: where megatron-core puts it, which changes no number."""
+        if unknown := sorted(place.keys() - PLACE):
+            raise TypeError(f"attention has keywords that are not supported: {', '.join(unknown)}")
         super().__init__(config=config)
         self.scale = softmax_scale
         self.index = 0
-        """Of the layer on this rank."""
+        """Number of the layer on this rank."""
 
     def forward(
         self,
         query: Float[Tensor, "part batch heads dim"],
         key: Float[Tensor, "part batch kv_heads dim"],
         value: Float[Tensor, "part batch kv_heads dim"],
-        *_: Any,
+        attention_mask: None = None,
+        *,
         packed_seq_params: Rows,
-        **__: Any,
+        attn_mask_type: Any = None,
+        attention_bias: None = None,
     ) -> Float[Tensor, "part batch width"]:
         rows = packed_seq_params
+        assert attention_mask is None and attention_bias is None
         if rows.cached is not None:
             return self._cached(rows.cached, query, key, value)
-        of_heads = [x.permute(1, 2, 0, 3) for x in (query, key, value)]
-        options: dict[str, Any] = {"scaling": self.scale}
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if rows.context is None:
-            options["segment_buckets"] = rows.segment_buckets
-            output, _ = segment_attention(self, *of_heads, None, **options)
+            buckets = rows.segment_buckets
+            output = segment_attention(q, k, v, segment_buckets=buckets, scaling=self.scale)
         else:
-            options["context"] = rows.context
-            output, _ = context_attention(self, *of_heads, None, **options)
+            output = context_attention(q, k, v, context=rows.context, scaling=self.scale)
         return output.transpose(0, 1).flatten(2).contiguous()
 
     def _cached(self, work: Pass, *values: Float[Tensor, "part 1 _ dim"]) -> Tensor:
@@ -102,7 +108,7 @@ class CoreAttention(core.MegatronModule):
         rows, size = work.input_ids.shape, work.input_ids.numel()
         query, key, value = (x[:size, 0].unflatten(0, rows).transpose(1, 2) for x in values)
         key, value = work.cache.update(key, value, self.index)
-        output, _ = cached_attention(self, query, key, value, work.visible, scaling=self.scale)
+        output = cached_attention(query, key, value, work.visible, scaling=self.scale)
         output = output.flatten(2).flatten(0, 1)[:, None]
         return functional.pad(output, (0, 0, 0, 0, 0, len(values[0]) - size))
 
@@ -179,9 +185,9 @@ class Stage(core.GPTModel):
         cached: Pass | None = None,
         **rows: Any,
     ) -> Any:
-        """Return hidden states `[part, batch, hidden]`, and the last stage log-probabilities and
-        entropies of the next tokens after the states that are read, `[tokens]`; of a `cached` pass
-        its states' logits for this rank's part of the vocabulary, `[rows, part]`.
+        """Return hidden states `[part, batch, hidden]`, and on the last stage what
+        `head_inputs.needs` names of the next tokens after the states that are read, `[tokens]`; of
+        a `cached` pass its states' logits for this rank's part of the vocabulary, `[rows, part]`.
         """
         hidden = self._embedded(input_ids, position_ids) if self.pre_process else None
         # By each token's place in its sequence, where megatron-core has that in the row.
@@ -224,16 +230,17 @@ class Stage(core.GPTModel):
             hidden = sum_backward(hidden, group)
         return hidden.transpose(0, 1).flatten(0, 1).index_select(0, states)
 
-    def _logprobs(self, hidden: Tensor, inputs: HeadInputs) -> tuple[Tensor, Tensor]:
-        return vocab_parallel_linear_logprobs(
+    def _logprobs(self, hidden: Tensor, inputs: HeadInputs) -> tuple[Tensor, ...]:
+        found = vocab_parallel_linear_logprobs(
             self._read(hidden, inputs.states),
             self._head_weight(),
             inputs.next_ids,
             self.world.tp_group,
             kind=inputs.kind,
             chunk=inputs.chunk,
-            with_entropy=inputs.with_entropy,
+            with_entropy=inputs.needs.entropy,
         )
+        return found[: len(inputs.needs.outputs)]
 
 
 def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> Any:

@@ -2,8 +2,8 @@
 
 A pipeline stage has some of the layers, each under its number on that stage. Its parameters' names
 begin with the number that the stage has among those of its rank. A rank of tensor parallelism has
-rows or columns of matrices; those of queries, keys and values lie in one matrix, group by group of
-query heads, as do gate and up projection.
+rows or columns of matrices; queries, keys and values lie in one matrix, group by group of query
+heads, as do gate and up projection.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +20,7 @@ from nemorl.parallel.world import World
 Read = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
 """Returns the box of a whole tensor by its Hugging Face name: where it begins, and its shape."""
 Shapes = dict[str, tuple[int, ...]]
-"""Of whole tensors by Hugging Face names."""
+"""Shapes of whole tensors by Hugging Face name."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def as_stored(tensors: Mapping[str, Tensor], model_type: str) -> dict[str, Tenso
 
 
 def fused(parts: list[Shaped[Tensor, "..."]], groups: int) -> Shaped[Tensor, "rows ..."]:
-    """Join the rows of queries, keys and values group by group: those of its query heads, of its
+    """Join the rows of queries, keys and values group by group: the rows of its query heads, of its
     key and of its value head.
 
     >>> fused([torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6]), torch.tensor([7, 8])], 2).tolist()

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from nemorl.checks import require
 from nemorl.models.hub import loading
+from nemorl.parallel.backends import limits_of
+from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, seconds, step_traffic
@@ -34,7 +36,7 @@ class Candidate:
     """Bytes of main memory of a machine that offloading takes."""
     traffic: Traffic
     seconds: float
-    """Of an optimizer step, for comparison."""
+    """Estimated time of an optimizer step; only for comparing plans."""
 
     @property
     def flags(self) -> str:
@@ -53,7 +55,7 @@ class Planned:
     """What `nemorl plan` found."""
 
     step: Step
-    """Of the first plan."""
+    """The step of the first plan."""
     fitting: tuple[Candidate, ...]
     """The fastest first."""
     too_large: tuple[Candidate, ...]
@@ -65,16 +67,17 @@ class Planned:
 def find_plans(config: PlanConfig) -> Planned:
     """Find every plan for the model, in order. Raises ValueError where none suits it."""
     model, steps, refused = read_shape(config.model), [], dict[str, None]()
+    traits = limits_of(config.backend).traits
     require(
-        config.backend == "megatron" or not model.num_local_experts,
+        traits.experts or not model.num_local_experts,
         "backend",
-        f"must be megatron for {model.model_type}, a mixture of experts, which dtensor neither"
-        " trains nor plans",
+        f"must be megatron for {model.model_type}, a mixture of experts, which {config.backend}"
+        " neither trains nor plans",
         config.backend,
         "add --backend megatron",
     )
     for plan in candidates(config, model):
-        problems = list(plan.problems(model, backend=config.backend))
+        problems = list(plan.problems(model, traits=traits))
         refused |= dict.fromkeys(problems)
         if not problems:
             steps.append(Step(model, plan, config))
@@ -104,15 +107,16 @@ def read_shape(name: str) -> ModelShape:
 
 def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
     """Yield the plans that the settings allow, even if they don't suit the model."""
-    gpus, dtensor = config.gpus, config.backend == "dtensor"
+    gpus, traits = config.gpus, limits_of(config.backend).traits
     for tp, pp, cp, shard in product(
         _degrees(1 if config.lora_rank else config.tp, gpus),
-        _degrees(1 if dtensor else config.pp, gpus),
+        _degrees(config.pp if traits.pipelines else 1, gpus),
         _degrees(config.cp, gpus),
         _degrees(config.dp_shard, gpus),
     ):
         replicate, left = divmod(gpus, tp * pp * cp * shard)
-        allowed = config.dp_replicate in (None, replicate) if dtensor else replicate == 1
+        copies = config.dp_replicate if traits.shards == "parameters" else 1
+        allowed = copies in (None, replicate)
         if left or tp > config.gpus_per_node or not replicate or not allowed:
             continue
         if config.vpp > 1 and pp == 1:
@@ -147,7 +151,7 @@ def estimate(step: Step) -> Candidate:
     """Return the memory, traffic and time of a step."""
     stages: Sequence[Step | Stage] = [step]
     traffic = step_traffic(step)
-    if step.work.backend == "megatron":
+    if step.traits.shards == "optimizer":
         stages = pipeline = [Stage(step, index) for index in range(step.plan.pp)]
         traffic = max((stage.traffic() for stage in pipeline), key=lambda sent: sent.total)
     moments = [stage.training_memory() for stage in stages]
@@ -213,7 +217,7 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
 
 def other_flags(config: PlanConfig) -> Iterator[str]:
     """Yield the settings of a run, besides its plan, that the estimate is for."""
-    if config.backend != "dtensor":
+    if config.backend != TrainerConfig.backend:
         yield f"--trainer.backend {config.backend}"
     yield f"--trainer.train-micro-batch-size {config.micro_batch_rows}"
     if config.packed:
@@ -237,10 +241,11 @@ def other_flags(config: PlanConfig) -> Iterator[str]:
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     """Return what the smallest plan lacks, and which settings take less memory."""
     given, needed = config.gpu_memory, smallest.fullest.total
-    dtensor, generates = config.backend == "dtensor", config.colocated_generation
+    generates, traits = config.colocated_generation, limits_of(config.backend).traits
     offloads = config.offload_during_generation or config.cpu_offload
-    remedies = ["--cpu-offload", "--lora-rank 16"] * dtensor
-    remedies += ["--offload-during-generation"] * (dtensor and generates and not offloads)
+    sharded = traits.shards == "parameters"
+    remedies = ["--cpu-offload"] * sharded + ["--lora-rank 16"] * traits.adapters
+    remedies += ["--offload-during-generation"] * (sharded and generates and not offloads)
     remedies += ["fewer --generation-sequences"] * generates
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
@@ -276,7 +281,8 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         if any(getattr(each.fullest, name) for each in shown)
     }
     host = ["host"] * (config.cpu_offload or config.offload_during_generation)
-    unused = ["repl"] if config.backend == "megatron" else ["pp"]
+    traits = limits_of(config.backend).traits
+    unused = ["repl"] * (traits.shards == "optimizer") + ["pp"] * (not traits.pipelines)
     unused += [
         name for name in ("vpp", "ep") if all(getattr(each.plan, name) == 1 for each in shown)
     ]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nemorl.checks import at_least, require
+from nemorl.parallel.backends import LIMITS, limits_of
 from nemorl.parallel.plan import Precision
 from nemorl.parallel.planner.model_shape import LINEAR
 
@@ -31,8 +32,8 @@ class PlanConfig:
     """GPUs of a machine, which have faster links; tensor parallelism stays within them."""
     param_dtype: Precision = "bfloat16"
     """What the model computes in (parallel.param_dtype)."""
-    backend: Literal["dtensor", "megatron"] = "dtensor"
-    """The training backend (trainer.backend)."""
+    backend: str = "dtensor"
+    """The training backend (trainer.backend): dtensor, megatron or a registered name."""
     tp: int | None = None
     """Only plans with this parallel.tp."""
     cp: int | None = None
@@ -115,17 +116,21 @@ class PlanConfig:
         single = not self.lora_rank or (self.tp or 1) == 1
         remedy = "spread adapters by dp_shard and cp"
         require(single, "lora_rank", "must be 0 with tp above 1", self.lora_rank, remedy)
-        megatron = self.backend == "megatron"
+        requirement, known = f"must be of {', '.join(LIMITS)}", self.backend in LIMITS
+        remedy = "name one, or register yours (nemorl --import MODULE plan …)"
+        require(known, "backend", requirement, self.backend, remedy)
+        traits = limits_of(self.backend).traits
+        sharded = traits.shards == "parameters"
         for name, unset in {
-            "pp": megatron or (self.pp or 1) == 1,
-            "vpp": megatron or self.vpp == 1,
-            "ep": megatron or (self.ep or 1) == 1,
-            "lora_rank": not (megatron and self.lora_rank),
-            "cpu_offload": not (megatron and self.cpu_offload),
-            "offload_during_generation": not (megatron and self.offload_during_generation),
-            "dp_replicate": not megatron or (self.dp_replicate or 1) == 1,
+            "pp": traits.pipelines or (self.pp or 1) == 1,
+            "vpp": traits.pipelines or self.vpp == 1,
+            "ep": traits.experts or (self.ep or 1) == 1,
+            "lora_rank": traits.adapters or not self.lora_rank,
+            "cpu_offload": sharded or not self.cpu_offload,
+            "offload_during_generation": sharded or not self.offload_during_generation,
+            "dp_replicate": sharded or (self.dp_replicate or 1) == 1,
         }.items():
-            requirement = f"is {'not ' if megatron else 'only '}for backend megatron"
+            requirement = f"is not for backend {self.backend}"
             require(unset, name, requirement, getattr(self, name), "remove it, or change backend")
         piped = self.vpp == 1 or (self.gpus > 1 and self.pp != 1)
         remedy = "remove it, or change pp or gpus"

@@ -93,11 +93,12 @@ def seconds(step: Step, traffic: Traffic) -> float:
     weights = (model.active_parameters() - embedding - head) / plan.pp + head
     attention = 2 * model.num_hidden_layers * model.q_size * step.width / (4 if work.packed else 1)
     attention /= plan.pp
-    # Two operations forward, two for the inputs' gradient, two for that of weights that train.
+    # Two operations forward, two for the inputs' gradient, two for the trained weights'.
     small = step.adapter_parameters()
     passes = 4 * weights + 6 * (small + attention) if work.lora_rank else 6 * (weights + attention)
     again = RECOMPUTED[plan.activation_checkpointing] * 6 * (weights + small + attention)
-    if work.backend == "megatron" and plan.activation_checkpointing == "selective":
+    whole = step.traits.shards == "optimizer"  # nothing is gathered: recomputes attention alone
+    if whole and plan.activation_checkpointing == "selective":
         again = 2 * attention
     turns = step.micro_batches + (plan.pp - 1) / plan.vpp
     compute = turns * step.tokens * (passes + again) / plan.tp
@@ -114,7 +115,7 @@ def seconds(step: Step, traffic: Traffic) -> float:
     waiting = traffic.tensor / speed(plan.tp) + traffic.context / speed(plan.tp * plan.cp)
     waiting += traffic.experts / speed(max(plan.ep, plan.tp))
     waiting += traffic.pipeline / speed(plan.num_ranks)
-    if work.backend == "megatron":
+    if whole:
         hidden, waiting = 0, waiting + hidden
     if work.offload_during_generation:  # there and back; weights come once more, for the engine
         states = step.states()

@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 
+from nemorl.parallel.backends import limits_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.model_shape import LINEAR, Matrix, ModelShape
+from nemorl.parallel.traits import TrainingTraits
 
 BYTES = {"float32": 4, "bfloat16": 2}
 STATE = 4
@@ -43,6 +45,11 @@ class Step:
     plan: ParallelPlan
     work: PlanConfig
     """Rows, adapters and the like; its settings of plans don't count."""
+
+    @property
+    def traits(self) -> TrainingTraits:
+        """Traits of the training backend."""
+        return limits_of(self.work.backend).traits
 
     @property
     def width(self) -> int:
@@ -242,7 +249,7 @@ class Step:
             return self.saved_per_layer()
         size = self.dtype_size if self.plan.needs_ranks else STATE
         kept = self.model.hidden_size * size // self.token_split()
-        return self.tokens * (kept + (size * self._kept_products() if how == "selective" else 0))
+        return self.tokens * (kept + (size * kept_products(self) if how == "selective" else 0))
 
     def layer_backward(self) -> int:
         """Return the gradients held at a time: three arrays of the feed-forward, or attention's."""
@@ -281,14 +288,15 @@ class Step:
             return kv * plan.cp
         return q if (self.model.num_key_value_heads // plan.tp) % plan.cp else kv
 
-    def _kept_products(self) -> int:
-        """Return the width that selective checkpointing keeps of a token: attention's output, every
-        product with a bias, and every second one without.
-        """
-        adapted, with_bias, without = self.adapted(), 0, []
-        for name, (rows, _), bias, axis in self.model.linear():
-            width = rows if axis else rows // self.plan.tp
-            with_bias += width * bias
-            without += [width] * (not bias)
-            without += [self.work.lora_rank, width] * (name.split(".")[1] in adapted)
-        return self.heads_width[0] + with_bias + sum(without[::2])
+
+def kept_products(step: Step) -> int:
+    """Return the width that selective checkpointing keeps of a token: attention's output, every
+    product with a bias, and every second one without.
+    """
+    adapted, with_bias, without = step.adapted(), 0, []
+    for name, (rows, _), bias, axis in step.model.linear():
+        width = rows if axis else rows // step.plan.tp
+        with_bias += width * bias
+        without += [width] * (not bias)
+        without += [step.work.lora_rank, width] * (name.split(".")[1] in adapted)
+    return step.heads_width[0] + with_bias + sum(without[::2])

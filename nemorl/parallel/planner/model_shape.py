@@ -88,7 +88,7 @@ class ModelShape:
     output_bias: bool = False
     mlp_bias: bool = False
     num_local_experts: int = 0
-    """Of each layer; 0: it has a feed-forward instead."""
+    """Experts per layer; 0: each layer has one feed-forward block."""
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
 

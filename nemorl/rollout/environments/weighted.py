@@ -14,6 +14,7 @@ from nemorl.rollout.environment import (
     Metadata,
     check_counts,
     check_rows,
+    listed,
 )
 
 
@@ -70,7 +71,7 @@ class WeightedRewards:
                     f"reward {name!r} must end every conversation after the first response to be"
                     " one of several rewards: use it alone"
                 )
-        components = {name: _listed(result.rewards) for name, result in returns.items()}
+        components = {name: listed(result.rewards) for name, result in returns.items()}
         answers = [
             next((answer for answer in found if answer is not None), None)
             for found in zip(
@@ -110,7 +111,3 @@ class WeightedRewards:
             )
             for of_one in zip(*components.values(), strict=True)
         ]
-
-
-def _listed(values: Any) -> list[Any]:
-    return values.tolist() if hasattr(values, "tolist") else list(values)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -14,12 +13,6 @@ from nemorl.losses.logprobs import Logprobs, require_same_support
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.run.loop import OpenRun
-
-
-def num_steps(config: Any, num_rows: int) -> int:
-    """Return the number of optimizer steps by `max_num_steps` or `num_epochs`."""
-    whole = config.num_epochs * num_rows // config.train_global_batch_size
-    return config.max_num_steps or max(1, whole)
 
 
 def in_chunks(
@@ -51,9 +44,3 @@ def minibatches(num_responses: int, config: GRPOConfig, *, seed: int) -> Iterato
             generator = torch.Generator().manual_seed(derive_seed(seed, epoch))
             rows = torch.randperm(num_responses, generator=generator)
         yield from rows.tensor_split(-(-num_responses // size))
-
-
-def updates_per_batch(config: GRPOConfig, num_responses: int) -> int:
-    """Return the number of optimizer steps on a rollout batch."""
-    size = config.train_global_batch_size or num_responses
-    return config.num_updates_per_batch * -(-num_responses // size)

@@ -1,11 +1,9 @@
 """Learning from preferences, without sampling: DPO and its relatives."""
 
-import torch
-
 from nemorl.data.comparisons import collate_together
 from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.runtime.algorithms.common import in_chunks, num_steps
+from nemorl.runtime.algorithms.common import in_chunks
 from nemorl.runtime.algorithms.comparisons import (
     Comparisons,
     baseline,
@@ -31,13 +29,13 @@ def dpo(run: OpenRun) -> None:
     def validate() -> tuple[dict[str, float], Samples]:
         return validated(run, held_out)
 
-    last_step = num_steps(config, order.num_rows)
-    steps = run.steps(last_step, validate=validate if held_out.rows else None)
     if config.reference == "precomputed":
-        train, held_out = run.with_initial_model(
-            lambda trainer: [with_reference_logprobs(trainer, d, config) for d in (train, held_out)]
-        )
-    for step in steps:
+        reference = run.backend("reference", trains=False)
+        train = with_reference_logprobs(reference, train, config)
+        held_out = with_reference_logprobs(reference, held_out, config)
+        run.release("reference")
+    last_step = config.planned_steps(order.num_rows)
+    for step in run.steps(last_step, validate=validate if held_out.rows else None):
         rows = order.next(config.train_global_batch_size)
         with step.timed("reference"):
             batch = with_reference(
@@ -60,10 +58,8 @@ def validated(run: OpenRun, data: Comparisons) -> tuple[dict[str, float], Sample
     )
     logprobs = in_chunks(run.trainer.get_logprobs, batch, rows=config.train_global_batch_size)
     kl = baseline(run.trainer, data.mismatched, config) if data.mismatched else None
-    no_entropy = torch.zeros_like(logprobs)  # get_logprobs gives none
-    output = make_loss(config, batch, kl)(ForwardOutput(logprobs, no_entropy), batch)
+    output = make_loss(config, batch, kl)(ForwardOutput(logprobs), batch)
     metrics = finalize(output.metrics) | {"loss": float(output.loss)}
-    del metrics["entropy"]
     if not data.in_pairs:
         return metrics, []
     chosen, rejected = rewards(config.loss, logprobs, batch).unflatten(0, (-1, 2)).unbind(-1)

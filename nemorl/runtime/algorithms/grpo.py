@@ -11,7 +11,6 @@ from nemorl.rollout.collect import Rollouts, to_token_batch
 from nemorl.runtime.algorithms.common import (
     minibatches,
     of_this_batch,
-    updates_per_batch,
     with_prev_logprobs,
 )
 from nemorl.runtime.algorithms.policy_loss import (
@@ -38,9 +37,7 @@ def grpo(run: OpenRun) -> None:
     say_preset(config)
     shaping, advantages = make_shaping(config), make_advantages(config)
     loss_weights, loss_fn = make_loss_weights(config), make_loss(config)
-    responses = config.num_prompts_per_step * config.num_generations_per_prompt
-    updates = updates_per_batch(config, responses)
-    for step in run.steps(config.max_num_steps, updates_per_step=updates):
+    for step in run.steps(config.max_num_steps):
         rollouts, everything = roll_out(run, step, prompts)
         with step.timed("train"):
             batch = with_logprobs(run, to_token_batch(rollouts))
@@ -103,6 +100,6 @@ def with_logprobs(run: OpenRun, batch: TokenBatch) -> TokenBatch:
         reference = trainer.get_reference_logprobs(batch)
         values = of_this_batch(reference, batch, "reference_logprobs")
         batch = replace(batch, reference_logprobs=values)
-    if updates_per_batch(config, len(batch)) > 1 or config.needs_kl_reward:
+    if config.updates_on(len(batch)) > 1 or config.needs_kl_reward:
         batch = with_prev_logprobs(run, batch)
     return batch

@@ -18,10 +18,9 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses import advantages as adv
 from nemorl.losses import masks, policy
 from nemorl.losses.importance import importance_weights, sampler_gap
-from nemorl.losses.masked import mean_of
 from nemorl.losses.rewards import overlong_penalty
 from nemorl.losses.terms import entropy_bonus, kl_loss
-from nemorl.losses.types import LossOutput, merge
+from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Rollouts
 from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, OwnAdvantage, OwnLoss
@@ -97,7 +96,7 @@ def make_advantages(config: GRPOConfig) -> Advantages:
 
 
 def _per_token(found: Any, mask: Bool[Tensor, "batch seq"], name: str) -> Tensor:
-    """Return advantages per token from those of a user's function."""
+    """Return advantages per token from the result of a user's function."""
     if not isinstance(found, Tensor) or found.shape not in (mask.shape, mask.shape[:1]):
         what = f"of shape {tuple(found.shape)}" if isinstance(found, Tensor) else short(found)
         raise ValueError(
@@ -129,7 +128,7 @@ def policy_loss(
     *,
     off_policy: Mapping[str, Any] | None = None,
     kl: Mapping[str, Any] | None = None,
-    entropy_coef: float = 0.0,
+    entropy_coef: float | None = 0.0,
     **constants: Any,
 ) -> LossFn:
     """Return the loss policy term + KL penalty − entropy bonus of a batch with `advantages`,
@@ -138,12 +137,16 @@ def policy_loss(
     term: a function of `nemorl.losses.policy` or one like them,
     term(token_logprobs, prev_logprobs, advantages, loss_weights, **constants) -> LossOutput or the
     loss alone; it is given segment_ids if it has a parameter of that name. off_policy, kl: keywords
-    of `importance_weights` and `kl_loss`; None without them.
+    of `importance_weights` and `kl_loss`; None without them. entropy_coef: 0 only reports the
+    entropy; with None it is not computed.
+
+    Raises: TypeError for a constant that `term` does not have.
 
     >>> loss_fn = policy_loss(policy.clipped, clip_low=0.2, clip_high=0.28)
     """
+    signature(term).bind_partial(**constants)
     by_sequence = "segment_ids" in signature(term).parameters
-    return partial(
+    loss_fn = partial(
         _policy_loss,
         term=partial(term, **constants),
         by_sequence=by_sequence,
@@ -151,6 +154,7 @@ def policy_loss(
         kl=kl,
         entropy_coef=entropy_coef,
     )
+    return needs(entropy=entropy_coef is not None)(loss_fn)
 
 
 def _policy_loss(
@@ -161,7 +165,7 @@ def _policy_loss(
     by_sequence: bool,
     off_policy: Mapping[str, Any] | None,
     kl: Mapping[str, Any] | None,
-    entropy_coef: float,
+    entropy_coef: float | None,
 ) -> LossOutput:
     """Return the loss of a part of a batch; see `policy_loss`."""
     assert batch.advantages is not None and batch.loss_weights is not None
@@ -172,7 +176,6 @@ def _policy_loss(
     # Without prev_logprobs this is the only update on the batch: the policy precedes itself.
     prev = policy.on_policy(logprobs) if batch.prev_logprobs is None else batch.prev_logprobs
     metrics = sampler_gap(prev, sampled, mask, segments)
-    metrics = merge(metrics, {"entropy": mean_of(output.entropy, mask)})
     options = {"segment_ids": segments} if by_sequence else {}
     if off_policy is not None:
         importance, measured = importance_weights(prev, sampled, mask, segments, **off_policy)
@@ -188,9 +191,10 @@ def _policy_loss(
         assert batch.reference_logprobs is not None
         drawn_from = sampled if kl["gradient"] == "importance" else None
         result += kl_loss(logprobs, batch.reference_logprobs, weights, drawn_from, **kl)
-    if entropy_coef:
+    if entropy_coef is not None:
         bonus = entropy_bonus(output.entropy, weights, coef=entropy_coef)
-        result = replace(result, loss=result.loss + bonus.loss)
+        metrics = merge(metrics, bonus.metrics)
+        result = replace(result, loss=result.loss + bonus.loss) if entropy_coef else result
     return replace(result, metrics=merge(metrics, result.metrics))
 
 

@@ -12,11 +12,10 @@ from torch import Tensor
 from nemorl.data.batch import TokenBatch
 from nemorl.data.packing import num_segments
 from nemorl.losses import preference
-from nemorl.losses.masked import mean_of
 from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.preference import sequence_logprobs
 from nemorl.losses.supervised import nll
-from nemorl.losses.types import LossOutput, merge
+from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.runtime.config.dpo import (
     DPOConfig,
@@ -80,9 +79,8 @@ def preference_loss(
     weights = torch.where(trained(part, single=single, **options), weight, 0.0)
     result = term(*data, weights, **constants)
     likelihood = nll(output.token_logprobs, part.loss_weights)
-    metrics = {"nll": likelihood.metrics["nll"], "entropy": mean_of(output.entropy, part.loss_mask)}
     loss = result.loss + sft_weight * likelihood.loss if sft_weight else result.loss
-    return LossOutput(loss, merge(result.metrics, metrics))
+    return LossOutput(loss, {**result.metrics, "nll": likelihood.metrics["nll"]})
 
 
 def preference_term(loss: PreferenceLossConfig) -> Callable[..., LossOutput]:

@@ -7,12 +7,11 @@ from typing import Any
 from nemorl.data.batch import Example, TokenBatch, collate
 from nemorl.data.datasets import to_examples
 from nemorl.data.rows import origin_of
-from nemorl.losses.masked import mean_of
 from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.supervised import nll
-from nemorl.losses.types import LossOutput, merge
+from nemorl.losses.types import LossOutput
 from nemorl.parallel.backend import ForwardOutput, TrainingBackend
-from nemorl.runtime.algorithms.common import in_chunks, num_steps
+from nemorl.runtime.algorithms.common import in_chunks
 from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.run.data import within_limit
 from nemorl.runtime.run.loop import OpenRun, Validate
@@ -25,7 +24,7 @@ def sft(run: OpenRun) -> None:
     examples, rows = demonstrations(run, "train", run.rows)
     validate = validation(run)
     order = run.order(rows)
-    for step in run.steps(num_steps(config, len(examples)), validate=validate):
+    for step in run.steps(config.planned_steps(order.num_rows), validate=validate):
         batch = collate([examples[i] for i in order.next(config.train_global_batch_size)])
         step.log(run.trainer.train_step(with_loss_weights(batch, config), loss_fn))
 
@@ -67,9 +66,7 @@ def validation(run: OpenRun) -> Validate | None:
 def loss_fn(output: ForwardOutput, batch: TokenBatch) -> LossOutput:
     """Return the negative log-likelihood of a part of a batch."""
     assert batch.loss_weights is not None
-    result = nll(output.token_logprobs, batch.loss_weights)
-    entropy = {"entropy": mean_of(output.entropy, batch.loss_weights != 0)}
-    return replace(result, metrics=merge(result.metrics, entropy))
+    return nll(output.token_logprobs, batch.loss_weights)
 
 
 def with_loss_weights(batch: TokenBatch, config: SFTConfig) -> TokenBatch:

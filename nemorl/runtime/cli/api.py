@@ -9,7 +9,6 @@ from torch import nn
 
 from nemorl.checks import require, short
 from nemorl.models.pretrained import load_tokenizer
-from nemorl.runtime.cli.settings import SAME
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.flags import MAIN
 from nemorl.runtime.config.grpo import GRPOConfig
@@ -62,10 +61,7 @@ def train(
     Returns metrics, history, paths and the trained model (None where it was spread over devices:
     load paths.hf). Raises ValueError that names the field where something can't work.
     """
-    if is_reward(reward := overrides.get("reward")):
-        remedy = "reward and reward_fn are the same; keep one"
-        require(reward_fn is None, "reward", "must be given once", reward, remedy)
-        reward_fn = overrides.pop("reward")
+    reward_fn = pop_reward(overrides, reward_fn)
     config = make_config(algorithm, preset=preset, **overrides)
     return _run(
         config,
@@ -76,6 +72,15 @@ def train(
         reward=reward_fn,
         callbacks=callbacks,
     )
+
+
+def pop_reward(overrides: dict[str, Any], reward_fn: Reward | None) -> Reward | None:
+    """Return `reward_fn`, or the `reward` of the overrides that is not a name, and remove it."""
+    if not is_reward(reward := overrides.get("reward")):
+        return reward_fn
+    remedy = "reward and reward_fn are the same; keep one"
+    require(reward_fn is None, "reward", "must be given once", reward, remedy)
+    return overrides.pop("reward")
 
 
 def make_config(algorithm: str, *, preset: str | None = None, **overrides: Any) -> Any:
@@ -144,14 +149,12 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
         raise ConfigError(f"the setting {name} is in several sections: write {spelled}", name)
     if not found:
         near = [part for key in own for part in (key.rpartition(".")[2], key.replace(".", "__"))]
-        others = {dotted: key for key, dotted in SAME.items() if key in own}
-        names = ARGUMENTS if issubclass(cls, BaseConfig) else others
         hint = advice(
             name.replace("__", "."),
-            [*own, *others],
+            own,
             command=algorithm,
             near=near,
-            write=lambda key: names.get(key, key.replace(".", "__")) + "=",
+            write=lambda key: ARGUMENTS.get(key, key.replace(".", "__")) + "=",
         )
         hint = hint or f"; nemorl {algorithm} --help lists them"
         raise ConfigError(f"unknown setting {name} of {algorithm}{hint}", name)
@@ -160,14 +163,16 @@ def _nested(cls: type[Any], algorithm: str, name: str, value: Any) -> tuple[str,
 
 
 def is_reward(value: Any) -> bool:
-    """Return whether a value is a reward that is no name: functions, environments, a mapping."""
+    """Return whether a value is a reward that is not a name: functions, environments, a mapping."""
     parts = value if isinstance(value, list | tuple) else [value]
     return any(
         callable(part) or hasattr(part, "step") or isinstance(part, Mapping) for part in parts
     )
 
 
-def _run(config: Any, model: str | Path | nn.Module, tokenizer: Any, **given: Any) -> TrainResult:
+def _run(
+    config: BaseConfig, model: str | Path | nn.Module, tokenizer: Any, **given: Any
+) -> TrainResult:
     if not isinstance(model, nn.Module):
         config = dataclasses.replace(
             config, model=dataclasses.replace(config.model, path=str(model))
@@ -199,16 +204,16 @@ TRL = {
 class Trainer:
     """A model with the settings of an algorithm, and what it is trained on.
 
-    The arguments are those of `nemorl.train`; the four that TRL calls otherwise have its names,
+    The arguments are as in `nemorl.train`; the four that TRL calls otherwise have its names,
     too. Nothing is loaded before `train` or `fit`. Subclasses are refused a method that a
     trainer does not have, as nothing would call it.
     """
 
     algorithm: ClassVar[str]
     model: str | Path | nn.Module
-    config: Any
+    config: BaseConfig
     given: Mapping[str, Any]
-    """Of `fit`'s arguments and the tokenizer, what is known already."""
+    """Arguments of `fit`, and the tokenizer, that are known already."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -225,7 +230,7 @@ class Trainer:
     def __init__(
         self,
         model: str | Path | nn.Module | None = None,
-        reward_fn: Any = None,
+        reward_fn: Reward | None = None,
         args: Any = None,
         dataset: Rows = None,
         *,

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def evaluate(config: EvalConfig) -> None:
     """Answer a data set, and print and write the result."""
     from nemorl.runtime.cli import inference
-    from nemorl.runtime.run.files import writing
+    from nemorl.runtime.store.files import writing
 
     _check_engine(config)
-    result = inference.evaluate(config)
+    result = inference.evaluate_config(config)
     if config.output is not None:
         output = Path(config.output)
         rows = (json.dumps(answer, ensure_ascii=False) + "\n" for answer in result["answers"])
@@ -59,7 +59,9 @@ def _print_evaluation(config: EvalConfig, result: dict[str, Any], *, shown: int 
     console.print(table)
     temperature = config.generation.temperature
     sampling = f"temperature {temperature:g}, {config.n} per prompt" if temperature else "greedy"
-    scores = Table(title=f"{config.model} on {config.data} ({sampling})", title_justify="left")
+    scores = Table(
+        title=f"{config.model.path} on {config.data.validation} ({sampling})", title_justify="left"
+    )
     values = {
         "accuracy": f"{result['accuracy']:.1%}",
         "reward": f"{result['reward']:.4f}",
@@ -80,20 +82,15 @@ def _short(value: Any, limit: int = 200) -> str:
 
 
 def _check_engine(config: AnswerConfig) -> None:
-    """Raise ValueError before anything is loaded if vLLM can't run the model here."""
-    if config.generation.backend == "vllm":
-        from nemorl.models.pretrained import model_folder
-        from nemorl.runtime.start.devices import (
-            check_engines,
-            check_heads,
-            samples_with_vllm_on_cpu,
-        )
-        from nemorl.runtime.start.settings import model_config_of
+    """Raise ValueError before anything is loaded if the engine can't run the model here."""
+    from nemorl.models.pretrained import model_folder
+    from nemorl.runtime.start.devices import this_machine
+    from nemorl.runtime.start.registry import check_generation
+    from nemorl.runtime.start.settings import model_config_of
 
-        check_engines(config.generation)
-        if samples_with_vllm_on_cpu(config.generation):
-            trust = config.trust_remote_code
-            check_heads(model_config_of(model_folder(config.model), trust_remote_code=trust))
+    folder, trust = model_folder(config.model.path), config.model.trust_remote_code
+    model = model_config_of(folder, trust_remote_code=trust)
+    check_generation(config.generation, model, this_machine())
 
 
 def generate(config: GenerateConfig) -> None:
@@ -101,7 +98,7 @@ def generate(config: GenerateConfig) -> None:
     from nemorl.runtime.cli import inference
 
     _check_engine(config)
-    completions = inference.generate(config)
+    completions = inference.generate_config(config)
     if config.json:
         for completion in completions:
             print(json.dumps(completion, ensure_ascii=False))
@@ -135,7 +132,7 @@ def export(config: ExportConfig) -> None:
     """Export a checkpoint, and say how to try it."""
     from nemorl.runtime.cli import inference
 
-    path = inference.export(config)
+    path = inference.export_config(config)
     print(f'exported to {path}; try it: nemorl generate --model {path} --prompt "…"')
 
 

@@ -10,14 +10,14 @@ from nemorl.checks import require
 from nemorl.data.datasets import load_rows, to_prompts
 from nemorl.data.prompts import parts_of, warn_of_strings
 from nemorl.data.templates import with_chat_template
-from nemorl.models.causal_lm import load_causal_lm, usable_device
 from nemorl.models.pretrained import load_tokenizer, model_folder
+from nemorl.models.source import ModelSource
 from nemorl.rollout.collect import Prompts, collect, join
 from nemorl.rollout.environment import check_rows
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.cli.api import from_keywords, is_reward
+from nemorl.runtime.cli.api import from_keywords, pop_reward
 from nemorl.runtime.cli.settings import (
     AnswerConfig,
     EvalConfig,
@@ -26,43 +26,56 @@ from nemorl.runtime.cli.settings import (
     print_settings_of_run,
     settings_of_run,
 )
-from nemorl.runtime.config.tree import layer, leaves, nested
+from nemorl.runtime.config.tree import layer, nested
 from nemorl.runtime.config.trust import Trust
-from nemorl.runtime.run import checkpoint
-from nemorl.runtime.run.data import read_rows
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.export import write_checkpoint
+from nemorl.runtime.run.data import Reward, Rows, read_rows
 from nemorl.runtime.start.registry import get_generation_backend
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.export import write_checkpoint
 from nemorl.runtime.watch.waiting import waiting_for_engines
 
-T = TypeVar("T")
+Answers = TypeVar("Answers", bound=AnswerConfig)
 
 
-def evaluate(config: EvalConfig | None = None, **settings: Any) -> dict[str, Any]:
+def evaluate(
+    model: str | Path,
+    dataset: Rows,
+    reward_fn: Reward | None = None,
+    *,
+    trust_code: bool = False,
+    **overrides: Any,
+) -> dict[str, Any]:
     """Return accuracy, mean rewards and length of a model's answers to data, and the answers.
 
-    The settings are those of `nemorl eval`, by name as `nemorl.train` takes them, or an EvalConfig,
-    which is taken as it is. `reward` may be functions, too. Of a run as the `model`, the settings
-    are the defaults; `trust_code=True` lets it name code (see `load_config`).
+    The arguments are as in `nemorl.train`, the overrides settings of `nemorl eval`. Where the
+    model is a run's directory, the run's columns, prompts, rewards and lengths are the defaults;
+    `trust_code=True` lets it name code (see `load_config`).
 
-    >>> evaluate(model="runs/rl/hf", data="test.jsonl", max_new_tokens=64)       # doctest: +SKIP
+    >>> evaluate("runs/rl", "test.jsonl", max_new_tokens=64)                     # doctest: +SKIP
     {'accuracy': 0.93, 'reward': 0.93, ...}
     """
-    reward: Any = settings.get("reward")
-    if own := is_reward(reward):
-        settings["reward"] = "exact_match"
-    config = _settings(EvalConfig, "eval", config, settings)
-    reward = reward if own else config.reward
+    reward = pop_reward(overrides, reward_fn)
+    rewarded = reward is not None or "reward" in overrides
+    config = _config(EvalConfig, "eval", model, trust_code, overrides, rewarded=rewarded)
+    return evaluate_config(config, dataset, reward)
+
+
+def evaluate_config(
+    config: EvalConfig, dataset: Rows = None, reward: Reward | None = None
+) -> dict[str, Any]:
+    """Return the result of `evaluate`, for `data.validation` and `reward` unless they are given."""
+    reward = config.reward if reward is None else reward
     environment = make_environment(reward, config.reward_weights, config.reward_kwargs)
-    rows = (read_rows(config.rows(), "validation") or [])[: config.max_rows]
+    rows = (read_rows(config.data, "validation", dataset) or [])[: config.max_rows]
     check_rows(environment, rows)
     sampling = replace(config.generation.sampling_params(), n=config.n)
     with _loaded(config, rows) as (prompts, generator):
         at_a_time = config.generation.num_replicas * config.generation.max_batch_size // config.n
         rollouts = join(
             [
-                collect(generator, environment, part, sampling, seed=config.seed, first_group=first)
-                for part, first in _with_progress(prompts, max(1, at_a_time))
+                collect(generator, environment, part, sampling, seed=config.seed)
+                for part in _with_progress(prompts, max(1, at_a_time))
             ]
         )
     answers: list[dict[str, Any]] = [
@@ -84,26 +97,35 @@ def evaluate(config: EvalConfig | None = None, **settings: Any) -> dict[str, Any
     }
 
 
-def generate(config: GenerateConfig | None = None, **settings: Any) -> list[dict[str, Any]]:
+def generate(
+    model: str | Path,
+    prompt: str | Sequence[str] = (),
+    *,
+    trust_code: bool = False,
+    **overrides: Any,
+) -> list[dict[str, Any]]:
     """Return answers to prompts, each with its log-probability in nats.
 
-    The settings are those of `nemorl generate`, by name as `nemorl.train` takes them, or a
-    GenerateConfig; `prompt` may be one text. With a run as the `model` as of `evaluate`.
+    The overrides are settings of `nemorl generate`, by name as `nemorl.train` takes them; a run's
+    directory as the model brings its own as in `evaluate`.
 
-    >>> generate(model="Qwen/Qwen3-0.6B", prompt="12+34=", temperature=0)        # doctest: +SKIP
+    >>> generate("Qwen/Qwen3-0.6B", "12+34=", temperature=0)                     # doctest: +SKIP
     [{'prompt': '12+34=', 'response': '46', 'logprob': -0.1, ...}]
     """
-    if isinstance(prompt := settings.get("prompt"), str):
-        settings["prompt"] = (prompt,)
-    config = _settings(GenerateConfig, "generate", config, settings)
+    overrides["prompt"] = (prompt,) if isinstance(prompt, str) else tuple(prompt)
+    return generate_config(_config(GenerateConfig, "generate", model, trust_code, overrides))
+
+
+def generate_config(config: GenerateConfig) -> list[dict[str, Any]]:
+    """Return the result of `generate`."""
     texts = config.prompts()
-    columns = {name for _, name in parts_of(config.prompt_template or "{prompt}") if name}
+    columns = {name for _, name in parts_of(config.data.prompt_template or "{prompt}") if name}
     column = columns.pop() if len(columns) == 1 else "prompt"  # a run's may have another name
     rows = load_rows(
         [{column: text} for text in texts],
-        prompt_template=config.prompt_template,
-        system_prompt=config.system_prompt,
-        chat=config.chat,
+        prompt_template=config.data.prompt_template,
+        system_prompt=config.data.system_prompt,
+        chat=config.data.chat,
     )
     sampling = replace(config.generation.sampling_params(), n=config.n)
     requests = [
@@ -124,15 +146,20 @@ def generate(config: GenerateConfig | None = None, **settings: Any) -> list[dict
     ]
 
 
-def export(config: ExportConfig | None = None, **settings: Any) -> Path:
+def export(run: str | Path, output: str | Path, **overrides: Any) -> Path:
     """Write a checkpoint of a run as a Hugging Face folder, and return the folder.
 
-    The settings are those of `nemorl export`, by name, or an ExportConfig.
+    The overrides are settings of `nemorl export`.
 
-    >>> export(run="runs/rl", output="my-model", step="best")                    # doctest: +SKIP
+    >>> export("runs/rl", "my-model", step="best")                               # doctest: +SKIP
     PosixPath('/…/my-model')
     """
-    config = _settings(ExportConfig, "export", config, settings)
+    settings = {**overrides, "run": str(run), "output": str(output)}
+    return export_config(from_keywords(ExportConfig, "export", settings))
+
+
+def export_config(config: ExportConfig) -> Path:
+    """Return the result of `export`."""
     directory = RunDirectory.open(config.run)
     directory.require_checkpoint()
     match config.step:
@@ -146,41 +173,41 @@ def export(config: ExportConfig | None = None, **settings: Any) -> Path:
         steps = ", ".join(sorted(path.name for path in directory.checkpoints.glob("step_*")))
         unranked = " and no run.metric that ranks them" if config.step == "best" else ""
         raise ValueError(
-            f"step must be that of a checkpoint in {directory.checkpoints}, but there is none for"
-            f" {config.step}: there are {steps}{unranked}"
+            f"step must be the step of a checkpoint in {directory.checkpoints}, but there is none"
+            f" for {config.step}: there are {steps}{unranked}"
         )
     trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     output = Path(config.output)
     tokenizer = load_tokenizer(str(directory.path / "tokenizer"), **trust)
-    write_checkpoint(output, found, tokenizer, lora=config.lora, base=config.base_model, **trust)
+    names = checkpoint.backends_of(found)
+    require(
+        config.backend in names,
+        "backend",
+        f"must be one of the models in the checkpoint ({', '.join(names)})",
+        config.backend,
+        "omit it for the policy",
+    )
+    saved = found / config.backend
+    options: dict[str, Any] = {"lora": config.lora, "base": config.base_model}
+    write_checkpoint(output, saved, tokenizer, **options, **trust)
     return output.resolve()
 
 
-def _settings(cls: type[T], command: str, config: T | None, settings: dict[str, Any]) -> T:
-    """Return the config that a function was given, or that of its keywords."""
-    if config is None and issubclass(cls, AnswerConfig):
-        model, trusted = settings.get("model"), bool(settings.pop("trust_code", False))
-        of_run = settings_of_run(
-            cls,
-            str(model) if isinstance(model, str | Path) else "",
-            Trust(everything=trusted, in_python=True),
-            rewarded="reward" in settings,
-        )
-        config = from_keywords(cls, command, settings, layer(cls, {}, nested(of_run)))
-        print_settings_of_run(of_run, config)
-        return config
-    if config is None:
-        return from_keywords(cls, command, settings)
-    remedy = "keep one"
-    if not isinstance(config, cls):
-        remedy = f'name the settings: {next(iter(leaves(cls)))}="runs/rl"'
-    require(
-        isinstance(config, cls) and not settings,
-        "config",
-        f"must be a nemorl.{cls.__name__}, without settings beside it",
-        config,
-        remedy,
-    )
+def _config(
+    cls: type[Answers],
+    command: str,
+    model: str | Path,
+    trust_code: bool,
+    overrides: Mapping[str, Any],
+    *,
+    rewarded: bool = False,
+) -> Answers:
+    """Return the config of a command with overrides, over the settings of the run `model`."""
+    trust = Trust(everything=trust_code, in_python=True)
+    of_run = settings_of_run(cls, str(model), trust, rewarded=rewarded)
+    tree = layer(cls, {}, nested(of_run))
+    config = from_keywords(cls, command, {**overrides, "model__path": str(model)}, tree)
+    print_settings_of_run(of_run, config)
     return config
 
 
@@ -188,22 +215,21 @@ def _settings(cls: type[T], command: str, config: T | None, settings: dict[str, 
 def _loaded(
     config: EvalConfig | GenerateConfig, rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Prompts, GenerationBackend]]:
-    folder = model_folder(config.model)
-    trust: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    model = config.model
+    folder = model_folder(model.path)
+    trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
     tokenizer = with_chat_template(
-        load_tokenizer(config.tokenizer or folder, **trust),
-        config.chat_template,
-        config.chat_template_kwargs,
+        load_tokenizer(model.tokenizer or folder, **trust),
+        model.chat_template,
+        model.chat_template_kwargs,
     )
     warn_of_strings(rows, tokenizer)
     token_ids = to_prompts(rows, tokenizer)
-    # An engine with a copy of its own needs the GPU for that.
-    device = "cpu" if config.generation.backend == "vllm" else config.device
     backend: Any = get_generation_backend(config.generation.backend)
     generator = backend(
-        model=load_causal_lm(folder, **trust).to(usable_device(device)),
+        model=ModelSource(folder, device=config.trainer.device, **trust),
         tokenizer=tokenizer,
-        precision=config.param_dtype,
+        precision=config.parallel.param_dtype,
     )
     try:
         with waiting_for_engines(config.generation):
@@ -213,10 +239,10 @@ def _loaded(
         generator.shutdown()
 
 
-def _with_progress(prompts: Prompts, size: int) -> Any:
-    """Yield slices of the prompts and the index of each one's first."""
+def _with_progress(prompts: Prompts, size: int) -> Iterator[Prompts]:
+    """Yield slices of the prompts, whose groups are numbered through all of them."""
     from rich.progress import track
 
-    starts = range(0, len(prompts), size)
+    numbered, starts = replace(prompts, groups=range(len(prompts))), range(0, len(prompts), size)
     for first in track(starts, description="answering", transient=True):
-        yield prompts.take(range(first, min(first + size, len(prompts)))), first
+        yield numbered.take(range(first, min(first + size, len(prompts))))

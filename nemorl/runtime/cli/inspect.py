@@ -37,7 +37,7 @@ class Inspection:
     kind: Kind
     rows: Sequence[Row]
     items: Sequence[Any]
-    """Of each row: token ids, an Example, a Pair, or an Example with its verdict."""
+    """For each row, its token ids, an Example, a Pair, or an Example with its verdict."""
     statistics: LengthStatistics
     tokenizer: Any
 

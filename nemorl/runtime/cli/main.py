@@ -23,8 +23,6 @@ from nemorl.data.rows import for_rows
 from nemorl.data.sources import first_rows
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
-    FOR_TRAINING,
-    SAME,
     AnswerConfig,
     EvalConfig,
     ExportConfig,
@@ -43,15 +41,16 @@ from nemorl.runtime.config.tree import (
     leaves,
     nested,
     unions,
+    unused,
     yaml_layer,
 )
 from nemorl.runtime.config.trust import CODE, Trust
 from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
-from nemorl.runtime.run.directory import RunDirectory, require_folder
-from nemorl.runtime.run.errors import out_of_memory
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of, require_names
+from nemorl.runtime.store.directory import RunDirectory, require_folder
+from nemorl.runtime.store.errors import out_of_memory
 from nemorl.user_code import ExitInUserCode, module_of
 from nemorl.warn import warn
 
@@ -118,7 +117,7 @@ keep settings in a file (flags override the file; the file overrides the preset)
   nemorl grpo --config my.yaml --optimizer.lr 1e-6
 
 use what was trained
-  nemorl eval --model runs/rl --data test.jsonl --output answers.jsonl
+  nemorl eval --model runs/rl --validation test.jsonl --output answers.jsonl
   nemorl generate --model runs/rl --prompt "12+34=" -n 4 --temperature 0.7
   nemorl report runs/rl                                    curves and samples as a web page
   nemorl report runs/sft runs/rl                           the same of several runs, side by side
@@ -174,7 +173,7 @@ def _main(argv: Sequence[str] | None) -> int:
         print(HELP.format(commands=_commands()), end="")
         return 0
     if command in ("-V", "--version"):
-        from nemorl.runtime.run.directory import version_of
+        from nemorl.runtime.store.directory import version_of
 
         print(f"nemorl {version_of('nemorl')}")
         return 0
@@ -193,7 +192,7 @@ def _main(argv: Sequence[str] | None) -> int:
 
 
 def cli(config: type[Config], args: Sequence[str] | None = None) -> Config:
-    """Return the settings of a script from its flags (None: those of the process).
+    """Return the settings of a script from its flags (None: the flags of the process).
 
     `--help`, `--config`, `--run.resume` and errors are as of `nemorl`'s commands; they end the
     process where there is nothing to run.
@@ -238,7 +237,7 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
         if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_a_reward(error)):
             raise
         code = 2 if isinstance(error, ValueError) else 1
-        return _fail(prog, _message(error, command, parsed=config is not None), code)
+        return _fail(prog, _message(error, parsed=config is not None), code)
 
 
 def _unprintable() -> str | None:
@@ -258,14 +257,9 @@ def _train(config: BaseConfig) -> None:
     open_run.run(config)
 
 
-def _message(error: Exception, command: str, *, parsed: bool) -> str:
-    """Return an error with its notes, about the setting by its name in this command; of a reward's
-    error print the user's frames.
-    """
+def _message(error: Exception, *, parsed: bool) -> str:
+    """Return an error with its notes; of a reward's error print the user's frames."""
     kind, text = "", (isinstance(error, OSError) and _unprintable()) or str(error)
-    for key, dotted in SAME.items() if command in COMMANDS else ():
-        if key in leaves(_config_of(command)) and text.startswith(f"{dotted} "):
-            text = key + text.removeprefix(dotted)
     if of_a_reward(error):
         kind, own = f"{type(error).__name__}: ", str(Path(__file__).parents[2])
         frames = traceback.extract_tb(error.__traceback__)
@@ -291,9 +285,9 @@ def parse(command: str, args: Sequence[str]) -> Any:
     from nemorl.runtime.config.presets import preset_overrides
 
     cls = _config_of(command)
-    raw, same = args, SAME if command in COMMANDS else {}
+    raw = args
     # Again below, when the settings of functions of the user's are known.
-    args = in_full(cls, raw, names_of(cls, same), lenient=True)
+    args = in_full(cls, raw, names_of(cls), lenient=True)
     preset = next(reversed(peek(args, "--preset")), None)
     require(
         preset is None or issubclass(cls, GRPOConfig), "preset", "is for grpo", preset, "remove it"
@@ -305,9 +299,9 @@ def parse(command: str, args: Sequence[str]) -> Any:
         warn(f"of several --config the later wins: {' < '.join(paths)}")
     of_run = {}
     if issubclass(cls, AnswerConfig):
-        models = peek(args, "--model") or [str(read(path)[0].get("model", "")) for path in paths]
-        rewarded = bool(peek(args, "--reward"))
-        of_run = settings_of_run(cls, "".join(models[-1:]), trust, rewarded=rewarded)
+        files = [flat(read(path)[0]).get("model.path") for path in paths]
+        model = str([None, *files, *peek(args, "--model.path")][-1] or "")
+        of_run = settings_of_run(cls, model, trust, rewarded=bool(peek(args, "--reward")))
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path, trust)
@@ -316,7 +310,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
         for name in peek(args, f"--{section}"):
             tree = layer(cls, tree, {section: {"name": name}})
             shown |= {key for key in leaves(cls) if key.startswith(f"{section}.")}
-    args = in_full(cls, raw, names_of(cls, same))
+    args = in_full(cls, raw, names_of(cls))
     for section in unions(cls):
         _refuse_other_variants(cls, section, tree[section]["name"], args)
     usual = flat(layer(cls, {}, {}))
@@ -341,7 +335,8 @@ def parse(command: str, args: Sequence[str]) -> Any:
         _require_names_and_rows(config, elsewhere=True)
         print(dump_yaml(config, comments=True), end="")
         return None
-    print_settings_of_run(of_run, config)
+    if of_run:
+        print_settings_of_run(of_run, config)
     return config
 
 
@@ -369,7 +364,7 @@ def _config_of(command: str) -> type[Any]:
 
 
 def _extra(cls: type) -> "list[Extra]":
-    """Return the flags of a command that are no settings."""
+    """Return the flags of a command that are not settings."""
     from tyro.conf import UseAppendAction
 
     from nemorl.runtime.config.presets import DESCRIPTIONS, PRESETS
@@ -398,15 +393,24 @@ def _extra(cls: type) -> "list[Extra]":
 
 def _require_inputs(command: str, config: Any) -> None:
     """Raise ValueError for a reward, a backend, data, a model, a run or its checkpoints that are
-    missing, rows that are none, or a run in the way of another.
+    missing, an empty data set, or a run in the way of another.
     Without torch: it takes seconds to import.
     """
     from nemorl.models.pretrained import model_folder
 
     if isinstance(config, BaseConfig):
         require_folder(config.run)
+    if isinstance(config, BaseConfig | AnswerConfig):
         remedy = "add --model.path with a folder or a name on the hub"
         require(bool(config.model.path), "model.path", "must be given", "", remedy)
+    if isinstance(config, EvalConfig):
+        require(
+            config.data.validation is not None,
+            "data.validation",
+            "must be given",
+            None,
+            "add --data.validation FILE",
+        )
     _require_names_and_rows(config)
     if command in ALGORITHMS:
         require_rows(config.data.train)
@@ -425,13 +429,8 @@ def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
     elsewhere: the settings may be for another machine, so a missing data file is only warned of.
     """
     require_names(config)
-    data, answered = getattr(config, "data", None), None
-    sources = {"data": data}
-    if isinstance(config, EvalConfig):
-        data, answered = config.rows(), config.max_rows
-    elif isinstance(data, DataConfig):
-        sources = {"data.train": data.train, "data.validation": data.validation}
-    for name, source in sources.items():
+    data = getattr(config, "data", DataConfig())
+    for name, source in {"data.train": data.train, "data.validation": data.validation}.items():
         try:
             require_files(name, source)
         except ValueError as error:
@@ -440,9 +439,9 @@ def _require_names_and_rows(config: Any, *, elsewhere: bool = False) -> None:
             warn(f"the rows are not checked: {error}")
             continue
         files = [rows for rows in first_rows(source) if rows]
-        rows = load_rows(files, **data.reading()) if files and isinstance(data, DataConfig) else []
+        rows = load_rows(files, **data.reading()) if files else []
         if isinstance(config, GRPOConfig | SFTConfig | EvalConfig):
-            for_rows(rows[:answered], prompt_of)
+            for_rows(rows[: getattr(config, "max_rows", None)], prompt_of)
 
 
 def _help(
@@ -453,14 +452,14 @@ def _help(
     if not asked:
         return None
     topic = next((each for each in args[asked[0] + 1 :][:1] if each[0] != "-"), "")
-    sections = _sections(command, cls)
+    sections, hidden = _sections(command, cls), unused(cls)
     if topic not in ("", "all", *sections):
         listed = f"; sections: {', '.join(sections)}, all" if sections else ""
         raise ValueError(f"--help has no section {topic!r}{closest(topic, sections)}{listed}")
 
     def visible(key: str) -> bool:
-        section, dot, name = key.partition(".")
-        if name in FOR_TRAINING and issubclass(cls, AnswerConfig):
+        section, dot, _ = key.partition(".")
+        if key in hidden:
             return False
         own = not dot and not key.startswith("--")
         if topic == "":
@@ -472,7 +471,7 @@ def _help(
 
 
 def _sections(command: str, cls: type) -> dict[str, int]:
-    """Return the number of settings in each section; those in none are in the command's own."""
+    """Return the number of settings in each section; the rest are the command's own."""
     found = Counter(command if "." not in key else key.partition(".")[0] for key in leaves(cls))
     return {} if len(found) == 1 else dict(found)
 
@@ -491,7 +490,7 @@ def _more_help(command: str, cls: type) -> str:
 def _config_of_resumed_run(command: str, args: Sequence[str]) -> list[str]:
     """Return the config.yaml of a run that is resumed without --config, if that is so."""
     from nemorl.runtime.config.flags import peek
-    from nemorl.runtime.run.record import check_algorithm, script_with
+    from nemorl.runtime.store.record import check_algorithm, script_with
 
     directory = RunDirectory(Path(*peek(args, "--run.dir")[-1:]))
     asked = peek(args, "--run.resume")[-1:] in (["true"], ["auto"])
@@ -516,7 +515,7 @@ def _refuse_other_variants(cls: type, section: str, chosen: str, args: Sequence[
             other = key.replace("_", ".", 1)  # kl_coef
             instead = f", or write --{other}" if other in leaves(cls) else ""
             raise ValueError(
-                f"{flag} is no setting of {section} {chosen}: it belongs to {', '.join(owners)};"
+                f"{flag} is not a setting of {section} {chosen}: it belongs to {', '.join(owners)};"
                 f" add --{section} {owners[0]}{instead}"
             )
 

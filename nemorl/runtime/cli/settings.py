@@ -2,130 +2,76 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from nemorl.checks import at_least, refuse_unused, require, valid_seed
-from nemorl.data.prompts import parts_of
-from nemorl.data.sources import has_splits
-from nemorl.parallel.config import ModelConfig
+from nemorl.parallel.config import ModelConfig, TrainerConfig
+from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.config.data import DataConfig
 from nemorl.runtime.config.generation import GenerationConfig
-from nemorl.runtime.config.tree import defaults, flat, located, to_dict
+from nemorl.runtime.config.tree import defaults, flat, leaves, located, to_dict
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.config.yaml_io import read
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.store.directory import RunDirectory
 
-SAME = {
-    "model": "model.path",
-    "tokenizer": "model.tokenizer",
-    "chat_template": "model.chat_template",
-    "chat_template_kwargs": "model.chat_template_kwargs",
-    "device": "trainer.device",
-    "param_dtype": "parallel.param_dtype",
-    "data": "data.validation",
-    "split": "data.validation_split",
-    "prompt_column": "data.prompt_column",
-    "prompt_template": "data.prompt_template",
-    "system_prompt": "data.system_prompt",
-    "chat": "data.chat",
-    "answer_column": "data.answer_column",
-    "max_rows": "run.max_val_samples",
-    "seed": "run.seed",
-    "run": "run.dir",
-    "runs": "run.dir",
-    "lora": "lora.export",
-    "seq_len": "data.max_total_sequence_length",
-    "micro_batch_rows": "trainer.train_micro_batch_size",
-    "batch_rows": "train_global_batch_size",
-    "tp": "parallel.tp",
-    "cp": "parallel.cp",
-    "dp_shard": "parallel.dp_shard",
-    "dp_replicate": "parallel.dp_replicate",
-    "cp_method": "parallel.cp_method",
-    "activation_checkpointing": "parallel.activation_checkpointing",
-    "cpu_offload": "parallel.cpu_offload",
-    "logprob_chunk": "trainer.logprob_chunk",
-    "packed": "trainer.sequence_packing",
-    "lora_rank": "lora.rank",
-    "lora_target_modules": "lora.target_modules",
-    "colocated_generation": "generation.colocated",
-    "generation_tp": "generation.tensor_parallel_size",
-}
-"""What settings of these commands are called in training: their flags have either name."""
 OF_RUN = (
-    *("prompt_column", "answer_column", "prompt_template", "system_prompt", "chat"),
-    *("reward", "reward_weights", "reward_kwargs"),
+    *("data.prompt_column", "data.answer_column", "data.prompt_template", "data.system_prompt"),
+    *("data.chat", "reward", "reward_weights", "reward_kwargs"),
     *("generation.max_new_tokens", "generation.ignore_eos"),
     *("generation.stop_strings", "generation.stop_token_ids"),
 )
 """Settings that `eval` and `generate` take from the run that --model names."""
-FOR_TRAINING = ("colocated", "sleep_level", "weight_transport", "trainer_gpus")
-"""Settings of `generation` that `eval` and `generate` refuse and don't show."""
+
+
+def _all_but(cls: type[Any], *used: str) -> tuple[str, ...]:
+    return tuple(item.name for item in fields(cls) if item.name not in used)
+
+
+PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """What `eval` and `generate` have in common."""
+    """What `eval` and `generate` have in common: sections of a run that answering needs."""
 
-    model: str
-    """Folder of a Hugging Face causal language model, its name on the hub, or a run's directory
-    (whose columns, prompts, rewards and lengths are then the defaults).
-    """
+    unused: ClassVar[dict[str, tuple[str, ...]]] = {
+        "model": ("from_scratch",),
+        "data": _all_but(DataConfig, *PROMPTS),
+        "trainer": _all_but(TrainerConfig, "device"),
+        "parallel": _all_but(ParallelPlan, "param_dtype"),
+        "generation": ("colocated", "sleep_level", "weight_transport", "trainer_gpus"),
+    }
+    """Settings that are refused and not shown, by section."""
+
     n: Annotated[int, tyro.conf.arg(aliases=("-n",))] = 1
     """Answers per prompt; more than one needs a temperature above 0."""
-    tokenizer: str | None = None
-    """Folder or hub name of the tokenizer. Default: the model's own."""
-    chat_template: str | None = None
-    """Jinja chat template, path of a file with one, or passthrough (contents as they are). Default:
-    the tokenizer's own.
-    """
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Values for the chat template by name; those of the training are in the tokenizer already."""
-    prompt_template: str | None = None
-    """Text that a prompt which is a string is put into: "Question: {prompt}", or (eval) with other
-    columns in braces.
-    """
-    system_prompt: str | None = None
-    """System message put before chat messages that have none."""
-    chat: bool = False
-    """Give a prompt that is a string to the chat template, as the user's message."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model or the tokenizer (auto_map). It can do whatever you
-    can: read it first.
-    """
-    device: str | None = None
-    """torch: cpu, cuda, cuda:1, …. Default: the first GPU if there is one."""
-    param_dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the engine computes in."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    parallel: ParallelPlan = field(default_factory=ParallelPlan)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
 
     def __post_init__(self) -> None:
         at_least(1, n=self.n)
-        if self.prompt_template is not None:
-            parts_of(self.prompt_template)
-        refuse_unused(
-            "generation",
-            self.generation,
-            "is for training",
-            "remove it",
-            names=FOR_TRAINING,
-        )
+        for section, names in self.unused.items():
+            given = getattr(self, section)
+            refuse_unused(section, given, "is for training", "remove it", names=names)
         require(
-            self.generation.backend != "megatron",
+            not self.generation.traits.on_trainer,
             "generation.backend",
-            "must be torch or vllm, as megatron generates on the ranks of a trainer",
-            "megatron",
+            "must be torch, vllm or one of yours that needs no ranks of a trainer to sample",
+            self.generation.backend,
             "remove it",
         )
         require(
-            self.device is None or self.generation.backend != "vllm",
-            "device",
-            "is not for vllm, which takes the first GPU",
-            self.device,
+            self.trainer.device is None or not self.generation.traits.engines,
+            "trainer.device",
+            f"is not for {self.generation.backend}, which takes the first GPU",
+            self.trainer.device,
             "remove it, and set CUDA_VISIBLE_DEVICES",
         )
         require(
@@ -146,32 +92,34 @@ def settings_of_run(cls: type, model: str, trust: Trust, *, rewarded: bool) -> d
     if not (model and directory.config.exists() and directory.holds_results()):
         return {}
     config, lines = read(directory.config)
-    kwargs = "reward_kwargs"  # one value, not a section
-    theirs, usual = flat(config) | {kwargs: config.get(kwargs)}, flat(defaults(cls))
-    unused = ("reward", "reward_weights", kwargs) if rewarded else ()
+    theirs, usual = flat(config), flat(defaults(cls))
+    theirs["reward_kwargs"] = config.get("reward_kwargs")  # one value, not a section
     found = {}
-    for key in (key for key in OF_RUN if key in usual and key not in unused):
-        value = theirs.get(SAME.get(key, key)) or usual[key]
-        found[key] = tuple(value) if isinstance(value, list) else value
+    for key in OF_RUN:
+        if key in leaves(cls) and not (rewarded and key.startswith("reward")):
+            value = theirs.get(key) or usual[key]
+            found[key] = tuple(value) if isinstance(value, list) else value
     found = {key: value for key, value in found.items() if value != usual[key]}
     with located(directory.config, lines):
         trust.require(found, config)
     return found
 
 
-def print_settings_of_run(of_run: Mapping[str, Any], config: Any) -> None:
+def print_settings_of_run(of_run: Mapping[str, Any], config: AnswerConfig) -> None:
     """Print to standard error which settings of a run a config has kept."""
     final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
     if kept := [f"{key} {value!r}" for key, value in of_run.items() if final[key] == value]:
-        print(f"settings of the run {config.model}: {', '.join(kept)}", file=sys.stderr)
+        print(f"settings of the run {config.model.path}: {', '.join(kept)}", file=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(AnswerConfig):
-    """Answer the prompts of a data set and judge the answers by a reward."""
+    """Answer the rows of data.validation and judge the answers by a reward."""
 
-    data: str
-    """Rows to answer: a .jsonl, .json, .parquet or .csv file, or a data set's name on the hub."""
+    unused: ClassVar[dict[str, tuple[str, ...]]] = AnswerConfig.unused | {
+        "data": _all_but(DataConfig, *PROMPTS, "validation", "validation_split", "answer_column")
+    }
+
     output: str | None = None
     """Write every answer to this .jsonl file."""
     reward: str | tuple[str, ...] = "exact_match"
@@ -182,12 +130,6 @@ class EvalConfig(AnswerConfig):
     """Values of parameters of the rewards, by name: {tolerance: 0.01}."""
     max_rows: int | None = None
     """Number of rows that are answered, from the top. Default: all."""
-    split: str | None = None
-    """Split of a hub data set. Default: "test"."""
-    prompt_column: str = "prompt"
-    """Column of the prompt: a string, or a list of chat messages."""
-    answer_column: str = "answer"
-    """Column that rewards such as exact_match compare the response with."""
     seed: int = 0
     """Seed of the sampling."""
     generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(temperature=0.0))
@@ -196,18 +138,6 @@ class EvalConfig(AnswerConfig):
         super().__post_init__()
         at_least(1, max_rows=self.max_rows)
         valid_seed(seed=self.seed)
-
-    def rows(self) -> DataConfig:
-        """Return where the rows come from, as a section of training has it."""
-        return DataConfig(
-            validation=self.data,
-            validation_split=self.split or ("test" if has_splits(self.data) else None),
-            prompt_column=self.prompt_column,
-            answer_column=self.answer_column,
-            prompt_template=self.prompt_template,
-            system_prompt=self.system_prompt,
-            chat=self.chat,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +156,13 @@ class GenerateConfig(AnswerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         valid_seed(seed=self.seed)
-        if not self.chat:
-            for name in ("chat_template", "chat_template_kwargs", "system_prompt"):
-                given = getattr(self, name)
-                require(not given, name, "is for --chat", given, "add --chat, or remove it")
+        if not self.data.chat:
+            for name, given in (
+                ("model.chat_template", self.model.chat_template),
+                ("model.chat_template_kwargs", self.model.chat_template_kwargs),
+                ("data.system_prompt", self.data.system_prompt),
+            ):
+                require(not given, name, "is for --data.chat", given, "add it, or remove this")
         require(
             bool(self.prompt or self.file),
             "prompt",
@@ -239,7 +172,7 @@ class GenerateConfig(AnswerConfig):
         )
 
     def prompts(self) -> list[str]:
-        """Return the prompts given, then those of the file without its empty lines."""
+        """Return the prompts given, then the lines of the file that are not empty."""
         if self.file is None:
             return list(self.prompt)
         try:
@@ -263,7 +196,9 @@ class ExportConfig:
     output: str
     """The folder to write."""
     step: int | Literal["best"] | None = None
-    """Step of the checkpoint, or best: that of the best run.metric. Default: the newest."""
+    """Step of the checkpoint, or best: the one with the best run.metric. Default: the newest."""
+    backend: str = "policy"
+    """Name of the model, where a script trains several (`run.backend`)."""
     lora: Literal["merged", "adapter"] = "merged"
     """LoRA: the base model with the adapters merged into it, or a PEFT folder of the adapters."""
     base_model: str | None = None
@@ -305,7 +240,7 @@ class ExampleConfig:
     rows: int = 64
     """How many rows are written."""
     seed: int = 0
-    """Of the numbers."""
+    """Seed of the numbers."""
 
     def __post_init__(self) -> None:
         at_least(1, rows=self.rows)

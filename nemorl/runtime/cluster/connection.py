@@ -22,7 +22,7 @@ import ray
 import ray._private.worker  # see `_quiet`
 from ray.exceptions import AuthenticationError
 
-from nemorl.runtime.run.temporary import OURS, claim, sweep_temporary
+from nemorl.runtime.store.temporary import OURS, claim, sweep_temporary
 
 STARTED = {
     "RAY_prestart_worker_first_driver": "0",  # or an idle interpreter for each CPU
@@ -39,9 +39,9 @@ ATTACHED = {
 }
 PROBES, PROBE_S = 3, 2.0
 LONGEST_PATH = 107 - len("/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
-"""Of Ray's folder, in bytes, as the path of a Unix socket has at most 107."""
+"""Longest path of Ray's folder, in bytes, as the path of a Unix socket has at most 107."""
 LITTLE = 1 << 30
-"""Bytes of a disk that is all but full."""
+"""Free bytes below which a disk counts as full."""
 GUARD = """
 import contextlib, os, select, signal, sys
 group, watched, *others = map(int, sys.argv[1:])
@@ -77,8 +77,8 @@ class ClusterLost(RayClusterError):
 _LOCK = threading.RLock()
 _STATE = {"users": 0, "ours": False}
 _SESSION = ExitStack()
-"""Of Ray's folder, where the cluster was started here: it goes with a later start, as Ray's
-processes may still write to it.
+"""Removes Ray's folder, where the cluster was started here, at a later start: until then Ray's
+processes may write to it.
 """
 _GUARDS: list[subprocess.Popen] = []
 
@@ -125,7 +125,7 @@ def release() -> None:
 
 def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:
     """Start a process that waits for the end of this one, however it comes, and then ends the
-    others, and those of a process group. As long as it lives it is an `owner`: see `claim`.
+    others and the processes of a group. As long as it lives it is an `owner`: see `claim`.
     """
     _GUARDS[:] = [one for one in _GUARDS if one.poll() is None]
     command = [sys.executable, "-I", "-S", "-c", GUARD, *map(str, (group, os.getpid(), *others))]
@@ -187,12 +187,9 @@ def _reason(error: Exception, folder: Path, late: bool, timeout_s: float, settin
         for place in (folder.parent, Path("/dev/shm"))
         if place.exists() and shutil.disk_usage(place).free < LITTLE
     ]
-    if full:
-        remedy = f"make room in {' and '.join(map(str, full))}"
-    elif late:
-        remedy = f"its logs are in {logs}; {setting} gives it more time"
-    else:
-        remedy = f"its logs are in {logs}"
+    room = [f"make room in {' and '.join(map(str, full))}"] if full else []
+    longer = [f"raise {setting}"] if late else []
+    remedy = "; ".join([*room, *longer, f"its logs are in {logs}"])
     if late:
         return f"a local Ray cluster did not start within {timeout_s:g} s ({first}): {remedy}"
     return f"a local Ray cluster cannot be started ({first}): {remedy}"

@@ -20,11 +20,11 @@ from nemorl.checks import at_least, require
 from nemorl.runtime.cluster.connection import check, connect, release
 
 DRIVER = "driver"
-"""As the node of a bundle: that of this process."""
+"""Stands for the node of this process as the node of a bundle."""
 
 
 class ResourcesError(ValueError):
-    """What was asked for does not fit in the cluster."""
+    """The cluster has too little for what was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class Bundle:
 
     @property
     def amounts(self) -> dict[str, float]:
-        """By Ray's names, without zeros."""
+        """Return the amounts by Ray's names, without zeros."""
         amounts = {"CPU": self.cpus, "GPU": self.gpus, **self.resources}
         return {name: amount for name, amount in amounts.items() if amount}
 

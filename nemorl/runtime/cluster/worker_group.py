@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemorl.checks import require
 from nemorl.runtime.cluster.connection import check, start_guard
 from nemorl.runtime.cluster.placement import Placement
-from nemorl.runtime.run.errors import WorkerTimeout, death
+from nemorl.runtime.store.errors import WorkerTimeout, death
 
 TICK_S = 1.0
 

@@ -61,6 +61,22 @@ class BaseConfig:
             "add --optimizer.schedule cosine, or remove it",
         )
 
+    def planned_steps(self, num_rows: int) -> int | None:
+        """Return the number of steps of a run on `num_rows` rows; None where no setting says it."""
+        return getattr(self, "max_num_steps", None)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in each step."""
+        return 1
+
+    def generates(self, *, answers: bool) -> bool:
+        """Return whether a run samples from its model.
+
+        answers: whether the rows to validate on have an answer.
+        """
+        return hasattr(self, "reward")
+
     def doubts(self) -> Iterator[str]:
         """Yield a sentence for each value that is allowed, but learns nothing."""
         lr = self.optimizer.lr

@@ -55,7 +55,7 @@ class DataConfig:
     too_long: Literal["error", "drop", "truncate"] = "error"
     """Longer rows are an error, dropped, or cut at the end (prompts at the beginning)."""
     shuffle: bool = True
-    """Shuffle the rows anew in every epoch, by run.seed."""
+    """Shuffle the rows again in every epoch, by run.seed."""
 
     def __post_init__(self) -> None:
         at_least(2, data__max_total_sequence_length=self.max_total_sequence_length)

@@ -189,6 +189,11 @@ class DPOConfig(BaseConfig):
             "remove it",
         )
 
+    def planned_steps(self, num_rows: int) -> int:
+        """Return `max_num_steps`, or the number of whole batches in `num_epochs`, at least 1."""
+        whole = self.num_epochs * num_rows // self.train_global_batch_size
+        return self.max_num_steps or max(1, whole)
+
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares the policy with the initial model."""

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nemorl.runtime.config.spellings import advice, means_another
+from nemorl.runtime.config.spellings import advice, in_a_table, means_another
 from nemorl.runtime.config.tree import (
     by_name,
     command_of,
@@ -27,12 +27,13 @@ from nemorl.runtime.config.tree import (
     leaves,
     to_dict,
     unions,
+    unused,
     variants,
 )
 from nemorl.runtime.config.yaml_io import ConfigError
 
 Extra = tuple[str, Any, Any, str]
-"""A flag that is no setting: name, type, default and help."""
+"""A flag that is not a setting: name, type, default and help."""
 
 MAIN = {"model": "model.path", "data": "data.train", "run": "run.dir", "dir": "run.dir"}
 """The setting that a section's name alone stands for, where the section is one."""
@@ -80,24 +81,19 @@ def parse_flags(
     return to_dict(found.settings), {name: getattr(found, name) for name, *_ in extra}
 
 
-def names_of(cls: type, same: Mapping[str, str]) -> dict[str, str]:
+def names_of(cls: type) -> dict[str, str]:
     """Return the key that each name of a setting stands for: its own, its last part where that is
-    unique and not a wish for another setting, a section's name. `same`: what keys of this config
-    are called in others.
+    unique and not a wish for another setting, a section's name.
     """
     keys = leaves(cls)
     times = Counter(map(_last, keys))
-    others = {dotted: key for key, dotted in same.items() if key in keys}
     return (
-        {_last(dotted): key for dotted, key in others.items()}
-        | {section: key for section, key in MAIN.items() if key in keys}
-        | {section: others[key] for section, key in MAIN.items() if key in others}
+        {section: key for section, key in MAIN.items() if key in keys}
         | {
             last: key
             for key in keys
             if times[last := _last(key)] == 1 and not means_another(last, key)
         }
-        | others
         | {key: key for key in keys}
         | {name: section for section in unions(cls) for name in (section, f"{section}.name")}
     )
@@ -109,7 +105,7 @@ def in_full(
     """Return the arguments with the key of every flag for its name (see `names_of`), and `--flag`
     for `--flag=true`.
 
-    Raises ValueError for a flag that is no setting, with the one that was meant, unless `lenient`.
+    Raises ValueError for a flag that is not a setting, with what was meant, unless `lenient`.
     """
     full, rest, switches = list[str](), list(args), ("print_config", "trust_code")
     hints: dict[str, Any] = {**dict.fromkeys(switches, bool), **leaves(cls)}
@@ -156,7 +152,7 @@ def in_full(
 
 
 def _words(hint: Any) -> tuple[str, ...]:
-    """Return the values of a setting whose flag may stand alone, those of a bool first.
+    """Return the values of a setting whose flag may stand alone, true and false first.
 
     >>> _words(bool), _words(bool | Literal["auto"]), _words(int)
     (('true', 'false'), ('true', 'false', 'auto'), ())
@@ -176,18 +172,21 @@ def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value:
         keys = [names[name]]
     else:
         keys = [key for key in names if _last(key) == name and not means_another(name, key)]
+        last = _last(name)  # of a section that this command does not have
+        if not keys and names.get(last) == last != name and not in_a_table(name):
+            keys = [last]
     if keys:
         write = " or ".join(f"{flag_of(key)}{value}" for key in keys)
         raise ConfigError(f"unknown setting {spelled}: write {write}", name)
-    # Commands that read a run have it as run or runs, and it is not run.dir that they write.
-    usual = {each: key for each, key in names.items() if key not in ("run", "runs")}
     hint = advice(
         name,
-        [each for each, key in usual.items() if "." in each or each == key],
+        [each for each, key in names.items() if "." in each or each == key],
         command=command_of(cls),
         near=[flag_of(each) for each in (*names, *NO_SETTINGS)],
         write=lambda key: f"{flag_of(names[key])}{value}",
     )
+    if name in unused(cls):
+        hint = f": {command_of(cls)} does without it, as it is for training"
     if hint or spelled.startswith("--"):
         hint = hint or "; --help all lists the settings"
         raise ConfigError(f"unknown setting {spelled}{hint}", name)

@@ -5,9 +5,16 @@ from typing import Any, Literal
 
 from nemorl.checks import at_least, refuse_unused
 from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.traits import EMBEDDED, GenerationTraits
 
-EMBEDDED = {"torch": "torch, the embedded engine", "megatron": "megatron, the trainer's ranks"}
-"""Engines that compute where the trainer does."""
+TRAITS = {
+    "torch": EMBEDDED,
+    "megatron": GenerationTraits(
+        on_trainer=True, shares_model=False, embedded=True, records_experts=True
+    ),
+    "vllm": GenerationTraits(shares_model=False, engines=True),
+}
+"""Traits of generation backends by name; registered ones join."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,16 +99,21 @@ class GenerationConfig:
             generation__max_restarts=self.max_restarts,
             generation__trainer_gpus=self.trainer_gpus,
         )
-        if self.backend in EMBEDDED:
+        if self.traits.embedded:
             names = [item.name for item in fields(self)]
             refuse_unused(
                 "generation",
                 self,
-                f"is not for {EMBEDDED[self.backend]}",
+                f"is not for {self.backend}, which computes where the trainer does",
                 "add --generation.backend vllm, or omit it",
                 names=names[names.index("num_replicas") :],
             )
         self.sampling_params()
+
+    @property
+    def traits(self) -> GenerationTraits:
+        """Traits of the backend; the defaults for a name that is not registered."""
+        return TRAITS.get(self.backend, GenerationTraits())
 
     @property
     def longest_response(self) -> int:

@@ -259,8 +259,10 @@ class GRPOConfig(BaseConfig):
     """Rounds after which dynamic sampling continues with the groups that it has. With none, the
     step updates nothing.
     """
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    entropy_coef: float | None = 0.0
+    """Weight of the entropy bonus; 0 only reports the entropy. None: it is not computed, which
+    makes steps faster.
+    """
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -313,6 +315,16 @@ class GRPOConfig(BaseConfig):
             self.generation.temperature,
             "1.0 is usual",
         )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps in each step."""
+        return self.updates_on(self.num_prompts_per_step * self.num_generations_per_prompt)
+
+    def updates_on(self, num_responses: int) -> int:
+        """Return the number of optimizer steps on a rollout batch of that many responses."""
+        size = self.train_global_batch_size or num_responses
+        return self.num_updates_per_batch * -(-num_responses // size)
 
     @property
     def needs_reference(self) -> bool:

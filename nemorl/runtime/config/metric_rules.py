@@ -78,7 +78,7 @@ class Ranking:
 
 
 class MetricWatch:
-    """Picks one metric out of those that a run measures."""
+    """Picks one metric out of all that a run measures."""
 
     def __init__(self, field_name: str, metric: str) -> None:
         self.field_name, self.metric = field_name, metric

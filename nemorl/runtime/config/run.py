@@ -18,7 +18,7 @@ class RunConfig:
     yet.
     """
     accept_changed_data: bool = False
-    """Resume though the rows are not those of before."""
+    """Resume although the rows have changed."""
     seed: int = 0
     """Seed of everything random: fresh weights, the order of the data, sampling."""
     val_period: int = 0
@@ -32,7 +32,9 @@ class RunConfig:
     keep_checkpoints: int = 2
     """Checkpoints that are kept: the newest, or with `metric` the best and the newest."""
     async_save: bool = False
-    """Train while a checkpoint is written, from a copy in main memory (three times the weights)."""
+    """Train while a checkpoint is written, from a copy in main memory (three times the weights).
+    Not with `metric`.
+    """
     metric: str | None = None
     """Metric that ranks checkpoints, such as val_accuracy. The best validations get one."""
     higher_is_better: bool | None = None
@@ -81,6 +83,13 @@ class RunConfig:
             self.higher_is_better,
             "name its metric (--run.metric)",
         )
+        require(
+            self.metric is None or not self.async_save,
+            "run.async_save",
+            "can't be given together with run.metric, which ranks checkpoints that are written",
+            self.async_save,
+            "keep one of the two",
+        )
         self.stop_condition()
 
     def ranking(self) -> Ranking | None:
@@ -90,7 +99,7 @@ class RunConfig:
         return Ranking(metric=self.metric, higher_is_better=self.higher_is_better)
 
     def stop_condition(self) -> Condition | None:
-        """Return `stop_when` parsed. Raises ValueError for what is no condition."""
+        """Return `stop_when` parsed. Raises ValueError for what is not a condition."""
         return None if self.stop_when is None else Condition.parse(self.stop_when)
 
     def require_training_metrics(self) -> None:

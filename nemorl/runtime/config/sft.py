@@ -37,3 +37,12 @@ class SFTConfig(BaseConfig):
             max_num_steps=self.max_num_steps,
             num_epochs=self.num_epochs,
         )
+
+    def planned_steps(self, num_rows: int) -> int:
+        """Return `max_num_steps`, or the number of whole batches in `num_epochs`, at least 1."""
+        whole = self.num_epochs * num_rows // self.train_global_batch_size
+        return self.max_num_steps or max(1, whole)
+
+    def generates(self, *, answers: bool) -> bool:
+        """Return whether there are questions to validate on."""
+        return answers

@@ -41,9 +41,9 @@ REWARD_MODEL = Absent(
     "there is no model of rewards; call yours in a reward function", "extending.md#a-reward"
 )
 TEACHER = Absent(
-    "distillation is no command; write a loop with a teacher beside the model, as"
-    " examples/two_models.py does",
-    "extending.md#a-training-loop",
+    "there is no command for distillation; write a loop with a teacher beside the model,"
+    " run.backend(…, trains=False)",
+    "extending.md#several-models",
 )
 NEMO_FILE = Absent(
     "sections have other names here; tools/from_nemo_rl.py translates a whole file",
@@ -133,7 +133,7 @@ NEMO_RL: dict[str, str | Absent] = {
 }
 TRL: dict[str, str | Absent] = {
     "model_name_or_path": "model.path",
-    "dataset_name": "data.train (eval: data)",
+    "dataset_name": "data.train (eval: data.validation)",
     "per_device_train_batch_size": "trainer.train_micro_batch_size or trainer.micro_batch_tokens",
     "gradient_accumulation_steps": (
         "train_global_batch_size: batch per device × accumulation × devices (GRPO: responses; SFT:"
@@ -415,7 +415,7 @@ WORDS: dict[str, str | Absent] = {
         ("context_length", "max_seq_len", "max_len", "sequence_length"),
         "data.max_total_sequence_length",
     ),
-    **dict.fromkeys(("train_file", "train_data", "dataset"), "data.train (eval: data)"),
+    **dict.fromkeys(("train_file", "train_data", "dataset"), "data.train (eval: data.validation)"),
     **dict.fromkeys(("eval_file", "eval_data", "val_data", "test_data"), "data.validation"),
     **dict.fromkeys(("label_key", "answer_key"), "data.answer_column"),
     "apply_chat_template": "data.chat",
@@ -472,19 +472,19 @@ PAGES = {
     "num_epochs": "configuration.md#nemorl-sft",
     "sft_coef": "configuration.md#nemorl-dpo",
     "reference": "dpo.md#the-reference",
-    **dict.fromkeys(("data", "n"), "data.md#validation"),
+    "n": "data.md#validation",
     "output": "sft.md#validation",
     "gpus": "parallelism.md#which-plan",
 }
-"""Where settings in no section are explained; those of GRPO alone have one page."""
+"""Where settings in no section are explained; GRPO's own have one page."""
 
 
 def settings_in(text: str) -> list[str]:
     """Return what may be keys in the words of a table: the first, those with a dot or _, and those
     after a colon or comma.
 
-    >>> settings_in("kl.coef (DPO: loss.beta)"), settings_in("data.train (eval: data)")
-    (['kl.coef', 'loss.beta'], ['data.train', 'data'])
+    >>> settings_in("kl.coef (DPO: loss.beta)"), settings_in("data.train (eval: data.validation)")
+    (['kl.coef', 'loss.beta'], ['data.train', 'data.validation'])
     """
     return re.findall(r"(?:^|(?<=[:,] ))[\w.]+|\w+[._][\w.]+", text)
 
@@ -535,6 +535,15 @@ def means_another(name: str, key: str) -> bool:
     return bool(found) and not any(_key(ours, [key]) for ours in found)
 
 
+def in_a_table(name: str) -> bool:
+    """Return whether the tables have a setting of another library by its whole name.
+
+    >>> in_a_table("grpo.max_num_steps"), in_a_table("parallel.tp")
+    (True, False)
+    """
+    return any(name in table for table in LIBRARIES.values())
+
+
 def meaning_of(
     name: str, known: Collection[str], command: str, write: Callable[[str], str] = str
 ) -> str:
@@ -568,6 +577,7 @@ def _entry(name: str, known: Collection[str]) -> tuple[str, str, str | Absent] |
 
 def _key(ours: str | Absent, known: Collection[str]) -> str:
     keys = [] if isinstance(ours, Absent) else settings_in(ours)
+    keys += [_last(key) for key in keys]  # of plan, whose settings are in no section
     return next((key for key in keys if key in known), "")
 
 

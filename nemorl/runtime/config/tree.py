@@ -56,7 +56,10 @@ def dump_yaml(config: Any, *, comments: bool = False) -> str:
     """Return a config as YAML that `load_config` reads back as an equal one; `comments` explain
     every key.
     """
-    return dump(to_dict(config), _comments(config) if comments else None)
+    tree = to_dict(config)
+    for section, names in getattr(config, "unused", {}).items():
+        tree[section] = {key: value for key, value in tree[section].items() if key not in names}
+    return dump(tree, _comments(config) if comments else None)
 
 
 def _comments(config: Any, prefix: str = "") -> dict[str, str]:
@@ -277,15 +280,24 @@ def unions(cls: type) -> dict[str, dict[str, type]]:
     return {name: by_name(members) for name, members in found.items() if len(members) > 1}
 
 
+def unused(cls: type) -> set[str]:
+    """Return the dotted keys in a config's sections that its command refuses (`cls.unused`)."""
+    sections: Mapping[str, Collection[str]] = getattr(cls, "unused", {})
+    return {f"{section}.{name}" for section, names in sections.items() for name in names}
+
+
 def leaves(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Return the type of every setting by its dotted key, those of all variants among them."""
+    """Return the type of every setting by its dotted key, with the settings of all variants, but
+    for the `unused` ones.
+    """
     found: dict[str, Any] = {}
     for field, hint in fields_of(cls):
         if not variants(hint):
             found[prefix + field.name] = hint
         for variant in variants(hint):
             found |= leaves(variant, f"{prefix}{field.name}.")
-    return found
+    hidden = unused(cls)
+    return {key: hint for key, hint in found.items() if key not in hidden}
 
 
 def command_of(cls: type) -> str:

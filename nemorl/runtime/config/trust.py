@@ -62,11 +62,11 @@ def _code_of(tree: Mapping[str, Any]) -> Iterator[tuple[str, Code]]:
         own = [name for name in names if ":" in name]
         places = [f"{name} {place_of(name)}" for name in own]
         yield setting, Code(", ".join(own), f"--{setting} {shlex.join(names)}", places)
-    for section, path in (("model", "path"), ("", "model")):
+    for section in ("model", ""):
         values = _section(tree, section) if section else tree
         setting = ".".join(filter(None, (section, "trust_remote_code")))
         what = "the code that comes with the model" if values.get("trust_remote_code") else ""
-        models = [_placed(values.get(key)) for key in (path, "tokenizer", "base_model")]
+        models = [_placed(values.get(key)) for key in ("path", "tokenizer", "base_model")]
         yield setting, Code(what, f"--{setting}".replace("_", "-"), models)
     generation = _section(tree, "generation")
     python, engine = str(generation.get("python") or ""), _section(generation, "engine")

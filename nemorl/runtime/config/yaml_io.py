@@ -13,9 +13,8 @@ import yaml
 from yaml.composer import Composer
 from yaml.nodes import MappingNode, ScalarNode
 
-MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 100, 400
-"""Of a file, with each alias written out; of values within values; of a number."""
-MAX_TEXT = 10_000_000
+MAX_TEXT, MAX_VALUES, MAX_DEPTH = 10_000_000, 100_000, 100
+"""Characters of a file, values with each alias written out, levels of values within values."""
 
 _BREAK = re.compile("[\x85\u2028\u2029]")
 
@@ -187,28 +186,24 @@ def _error(problem: str, mark: Any) -> yaml.YAMLError:
 
 
 def _count(node: Any, counts: dict[int, float]) -> float:
-    """Return how many values a node has, those of each alias counted as if they were written out.
+    """Return how many values a node has, with each alias counted as if it were written out.
 
-    Raises: YAMLError for too many, a value that contains itself, or too long a number.
+    Raises: YAMLError for too many, or a value that contains itself.
     """
     if id(node) in counts:
         return counts[id(node)]
     children: list[Any] = []
-    counts[id(node)], problem = math.inf, ""
-    if isinstance(node, ScalarNode):
-        if str(node.tag).endswith((":int", ":float")) and len(node.value) > MAX_DIGITS:
-            problem = f"a number must have at most {MAX_DIGITS} digits, not {len(node.value)}"
-    elif node is not None:
+    counts[id(node)] = math.inf
+    if node is not None and not isinstance(node, ScalarNode):
         mapping = isinstance(node, MappingNode)
         children = list(chain.from_iterable(node.value)) if mapping else node.value
     counts[id(node)] = count = sum((_count(child, counts) for child in children), 1.0)
     if count > MAX_VALUES:
-        problem = (
+        raise _error(
             f"with its aliases (*name) written out it must have at most {MAX_VALUES} values, and"
-            " none may contain itself: remove aliases"
+            " none may contain itself: remove aliases",
+            node.start_mark,
         )
-    if problem:
-        raise _error(problem, node.start_mark)
     return count
 
 
@@ -234,8 +229,6 @@ def _inline(value: Any, name: str) -> str:
         return f"{{{', '.join(pairs)}}}"
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return value
-    if isinstance(value, int) and abs(value) >= 10 ** (MAX_DIGITS - 1):
-        raise ConfigError(f"{name} must hold numbers of less than {MAX_DIGITS} digits", name)
     try:
         text = json.dumps(value, ensure_ascii=False)
         text.encode()  # not a part of a character

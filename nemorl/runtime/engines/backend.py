@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from nemorl.checks import require
-from nemorl.models.adapters import merged_tensors
 from nemorl.models.causal_lm import end_tokens
+from nemorl.models.source import ModelSource
 from nemorl.rollout.generation import (
     Completion,
+    InFlight,
     SamplingParams,
+    Weights,
+    WeightSource,
     check_in_flight,
     checked_requests,
     seeded,
     text_before,
 )
-from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.config.generation import TRAITS, GenerationConfig
+from nemorl.runtime.engines import limits
 from nemorl.runtime.engines.spec import engine_spec
+from nemorl.runtime.engines.weights import started
 
 if TYPE_CHECKING:
     from nemorl.runtime.engines.replicas import Replicas, Request
@@ -30,15 +35,16 @@ if TYPE_CHECKING:
 
 
 class VLLMGenerationBackend:
-    """Engines with a copy of the weights: those of `model` until the first `update_weights`."""
+    """Engines with a copy of the weights: the ones of `model` until the first `update_weights`."""
 
-    shares_model = False
+    traits, check = TRAITS["vllm"], staticmethod(limits.check)
 
     def __init__(self, *, model: Any, tokenizer: Any = None, precision: str = "float32") -> None:
-        self.model, self.tokenizer, self.precision = model, tokenizer, precision
+        self.model: ModelSource | None = ModelSource.of(model)
+        self.tokenizer, self.precision = tokenizer, precision
         self.policy_version: int | None = None
         """None: there are no weights yet, or an update of them failed."""
-        self.updated = self.asleep = False
+        self.updated = self.asleep = self._failed = False
         self._lock = threading.RLock()
         """Held while weights change."""
         self._engines: Replicas | None = None
@@ -48,9 +54,12 @@ class VLLMGenerationBackend:
         if self._engines is not None:
             raise RuntimeError("the generation backend has its engines already: call setup() once")
         check_sampling(config.sampling_params())
-        self._ends = end_tokens(self.model, self.tokenizer)
-        spec = engine_spec(self.model, self.tokenizer, config, precision=self.precision)
+        model = self._source
+        self._ends = end_tokens(model, self.tokenizer)
+        spec = engine_spec(model, self.tokenizer, config, precision=self.precision)
         self._positions = spec.max_model_len or sys.maxsize
+        self._awake = not config.colocated and not spec.sleep_level
+        """Always: its devices are its own."""
         try:
             from nemorl.runtime.engines.replicas import Replicas
         except ImportError as error:
@@ -91,30 +100,39 @@ class VLLMGenerationBackend:
                 finish_reason=sample.finish_reason,
                 text=text_before(params.stop_strings, text),
                 policy_versions=sample.policy_versions,
+                tokenizer=self.tokenizer,
             )
             for (params, sample), text in zip(made, texts, strict=True)
         ]
 
-    def update_weights(
-        self,
-        weights: Iterable[tuple[str, Tensor]],
-        version: int,
-        in_flight: str = "keep",
-    ) -> None:
-        """Raises ValueError for weights that are not the model's; then nothing is generated until
-        an update succeeds.
+    async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
+        """The weights are gathered and sent on a thread of their own, while the event loop goes on;
+        a trainer's other methods wait until they are through. What each engine reads back is
+        compared with what was sent.
+
+        Raises ValueError for weights that are not the model's, and WeightsDiffer where an engine
+        holds others than it was sent; then nothing is generated until an update succeeds.
         """
         check_in_flight(in_flight)
+        return await asyncio.wrap_future(started(partial(self._update, source, in_flight)))
+
+    def _update(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
         with self._lock:
             if self.asleep:
                 raise RuntimeError(
                     "the generation backend sleeps: call wake() before update_weights()"
                 )
-            self.policy_version, self.updated = None, True
-            self._running.update_weights(weights, version, in_flight)
-            self.policy_version = version
+            self.policy_version, self.updated, self._failed = None, True, False
+            try:
+                self.policy_version = self._running.update_weights(source, in_flight)
+            except BaseException:
+                self._failed = True
+                raise
+            return self.policy_version
 
     def sleep(self) -> None:
+        if self._awake:
+            return
         if not self.asleep:
             self._running.sleep()
         self.asleep = True
@@ -133,6 +151,12 @@ class VLLMGenerationBackend:
         self._engines = self.model = None
 
     @property
+    def _source(self) -> ModelSource:
+        if self.model is None:
+            raise RuntimeError("the generation backend was shut down: make a new one")
+        return self.model
+
+    @property
     def _running(self) -> Replicas:
         if self._engines is None:
             raise RuntimeError(
@@ -143,17 +167,19 @@ class VLLMGenerationBackend:
 
     def _check(self) -> None:
         """Raise RuntimeError where nothing can be generated."""
-        engines = self._running
+        _ = self._running
         if self.asleep:
             raise RuntimeError("the generation backend sleeps: call wake() before generate()")
+        if self._failed:
+            raise RuntimeError(
+                "the generation backend's weights are incomplete, because an update failed: call"
+                " update_weights() with all of them"
+            )
+        if self.updated:  # without the lock: an update must not hold up new requests
+            return
         with self._lock:
-            if self.policy_version is None and self.updated:
-                raise RuntimeError(
-                    "the generation backend's weights are incomplete, because an update failed:"
-                    " call update_weights() with all of them"
-                )
-            if engines.version is None:
-                self.update_weights(merged_tensors(self.model), 0)
+            if not self.updated:
+                self._update(Weights(version=0, tensors=self._source))
 
     def _requests(
         self,
@@ -165,7 +191,7 @@ class VLLMGenerationBackend:
         params = checked_requests(
             prompts,
             sampling_params,
-            vocab_size=self.model.config.vocab_size,
+            vocab_size=self._source.config.vocab_size,
             max_positions=self._positions,
         )
         requests = []

@@ -23,7 +23,7 @@ from nemorl.openmp import spinning_variables
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
-from nemorl.runtime.run.temporary import temporary_folder
+from nemorl.runtime.store.temporary import temporary_folder
 
 REPORT_TOKENS = 16
 """A sample's tokens are looked at after the first one and every so many."""
@@ -247,16 +247,29 @@ class Engine:
     def load_weights(self, info: dict[str, Any]) -> None:
         self._llm.collective_rpc("update_weights", args=(info,))
 
-    def finish_weights(self, version: int) -> None:
-        """Use the new weights, also for unfinished samples, whose cache is computed anew."""
+    def finish_weights(
+        self, version: int, shapes: dict[str, tuple[int, ...]]
+    ) -> dict[str, tuple[str, list[float]]]:
+        """Use the new weights, also for unfinished samples, whose cache is computed again.
+
+        Returns what is read back of the weights of these shapes, as `readings` has it, of all
+        workers together.
+        """
         self._llm.collective_rpc("finish_weight_update")
         self._llm.set_weight_version(str(version))
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RuntimeError(
                 "the engine's cache must be empty before new weights are used, but vLLM keeps a"
-                " part of it: start it anew"
+                " part of it: start it again"
             )
+        found: dict[str, tuple[str, list[float]]] = {}
+        for worker in self._llm.collective_rpc("nemorl_read_weights", args=(shapes, version)):
+            for name, source, values in worker:
+                before = found.get(name, (source, values))[1]
+                pairs = zip(before, values, strict=True)
+                found[name] = source, [b if math.isnan(a) else a for a, b in pairs]
         self.usable = True
+        return found
 
     def sleep(self) -> None:
         """Give memory back, at level 2 that of the weights, too; unfinished samples pause."""

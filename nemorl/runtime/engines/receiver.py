@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
+from nemorl.runtime.engines.readback import Reading, readings
 from nemorl.runtime.engines.weights import Bucket, unpacked
 
 
@@ -32,7 +33,7 @@ class InitInfo(WeightTransferInitInfo):
 
 class Receiver(WeightTransferEngine[InitInfo, Any]):
     """vLLM's layerwise reload, from buckets in Ray's object store or through one of vLLM's own
-    engines. An update may be given up at any point and begun anew.
+    engines. An update may be given up at any point and begun again.
     """
 
     init_info_cls = InitInfo
@@ -109,6 +110,13 @@ class WorkerExtension:
         """Begin an update, also after one that has failed."""
         self._weight_update_active = False  # vLLM leaves it set when an update is given up
         self.start_weight_update()  # type: ignore[attr-defined]
+
+    def nemorl_read_weights(
+        self, shapes: dict[str, tuple[int, ...]], version: int
+    ) -> list[Reading]:
+        """Return sampled numbers of the weights that this worker computes with."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return list(readings(model, shapes, version))
 
 
 def _tied_layers(model: nn.Module) -> list[Any]:

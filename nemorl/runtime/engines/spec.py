@@ -11,10 +11,11 @@ from typing import Any
 
 from nemorl.checks import require
 from nemorl.models.hub import copy_code, has_own_code
+from nemorl.models.source import ModelSource
 from nemorl.rollout.generation import FinishReason
 from nemorl.runtime.config.generation import GenerationConfig
-from nemorl.runtime.run.files import writing
-from nemorl.runtime.run.temporary import temporary_folder
+from nemorl.runtime.store.files import writing
+from nemorl.runtime.store.temporary import temporary_folder
 from nemorl.warn import warn
 
 OURS = {
@@ -96,9 +97,9 @@ def vocabulary_hash(tokenizer: Any) -> str:
 
 
 def engine_spec(
-    model: Any, tokenizer: Any, config: GenerationConfig, *, precision: str
+    model: ModelSource, tokenizer: Any, config: GenerationConfig, *, precision: str
 ) -> EngineSpec:
-    """Return the engine for `model`, a Hugging Face model with or without adapters."""
+    """Return the engine for a model, with or without adapters, whose weights are not read."""
     import torch
 
     default_level = 2 if torch.cuda.is_available() and config.colocated else 0
@@ -117,15 +118,16 @@ def engine_spec(
             f"generation.max_model_len is lowered from {lengths[0]} to {positions}, the positions"
             " that the model has"
         )
+    outline = model.outline
     return EngineSpec(
-        files=_files(model, tokenizer),
+        files=_files(outline, tokenizer),
         vocabulary=None if tokenizer is None else vocabulary_hash(tokenizer),
         dtype=precision,
         max_num_seqs=config.max_batch_size,
         max_model_len=min(lengths) if lengths else None,
         tensor_parallel_size=config.tensor_parallel_size,
         sleep_level=default_level if config.sleep_level is None else config.sleep_level,
-        trust_remote_code=any(map(has_own_code, (model, model.config, tokenizer))),
+        trust_remote_code=any(map(has_own_code, (outline, model.config, tokenizer))),
         engine=dict(config.engine),
     )
 

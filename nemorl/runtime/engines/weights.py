@@ -9,20 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.models.adapters import merged_tensors
+from nemorl.models.digest import differences, sampled
 from nemorl.runtime.engines.spec import Place
 
 BUCKET_BYTES = 2**26
 """While engines load a bucket of about so much, the next one is gathered."""
 DEVICE = "cuda"
+T = TypeVar("T")
 
 Bucket = list[tuple[str, torch.dtype, tuple[int, ...], Any]]
 """Name, type, shape and bytes (a numpy array) of each tensor."""
@@ -114,6 +116,33 @@ def own_place() -> Place:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Receipt:
+    """How an update ended, by the engines' ranks."""
+
+    version: int
+    failed: Mapping[int, str]
+    """What went wrong. If anything did, all must be sent all weights again."""
+    wrong: Mapping[int, str] = field(default_factory=dict)
+    """Weights that engines hold otherwise than they were sent."""
+    unproved: frozenset[str] = frozenset()
+    """Weights that some engine can't read back."""
+    num_weights: int = 0
+
+    def check(self) -> None:
+        """Raise WeightsDiffer, which names the first engine and its weights, if any is wrong."""
+        for rank, said in self.wrong.items():
+            raise WeightsDiffer(
+                f"replica {rank} must compute with the trainer's weights of version {self.version},"
+                f" but it does not: {said}; resume the run from its last checkpoint, and"
+                " report this"
+            )
+
+
+class WeightsDiffer(RuntimeError):
+    """An engine that took an update holds other weights than it was sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightSender:
     """Gives engines the weights of an iterator; may be pickled and called in another process.
 
@@ -121,7 +150,7 @@ class WeightSender:
     """
 
     actors: Mapping[int, Any]
-    """By the engines' ranks."""
+    """Actors by the engines' ranks."""
     places: Mapping[int, Place]
     expected: Mapping[str, tuple[int, ...]]
     """Names and shapes that the engines' model has."""
@@ -129,22 +158,26 @@ class WeightSender:
     """The engines'. Floating point numbers are cast to it."""
     transport: str = "auto"
     processes: int = 1
-    """Of each engine."""
+    """Processes of each engine."""
     timeout_s: float = 300.0
     version: int = 0
-    """Of the policy; the engines' tokens carry it."""
+    """Version of the policy; the engines' tokens carry it."""
     failed: dict[int, str] = field(default_factory=dict)
     """Why engines failed, also where the trainer's own end of a transfer hangs."""
+    readings: dict[int, Any] = field(default_factory=dict)
+    """What engines read back of their new weights."""
 
-    def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> dict[int, str]:
-        """Return what went wrong, by the engines' ranks: then all must be sent all weights again.
+    def __call__(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> Receipt:
+        """Return how it went: what engines read back is compared with what was sent.
 
         Raises ValueError for weights of another model.
         """
+        self = replace(self, version=version, readings={})
         alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
         places = list(self.places.values())
         transport = choose_transport(self.transport, own_place(), places, alone=alone)
-        checked = checked_weights(weights, self.expected)
+        sent: dict[str, Tensor] = {}
+        checked = self._noted(checked_weights(weights, self.expected), sent)
         try:
             if transport in ("cuda_ipc", "nccl"):
                 send = partial(self._send_by_gpu, transport, checked)
@@ -152,21 +185,47 @@ class WeightSender:
             else:
                 self._send_buckets(checked)
         except EnginesFailed as error:
-            return error.args[0]
-        return {}
+            return Receipt(version=version, failed=error.args[0])
+        return self._receipt(sent)
+
+    def _noted(
+        self, weights: Iterable[tuple[str, Tensor]], sent: dict[str, Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Pass weights on, and keep sampled numbers of each as engines are to have them."""
+        for name, tensor in weights:
+            numbers = sampled(tensor, self.version)
+            sent[name] = numbers.to(self.dtype) if numbers.is_floating_point() else numbers
+            yield name, tensor
+
+    def _receipt(self, sent: Mapping[str, Tensor]) -> Receipt:
+        wrong, unproved = {}, set[str]()
+        for rank, readings in self.readings.items():
+            found = {name: torch.tensor(values) for name, (_, values) in readings.items()}
+            expected = {name: sent[source] for name, (source, _) in readings.items()}
+            if differing := differences(expected, found):
+                wrong[rank] = differing
+            unproved |= {name for name in sent if name not in found or found[name].isnan().all()}
+        return Receipt(
+            version=self.version,
+            failed={},
+            wrong=wrong,
+            unproved=frozenset(unproved),
+            num_weights=len(sent),
+        )
 
     def start(self, method: str, *args: Any) -> dict[int, Any]:
         """Call a method of each engine; return the calls by rank."""
         return {rank: one.call.remote(method, *args) for rank, one in self.actors.items()}
 
-    def wait(self, calls: Mapping[int, Any]) -> None:
-        """Raises EnginesFailed."""
+    def wait(self, calls: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the calls' results by rank. Raises EnginesFailed."""
         import ray
 
         deadline, reasons = time.monotonic() + self.timeout_s, {}
+        results = {}
         for rank, call in calls.items():
             try:
-                ray.get(call, timeout=max(1.0, deadline - time.monotonic()))
+                results[rank] = ray.get(call, timeout=max(1.0, deadline - time.monotonic()))
             except ray.exceptions.GetTimeoutError:
                 late = f"it took no new weights for {self.timeout_s:g} s (generation.timeout_s)"
                 reasons[rank] = late
@@ -177,6 +236,7 @@ class WeightSender:
         if reasons:
             self.failed.update(reasons)
             raise EnginesFailed(reasons)
+        return results
 
     def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
         calls = {}
@@ -195,7 +255,7 @@ class WeightSender:
         self.wait(self.start("load_weights", info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.wait(self.start("finish_weights", self.version))
+        self.readings.update(self.wait(self.start("finish_weights", self.version, self.expected)))
 
     def _send_buckets(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Send through Ray's object store, which engines on this machine map."""
@@ -288,24 +348,31 @@ def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.from_numpy(data).view(dtype).view(shape)
 
 
-def _in_time(function: Callable[[], None], timeout_s: float, failed: Mapping[int, str]) -> None:
-    """Call it in a daemon thread, on this thread's device.
-
-    Raises TimeoutError that says which engines failed meanwhile.
-    """
-    done: Future[None] = Future()
+def started(function: Callable[[], T]) -> Future[T]:
+    """Call it in a daemon thread, on this thread's current device."""
+    done: Future[T] = Future()
+    done.set_running_or_notify_cancel()  # who awaits it may be cancelled; the thread goes on
     module = torch.get_device_module(DEVICE)
-    current = module.current_device()
+    current = module.current_device() if module.is_available() else None
 
     def run() -> None:
         try:
-            module.set_device(current)
-            function()
-            done.set_result(None)
+            if current is not None:
+                module.set_device(current)
+            done.set_result(function())
         except BaseException as error:
             done.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    return done
+
+
+def _in_time(function: Callable[[], None], timeout_s: float, failed: Mapping[int, str]) -> None:
+    """Call it in a daemon thread.
+
+    Raises TimeoutError that says which engines failed meanwhile.
+    """
+    done = started(function)
     if not wait([done], timeout_s).done:
         why = "".join(f"; replica {rank} failed: {reason}" for rank, reason in failed.items())
         raise TimeoutError(

@@ -22,17 +22,17 @@ from nemorl.runtime.cluster.worker_group import RayWorkerGroup
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer, Rank
 from nemorl.runtime.ranks.wire import dumps, loads
-from nemorl.runtime.run.errors import WorkerTimeout, raised
+from nemorl.runtime.store.errors import WorkerTimeout, raised
 
 TICK_S = 0.5
 ALONE_S = 10.0
-"""How long the others are waited for once one has failed: they stay usable where all fail."""
+"""Seconds to wait for the other ranks once one has failed: they stay usable where all fail."""
 GRACE_S = 5.0
 """A rank that takes too long writes its stack into its log first."""
 
 
 class RankActor:
-    """What a rank's worker hosts; calls and answers are bytes."""
+    """A rank in a worker; calls and answers are bytes."""
 
     def __init__(self, make: list[Any], gpus: list[str]) -> None:
         if gpus:
@@ -168,7 +168,7 @@ def _shared_gpus(config: BaseConfig) -> list[str]:
     Ray must not count them as taken, so the ranks get them one by one.
     """
     generation = config.generation
-    colocated = generation.backend == "vllm" and generation.colocated
+    colocated = generation.traits.engines and generation.colocated
     shared = colocated and config.trainer.device != "cpu"
     if not shared or os.environ.get("RAY_ADDRESS"):
         return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -10,9 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from nemorl.models.causal_lm import end_tokens
+from nemorl.models.digest import differences, sampled
 from nemorl.parallel.megatron.engine import Order
+from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
-from nemorl.runtime.engines.weights import checked_weights
+from nemorl.runtime.config.generation import TRAITS
+from nemorl.runtime.engines.weights import WeightsDiffer, checked_weights
 from nemorl.runtime.run.weight_sync import TrainerWeights
 
 STEP_S = 0.05
@@ -28,8 +30,7 @@ class RankedGenerator(ScheduledBackend):
     seeds are those of the embedded engine, "torch".
     """
 
-    on_trainer = True
-    """Made with the trainer, in place of its model."""
+    traits = TRAITS["megatron"]
 
     def __init__(self, *, trainer: Any, tokenizer: Any = None) -> None:
         super().__init__(self._step, tokenizer)
@@ -49,24 +50,33 @@ class RankedGenerator(ScheduledBackend):
             tokenizer=self.tokenizer,
         )
 
-    def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, in_flight: str = "keep"
-    ) -> None:
-        """Go on with the trainer's weights as they are now, or with others, which become its.
+    async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
+        """Go on with the trainer's weights as they are now, which need no receipt, or with others,
+        which become its.
 
         Raises: RuntimeError for "wait" where requests are in flight and it is the trainer that has
         changed them: the old weights are gone.
         """
-        same = isinstance(weights, TrainerWeights) and weights.trainer is self.trainer
+        check_in_flight(in_flight)
+        same = isinstance(source, TrainerWeights) and source.trainer is self.trainer
         if in_flight == "wait" and same and self._scheduler.busy:
             raise RuntimeError(
                 "in_flight='wait' needs the old weights, but this engine computes on the trainer's"
                 " own: await the requests before the trainer's step, or use in_flight='keep'"
             )
+        version, weights = source.newest()
         with self._scheduler.updating(version, in_flight):
             self._order = replace(self._order, anew=True)
             if not same:
-                self.trainer.take_weights(dict(checked_weights(weights, self._expected)))
+                self._take(dict(checked_weights(weights, self._expected)))
+        return version
+
+    def _take(self, weights: dict[str, Tensor]) -> None:
+        """Have the ranks take these weights. Raises WeightsDiffer where they hold others then."""
+        self.trainer.take_weights(weights)
+        found = {name: sampled(tensor) for name, tensor in self.trainer.weights()}
+        if wrong := differences({name: sampled(one) for name, one in weights.items()}, found):
+            raise WeightsDiffer(f"the ranks must hold the weights that came, but {wrong}")
 
     def sleep(self) -> None:
         with self._scheduler.lock:
@@ -95,4 +105,5 @@ class RankedGenerator(ScheduledBackend):
         if seconds:
             self._passes = max(1, min(int(STEP_S / seconds), 2 * self._passes, MOST_PASSES))
         for request in [one for one, number in self._open.items() if number in answers]:
-            request.answer(answers[self._open.pop(request)])
+            found = answers[self._open.pop(request)]
+            request.answer([replace(one, tokenizer=self.tokenizer) for one in found])

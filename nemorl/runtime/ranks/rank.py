@@ -1,4 +1,4 @@
-"""One rank: the training backend on its part of the model, called by name."""
+"""One rank: training backends, each on its part of a model, called by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemorl.parallel.backend import as_training_backend
 from nemorl.parallel.config import BackendConfig
-from nemorl.runtime.run.errors import in_words
+from nemorl.runtime.store.errors import in_words
 
 BACKGROUND = frozenset({"wait_for_checkpoint"})
 """Methods that run on a thread of their own, while other calls go on."""
@@ -26,22 +26,27 @@ class Answer:
     value: Any
     """The result on rank 0; None on the others."""
     error: Mapping[str, str] | None
-    """What was raised, as `in_words` has it."""
+    """Exception of the rank, as `in_words` returns it."""
     step: int
     """Optimizer steps begun, after the call."""
 
 
 class Rank:
-    """Hosts the backend that `make` makes. All ranks get the same calls in order."""
+    """Hosts backends that `make` makes, by name. All ranks get the same calls in order.
+
+    The keyword `backend` of a call says which one it is for.
+    """
 
     def __init__(self, make: Callable[[], Any], rank: int) -> None:
         self.rank, self._make = rank, make
-        self._backend: Any = None
-        self._weights: Iterator[tuple[str, Tensor]] = iter(())
+        self._backends: dict[str, Any] = {}
+        self._name = ""
+        """The backend of the last call that was not in the background."""
+        self._exports: dict[str, Iterator[tuple[str, Tensor]]] = {}
 
     @property
     def step(self) -> int:
-        return int(getattr(self._backend, "step", 0))
+        return int(getattr(self._backends.get(self._name), "step", 0))
 
     def perform(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Answer:
         """Do one call; errors are part of the answer, with their traceback in the log."""
@@ -58,33 +63,39 @@ class Rank:
 
     def do(self, method: str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Do one call; return its result on rank 0."""
-        call = getattr(self, f"_{method}", None) or getattr(self._ready(), method)
-        value = call(*args, **kwargs)
+        name = kwargs.get("backend", "")
+        options = {key: value for key, value in kwargs.items() if key != "backend"}
+        if method in BACKGROUND:
+            call = getattr(self._ready(name), method)
+        else:
+            self._name = name
+            call = getattr(self, f"_{method}", None) or getattr(self._ready(name), method)
+        value = call(*args, **options)
         return value if self.rank == 0 else None
 
-    def _ready(self) -> Any:
-        if self._backend is None:
+    def _ready(self, name: str) -> Any:
+        if name not in self._backends:
             raise RuntimeError(
                 "the training backend has no model: call setup() first, and nothing after"
                 " shutdown()"
             )
-        return self._backend
+        return self._backends[name]
 
     def _setup(self, config: BackendConfig) -> None:
         alone = torch.cuda.is_available() and torch.cuda.device_count() == 1  # Ray shows one each
         if alone and config.trainer.device in (None, "cuda"):
             config = replace(config, trainer=replace(config.trainer, device="cuda:0"))
-        self._backend = as_training_backend(self._make())
-        self._backend.setup(config)
+        backend = self._backends[self._name] = as_training_backend(self._make())
+        backend.setup(config)
 
     def _export_open(self, **options: Any) -> None:
-        self._weights = self._ready().weights(**options)
+        self._exports[self._name] = self._ready(self._name).weights(**options)
 
     def _export_next(self) -> list[tuple[str, Tensor]]:
         """Gather some 64 MB more; none at the end."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
-        for name, tensor in self._weights:
+        for name, tensor in self._exports[self._name]:
             size += tensor.nbytes
             if self.rank == 0:
                 bucket.append((name, tensor))
@@ -94,7 +105,7 @@ class Rank:
 
     def _send_weights(self, send: Callable[[Any], Any], **options: Any) -> Any:
         """Return `send`'s result and its error; all ranks go through all weights in any case."""
-        weights = self._ready().weights(**options)
+        weights = self._ready(self._name).weights(**options)
         found: tuple[Any, Any] = (None, None)
         if self.rank == 0:
             try:
@@ -105,8 +116,13 @@ class Rank:
             pass
         return found
 
+    def _release(self) -> None:
+        """Shut one backend down."""
+        self._exports.pop(self._name, None)
+        if (backend := self._backends.pop(self._name, None)) is not None:
+            backend.shutdown()
+
     def _shutdown(self) -> None:
-        self._weights = iter(())
-        if self._backend is not None:
-            self._backend.shutdown()
-            self._backend = None
+        for name in [*self._backends]:
+            self._name = name
+            self._release()

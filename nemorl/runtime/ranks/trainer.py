@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import Metrics
+from nemorl.losses.types import Metrics, Needs
 from nemorl.models.adapters import base_of
+from nemorl.models.causal_lm import Head, from_config
 from nemorl.models.hub import CONFIG, read_config
-from nemorl.parallel.backend import LossFn
+from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.generation import Completion
@@ -25,7 +26,7 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.environment import torchrun_size
 from nemorl.runtime.ranks.rank import BACKGROUND, Answer
 from nemorl.runtime.ranks.wire import dumps
-from nemorl.runtime.run.errors import raised
+from nemorl.runtime.store.errors import raised
 
 SHUTDOWN_S, PROFILED_SHUTDOWN_S = 20.0, 120.0
 """For ranks to end in order; the second where they may have a profile to write."""
@@ -67,6 +68,35 @@ def make_trainer(
     return RankedTrainer(start)
 
 
+class SharedRanks:
+    """Ranks that `start` starts for the first of the backends on them."""
+
+    def __init__(self, start: Callable[[], Ranks]) -> None:
+        self.start, self._losing = start, threading.Lock()
+        self.group: Ranks | None = None
+        self.lost: BaseException | None = None
+
+    def open(self) -> None:
+        """Start the ranks, unless they are there."""
+        if self.group is None:
+            self.lost, self.group = None, self.start()
+
+    def lose(self, error: BaseException) -> bool:
+        """End the ranks for good, and return whether this error is why."""
+        with self._losing:
+            first = self.lost is None
+            if first:
+                self.lost = error
+        with suppress(Exception):
+            self.end()
+        return first
+
+    def end(self, timeout_s: float = 0.0, result: Any = None) -> None:
+        group, self.group = self.group, None
+        if group is not None:
+            group.shutdown(timeout_s, result)
+
+
 class RankedTrainer:
     """A `TrainingBackend` whose calls go to all ranks that `start` starts; rank 0 answers.
 
@@ -75,12 +105,12 @@ class RankedTrainer:
     are ended. Methods may be called from several threads.
     """
 
-    def __init__(self, start: Callable[[], Ranks]) -> None:
-        self._start = start
-        self._group: Ranks | None = None
+    def __init__(
+        self, start: Callable[[], Ranks], *, name: str = "", ranks: SharedRanks | None = None
+    ) -> None:
+        self._name, self._ranks = name, ranks or SharedRanks(start)
         self._model: nn.Module | None = None
-        self._lost: BaseException | None = None
-        self._losing, self._shutdown_s = threading.Lock(), SHUTDOWN_S
+        self._shutdown_s = SHUTDOWN_S
         self._export: object = None
         self.step = 0
         """Optimizer steps begun, the one under way included."""
@@ -89,21 +119,26 @@ class RankedTrainer:
 
     def setup(self, config: BackendConfig) -> None:
         config = _findable(config)
-        self._lost = None
         self._shutdown_s = SHUTDOWN_S if config.profile.steps is None else PROFILED_SHUTDOWN_S
         try:
-            self._group = self._start()
+            self._ranks.open()
             self._call("setup", config)
             trust = config.model.trust_remote_code
-            self._model = structure(config.model.path, trust_remote_code=trust)
+            self._model = structure(config.model.path, trust_remote_code=trust, head=config.head)
         except BaseException:
-            self._end()
+            self._ranks.end()
             raise
+
+    def beside(self, name: str) -> RankedTrainer:
+        """Return a backend for another model on the same ranks, which stay until this one's
+        `shutdown`.
+        """
+        return RankedTrainer(self._ranks.start, name=name, ranks=self._ranks)
 
     @property
     def model(self) -> nn.Module:
         """The model on the meta device: configuration, names and shapes, but no weights."""
-        if self._model is None:
+        if self._model is None or self._ranks.group is None:
             raise self._gone()
         return self._model
 
@@ -115,6 +150,9 @@ class RankedTrainer:
 
     def optim_step(self) -> Metrics:
         return self._call("optim_step")
+
+    def compute(self, batch: TokenBatch, needs: Needs) -> ForwardOutput:
+        return self._call("compute", batch, needs)
 
     def get_logprobs(self, batch: TokenBatch) -> Logprobs:
         return self._call("get_logprobs", batch)
@@ -182,20 +220,24 @@ class RankedTrainer:
         self._call("load_checkpoint", path.absolute())
 
     def shutdown(self) -> None:
-        self._end(self._shutdown_s)
+        self._model = None
+        if not self._name:
+            self._ranks.end(self._shutdown_s, self.result)
+        elif self._ranks.group is not None:
+            self._call("release")
 
     def _gone(self) -> RuntimeError:
         reason = "call setup() first, and nothing after shutdown()"
-        if self._lost is not None:
-            first = (str(self._lost) or repr(self._lost)).splitlines()[0]
+        if (lost := self._ranks.lost) is not None:
+            first = (str(lost) or repr(lost)).splitlines()[0]
             reason = f"its ranks were ended: {first}"
         return RuntimeError(f"the training backend has no model: {reason}")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Return rank 0's result. Ranks that are of no further use are ended."""
-        if (group := self._group) is None:
-            raise self._gone() from self._lost
-        payload = dumps((args, kwargs))
+        if (group := self._ranks.group) is None:
+            raise self._gone() from self._ranks.lost
+        payload = dumps((args, {"backend": self._name, **kwargs}))
         updates = method in ("train_step", "optim_step")
         self.step += updates
         at = f"of optimizer step {self.step}"
@@ -204,8 +246,8 @@ class RankedTrainer:
         try:
             answer = group.call(method, payload, f"{method} {at}")
         except Exception as error:
-            if not self._lose(error):  # another thread has noticed first
-                raise self._gone() from self._lost
+            if not self._ranks.lose(error):  # another thread has noticed first
+                raise self._gone() from self._ranks.lost
             raise
         if method not in BACKGROUND:
             self.step = answer.step
@@ -213,31 +255,15 @@ class RankedTrainer:
             raise raised(answer.error, 0)
         return answer.value
 
-    def _lose(self, error: BaseException) -> bool:
-        """End the ranks for good, and return whether this error is why."""
-        with self._losing:
-            first = self._lost is None
-            if first:
-                self._lost = error
-        with suppress(Exception):
-            self._end()
-        return first
 
-    def _end(self, timeout_s: float = 0.0) -> None:
-        group, self._group, self._model = self._group, None, None
-        if group is not None:
-            group.shutdown(timeout_s, self.result)
-
-
-def structure(path: str, *, trust_remote_code: bool = False) -> nn.Module:
+def structure(path: str, *, trust_remote_code: bool = False, head: Head = "lm") -> nn.Module:
     """Return the model of a folder or hub name on the meta device."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     path = base_of(Path(path)) or path if (Path(path) / CONFIG).is_file() else path
     trust = {"trust_remote_code": trust_remote_code}
     with torch.device("meta"):
-        config = read_config(path, **trust)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trust)
+        model = from_config(read_config(path, **trust), head, **trust)
     with suppress(OSError, ValueError):  # there need not be one
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model

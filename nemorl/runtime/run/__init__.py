@@ -1,6 +1,5 @@
-"""A run and what it leaves on the disk: state, callbacks, directory, checkpoints, export, signals.
+"""An open run: its parts and steps, callbacks, signals, and saving when it is due.
 
-Others use `OpenRun`, `Step`, `Run`, `LoopState`, `Callback`, `notify`, `RunDirectory`, `locked`,
-`signals_raise`, `temporary_folder`, `update_in_progress`, `sync_weights`, `TrainResult` and the
-module `checkpoint`.
+Others use `OpenRun`, `Step`, `Callback`, `notify`, `signals_raise`, `update_in_progress`,
+`sync_weights` and `TrainResult`.
 """

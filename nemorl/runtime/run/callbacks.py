@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemorl.checks import closest, require, short
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store.state import Run
 from nemorl.user_code import exit_is_error
 
 
@@ -65,7 +65,7 @@ class Callback:
 
 
 def check_callbacks(callbacks: Any) -> None:
-    """Raise ValueError for what is no callback, or has a hook that would never be called.
+    """Raise ValueError for what is not a callback, or has a hook that would never be called.
 
     >>> check_callbacks([print])  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -54,7 +54,7 @@ def read_data(
 
 
 def read_rows(data: DataConfig, which: str, given: Rows = None) -> list[Row] | None:
-    """Return the rows of `given`, else those of `data.train` or `data.validation`, else None."""
+    """Return the rows of `given`, else the rows of `data.train` or `data.validation`, else None."""
     source = given if given is not None else getattr(data, which)
     if source is None:
         return None

@@ -1,48 +1,76 @@
 """An open run and its steps: what happens around the lines of a training loop."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from torch import nn
 
 from nemorl.checks import at_least, require
 from nemorl.data.order import RowOrder
 from nemorl.data.rows import Row
 from nemorl.data.statistics import Lengths
 from nemorl.losses.types import Metric, merge
+from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.collect import Prompts, Rollouts, collect
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
+from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.errors import MEMORY_ADVICE, out_of_memory
-from nemorl.runtime.run.files import check_writer
+from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import Samples, compared, measured, samples_of
 from nemorl.runtime.run.signals import update_in_progress
-from nemorl.runtime.run.state import LoopState, Run
 from nemorl.runtime.run.weight_sync import sync_weights
+from nemorl.runtime.store.errors import MEMORY_ADVICE, out_of_memory
+from nemorl.runtime.store.files import check_writer
+from nemorl.runtime.store.state import LoopState, Run
 from nemorl.warn import warn
 
-T = TypeVar("T")
 Validate = Callable[[], tuple[dict[str, float], Samples]]
 """Measures the present weights, and returns samples for the log."""
+STEP, VALIDATION = 0, 1
+"""Seeds are `derive_seed(run.seed, STEP, number)` for choices of a loop's own, and
+`derive_seed(run.seed, VALIDATION)` with a number of a prompt for a validation's: apart from those
+of groups, `derive_seed(run.seed, number)`.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What is live from the first step on."""
+    """What is live from the first use of the trainer on."""
 
     trainer: Any
     generator: GenerationBackend | None
     state: LoopState
-    """As the last checkpoint left it."""
-    callbacks: Sequence[Callback]
+    """The state in which the last checkpoint left the loop."""
+    resumed_from: Path | None = None
+    """That checkpoint; None in a new run."""
     shares_weights: bool = True
     """Whether the generator computes with the trainer's own weights."""
+
+
+@runtime_checkable
+class Maker(Protocol):
+    """What makes the parts of a run (`nemorl.runtime.start.live.Live`)."""
+
+    def parts(self, run: "OpenRun") -> Parts:
+        """Load the trainer as the last checkpoint left it, and start the generator."""
+
+    def backend(self, run: "OpenRun", order: BackendOrder) -> Any:
+        """Load another backend."""
+
+    def release(self, name: str) -> None:
+        """Shut a backend down."""
+
+    def callbacks(self, run: "OpenRun") -> Sequence[Callback]:
+        """Return the callbacks of the loop, in the order in which they are called."""
 
 
 class OpenRun:
@@ -56,34 +84,48 @@ class OpenRun:
     def __init__(
         self,
         *,
-        config: Any,
+        config: BaseConfig,
         tokenizer: Any,
         environment: EnvironmentInterface | None,
         rows: Sequence[Row],
         validation_rows: Sequence[Row],
         directory: Path,
-        start: "Callable[[OpenRun], Parts]",
-        load_frozen: Callable[[str], Any],
+        maker: Maker,
+        generates: bool | None = None,
+        num_updates: int | None = None,
     ) -> None:
-        self.config, self.tokenizer, self.environment = config, tokenizer, environment
+        self.config: Any = config
+        self.tokenizer, self.environment = tokenizer, environment
         self.rows, self.validation_rows, self.directory = rows, validation_rows, directory
-        self.state = LoopState(config.run.seed)
+        self.state = self.taken = LoopState(config.run.seed)
+        """After the last finished step, and with what was taken since."""
         self.result: TrainResult | None = None
         self.lengths: dict[str, Lengths] = {}
-        """Of the data sets, by name: shown when the model is loaded, and kept in data.json."""
+        """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
-        """Of the orders, by name."""
-        self.generates = False
-        self.num_steps: int | None = getattr(config, "max_num_steps", None) or None
-        self.num_updates = self.num_steps
-        """Optimizer steps of the whole run."""
-        self.initial: Callable[[Any], None] | None = None
-        """Called with the trainer before a checkpoint is loaded."""
-        self._start, self._load_frozen = start, load_frozen
-        self._frozen: list[Any] = []
+        """Rows of the orders, by name."""
+        questions = any(row.get("answer") is not None for row in validation_rows)
+        self.generates = config.generates(answers=questions) if generates is None else generates
+        self._num_updates, self._maker = num_updates, maker
+        self.num_steps: int | None = None
+        """The last step, once the loop begins."""
+        _require_length(config.optimizer.schedule, self.num_updates)
         self.live: Parts | None = None
+        self.callbacks: Sequence[Callback] = ()
+        """The callbacks of the loop, once it begins."""
+        self._models = Models()
         self._steps: Steps | None = None
-        self._over = False
+        self._over = self._awake = False
+
+    @property
+    def num_updates(self) -> int | None:
+        """Optimizer steps of the whole run, for the schedule of the learning rate; None where
+        nothing says it.
+        """
+        if self._num_updates is not None:
+            return self._num_updates
+        steps = self.config.planned_steps(self.num_rows.get("train", len(self.rows)))
+        return steps and steps * self.config.updates_per_step
 
     @property
     def trainer(self) -> Any:
@@ -93,14 +135,52 @@ class OpenRun:
     @property
     def generator(self) -> GenerationBackend:
         """The generation backend; its weights are up to date within `sampling`."""
-        self.generates = True
         found = self._live().generator
-        if found is None:
-            raise RuntimeError(
-                "run.generator must be asked for before the trainer is loaded: call run.prompts(),"
-                " or use run.generator once, before run.trainer and the first step"
-            )
+        require(
+            found is not None,
+            "generates",
+            "must be True for a run that samples",
+            self.generates,
+            "call nemorl.open_run(config, generates=True)",
+        )
+        assert found is not None
         return found
+
+    def backend(
+        self,
+        name: str,
+        *,
+        model: str | Path | nn.Module | None = None,
+        head: Literal["lm", "scalar"] = "lm",
+        trains: bool = True,
+        optimizer: OptimizerConfig | None = None,
+    ) -> Any:
+        """Load another model beside `run.trainer`, on the same devices, and return its backend.
+
+        One that trains is saved in every checkpoint under its name, comes back with the last one,
+        and has its model written to hf-NAME/; ask for it before the first step. One that does not,
+        such as a teacher, may come at any time and is never saved.
+
+        Args:
+            name: letters, digits and underscores; "policy" is `run.trainer`.
+            model: folder, hub name or loaded model; None: that of `config.model`, untrained.
+            head: "scalar" gives a value per token in place of logprobs.
+            trains: whether it has an optimizer, and is saved.
+            optimizer: None for the run's `config.optimizer`.
+        Raises: ValueError for a name that is taken, or that the last checkpoint does not hold.
+        """
+        self._open()
+        order = BackendOrder(name=name, model=model, head=head, trains=trains, optimizer=optimizer)
+        self._models.check(order, begun=self._steps is not None and self._steps.begun)
+        if trains:
+            self._live()
+        return self._models.add(order, self._maker.backend(self, order))
+
+    def release(self, name: str) -> None:
+        """Shut down a backend that does not train, before the end of the run."""
+        self._open()
+        self._models.remove(name)
+        self._maker.release(name)
 
     def prompts(self, rows: Sequence[Row] | None = None, *, name: str = "train") -> "PromptStream":
         """Return the prompts of `rows` (None: `data.train`) in the run's seeded order.
@@ -112,7 +192,6 @@ class OpenRun:
         if self.environment is not None:
             check_rows(self.environment, rows)
         prompts, self.lengths[name] = tokenised_prompts(self.config, rows, self.tokenizer)
-        self.generates = True
         return PromptStream(prompts, self.order(prompts.rows, name=name))
 
     def order(self, rows: Sequence[Any], *, name: str = "train") -> "RowStream":
@@ -131,70 +210,36 @@ class OpenRun:
         check_rows(environment, rows)
         prompts, lengths = tokenised_prompts(self.config, rows, self.tokenizer)
         self.lengths.setdefault("validation", lengths)
-        self.generates = True
 
-        def validate() -> tuple[dict[str, float], Samples]:
-            params = self.config.generation.sampling_params(greedy=True)
-            with self.sampling() as generator:
-                found = collect(generator, environment, prompts, params, seed=self.config.run.seed)
-            return measured(found), samples_of(found, None, self.config.run.samples_per_step)
+        return partial(_answered, self, prompts, environment)
 
-        return validate
-
-    def with_initial_model(self, use: Callable[[Any], T]) -> T:
-        """Return use(trainer), called with the weights that training begins from, also in a resumed
-        run. Call `steps` before, and iterate after.
-        """
-        require(
-            self.live is None,
-            "with_initial_model",
-            "must come before the first use of run.trainer",
-            "a live trainer",
-            "move it up",
-        )
-        found: list[T] = []
-        self.initial = lambda trainer: found.append(use(trainer))
-        self._live()
-        return found[0]
-
-    def frozen_model(self, path: str | Path) -> Any:
-        """Load a second model, such as a teacher, on as many ranks as the trainer has, and return
-        its backend: `get_logprobs(batch)` gives its log-probabilities. It ends with the run.
-        """
-        self._open()
-        self._frozen.append(self._load_frozen(str(path)))
-        return self._frozen[-1]
-
-    def steps(
-        self,
-        last_step: int,
-        *,
-        updates_per_step: int = 1,
-        validate: Validate | None = None,
-    ) -> "Steps":
+    def steps(self, last_step: int, *, validate: Validate | None = None) -> "Steps":
         """Return an iterator over the steps up to `last_step`, from the last checkpoint on.
 
         Between two steps it logs, validates (None: greedy answers to `data.validation`), saves and
         calls the callbacks when they are due. The loop may be left at any time.
-        updates_per_step: optimizer steps, for the schedule of the learning rate.
         """
         self._open()
-        at_least(1, last_step=last_step, updates_per_step=updates_per_step)
+        at_least(1, last_step=last_step)
         if self._steps is not None:
             raise RuntimeError(
                 "run.steps must be called once in a run, but this is a second loop: open another"
                 " run for it, in a directory of its own"
             )
-        if self.live is not None and self.num_updates != last_step * updates_per_step:
-            raise RuntimeError(
-                f"run.steps must take {self.num_updates} optimizer steps, as the schedule of the"
-                f" learning rate was made for them, but takes {last_step * updates_per_step}: call"
-                " it before the first use of run.trainer, or change max_num_steps"
+        if self._num_updates is None:
+            schedule, updates = self.config.optimizer.schedule, self.config.updates_per_step
+            require(
+                schedule == "constant" or last_step * updates == self.num_updates,
+                "last_step",
+                f"times {updates} optimizer steps must be the {self.num_updates} for which"
+                f" optimizer.schedule {schedule} is made",
+                last_step,
+                "change max_num_steps, or give nemorl.open_run num_updates=…",
             )
+            self._num_updates = last_step * updates
         if validate is None and self.generates:
             validate = self.questions(self.validation_rows)
-        self.num_steps, self.num_updates = last_step, last_step * updates_per_step
-        self._steps = Steps(self, last_step, validate)
+        self.num_steps, self._steps = last_step, Steps(self, last_step, validate)
         return self._steps
 
     @contextmanager
@@ -207,7 +252,7 @@ class OpenRun:
         with nullcontext() if step is None else step.timed("sync"):
             if not nested:
                 self._offload([self.trainer], keep_weights=self._live().shares_weights)
-                self._offload(self._frozen)
+                self._offload(self._models.all)
                 generator.wake()
             sync_weights(self.trainer, generator)
         self._awake = True
@@ -219,9 +264,7 @@ class OpenRun:
             if not nested:
                 generator.sleep()
 
-    _awake = False
-
-    def _offload(self, backends: Sequence[Any], **options: Any) -> None:
+    def _offload(self, backends: Iterable[Any], **options: Any) -> None:
         """Free the devices of what generation does not need, if that is asked for."""
         for backend in backends if self.config.trainer.offload_during_generation else ():
             backend.offload(**options)
@@ -231,8 +274,21 @@ class OpenRun:
         """The run as its callbacks see it."""
         parts = self._live()
         return Run(
-            self.config, parts.trainer, parts.generator, self.tokenizer, self.state, self.directory
+            self.config,
+            parts.trainer,
+            parts.generator,
+            self.tokenizer,
+            self.state,
+            self.directory,
+            self._models.trained,
         )
+
+    def begin(self) -> None:
+        """Begin the loop: all parts are there now, those of the last checkpoint among them."""
+        parts = self._live()
+        if parts.resumed_from is not None:
+            self._models.require_all_of(parts.resumed_from)
+        self.callbacks = self._maker.callbacks(self)
 
     def finish(self) -> None:
         """End the run in order, after its loop."""
@@ -248,8 +304,8 @@ class OpenRun:
             error = self._steps.leave_update(error)
         if out_of_memory(error):
             error.add_note(MEMORY_ADVICE)
-        if self._steps is not None and self._steps.begun and self.live is not None:
-            notify_of_error(self.live.callbacks, self.view, error)
+        if self.callbacks:
+            notify_of_error(self.callbacks, self.view, error)
         return error
 
     def close(self) -> None:
@@ -263,16 +319,32 @@ class OpenRun:
     def _live(self) -> Parts:
         self._open()
         if self.live is None:
-            self._offload(self._frozen)  # an engine may start
-            self.live = self._start(self)
-            self.state = self.live.state
+            self._offload(self._models.frozen.values())  # an engine may start
+            self.live = self._maker.parts(self)
+            self.state = self.taken = self.live.state
         return self.live
 
-    def _step(self, what: str) -> "Step":
-        step = None if self._steps is None else self._steps.step
-        if step is None:
-            raise RuntimeError(f"{what} belongs to a step: call it inside `for step in run.steps`")
-        return step
+
+def _require_length(schedule: str, num_updates: int | None) -> None:
+    """Raise ValueError for a schedule of the learning rate over an unknown number of steps."""
+    require(
+        schedule == "constant" or num_updates is not None,
+        "optimizer.schedule",
+        "must be constant where no setting says how long the run is",
+        schedule,
+        "give nemorl.open_run num_updates=…, or the config a field max_num_steps",
+    )
+
+
+def _answered(
+    run: OpenRun, prompts: Prompts, environment: EnvironmentInterface
+) -> tuple[dict[str, float], Samples]:
+    """Return measurements of greedy answers to prompts, and some of the answers."""
+    params = run.config.generation.sampling_params(greedy=True)
+    seed = derive_seed(run.config.run.seed, VALIDATION, 0)
+    with run.sampling() as generator:
+        found = collect(generator, environment, prompts, params, seed=seed)
+    return measured(found), samples_of(found, None, run.config.run.samples_per_step)
 
 
 class RowStream:
@@ -286,17 +358,20 @@ class RowStream:
         return self.order.num_rows
 
     def next(self, count: int) -> list[int]:
-        """Return the next `count` rows' indices; a new epoch begins where one ends."""
+        """Return the next `count` rows' indices; a new epoch begins where one ends.
+
+        They belong to the present step, or to the next one if taken before it: this step's
+        checkpoint counts them.
+        """
         at_least(1, count=count)
-        step = self.run._step("next()")
-        cursor = step.cursors.get(self.name, 0)
-        step.cursors[self.name] = cursor + count
-        return self.order.take(cursor, count)
+        self.run._live()  # which knows where the last checkpoint left it
+        self.run.taken, rows = self.run.taken.take(self.name, self.order, count)
+        return rows
 
 
 @dataclass(frozen=True)
 class PromptStream:
-    """Prompts in a seeded order."""
+    """Prompts in a seeded order, each with the number of its group in the run."""
 
     prompts: Prompts
     rows: RowStream
@@ -304,9 +379,25 @@ class PromptStream:
     def __len__(self) -> int:
         return len(self.prompts)
 
-    def next(self, count: int) -> Prompts:
-        """Return the next `count` prompts."""
-        return self.prompts.take(self.rows.next(count))
+    def next(self, count: int, *, ahead: int = 0) -> Prompts:
+        """Return the next `count` prompts: of the present step, or of the next one if taken before
+        it.
+
+        ahead: how many steps later they are trained on. Until that step has ended they are open: a
+        run that is resumed from a checkpoint before gets them again, with the same numbers.
+        """
+        at_least(1, count=count)
+        at_least(0, ahead=ahead)
+        run, rows = self.rows.run, self.rows
+        run._live()
+        step = run.state.step + 1 + ahead
+        run.taken, groups = run.taken.take_groups(rows.name, rows.order, count, step=step)
+        last = max(group.row for group in groups)
+        fits = f"must have the rows of the groups that are open, up to number {last + 1}"
+        remedy = "resume with the data of that run"
+        require(last < len(self.prompts), "data.train", fits, len(self.prompts), remedy)
+        found = self.prompts.take([group.row for group in groups])
+        return replace(found, groups=[group.ordinal for group in groups])
 
 
 class Step:
@@ -314,16 +405,15 @@ class Step:
 
     def __init__(self, run: OpenRun) -> None:
         self.run, self.number = run, run.state.step + 1
-        self.seed = derive_seed(run.state.seed, run.state.step)
+        self.seed = derive_seed(run.state.seed, STEP, run.state.step)
         """For random choices of the loop's own: the same after a resume."""
-        self.cursors = dict(run.state.cursors)
         self.samples: Samples = []
         self._logged: dict[str, Metric | float] = {}
         self._seconds, self._begin = dict[str, float](), time.perf_counter()
-        self._groups = self._tokens = 0
-        self._updates = run.trainer.step
+        self._tokens = 0
+        self._before, self._updates = run.taken, run.view.updates
         if (generator := run._live().generator) is not None:
-            generator.metrics()  # begins anew, after the check at the start, or a validation
+            generator.metrics()  # resets them after the check at the start, or a validation
 
     def sample(
         self,
@@ -334,10 +424,11 @@ class Step:
         params: SamplingParams | None = None,
     ) -> Rollouts:
         """Return `n` responses to each prompt by the present weights, judged by the environment
-        (None: that of the config's reward).
+        (None: the one of the config's reward).
 
-        Their random numbers depend on the run's seed, the step and their place in it, so they are
-        the same after a resume. params: None for those of `config.generation`.
+        Their random numbers depend on the run's seed and the numbers of their groups, so they are
+        the same after a resume. Prompts that have no number, or were sampled before, get new ones.
+        params: None for `config.generation`'s.
         """
         environment = environment or self.run.environment
         if environment is None:
@@ -346,16 +437,16 @@ class Step:
                 " open_run a config with a reward"
             )
         params = params or self.run.config.generation.sampling_params()
+        taken, groups = self.run.taken.sample(prompts.groups, len(prompts))
         with self.run.sampling() as generator, self.timed("generate"):
             found = collect(
                 generator,
                 environment,
-                prompts,
+                replace(prompts, groups=groups),
                 replace(params, n=n),
-                seed=self.seed,
-                first_group=self._groups,
+                seed=taken.seed,
             )
-        self._groups += len(prompts)
+        self.run.taken = taken
         self._tokens += sum(map(len, found.prompts)) + int(found.lengths.sum())
         return found
 
@@ -390,12 +481,12 @@ class Step:
     @property
     def used(self) -> bool:
         """Whether anything has been logged, learned or taken."""
-        learned = self.run.trainer.step != self._updates
-        return learned or bool(self._logged) or self.cursors != self.run.state.cursors
+        learned = self.run.view.updates != self._updates
+        return learned or bool(self._logged) or self.run.taken != self._before
 
     def metrics(self) -> dict[str, float]:
         """Return what was logged, what the generator measured, and how long it took."""
-        if self._groups:
+        if self._tokens:
             measured = self.run.generator.metrics().items()
             self.log({f"generation/{name}": value for name, value in measured})
         found = {
@@ -431,8 +522,8 @@ class Steps(Iterator[Step]):
             self._epoch = epoch
             self._call("on_epoch_begin", epoch)
         self._call("on_step_begin", self.run.state.step + 1)
-        self.step, before = Step(self.run), self.run.trainer.step
-        begun = update_in_progress(lambda: self.run.trainer.step != before)
+        self.step, before = Step(self.run), self.run.view.updates
+        begun = update_in_progress(lambda: self.run.view.updates != before)
         self._update.enter_context(begun)
         return self.step
 
@@ -447,7 +538,7 @@ class Steps(Iterator[Step]):
         self._ended = True
         if self.validate and self.run.state.step != self._validated:
             self._validation()
-        trained = self.run.trainer.step > self._updates
+        trained = self.run.view.updates > self._updates
         # A loop that counts its updates has itself decided against them.
         if self.run.state.step > self._first and not trained and "num_updates" not in self._metrics:
             warn(
@@ -465,10 +556,15 @@ class Steps(Iterator[Step]):
         return error
 
     def _begin(self) -> None:
+        self.run.begin()
         self.begun = True
-        parts = self.run._live()
-        self._first, self._updates = parts.state.step, parts.trainer.step
+        self._first, self._updates = self.run.state.step, self.run.view.updates
         self._validated = self._first
+        if self._first >= self.last_step:
+            warn(
+                f"the run has {self._first} steps already, so there is nothing to do up to step"
+                f" {self.last_step}: raise max_num_steps"
+            )
         self._call("on_train_begin")
         if self.validate and self.run.config.run.val_at_start and self._first == 0:
             self._validation()
@@ -484,7 +580,7 @@ class Steps(Iterator[Step]):
             with self._update:
                 self._metrics = step.metrics()
                 self.step, whole = None, True
-                self.run.state = self.run.state.advance(step.cursors)
+                self.run.state = self.run.taken = self.run.taken.advance()
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):
                 answers = self._validation()
@@ -519,6 +615,6 @@ class Steps(Iterator[Step]):
 
     def _call(self, hook: str, *args: Any) -> None:
         try:
-            notify(self.run._live().callbacks, hook, self.run.view, *args)
+            notify(self.run.callbacks, hook, self.run.view, *args)
         except StopTraining:
             self._stop = True

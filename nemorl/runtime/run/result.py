@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.store.directory import RunDirectory
 
 
 @dataclass(frozen=True, repr=False)
@@ -15,7 +15,7 @@ class TrainResult:
     """The result of a run in memory, in every process under torchrun."""
 
     metrics: dict[str, float]
-    """Of the last step, and of the last validation as val_…"""
+    """Metrics of the last step, and of the last validation as val_…"""
     history: list[dict[str, Any]]
     """The lines of metrics.jsonl, of steps and validations."""
     paths: RunDirectory

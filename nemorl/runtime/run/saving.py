@@ -1,21 +1,27 @@
-"""The callbacks that end a run in time and save it: last, to cover all that others have written."""
+"""The callbacks that end a run in time, save it and export its model; they come last, to cover all
+that others have written.
+"""
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemorl.checks import require
+from torch import nn
+
+from nemorl.models.hub import CONFIG
 from nemorl.runtime.config.metric_rules import VALIDATION, Condition, MetricWatch, Ranking
-from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
-from nemorl.runtime.run.checkpoint import CheckpointError
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.files import flush
 from nemorl.runtime.run.result import final_metrics
-from nemorl.runtime.run.rng import RandomState, random_state
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.checkpoint import CheckpointError
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.export import write_checkpoint, write_pretrained
+from nemorl.runtime.store.files import flush
+from nemorl.runtime.store.rng import RandomState, random_state
+from nemorl.runtime.store.state import POLICY, Run
 
 LOGGER = logging.getLogger(__name__)
 
@@ -82,9 +88,9 @@ class CheckpointCallback(Callback):
     step after an error.
 
     The newest `keep` are kept; with a `ranking` the best `keep` and the newest, and a step whose
-    validation is among the best is saved, too. `observers` see `on_checkpoint`. With `background`
-    the run goes on while a checkpoint is written, and learns of its end when a later step begins
-    or ends.
+    validation is among the best is saved, too. `observers` see `on_checkpoint`. With `background`,
+    for runs without a ranking, the run goes on while a checkpoint is written, and learns of its end
+    when a later step begins or ends.
     """
 
     def __init__(
@@ -108,15 +114,8 @@ class CheckpointCallback(Callback):
         self.pending: Publication | None = None
 
     def on_train_begin(self, trainer: Run) -> None:
-        require(
-            not self.background or hasattr(trainer.trainer, "wait_for_checkpoint"),
-            "run.async_save",
-            "needs a training backend with wait_for_checkpoint",
-            True,
-            "omit it, or give yours that method",
-        )
         self.saved_step = trainer.state.step  # a run starts from a checkpoint or a given model
-        self.whole = WholeStep(trainer.state.step, trainer.trainer.step, random_state(), {})
+        self.whole = WholeStep(trainer.state.step, trainer.updates, random_state(), {})
         if trainer.state.step:  # a kill may have come between the checkpoint and its ranking
             lines = self.directory.read_metrics()
             here = [line for line in lines if line["step"] == trainer.state.step]
@@ -133,9 +132,8 @@ class CheckpointCallback(Callback):
             self.whole = replace(self.whole, metrics=self.metrics)
         if self.watch:
             self.watch.look(metrics, validation=True)
-        # One that is being written is this step's, or competes with it.
-        self.settle(trainer, wait=self.ranking is not None or step == self.saved_step)
         if step == self.saved_step:
+            self.settle(trainer, wait=True)
             self._rank(step, found)
         elif self.ranking:
             saved = checkpoint.metrics_by_step(self.directory.path)
@@ -145,7 +143,7 @@ class CheckpointCallback(Callback):
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self.metrics = {**self.metrics, **metrics}
-        self.whole = WholeStep(step, trainer.trainer.step, random_state(), self.metrics)
+        self.whole = WholeStep(step, trainer.updates, random_state(), self.metrics)
         if self.watch:
             self.watch.look(metrics, validation=False)
         self.settle(trainer, wait=False)
@@ -165,7 +163,7 @@ class CheckpointCallback(Callback):
         step, notes = trainer.state.step, list[str]()
         # Otherwise the step is whole, but another callback failed before this one was called.
         current = self.whole.step == step
-        updated = current and self.whole.updates != trainer.trainer.step
+        updated = current and self.whole.updates != trainer.updates
         if updated:
             notes.append(
                 f"the update of step {step + 1} had begun, so the weights of step {step} are gone"
@@ -232,3 +230,24 @@ class CheckpointCallback(Callback):
         self.saved_step = step
         if not self.background:
             self.settle(trainer, wait=True)
+
+
+class ExportCallback(Callback):
+    """Write the trained models, or with `adapter` their adapters alone: the policy's to the run's
+    hf/ folder, others to hf-NAME/.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, models: Mapping[str, nn.Module], *, adapter: bool = False
+    ) -> None:
+        self.directory, self.models, self.adapter = directory, models, adapter
+
+    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
+        tokenizer = trainer.tokenizer
+        for name, model in self.models.items():
+            hf = self.directory.hf if name == POLICY else self.directory.path / f"hf-{name}"
+            saved = self.directory.checkpoints / f"step_{trainer.state.step}" / name
+            if self.adapter and (saved / CONFIG).exists():  # not for a value head
+                write_checkpoint(hf, saved, tokenizer, lora="adapter")
+            else:
+                write_pretrained(hf, trainer.backends[name].weights(), model, tokenizer)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
 from nemorl.warn import warn
 
 

@@ -1,15 +1,20 @@
 """From the trainer's weights to the generator's, and a probe whether they have arrived."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
+from itertools import count
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from nemorl.checks import own_methods
 from nemorl.data.batch import Example, collate
-from nemorl.parallel.backend import TrainingBackend
-from nemorl.rollout.collect import with_last
-from nemorl.rollout.generation import GenerationBackend, SamplingParams
+from nemorl.parallel.backend import FullTrainingBackend, TrainingBackend
+from nemorl.rollout.conversation import with_last
+from nemorl.rollout.generation import GenerationBackend, SamplingParams, WeightSource
+from nemorl.rollout.rounds import blocking
 
 T = TypeVar("T")
 AGREEMENT = {"float32": 1e-3, "bfloat16": 0.25}
@@ -18,45 +23,103 @@ computes in.
 """
 
 
-class TrainerWeights:
-    """The trainer's present weights under their Hugging Face names, readable any number of times
-    until its next step: a replica that dies is replaced by one with the same weights.
+@runtime_checkable
+class SendsWeights(Protocol):
+    """A trainer whose weights are in other processes, as `RankedTrainer`."""
+
+    def send_weights(
+        self,
+        send: Callable[[Iterator[tuple[str, Tensor]]], Any],
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Return `send(weights)`, called where rank 0 has the weights, gathered in `dtype`."""
+
+
+class TrainerWeights(WeightSource):
+    """The newest weights of a trainer: always those after its last whole step.
+
+    They are read between two of the trainer's calls, whichever thread reads: from the first
+    TrainerWeights on, `train_step`, `optim_step`, `load_checkpoint` and the trainer's other methods
+    wait for `send`, and `send` waits for them. So no collective of a reader meets one of a step.
+    The iterator of `newest` may be suspended, and holds nothing up; it raises RuntimeError at the
+    next tensor, or at its end, if a step has come between. The version is the trainer's `step`.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self.trainer, self.step = trainer, trainer.step
+        self.trainer, self._turn = trainer, exclusive(trainer)
 
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        self._check()
-        yield from self.trainer.weights()
+    def newest(self) -> tuple[int, Iterator[tuple[str, Tensor]]]:
+        with self._turn:
+            return self.trainer.step, self._unchanged(self.trainer.step)
 
     def send(
-        self, send: Callable[[Iterable[tuple[str, Tensor]]], T], *, dtype: torch.dtype | None = None
+        self,
+        use: Callable[[int, Iterator[tuple[str, Tensor]]], T],
+        *,
+        dtype: torch.dtype | None = None,
     ) -> T:
-        """Call `send` with the weights and return its result: on the trainer's rank 0 if it has
-        the method `send_weights`, which may gather them in `dtype`; else here.
-        """
-        self._check()
-        elsewhere = getattr(self.trainer, "send_weights", None)
-        return send(self) if elsewhere is None else elsewhere(send, dtype=dtype)
+        with self._turn:
+            version = self.trainer.step
+            if isinstance(self.trainer, SendsWeights):
+                return self.trainer.send_weights(partial(use, version), dtype=dtype)
+            return use(version, iter(self.trainer.weights()))  # perhaps on another thread
 
-    def _check(self) -> None:
-        if self.trainer.step != self.step:
-            raise RuntimeError(
-                "weights must be read before the trainer's next step, but these are of step"
-                f" {self.step} and it has done {self.trainer.step}: call sync_weights() after every"
-                " step"
-            )
+    def _unchanged(self, version: int) -> Iterator[tuple[str, Tensor]]:
+        weights: Iterator[tuple[str, Tensor]] = iter(())
+        for number in count():
+            with self._turn:
+                if self.trainer.step != version:
+                    raise RuntimeError(
+                        f"weights must be read between two steps, but while those of step {version}"
+                        f" were read, the trainer went on to step {self.trainer.step}: read the"
+                        " newest ones again"
+                    )
+                weights = weights if number else iter(self.trainer.weights())
+                found = next(weights, None)
+            if found is None:
+                return
+            yield found
+
+
+WAITING = {*own_methods(FullTrainingBackend, object)} - {
+    "setup",
+    "shutdown",
+    "wait_for_checkpoint",
+    "weights",
+}
+"""Methods of a trainer that wait while its weights are read."""
+
+
+def exclusive(trainer: Any) -> threading.RLock:
+    """Return the lock under which all of the trainer's `WAITING` methods run from now on."""
+    lock = vars(trainer).get("_exclusive")
+    if lock is None:
+        lock = trainer._exclusive = threading.RLock()
+        for name in WAITING:
+            if (method := getattr(trainer, name, None)) is not None:
+                setattr(trainer, name, _held(lock, method))
+    return lock
+
+
+def _held(lock: threading.RLock, method: Callable[..., T]) -> Callable[..., T]:
+    @wraps(method)
+    def call(*args: Any, **options: Any) -> T:
+        with lock:
+            return method(*args, **options)
+
+    return call
 
 
 def sync_weights(trainer: Any, generator: GenerationBackend) -> None:
-    """Give the generator the trainer's weights, unless it has them already. Their version, which
-    completions carry, is the trainer's `step`.
+    """Give the generator the trainer's newest weights, unless it has them already; their version,
+    which completions carry, is the trainer's `step`. Blocks, also where an event loop runs, as in a
+    notebook.
 
     Raises what the generator raises; then nothing can be generated until an update succeeds.
     """
     if generator.policy_version != trainer.step:
-        generator.update_weights(TrainerWeights(trainer), trainer.step)
+        blocking(generator.update_weights(TrainerWeights(trainer)))
 
 
 def check_agreement(

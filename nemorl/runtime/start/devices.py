@@ -1,25 +1,21 @@
 """On which devices a run trains, checked against model and machine before anything starts."""
 
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemorl.checks import refuse_unused, require
-from nemorl.parallel.config import TrainerConfig
-from nemorl.parallel.megatron import limits as megatron
+from nemorl.parallel.backends import limits_of
+from nemorl.parallel.limits import check_training
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.traits import Machine
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
+from nemorl.runtime.start.registry import check_generation
 from nemorl.warn import warn
-
-VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32); importing it takes
-seconds.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +28,8 @@ class Devices:
 
     plan: ParallelPlan
     """Without an open degree."""
-    backend: str = "dtensor"
-    """Name of the training backend."""
+    config: BaseConfig = field(default_factory=BaseConfig)
+    """Settings of the run."""
     ranked: bool
     """Whether the model is on ranks in other processes; a single rank counts."""
     torchrun: bool = False
@@ -41,8 +37,9 @@ class Devices:
     restarted: bool = False
     """Whether it has started them again after a failure."""
     on_gpus: bool = False
-    vllm_on_cpu: bool = False
-    """Whether vLLM samples on this machine, which has no GPU."""
+    """Whether this machine's GPUs train."""
+    machine: Machine = field(default_factory=lambda: Machine(gpus=0))
+    """What there is for generation."""
 
     @classmethod
     def of(
@@ -57,28 +54,17 @@ class Devices:
         """
         started = torchrun_size(environ)
         torchrun, num_ranks = started is not None, started or config.parallel.num_ranks
-        plan, backend = config.parallel.on(num_ranks), config.trainer.backend
-        ranked = torchrun or plan.needs_ranks or backend == "megatron"
+        plan, limits = config.parallel.on(num_ranks), limits_of(config.trainer.backend)
+        ranked = torchrun or plan.needs_ranks or limits.traits.needs_ranks
         on_cluster = ranked and not torchrun and bool(environ.get("RAY_ADDRESS"))
         check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
-        if backend == "megatron":
-            megatron.check(config)
-        else:
-            megatron.check_elsewhere(config.trainer)
-        generates = config.generation.backend
+        check_training(config, None, plan, limits)
         require(
-            generates != "megatron" or backend == "megatron",
+            limits.traits.generates or not config.generation.traits.on_trainer,
             "generation.backend",
-            "must be torch or vllm unless the trainer's is megatron, whose ranks would generate",
-            generates,
+            "must be torch or vllm unless the trainer's ranks can generate, as megatron's do",
+            config.generation.backend,
             "add --trainer.backend megatron, or remove it",
-        )
-        require(
-            not (config.lora.rank and plan.tp > 1),
-            "lora.rank",
-            "must be 0 with parallel.tp above 1",
-            config.lora.rank,
-            "spread adapters by parallel.dp_shard and cp",
         )
         gpus = _num_gpus() if num_gpus is None else num_gpus
         check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
@@ -103,20 +89,20 @@ class Devices:
             check_size(here, config.runtime, gpus=gpus if on_gpus else 0)
         for doubt in () if is_follower(environ) else config.doubts():
             warn(doubt)
+        placed = num_ranks if on_gpus and ranked and not torchrun else 0
+        given = config.generation.trainer_gpus
         found = cls(
             plan=plan,
-            backend=backend,
+            config=config,
             ranked=ranked,
             torchrun=torchrun,
             restarted=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
             on_gpus=on_gpus,
-            vllm_on_cpu=samples_with_vllm_on_cpu(config.generation, environ, num_gpus=gpus),
         )
-        placed = num_ranks if on_gpus and ranked and not torchrun else 0
-        given = config.generation.trainer_gpus
         taken = placed + (found.local_gpus if given is None else given)
-        check_engines(config.generation, environ, num_gpus=gpus, taken=taken)
-        return found
+        machine = Machine(gpus=gpus, taken=taken, cluster=bool(environ.get("RAY_ADDRESS")))
+        check_generation(config.generation, None, machine)
+        return replace(found, machine=machine)
 
     @property
     def local_gpus(self) -> int:
@@ -127,29 +113,25 @@ class Devices:
             return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return self.plan.num_ranks
 
-    def check_model(self, config: Any, trainer: TrainerConfig | None = None) -> None:
-        """Raise ValueError if the plan can't spread a model of this configuration, if any, or if
-        settings of the trainer are not for it.
+    def check_model(self, model: Any) -> None:
+        """Raise ValueError if a model of this Hugging Face configuration, if any, can't be trained
+        on these devices or sampled from.
         """
-        needed = ("num_attention_heads", "intermediate_size", "vocab_size")
-        if config is not None and all(hasattr(config, name) for name in needed):
-            if self.backend == "megatron":
-                megatron.check_model(config, trainer or TrainerConfig())
-            self.plan.check(config, backend=self.backend)
-        if self.vllm_on_cpu:
-            check_heads(config)
+        if model is not None:
+            check_training(self.config, model, self.plan, limits_of(self.config.trainer.backend))
+            check_generation(self.config.generation, model, self.machine)
 
     def check_cluster(self, config: BaseConfig, engines: GenerationConfig) -> None:
         """Raise ValueError where the Ray cluster at RAY_ADDRESS has no room for ranks and engines
         together: engines come last, after the model has been loaded.
         """
-        if engines.backend != "vllm" or not os.environ.get("RAY_ADDRESS"):
+        if not engines.traits.engines or not os.environ.get("RAY_ADDRESS"):
             return
         from torch.cuda import is_available
 
         from nemorl.runtime.cluster.connection import connect, release
         from nemorl.runtime.cluster.placement import RayVirtualCluster, ResourcesError
-        from nemorl.runtime.engines.replicas import engine_bundles
+        from nemorl.runtime.engines.processes import engine_bundles
         from nemorl.runtime.ranks.actors import rank_bundles
 
         ranks = self.plan.num_ranks if self.ranked and not self.torchrun else 0
@@ -249,57 +231,9 @@ def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
     )
 
 
-def check_engines(
-    config: GenerationConfig,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    num_gpus: int | None = None,
-    taken: int = 0,
-) -> None:
-    """Raise ValueError for engines that need more GPUs, beside those `taken` by the trainer unless
-    they are colocated, or more cores than this machine has. (A cluster says itself what it has.)
-    """
-    ray = sys.modules.get("ray")
-    elsewhere = environ.get("RAY_ADDRESS") or (ray is not None and ray.is_initialized())
-    if config.backend != "vllm" or elsewhere:
-        return
-    gpus = _num_gpus() if num_gpus is None else num_gpus
-    cores, devices = os.cpu_count() or 1, config.num_replicas * config.tensor_parallel_size
-    threads = config.cpus_per_replica * (config.num_replicas if gpus else devices)
-    left = gpus - (0 if config.colocated else taken)
-    for needed, there, what in ((devices, left, "GPUs"), (threads, cores, "CPU cores")):
-        require(
-            needed <= there or (not gpus and what == "GPUs"),
-            "generation.num_replicas",
-            f"times the devices and cores of each must need at most the {there} {what} that this"
-            " machine has for engines",
-            needed,
-            "lower it, tensor_parallel_size or cpus_per_replica, or use a cluster (RAY_ADDRESS)",
-        )
-
-
-def samples_with_vllm_on_cpu(
-    config: GenerationConfig,
-    environ: Mapping[str, str] = os.environ,
-    *,
-    num_gpus: int | None = None,
-) -> bool:
-    """Return whether vLLM samples on this machine, which has no GPU."""
-    here = config.backend == "vllm" and not environ.get("RAY_ADDRESS")
-    return here and (_num_gpus() if num_gpus is None else num_gpus) == 0
-
-
-def check_heads(model: Any) -> None:
-    """Raise ValueError if vLLM can't compute attention on CPUs for a model's configuration."""
-    heads = getattr(model, "num_attention_heads", None)
-    size = getattr(model, "head_dim", None) or (heads and model.hidden_size // heads)
-    require(
-        size is None or size in VLLM_CPU_HEADS,
-        "generation.backend",
-        f"must be torch on CPUs for a model with attention heads of {size} dimensions",
-        "vllm",
-        f"vLLM has kernels for {', '.join(map(str, VLLM_CPU_HEADS))}",
-    )
+def this_machine() -> Machine:
+    """Return what there is for generation where nothing trains."""
+    return Machine(gpus=_num_gpus(), cluster=bool(os.environ.get("RAY_ADDRESS")))
 
 
 def _num_gpus() -> int:

@@ -21,12 +21,8 @@ from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import require_rows
 from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.config.trust import seal_of
-from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, check_callbacks
 from nemorl.runtime.run.data import Reward, Rows, read_data
-from nemorl.runtime.run.directory import RunDirectory, free_directory, require_folder
-from nemorl.runtime.run.lock import locked
-from nemorl.runtime.run.record import check_algorithm
 from nemorl.runtime.run.signals import signals_raise
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.registry import (
@@ -45,6 +41,10 @@ from nemorl.runtime.start.settings import (
     with_response_length,
     within_positions,
 )
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import RunDirectory, free_directory, require_folder
+from nemorl.runtime.store.lock import locked
+from nemorl.runtime.store.record import check_algorithm
 from nemorl.runtime.watch.log import RunLog, recorded
 from nemorl.runtime.watch.loggers.base import LoggerFactory
 from nemorl.warn import warn
@@ -65,7 +65,7 @@ class Launch:
     environment: EnvironmentInterface | None
     rows: Sequence[Row]
     data: Sequence[Digest]
-    """Of the data sets that the rows are of."""
+    """Digests of the training data sets."""
     validation_rows: Sequence[Row]
     log: RunLog
     loggers: Mapping[str, LoggerFactory]
@@ -129,7 +129,7 @@ def launched(
             path = model_folder(config.model.path)
             trust = {"trust_remote_code": config.model.trust_remote_code}
             of_model = model_config_of(path if model is None else model, **trust)
-            devices.check_model(of_model, config.trainer)
+            devices.check_model(of_model)
             config = with_response_length(within_positions(config, of_model))
             tokenizer = with_chat_template(
                 tokenizer or load_tokenizer(config.model.tokenizer or path, **trust),
@@ -180,7 +180,7 @@ def _require_same_rows(
 
 
 def open_directory(config: BaseConfig, algorithm: str, *, restarted: bool) -> RunDirectory:
-    """Make the folder of a new run, or return that of the run to resume.
+    """Make the folder of a new run, or return the folder of the run to resume.
 
     Raises ValueError where it holds another run, or none to resume.
     """

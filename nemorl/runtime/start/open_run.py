@@ -8,16 +8,16 @@ from typing import Any
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.ranks.environment import is_follower
-from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import closing
-from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.run.loop import OpenRun
-from nemorl.runtime.run.record import script_with
 from nemorl.runtime.run.result import TrainResult, final_metrics
-from nemorl.runtime.run.rng import random_state, restore_generators
 from nemorl.runtime.start.launch import Launch, launched
-from nemorl.runtime.start.live import frozen_model, start
+from nemorl.runtime.start.live import Live
 from nemorl.runtime.start.registry import algorithm_of, loop_of, training_backend_class
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.store.record import script_with
+from nemorl.runtime.store.rng import random_state, restore_generators
 from nemorl.runtime.watch.log import event
 from nemorl.user_code import exit_is_error
 from nemorl.warn import warn
@@ -26,13 +26,24 @@ OWN_CODE = "a loss, an advantage, a backend or a loop of your own"
 
 
 @contextmanager
-def open_run(config: BaseConfig, **given: Any) -> Iterator[OpenRun]:
+def open_run(
+    config: BaseConfig,
+    *,
+    generates: bool | None = None,
+    num_updates: int | None = None,
+    **given: Any,
+) -> Iterator[OpenRun]:
     """Open the run in the folder `config.run.dir`, for a training loop in the block.
 
     Everything is as the run's last checkpoint left it, if `config.run.resume`: a loop that was
     killed goes on with the numbers that it would have had. A loaded `model` and `tokenizer`, rows
     (`train`, `validation`), a `reward` and `callbacks` may be given here instead of by name. The
-    model is loaded with the first step, after the data has been read.
+    model is loaded with the first step, or when `run.trainer` is used.
+
+    generates: whether the run samples. None: as the config says; SFT does where it validates on
+        questions, DPO does not.
+    num_updates: optimizer steps of the whole run, for the schedule of the learning rate. None: as
+        the config says.
 
     Under torchrun the block runs in rank 0; the others serve it here and exit with it.
 
@@ -50,7 +61,7 @@ def open_run(config: BaseConfig, **given: Any) -> Iterator[OpenRun]:
         launched(config, script_with(type(config)), **given) as launch,
         closing(launch.callbacks),
         _kernels(launch),
-        opened(launch) as run,
+        opened(launch, generates=generates, num_updates=num_updates) as run,
     ):
         yield run
 
@@ -63,7 +74,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
     begins up to `runtime.max_restarts` times again, with new ranks and from the last checkpoint;
     the callbacks see all attempts.
 
-    The loop, the callbacks and the reward are in this process. Under torchrun it is that of rank 0;
+    The loop, the callbacks and the reward are in this process. Under torchrun it is rank 0's;
     the others serve it until the run is over, and return the same result without the model.
 
     Raises ValueError that names the field, where possible before the model is loaded.
@@ -90,7 +101,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
                     raise
                 reason = str(failure)
             point = checkpoint.latest(launch.directory.path)
-            where = f"goes on from {point}" if point else "begins anew, without a checkpoint yet,"
+            where = f"goes on from {point}" if point else "starts again, without a checkpoint yet,"
             times = f"restart {restart} of {config.runtime.max_restarts}"
             event("restart", times, restart=restart)
             warn(f"the run {where} with new ranks ({times}): {reason}")
@@ -100,8 +111,10 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
 
 
 @contextmanager
-def opened(launch: Launch) -> Iterator[OpenRun]:
-    """Open a launched run; its trainer and generator end with the block."""
+def opened(
+    launch: Launch, *, generates: bool | None = None, num_updates: int | None = None
+) -> Iterator[OpenRun]:
+    """Open a launched run; its backends and its generator end with the block."""
     with ExitStack() as stack:
         run = OpenRun(
             config=launch.config,
@@ -110,8 +123,9 @@ def opened(launch: Launch) -> Iterator[OpenRun]:
             rows=launch.rows,
             validation_rows=launch.validation_rows,
             directory=launch.directory.path,
-            start=lambda run: start(launch, run, stack),
-            load_frozen=lambda path: stack.enter_context(frozen_model(launch, path)),
+            maker=Live(launch, stack),
+            generates=generates,
+            num_updates=num_updates,
         )
         try:
             yield run
@@ -130,7 +144,8 @@ def opened(launch: Launch) -> Iterator[OpenRun]:
         metrics = final_metrics(history)
         run.result = TrainResult(metrics, history, launch.directory, model, launch.tokenizer)
         if launch.devices.torchrun and run.live is not None:
-            run.live.trainer.result = run.result
+            trainer: Any = run.live.trainer  # on ranks
+            trainer.result = run.result
 
 
 def failed_ranks(error: BaseException | None) -> WorkerDied | WorkerTimeout | None:

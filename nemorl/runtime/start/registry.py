@@ -8,12 +8,16 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemorl.checks import closest, require
+from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.rollout.answers import GIVEN, REWARDS, require_reward
+from nemorl.rollout.traits import GenerationTraits, Machine
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
+from nemorl.runtime.config.generation import TRAITS, GenerationConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.tree import add_own
+from nemorl.runtime.engines import limits as engines
 from nemorl.user_code import check_function
 
 if TYPE_CHECKING:
@@ -48,6 +52,11 @@ GENERATION_BACKENDS: dict[str, str | type] = {
     "megatron": "nemorl.runtime.ranks.generator:RankedGenerator",
     "vllm": "nemorl.runtime.engines.backend:VLLMGenerationBackend",
 }
+GenerationCheck = Callable[[GenerationConfig, Any, Machine], None]
+GENERATION_CHECKS: dict[str, GenerationCheck] = {"vllm": engines.check}
+"""Checks of generation backends that have one: check(config, model, machine), where `model` is a
+Hugging Face configuration, or None before it is known.
+"""
 LOGGERS: dict[str, Any] = {
     "tensorboard": "nemorl.runtime.watch.loggers.tensorboard:TensorBoardLogger",
     "wandb": "nemorl.runtime.watch.loggers.wandb:WandbLogger",
@@ -73,7 +82,7 @@ def register_algorithm(name: str, *, config: type[BaseConfig]) -> Callable[[Loop
     for other, algorithm in ALGORITHMS.items():
         if algorithm.config is config and other != name:
             raise ValueError(
-                f"config must belong to one algorithm, but {config.__name__} is that of {other!r}:"
+                f"config must belong to one algorithm, but {config.__name__} belongs to {other!r}:"
                 " derive one of its own"
             )
     register = _register(name, ALGORITHMS)
@@ -113,19 +122,34 @@ def register_reward(name: str) -> Callable[[Registered], Registered]:
 def register_training_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
     """Register a class with the methods of `TrainingBackend` that its docstring names as
     `trainer.backend=name`.
+
+    It says what it can do by the class attribute `traits`, a `TrainingTraits`, and what it refuses
+    by the static method `check(config, model, plan)` (see `TrainingLimits`); it may have neither.
     """
     from nemorl.parallel.backend import check_training_backend
 
-    return _register(name, TRAINING_BACKENDS, check_training_backend)
+    def check(cls: Any) -> None:
+        check_training_backend(cls)
+        LIMITS[name] = OwnLimits(cls)
+
+    return _register(name, TRAINING_BACKENDS, check)
 
 
 def register_generation_backend(name: str) -> Callable[[type[Registered]], type[Registered]]:
     """Register a class with the methods of `GenerationBackend` that its docstring names as
     `generation.backend=name`.
+
+    It says what it can do by the class attribute `traits`, a `GenerationTraits`, and what it
+    refuses by the static method `check(config, model, machine)`; it may have neither.
     """
     from nemorl.rollout.wrapped import as_generation_backend
 
-    return _register(name, GENERATION_BACKENDS, as_generation_backend)
+    def check(cls: Any) -> None:
+        as_generation_backend(cls)
+        TRAITS[name] = getattr(cls, "traits", GenerationTraits())
+        GENERATION_CHECKS[name] = getattr(cls, "check", lambda config, model, machine: None)
+
+    return _register(name, GENERATION_BACKENDS, check)
 
 
 def register_logger(name: str) -> Callable[[Registered], Registered]:
@@ -208,6 +232,15 @@ def get_generation_backend(name: str) -> "type[GenerationBackend]":
     return as_generation_backend(load(_get(name, GENERATION_BACKENDS, "generation backend")))
 
 
+def check_generation(config: GenerationConfig, model: Any, machine: Machine) -> None:
+    """Raise ValueError for settings or a model that a generation backend refuses.
+
+    model: the Hugging Face configuration of the model; None: it is not known yet.
+    """
+    if check := GENERATION_CHECKS.get(config.backend):
+        check(config, model, machine)
+
+
 def require_names(config: Any) -> None:
     """Raise ValueError for a function, backend or logger of a config that does not exist.
     Without torch, and without running code of the user's.
@@ -255,7 +288,7 @@ def installed(package: str) -> bool:
 
 
 def load(target: Any) -> Any:
-    """Return the object at "module:name", or one that is no string."""
+    """Return the object at "module:name", or the target itself if it is not a string."""
     return resolve_name(target) if isinstance(target, str) else target
 
 

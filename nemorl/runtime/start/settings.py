@@ -12,19 +12,16 @@ from nemorl.checks import require
 from nemorl.models.adapters import base_of
 from nemorl.models.hub import CONFIG, read_config
 from nemorl.openmp import SPINS
-from nemorl.parallel.config import BackendConfig, ProfileConfig
-from nemorl.parallel.profiling import profile_folder
 from nemorl.rollout.answers import GIVEN
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.generation import EMBEDDED, GenerationConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.tree import construct, flat, to_dict, yaml_layer
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run.data import Reward, Rows
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.start.devices import Devices
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.warn import warn
 
 
@@ -122,60 +119,6 @@ def environment_of(config: BaseConfig, reward: Reward | None) -> EnvironmentInte
     )
 
 
-def backend_config(
-    config: BaseConfig,
-    run: OpenRun,
-    folder: str,
-    found: Path | None,
-    *,
-    devices: Devices,
-    directory: RunDirectory,
-) -> BackendConfig:
-    """Return what the training backend is set up with, resumed from the checkpoint `found`."""
-    total_steps = run.num_updates
-    if total_steps is None:
-        raise RuntimeError(
-            "run.steps(…) must be called before run.trainer is used, because the schedule of the"
-            " learning rate depends on the number of steps"
-        )
-    needed = getattr(config, "needs_reference", False)
-    keep_reference = needed and getattr(config, "reference", "live") == "live"
-    needs_initial_model = keep_reference or run.initial is not None
-    return BackendConfig(
-        model=replace(config.model, path=folder),
-        trainer=config.trainer,
-        optimizer=config.optimizer,
-        seed=config.run.seed,
-        lora=config.lora,
-        parallel=devices.plan,
-        profile=profile_config(config.profile, directory, total_steps=total_steps),
-        total_steps=total_steps,
-        keep_reference=keep_reference,
-        # The timeouts of the runtime come first: their errors name the rank.
-        collective_timeout_s=max(config.runtime.timeout_s, config.runtime.start_timeout_s) + 60,
-        same_initial_model_as=found / "trainer" if found and needs_initial_model else None,
-    )
-
-
-def profile_config(
-    profile: ProfileConfig, directory: RunDirectory, *, total_steps: int
-) -> ProfileConfig:
-    """Return what is profiled, in profile/ of the run unless another folder was given."""
-    span = profile.span()
-    if span is None:
-        return profile
-    require(
-        span[0] <= total_steps,
-        "profile.steps",
-        f"must begin within the {total_steps} optimizer steps of the run",
-        profile.steps,
-        "name earlier steps",
-    )
-    profile = replace(profile, dir=profile.dir or str(directory.path / "profile"))
-    profile_folder(profile)
-    return profile
-
-
 def generation_config(
     config: BaseConfig, directory: RunDirectory, devices: Devices
 ) -> GenerationConfig:
@@ -183,7 +126,7 @@ def generation_config(
     the trainer are the run's, unless they were given.
     """
     given, longest = config.generation, config.data.max_total_sequence_length
-    if given.backend in EMBEDDED:
+    if given.traits.embedded:
         return given
     require(
         given.max_model_len is None or given.max_model_len >= longest,

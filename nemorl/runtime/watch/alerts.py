@@ -3,10 +3,10 @@
 import math
 
 from nemorl.runtime.config.grpo import GapConfig
-from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.state import Run
 from nemorl.warn import warn
 
 

@@ -13,7 +13,7 @@ from nemorl.runtime.watch.metrics import Series, number, placed, smooth
 
 TRAIN, VALIDATION, GRID, TEXT, PAPER = "#2563eb", "#ea580c", "#e5e7eb", "#374151", "#fffffe"
 RUNS = (TRAIN, VALIDATION, "#15803d", "#9333ea", "#0891b2", "#be185d")
-"""Of several runs on one page."""
+"""Colors of several runs on one page."""
 VARIABLES = ("train", "val", "run2", "run3", "run4", "run5")
 COLORS = {GRID: "line", TEXT: "dim", PAPER: "card", **dict(zip(RUNS, VARIABLES, strict=True))}
 """Color → the variable of report.css that has its place on the page."""

@@ -5,6 +5,7 @@ import math
 import time
 from collections import deque
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console, Group
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store.state import Run
 from nemorl.runtime.watch.metrics import LABELS, duration, headline, number, thin
 
 SPEED = ("tokens_per_second", "trainer/mfu")
@@ -194,7 +195,7 @@ class LiveDisplay(Display):
     def on_validation_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self.validations = [*self.validations[:1], (step, metrics)]
 
-    def on_checkpoint(self, trainer: Run, step: int, path: Any) -> None:
+    def on_checkpoint(self, trainer: Run, step: int, path: Path) -> None:
         self.checkpoint = step
 
     def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 from nemorl.runtime.config.tree import flat, to_dict
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import RunDirectory, append_lines
-from nemorl.runtime.run.record import RunRecord, Status, begin_record, read_record, write_record
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store.directory import RunDirectory, append_lines
+from nemorl.runtime.store.record import RunRecord, Status, begin_record, read_record, write_record
+from nemorl.runtime.store.state import Run
 
 LOGGER = logging.getLogger("nemorl")
 LIBRARIES = ("transformers", "datasets")
@@ -28,7 +28,7 @@ LIBRARIES = ("transformers", "datasets")
 class LogFile(logging.Handler):
     """Append what is logged to a file: everything of nemorl's own, the warnings of others.
 
-    A line that can't be written (a full disk) is dropped: a log is no reason to end a run.
+    A line that can't be written (a full disk) is dropped: a log is not a reason to end a run.
     """
 
     def __init__(self, path: Path, fields: dict[str, Any]) -> None:

@@ -128,7 +128,7 @@ def placed(name: str) -> tuple[str, int, Metric]:
 def headline(names: Collection[str]) -> list[str]:
     """Return which of the metrics the live table and the top of the report show.
 
-    Beside a reward the loss says nothing: that of GRPO is 0 but for rounding errors.
+    Beside a reward the loss says nothing: GRPO's is 0 but for rounding errors.
 
     >>> headline({"loss", "lr", "my_own"}), headline({"loss", "reward"})
     (['loss', 'lr'], ['reward'])

@@ -8,9 +8,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.files import NotWritten, writing
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.files import NotWritten, writing
+from nemorl.runtime.store.state import Run
 from nemorl.runtime.watch.curves import STYLE, panel
 from nemorl.runtime.watch.metrics import LABELS, METRICS, Series, headline, series_of
 from nemorl.warn import warn

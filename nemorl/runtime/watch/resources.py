@@ -5,7 +5,7 @@ import torch
 
 from nemorl.parallel.measure import GIGABYTE, gpu_peaks
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store.state import Run
 
 
 class ResourceMeter(Callback):

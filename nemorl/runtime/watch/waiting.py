@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from rich.console import Console
 
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.config.generation import EMBEDDED, GenerationConfig
+from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.watch.log import event
 
 
@@ -28,8 +28,8 @@ def waiting(what: str, *, quiet: bool = False) -> Iterator[None]:
 def waiting_for_engines(
     config: GenerationConfig, *, quiet: bool = False
 ) -> AbstractContextManager[None]:
-    """Return `waiting` for the set-up of a generation backend; embedded ones need none."""
-    if config.backend in EMBEDDED:
+    """Return `waiting` for the set-up of engines; other generation backends need none."""
+    if not config.traits.engines:
         return nullcontext()
     logs = f", whose logs are in {config.log_dir}" if config.log_dir else ""
     what = f"starting {config.num_replicas} x {config.backend} through Ray{logs}"

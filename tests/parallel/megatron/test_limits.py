@@ -1,6 +1,5 @@
 """What megatron can't do is said before a process is started, with the numbers."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,9 +113,9 @@ def test_what_is_for_experts():
             DTensorBackend().setup(BackendConfig(trainer=of("dtensor", **options).trainer))
         config = of("megatron", **options)
         found = Devices.of(config, {}, num_gpus=0)
-        found.check_model(tiny_model("mixtral").config, config.trainer)
+        found.check_model(tiny_model("mixtral").config)
         with pytest.raises(ValueError, match=rf"trainer.{name} is for models with experts"):
-            found.check_model(tiny_model().config, config.trainer)
+            found.check_model(tiny_model().config)
 
 
 def test_more_ranks_than_key_value_heads():
@@ -137,9 +136,9 @@ def test_pipelines_are_megatrons():
 
 def test_it_says_how_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(limits, "find_spec", lambda name: None)
-    off = SimpleNamespace(rank=0)
+    off = BackendConfig()
     with pytest.raises(ValueError, match=r"must be installed.*pip install 'nemorl\[megatron\]'"):
-        limits.check(SimpleNamespace(lora=off, parallel=ParallelPlan()))
+        limits.check(off, None, off.parallel)
 
 
 def test_what_generates_on_the_ranks_of_another_backend():
@@ -147,7 +146,7 @@ def test_what_generates_on_the_ranks_of_another_backend():
     generation = nemorl.GenerationConfig(backend="megatron")
     with pytest.raises(ValueError, match=r"generation.backend must be torch or vllm unless the tr"):
         devices({}, backend="dtensor", generation=generation)
-    with pytest.raises(ValueError, match=r"as megatron generates on the ranks of a trainer"):
-        nemorl.EvalConfig(model="model", data="rows.jsonl", reward="exact", generation=generation)
-    with pytest.raises(ValueError, match=r"num_replicas is not for megatron, the trainer's ranks"):
+    with pytest.raises(ValueError, match=r"that needs no ranks of a trainer"):
+        nemorl.evaluate("model", "rows.jsonl", "exact", generation=generation)
+    with pytest.raises(ValueError, match=r"num_replicas is not for megatron, which computes where"):
         nemorl.GenerationConfig(backend="megatron", num_replicas=2)

@@ -10,7 +10,7 @@ from nemorl.losses.policy import clipped, gspo
 from nemorl.losses.preference import dpo, sequence_logprobs
 from nemorl.losses.supervised import nll
 from nemorl.losses.terms import entropy_bonus, kl_loss
-from nemorl.losses.types import LossOutput, Sum
+from nemorl.losses.types import LossOutput, Sum, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from tests.parallel.parity.golden import LENGTHS
 
@@ -69,6 +69,7 @@ FUNCTIONS: dict[str, LossFn] = {"policy": policy, "pairs": pairs, "nll": likelih
 def watched(loss: str, seen: Callable[[ForwardOutput, TokenBatch], None]) -> LossFn:
     """The loss of this name, which shows `seen` its arguments and counts the tokens."""
 
+    @needs(entropy=True)
     def loss_fn(output: ForwardOutput, part: TokenBatch) -> LossOutput:
         seen(output, part)
         result = FUNCTIONS[loss](output, part)

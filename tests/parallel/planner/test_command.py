@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.command import (
     Candidate,
@@ -26,6 +27,7 @@ from nemorl.parallel.planner.command import (
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import NODE_BANDWIDTH, RECOMPUTED
 from nemorl.parallel.planner.model_shape import SIZES
+from nemorl.parallel.traits import TrainingTraits
 from nemorl.runtime.cli.main import main, parse
 
 MODELS = {
@@ -213,12 +215,13 @@ BAD = {
     "--lora-target-modules q_proj": "lora_target_modules needs lora_rank",
     "--lora-rank 8 --lora-target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
     "--reserve 1": "reserve must lie in",
-    "--pp 2": "pp is only for backend megatron, but it is 2",
-    "--vpp 2": "vpp is only for backend megatron, but it is 2",
+    "--pp 2": "pp is not for backend dtensor, but it is 2",
+    "--vpp 2": "vpp is not for backend dtensor, but it is 2",
     "--backend megatron --vpp 2 --pp 1": "vpp must be 1 without a pipeline, but it is 2: remove it",
     "--backend megatron --vpp 2 --gpus 1": "vpp must be 1 without a pipeline",
     "--backend megatron --vpp 3": "parallel.pp 2 · vpp 3 does not divide the model's num_h",
-    "--ep 2": "ep is only for backend megatron, but it is 2",
+    "--backend megaton": "backend must be of dtensor, megatron, but it is 'megaton': name one",
+    "--ep 2": "ep is not for backend dtensor, but it is 2",
     "--backend megatron --ep 2": "parallel.ep 2 does not divide any number of experts",
     "--model 8x7b": "backend must be megatron for mixtral, a mixture of experts, which dtensor",
     "--model 8x7b --backend megatron --ep 16 --gpus 16": "parallel.ep 16 does not divide the model",
@@ -241,6 +244,22 @@ def test_bad_settings(
     Path("mamba.json").write_text('{"model_type": "mamba"}')
     assert main(["plan", "--model", "70b", "--gpus", "8", *flags.split()]) == 2
     assert BAD[flags] in capsys.readouterr().err
+
+
+def test_a_registered_backend_is_planned_by_its_traits(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    class Mine:
+        traits = TrainingTraits(pipelines=True, shards="optimizer")
+
+    options: dict[str, Any] = {"backend": "mine", "gpus": 16, "gpu_memory": 2000, "pp": 4}
+    with pytest.raises(ValueError, match=r"backend must be of .*, but it is 'mine'"):
+        find(models, **options)
+    monkeypatch.setitem(LIMITS, "mine", OwnLimits(Mine))
+    assert all(each.plan.pp == 4 for each in find(models, **options).fitting)
+    assert "--trainer.backend mine" in shown(models, "70b", width=200, **options)
+    with pytest.raises(ValueError, match="ep is not for backend mine, but it is 2"):
+        find(models, **options | {"ep": 2})
 
 
 def test_it_needs_no_torch(models: Path):

@@ -19,7 +19,7 @@ from nemorl.runtime.algorithms.comparisons import (
     comparisons,
     with_reference_logprobs,
 )
-from nemorl.runtime.run.directory import read_lines
+from nemorl.runtime.store.directory import read_lines
 from tests.runtime.runs import TRAINER, dpo_config, of_phase, preference_rows, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -143,18 +143,25 @@ def backend(*, keep_reference: bool = False, model=None) -> DTensorBackend:
     ],
 )
 def test_no_second_model_where_none_is_needed(config, live, tmp_path: Path, monkeypatch):
-    seen, setup = [], DTensorBackend.setup
+    """Not at a time: logprobs are computed before the model that trains is loaded."""
+    seen, setup, shutdown = [], DTensorBackend.setup, DTensorBackend.shutdown
 
     def watched(self, config):
         seen.append(config.keep_reference)
         setup(self, config)
 
+    def ended(self):
+        seen.append("shutdown")
+        shutdown(self)
+
     monkeypatch.setattr(DTensorBackend, "setup", watched)
+    monkeypatch.setattr(DTensorBackend, "shutdown", ended)
     start(
         dpo_config(tmp_path, steps=1, loss=config.loss, reference=config.reference),
         rows=preference_rows(4),
     )
-    assert seen == [live]
+    before = [False, "shutdown"] if config.reference == "precomputed" else []
+    assert seen == [*before, live, "shutdown"]
 
 
 def test_precomputed_logprobs_are_those_of_each_response_alone(tmp_path: Path):
@@ -368,7 +375,6 @@ def test_timing_and_rewards_are_metrics(tmp_path: Path):
         "chosen_reward",
         "rejected_reward",
         "nll",
-        "entropy",
         "loss",
         "grad_norm",
         "lr",

@@ -15,9 +15,10 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.collect import Rollouts, to_token_batch
+from nemorl.rollout.conversation import Conversation, Outcome, Turn
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import Completion
-from nemorl.runtime.algorithms.common import minibatches, of_this_batch, updates_per_batch
+from nemorl.runtime.algorithms.common import minibatches, of_this_batch
 from nemorl.runtime.algorithms.policy_loss import make_advantages, make_loss, make_loss_weights
 from nemorl.runtime.config.presets import PRESETS, preset
 from nemorl.runtime.run.callbacks import Callback, StopTraining
@@ -61,15 +62,19 @@ def rollouts(
         for i, n in enumerate(lengths)
     ]
     return Rollouts(
-        rows=[{}] * len(rewards),
-        prompts=[[3, 4]] * len(rewards),
+        conversations=[
+            Conversation(
+                row={},
+                group=i // group,
+                member=i % group,
+                turns=(Turn(prompt=[3, 4], completion=completion),),
+                outcome=Outcome(reward=reward),
+            )
+            for i, (reward, completion) in enumerate(zip(rewards, completions, strict=True))
+        ],
         texts=["a"] * len(rewards),
-        completions=completions,
         rewards=torch.tensor(rewards),
-        group_id=torch.arange(len(rewards)) // group,
-        answers=[None] * len(rewards),
         kind=LogprobKind(),
-        metrics={},
     )
 
 
@@ -160,12 +165,10 @@ def test_it_learns_and_finishes_a_run_directory(tmp_path: Path):
         max_new_tokens=4,
     )[0, 4:].tolist()
     ours = nemorl.generate(
-        nemorl.GenerateConfig(
-            model=str(folder),
-            prompt=("1+1=",),
-            device="cpu",
-            generation=nemorl.GenerationConfig(temperature=0.0, max_new_tokens=4),
-        )
+        folder,
+        "1+1=",
+        device="cpu",
+        generation=nemorl.GenerationConfig(temperature=0.0, max_new_tokens=4),
     )
     assert tokenizer.decode(theirs, skip_special_tokens=True) == ours[0]["response"]
 
@@ -208,9 +211,9 @@ def test_minibatches_cover_the_batch_once_a_pass():
     first, second = torch.cat(parts[:3]), torch.cat(parts[3:])
     assert first.sort().values.tolist() == second.sort().values.tolist() == list(range(10))
     assert not torch.equal(first, second)  # another order in the second pass
-    assert updates_per_batch(config, 10) == 6
-    assert updates_per_batch(config, 3) == 2
-    assert updates_per_batch(nemorl.GRPOConfig(), 3) == 1
+    assert config.updates_on(10) == 6
+    assert config.updates_on(3) == 2
+    assert nemorl.GRPOConfig().updates_on(3) == 1
 
 
 def test_minibatches_have_weights_of_their_own(tmp_path: Path, monkeypatch):
@@ -306,7 +309,7 @@ def test_dynamic_sampling_replaces_whole_groups(tmp_path: Path):
     config = grpo_config(
         tmp_path,
         dynamic_sampling=True,
-        max_sampling_rounds=8,
+        max_sampling_rounds=16,  # enough to fill every step
         optimizer=slow,
         run={"samples_per_step": 100},
     )
@@ -444,10 +447,7 @@ def test_the_loss_is_the_one_that_was_chosen():
 def test_logprobs_of_another_distribution_are_refused():
     batch = to_token_batch(rollouts([1.0], group=1))
     values = torch.zeros_like(batch.generation_logprobs)
-    assert (
-        of_this_batch(Logprobs(values, LogprobKind(policy_version=3)), batch, "prev_logprobs")
-        is values
-    )
+    assert of_this_batch(Logprobs(values, LogprobKind()), batch, "prev_logprobs") is values
     with pytest.raises(
         ValueError, match=r"prev_logprobs and the batch's .*temperature: 0\.5 and 1\.0"
     ):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import nemorl
+from nemorl.models.source import ModelSource
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.config.presets import PRESETS
 from nemorl.runtime.start import registry
@@ -161,7 +162,7 @@ class Scripted:
     script: ClassVar[dict[tuple[int, ...], list[Response]]] = {}
 
     def __init__(self, *, model, tokenizer, precision="float32") -> None:
-        self.model, self.policy_version = model, 0
+        self.model, self.policy_version = ModelSource.of(model).load(), 0
 
     def setup(self, config) -> None: ...
 
@@ -193,8 +194,9 @@ class Scripted:
             policy_versions=(self.policy_version,),
         )
 
-    def update_weights(self, weights, version: int, in_flight: str = "keep") -> None:
-        self.policy_version = version
+    async def update_weights(self, source, *, in_flight: str = "keep") -> int:
+        self.policy_version, _ = source.newest()
+        return self.policy_version
 
     def shutdown(self) -> None: ...
 

@@ -11,7 +11,7 @@ import pytest
 import nemorl
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.runtime.cli.main import main, parse
-from nemorl.runtime.run.directory import read_lines
+from nemorl.runtime.store.directory import read_lines
 from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -149,11 +149,9 @@ def test_what_validation_and_evaluation_need_is_checked_before_a_model_is_loaded
         match=r"reward 'graded' wants the column 'grade', but .*rows\.jsonl, line 1 has only",
     ):
         nemorl.evaluate(
-            nemorl.EvalConfig(
-                model=str(tmp_path / "nowhere"),
-                data=saved["rows"],
-                reward="tests.runtime.algorithms.test_rewards:graded",
-            )
+            tmp_path / "nowhere",
+            saved["rows"],
+            reward="tests.runtime.algorithms.test_rewards:graded",
         )
 
 
@@ -194,7 +192,7 @@ def test_evaluation_with_several_rewards(saved, tmp_path: Path, capsys):
                 "eval",
                 "--model",
                 saved["model"],
-                "--data",
+                "--validation",
                 saved["rows"],
                 "--device",
                 "cpu",

@@ -7,7 +7,7 @@ import torch
 
 import nemorl
 from nemorl.data.datasets import to_examples
-from nemorl.runtime.algorithms.sft import num_steps, validation_loss
+from nemorl.runtime.algorithms.sft import validation_loss
 from tests.runtime.runs import addition_rows, of_phase, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -24,9 +24,7 @@ def test_it_learns_its_demonstrations(tmp_path: Path):
     assert result.metrics["val_accuracy"] > 0.9
     assert result.metrics["loss"] < result.history[0]["loss"] / 5
     assert (tmp_path / "hf" / "model.safetensors").exists()
-    answers = nemorl.evaluate(
-        nemorl.EvalConfig(model=str(tmp_path), data=str(rows_file(tmp_path)), device="cpu")
-    )
+    answers = nemorl.evaluate(tmp_path, rows_file(tmp_path), device="cpu")
     assert answers["accuracy"] == pytest.approx(result.metrics["val_accuracy"])
     assert answers["num_rows"] == len(answers["answers"]) == 35
 
@@ -83,10 +81,10 @@ def test_validation_loss_is_the_mean_over_tokens(tmp_path: Path):
 
 def test_epochs_or_steps():
     assert (
-        num_steps(nemorl.SFTConfig(num_epochs=3, train_global_batch_size=8), 20) == 7
+        nemorl.SFTConfig(num_epochs=3, train_global_batch_size=8).planned_steps(20) == 7
     )  # 60 rows, of which the last 4 don't fill a batch
-    assert num_steps(nemorl.SFTConfig(max_num_steps=5), 20) == 5
-    assert num_steps(nemorl.SFTConfig(), 20) == 1
+    assert nemorl.SFTConfig(max_num_steps=5).planned_steps(20) == 5
+    assert nemorl.SFTConfig().planned_steps(20) == 1
 
 
 def test_rows_with_messages(tmp_path: Path):

@@ -3,13 +3,11 @@ name.
 """
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 
 import nemorl
-from nemorl.runtime.cli import inference
 from nemorl.runtime.cli.api import make_config
 from tests.runtime.runs import addition_rows, digits, grpo_config, of_phase, sft_config, start
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -221,17 +219,9 @@ def test_a_method_that_nothing_calls_is_refused():
 def test_settings_of_answers_by_name(folder: Path):
     by_name = nemorl.generate(model=folder, prompt="1+1=", max_new_tokens=4, seed=0, device="cpu")
     limits = nemorl.GenerationConfig(max_new_tokens=4)
-    config = nemorl.GenerateConfig(
-        model=str(folder), prompt=("1+1=",), generation=limits, seed=0, device="cpu"
-    )
-    assert by_name == nemorl.generate(config) and len(by_name) == 1
+    by_section = nemorl.generate(folder, ["1+1="], generation=limits, seed=0, trainer__device="cpu")
+    assert by_name == by_section and len(by_name) == 1
     with pytest.raises(ValueError, match="did you mean max_new_tokens"):
         nemorl.generate(model=folder, prompt="1", max_new_token=4)
-    with pytest.raises(ValueError, match="did you mean data"):
-        nemorl.evaluate(model=folder, dat="rows.jsonl")
-    with pytest.raises(ValueError, match="output must be given"):
-        nemorl.export(run="runs/none")
-    with pytest.raises(ValueError, match=r"'runs/none': name the settings: run=\"runs/rl\""):
-        inference._settings(nemorl.ExportConfig, "export", cast(Any, "runs/none"), {})
-    with pytest.raises(ValueError, match="without settings beside it"):
-        nemorl.generate(config, seed=1)
+    with pytest.raises(ValueError, match=r"trainer\.sequence_packing is for training"):
+        nemorl.evaluate(folder, "rows.jsonl", trainer={"sequence_packing": True})

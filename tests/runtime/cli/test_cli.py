@@ -27,8 +27,6 @@ from nemorl import (
 )
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.cli.settings import (
-    FOR_TRAINING,
-    AnswerConfig,
     EvalConfig,
     ExampleConfig,
     GenerateConfig,
@@ -41,16 +39,17 @@ from nemorl.runtime.config.tree import (
     from_dict,
     load_config,
     unions,
+    unused,
     variants,
 )
-from nemorl.runtime.run.directory import read_lines
 from nemorl.runtime.start.registry import ALGORITHMS
+from nemorl.runtime.store.directory import read_lines
 from tests.examples import visiting
 
 NEEDED = {
     "sft": ["--model.path", "m", "--data.train", "d"],
     "grpo": ["--model.path", "m", "--data.train", "d"],
-    "eval": ["--model", "m", "--data", "d"],
+    "eval": ["--model", "m", "--data.validation", "d"],
     "generate": ["--model", "m", "--prompt", "p"],
     "export": ["--run", "r", "--output", "o"],
 }
@@ -115,8 +114,8 @@ def test_every_key_is_a_flag_with_help(command: str, capsys):
             assert re.search(rf"{flag.removesuffix('.name')} \{{.*{field.default}.*\}}", text), flag
             continue
         positional = (owner, field.name) in ((ReportConfig, "runs"), (ExampleConfig, "file"))
-        if issubclass(cls, AnswerConfig) and field.name in FOR_TRAINING:
-            assert flag not in text
+        if flag[2:].replace("-", "_") in unused(cls):
+            assert f"{flag} " not in text
             continue
         assert positional or re.search(rf"{re.escape(flag)}[ ,=]", text), flag
         if is_bool:
@@ -298,7 +297,7 @@ def test_a_setting_by_its_last_name():
     assert grpo("--data.no-shuffle=false").data.shuffle is True
     assert grpo("--clip-low", "0.1").loss == ClippedLoss(clip_low=0.1)
     assert grpo("--loss.name", "gspo", "--token-gradient").loss == GSPOLoss(token_gradient=True)
-    with pytest.raises(ValueError, match=r"--loss\.token-gradient is no setting of loss clipped"):
+    with pytest.raises(ValueError, match=r"token-gradient is not a setting of loss clipped"):
         grpo("--token-gradient")
     assert grpo("--max-grad-norm", "null", "--gap.stop", "null").optimizer.max_grad_norm is None
     assert grpo("--reward", "a", "b", "--stop", "1.5").reward == ("a", "b")
@@ -307,34 +306,21 @@ def test_a_setting_by_its_last_name():
 
 
 def test_a_setting_has_its_flag_in_every_command():
-    args = ["--model.path", "m", "--data.prompt-column", "q", "--run.seed", "3", "--device", "cpu"]
+    args = ["--model.path", "m", "--data.prompt-column", "q", "--device", "cpu"]
     lengths = ["--generation.max-new-tokens", "9", "--temperature", "0.5", "--param-dtype"]
     given: list[str] = [*args, *lengths, "bfloat16"]
-    config = cli.parse("eval", [*given, "--data.validation", "d", "--max-val-samples", "5"])
-    assert (config.model, config.data, config.prompt_column, config.seed) == ("m", "d", "q", 3)
-    assert (config.device, config.param_dtype, config.max_rows) == ("cpu", "bfloat16", 5)
-    assert (config.generation.max_new_tokens, config.generation.temperature) == (9, 0.5)
-    trained = cli.parse("grpo", given)
-    assert (trained.model.path, trained.data.prompt_column, trained.run.seed) == ("m", "q", 3)
-    assert (trained.trainer.device, trained.parallel.param_dtype) == ("cpu", "bfloat16")
+    for config in (
+        cli.parse("eval", [*given, "--validation", "d", "--max-rows", "5"]),
+        cli.parse("grpo", given),
+    ):
+        assert (config.model.path, config.data.prompt_column) == ("m", "q")
+        assert (config.trainer.device, config.parallel.param_dtype) == ("cpu", "bfloat16")
+        assert (config.generation.max_new_tokens, config.generation.temperature) == (9, 0.5)
     template = ["--chat", "--model.chat-template", "t", "--prompt", "model.path=x", "--chat=true"]
     answer = cli.parse("generate", ["--model", "m", *template])
-    assert (answer.chat_template, answer.prompt) == ("t", ("model.path=x",))
-    exported = cli.parse("export", ["--run.dir", "r", "--output", "o", "--lora.export", "adapter"])
-    assert (exported.run, exported.lora) == ("r", "adapter")
-    for name in (["r"], ["--run", "r"], ["--run.dir=r"]):
-        assert cli.parse("report", name).runs == ("r",)
-    plan = cli.parse("plan", ["--model.path", "m", "--gpus", "8", "--parallel.tp", "2"])
-    assert (plan.model, plan.tp) == ("m", 2)
+    assert (answer.model.chat_template, answer.prompt) == ("t", ("model.path=x",))
     inspected = cli.parse("data inspect", ["--model", "m", "--data", "d", "--rows", "2"])
     assert (inspected.model.path, inspected.data.train, inspected.rows) == ("m", "d", 2)
-
-
-def test_an_error_names_the_setting_as_this_command_does(launched, tmp_path: Path, capsys):
-    launched.result = ValueError("model.path must be a folder, but 'nope' is none")
-    assert "error: model must be a folder" in refused(capsys, "eval", *NEEDED["eval"])
-    assert "error: model.path must be a folder" in refused(capsys, "grpo", *NEEDED["grpo"])
-    assert "error: runs must be the folder of a run" in refused(capsys, "report", str(tmp_path))
 
 
 def test_the_later_of_several_configs_wins(tmp_path: Path):
@@ -456,7 +442,7 @@ def test_print_config_checks_all_that_needs_no_model(tmp_path: Path, monkeypatch
         assert cli.main(["grpo", "--reward", reward, "--print-config"]) == 0
         assert yaml.safe_load((said := capsys.readouterr()).out)["reward"] == reward
         assert not said.err
-    given = ["eval", "--model", "m", "--data", "rows.jsonl"]
+    given = ["eval", "--model", "m", "--validation", "rows.jsonl"]
     assert "rows.jsonl, line 2: a row needs a prompt" in refused(capsys, *given, "--print-config")
     assert cli.main([*given, "--max-rows", "1", "--print-config"]) == 0
 
@@ -475,7 +461,7 @@ BAD = [
     (["grpo", "--optimizer.lrr", "3"], "--optimizer.lrr; did you mean --optimizer.lr?"),
     (
         ["grpo", "--loss", "clipped", "--loss.no-token-gradient"],
-        ("is no setting of loss clipped: it belongs to gspo; add --loss gspo"),
+        ("is not a setting of loss clipped: it belongs to gspo; add --loss gspo"),
     ),
     (
         ["grpo", "--advantage.kl-coef", "0.1"],
@@ -524,12 +510,12 @@ BAD = [
         "data.train must name an existing file, but it is 'nothere.jsonl': check the path",
     ),
     (
-        ["eval", "--model", "m", "--data", "nothere.jsonl"],
-        "error: data must name an existing file, but it is 'nothere.jsonl': check the path",
+        ["eval", "--model", "m", "--validation", "nothere.jsonl"],
+        "error: data.validation must name an existing file, but it is 'nothere.jsonl': check",
     ),
     (
-        ["eval", *NEEDED["eval"], "--backend", "vllm", "--no-colocated"],
-        "generation.colocated is for training, but it is False: remove it",
+        ["eval", *NEEDED["eval"], "--generation.colocated"],
+        "unknown setting --generation.colocated: eval does without it, as it is for training",
     ),
     (["--import"], "--import must name a module: nemorl --import MODULE COMMAND"),
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),
@@ -541,9 +527,10 @@ BAD = [
         ["grpo", "--kl.coef", "-1"],
         "nemorl grpo: error: kl.coef must be at least 0, but it is -1.0: use 0 or more",
     ),
-    (["eval", "--model", "m"], "--data STR"),
+    (["eval", "--model", "m"], "data.validation must be given"),
+    (["eval", "--model", "m", "--data", "d"], "unknown setting --data"),
     (
-        ["eval", "--model", "m", "--data", "d", "--temperature", "-1"],
+        ["eval", *NEEDED["eval"], "--temperature", "-1"],
         "temperature must be at least 0",
     ),
     (["export", "--run", "r"], "--output STR"),
@@ -559,7 +546,7 @@ def test_bad_flags(args: list[str], message: str, capsys):
 
 
 def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
-    run, data = str(tmp_path / "run"), ["--data", "d"]
+    run, data = str(tmp_path / "run"), ["--validation", "d"]
     config = from_dict(
         GRPOConfig,
         {
@@ -572,26 +559,37 @@ def test_a_run_brings_its_settings_to_eval_and_generate(tmp_path: Path, capsys):
     )
     (tmp_path / "run" / "hf").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(dump_yaml(config))
-    prompts = {"model": run, "system_prompt": "s", "chat": True}
-    lengths = {"max_new_tokens": 7, "stop_strings": (".",)}
-    expected = GenerateConfig(prompt=("p",), generation=GenerationConfig(**lengths), **prompts)
+    model = nemorl.ModelConfig(path=run)
+    prompts: dict[str, Any] = {"prompt_column": "q", "system_prompt": "s", "chat": True}
+    lengths: dict[str, Any] = {"max_new_tokens": 7, "stop_strings": (".",)}
+    expected = GenerateConfig(
+        model=model,
+        prompt=("p",),
+        data=nemorl.DataConfig(**prompts),
+        generation=GenerationConfig(**lengths),
+    )
     assert cli.parse("generate", ["--model", run, "--prompt", "p"]) == expected
-    told = f"settings of the run {run}: system_prompt 's', chat True, generation.max_new_tokens 7"
+    told = f"settings of the run {run}: data.prompt_column 'q', data.system_prompt 's'"
+    told += ", data.chat True, generation.max_new_tokens 7"
     assert capsys.readouterr().err == f"{told}, generation.stop_strings ('.',)\n"
-    greedy = GenerationConfig(temperature=0.0, **lengths)
-    columns = {"data": "d", "prompt_column": "q", "generation": greedy}
+    greedy: dict[str, Any] = {"generation": GenerationConfig(temperature=0.0, **lengths)}
+    rows = nemorl.DataConfig(validation="d", **prompts)
     rewards: dict[str, Any] = {"reward": ("math", "think_format"), "reward_weights": (1.0, 0.5)}
     rewards["reward_kwargs"] = {"tolerance": 0.1}
-    expected = EvalConfig(**prompts, **columns, **rewards)
+    expected = EvalConfig(model=model, data=rows, **greedy, **rewards)
     assert cli.parse("eval", ["--model", run, *data]) == expected
     flags = ["--no-chat", "--system-prompt", "null", "--reward", "last_number"]
-    own = EvalConfig(model=run, reward="last_number", **columns)
+    plain = dataclasses.replace(rows, chat=False, system_prompt=None)
+    own = EvalConfig(model=model, data=plain, reward="last_number", **greedy)
     assert cli.parse("eval", ["--model", run, *data, *flags]) == own
-    (tmp_path / "my.yaml").write_text(f"model: {run}\nchat: false\nsystem_prompt: null\n")
+    (tmp_path / "my.yaml").write_text(
+        f"model: {{path: {run}}}\ndata: {{chat: false, system_prompt: null}}\n"
+    )
     of_file = cli.parse("eval", ["--config", str(tmp_path / "my.yaml"), *data])
-    assert of_file == dataclasses.replace(expected, chat=False, system_prompt=None)
+    assert of_file == dataclasses.replace(expected, data=plain)
     (tmp_path / "run" / "hf").rmdir()  # a folder with some config.yaml
-    assert cli.parse("eval", ["--model", run, *data]) == EvalConfig(model=run, data="d")
+    own = EvalConfig(model=model, data=nemorl.DataConfig(validation="d"))
+    assert cli.parse("eval", ["--model", run, *data]) == own
 
 
 # Commands, over a launch module of the test's own
@@ -614,7 +612,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> types.SimpleNam
 
     for room, name, functions in (
         ("nemorl.runtime.start", "open_run", ["run"]),
-        ("nemorl.runtime.cli", "inference", ["evaluate", "generate", "export"]),
+        ("nemorl.runtime.cli", "inference", ["evaluate_config", "generate_config"]),
     ):
         module: Any = types.ModuleType(f"{room}.{name}")
         vars(module).update(dict.fromkeys(functions, answer))
@@ -655,7 +653,7 @@ def test_eval(launched, tmp_path: Path, capsys):
                 "eval",
                 "--model",
                 "m",
-                "--data",
+                "--validation",
                 str(data),
                 "--output",
                 str(output),
@@ -666,8 +664,8 @@ def test_eval(launched, tmp_path: Path, capsys):
         == 0
     )
     assert launched.config == EvalConfig(
-        model="m",
-        data=str(data),
+        model=nemorl.ModelConfig(path="m"),
+        data=nemorl.DataConfig(validation=str(data)),
         output=str(output),
         generation=GenerationConfig(temperature=0.0, max_new_tokens=16),
     )
@@ -708,7 +706,11 @@ def test_generate(launched, tmp_path: Path, capsys):
     ]
     assert cli.main(args) == 0
     assert launched.config == GenerateConfig(
-        model="m", prompt=("a=", "-b="), file=str(tmp_path / "prompts.txt"), n=2, seed=3
+        model=nemorl.ModelConfig(path="m"),
+        prompt=("a=", "-b="),
+        file=str(tmp_path / "prompts.txt"),
+        n=2,
+        seed=3,
     )
     assert launched.config.prompts() == ["a=", "-b=", "c=", "d="]
     text = capsys.readouterr().out
@@ -719,7 +721,7 @@ def test_generate(launched, tmp_path: Path, capsys):
 
 def test_more_engines_than_devices_are_refused_before_the_start(launched, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "ray", raising=False)
-    command = ["generate", "--model", "m", "--prompt", "1", "--backend", "vllm"]
+    command = ["generate", "--model", "m", "--prompt", "1", "--generation.backend", "vllm"]
     assert "this machine has for engines" in refused(capsys, *command, "--num-replicas", "9999")
     assert launched.config is None
 
@@ -727,7 +729,7 @@ def test_more_engines_than_devices_are_refused_before_the_start(launched, monkey
 def test_prompt_files_that_can_not_be(tmp_path: Path):
     (tmp_path / "empty").write_text("\n\n")
     with pytest.raises(ValueError, match="file must hold a prompt"):
-        GenerateConfig(model="m", file=str(tmp_path / "empty")).prompts()
+        GenerateConfig(file=str(tmp_path / "empty")).prompts()
 
 
 def test_errors_of_a_command_are_one_line(
@@ -830,14 +832,14 @@ def loop(run):
 
 
 def test_a_run_of_another_algorithm_or_none(tmp_path: Path, capsys):
-    from nemorl.runtime.run.directory import RunDirectory
-    from nemorl.runtime.run.record import begin_record
+    from nemorl.runtime.store.directory import RunDirectory
+    from nemorl.runtime.store.record import begin_record
 
     directory = RunDirectory.create(tmp_path / "run", dump_yaml(SFTConfig()))
     begin_record(directory, algorithm="sft")
     said = refused(capsys, "grpo", "--run.dir", str(directory.path), "--run.resume")
     assert (
-        "run.dir must be that of a run of grpo, but it is 'one of sft'" in said
+        "run.dir must be the folder of a run of grpo, but it is 'one of sft'" in said
         and f"nemorl sft --run.dir {directory.path} --run.resume" in said
     )
     said = refused(capsys, "sft", "--run.dir", str(tmp_path / "none"), "--run.resume")

@@ -9,7 +9,7 @@ import pytest
 import nemorl
 from nemorl.runtime.cli.main import main
 from nemorl.runtime.config.yaml_io import dump, read
-from nemorl.runtime.run.directory import read_lines
+from nemorl.runtime.store.directory import read_lines
 from tests.runtime.runs import addition_rows
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -130,7 +130,7 @@ def test_resume_with_any_keys_of_a_reward(workplace: Path):
 
 
 def test_eval(workplace: Path, capsys):
-    rows = ["--data", str(workplace / "rows.jsonl")]  # whose columns the run knows
+    rows = ["--validation", str(workplace / "rows.jsonl")]  # whose columns the run knows
     assert (
         main(
             [
@@ -152,12 +152,13 @@ def test_eval(workplace: Path, capsys):
     assert accuracy > 0.5
     out, err = capsys.readouterr()
     assert f"{accuracy:.3f}"[:4] in out
-    told = f"settings of the run {workplace / 'sft'}: prompt_column 'question', generation.max_new_"
-    assert f"{told}tokens 4\n" in err
-    given = {"model": workplace / "sft", "data": str(workplace / "rows.jsonl"), "device": "cpu"}
-    result = nemorl.evaluate(**given)  # whose run knows them, too
-    assert result["answers"] == answers and f"{told}tokens 4\n" in capsys.readouterr().err
-    assert nemorl.evaluate(**given, max_rows=2, reward=lambda prompt, response: 7)["reward"] == 7
+    told = f"settings of the run {workplace / 'sft'}: data.prompt_column 'question', generation."
+    assert f"{told}max_new_tokens 4\n" in err
+    given = (workplace / "sft", str(workplace / "rows.jsonl"))
+    result = nemorl.evaluate(*given, device="cpu")  # whose run knows them, too
+    assert result["answers"] == answers and f"{told}max_new_tokens 4\n" in capsys.readouterr().err
+    seven = nemorl.evaluate(*given, lambda prompt, response: 7, device="cpu", max_rows=2)
+    assert seven["reward"] == 7
 
 
 def test_generate(workplace: Path, capsys):

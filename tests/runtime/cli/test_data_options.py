@@ -246,7 +246,7 @@ def test_every_command_makes_the_same_prompt_of_a_string(command, tmp_path, monk
 
     run = ["--max-num-steps", "1", "--device", "cpu", "--run.no-export", "--no-plots"]
     data = {
-        "eval": ["--data", rows, "--max-new-tokens", "2"],
+        "eval": ["--validation", rows, "--max-new-tokens", "2"],
         "generate": ["--prompt", "2", "--max-new-tokens", "2", "--seed", "1"],
         "data inspect": ["--data.train", rows, "--kind", "prompt"],
     }.get(command, ["--data.train", rows, "--run.dir", str(tmp_path / "run"), *run])

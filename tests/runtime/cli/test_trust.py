@@ -83,7 +83,7 @@ def elsewhere(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Pa
     return home
 
 
-EVAL = "eval --model copy --data rows.jsonl --device cpu"
+EVAL = "eval --model copy --validation rows.jsonl --device cpu"
 RESUME = "grpo --run.dir copy --run.resume --max-num-steps 2"
 CONFIG = "grpo --config mine.yaml --run.dir new"
 
@@ -198,7 +198,7 @@ def test_the_same_names_in_another_folder_are_other_code(
             " alone may not decide: add --model.trust-remote-code if you",
         ),
         ("{run: copy, trust_remote_code: true}", "export --output new", "add --trust-remote-code "),
-        ("{model: copy, trust_remote_code: true}", "generate --prompt 1", "--trust-remote-code if"),
+        ("model: {path: copy, trust_remote_code: true}", "generate --prompt 1", "remote-code if"),
         ("generation: {python: ./evil}", "sft", "add --generation.python ./evil if you trust"),
         (
             "generation: {engine: {scheduler_cls: evil.Scheduler}}",
@@ -239,14 +239,14 @@ def test_no_section_of_functions_is_forgotten():
 def test_python(elsewhere: Path):
     with pytest.raises(ValueError, match=r"reward would run .*: pass trust_code=True if you trust"):
         nemorl.load_config(GRPOConfig, "mine.yaml")
-    given = {"model": "copy", "data": "rows.jsonl", "device": "cpu"}
+    given = ("copy", "rows.jsonl")
     with pytest.raises(
         ValueError, match=r"copy/config\.yaml.*reward would run .*: pass trust_code="
     ):
-        nemorl.evaluate(**given)
-    nemorl.evaluate(**given, reward="exact_match")
+        nemorl.evaluate(*given, device="cpu")
+    nemorl.evaluate(*given, device="cpu", reward="exact_match")
     assert not Path("marker").exists()
-    nemorl.evaluate(**given, trust_code=True)
+    nemorl.evaluate(*given, device="cpu", trust_code=True)
     assert Path("marker").exists()
     config = nemorl.load_config(GRPOConfig, "mine.yaml", trust_code=True)
     assert config.loss.scale == 2.0

@@ -16,8 +16,8 @@ import ray
 from nemorl.runtime.cluster.connection import ClusterLost, RayClusterError
 from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster
 from nemorl.runtime.cluster.worker_group import RayWorkerGroup
-from nemorl.runtime.run.errors import WorkerDied
-from nemorl.runtime.run.temporary import sweep_temporary
+from nemorl.runtime.store.errors import WorkerDied
+from nemorl.runtime.store.temporary import sweep_temporary
 from tests.runtime.cluster.conftest import TARGET
 
 

@@ -40,10 +40,11 @@ def begin(timeout_s: float = 0) -> None:
 @pytest.mark.parametrize(
     ("error", "reason", "free", "remedy"),
     [
-        (LATE, "did not start within 0 s", 10**10, r"nemorl-.{8}/r/session_latest/logs; runtime\."
-         r"start_timeout_s gives it more time$"),
+        (LATE, "did not start within 0 s", 10**10, r": raise runtime\.start_timeout_s; its logs are"
+         r" in .*nemorl-.{8}/r/session_latest/logs$"),
         ("no gcs_server", "cannot be started", 10**10, r"nemorl-.{8}/r/session_latest/logs$"),
-        (LATE, "did not start within 0 s", 10**8, "make room in .* and /dev/shm$"),
+        (LATE, "did not start within 0 s", 10**8, "make room in .* and /dev/shm; raise"
+         r" runtime\.start_timeout_s; its logs are in .*logs$"),
     ],
 )  # fmt: skip
 def test_a_start_that_fails_says_why(starts, monkeypatch, error, reason, free, remedy):

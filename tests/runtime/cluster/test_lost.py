@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nemorl.runtime.run.temporary import sweep_temporary
+from nemorl.runtime.store.temporary import sweep_temporary
 
 ROOT = Path(__file__).parents[3]
 

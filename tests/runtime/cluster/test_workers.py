@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
 from tests.runtime.cluster.processes import alive, soon_gone
 
 pytestmark = pytest.mark.xdist_group("ray")

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from nemorl import (
     CISPOLoss,
     ClippedLoss,
+    DataConfig,
     DPOConfig,
     DPOLoss,
-    EvalConfig,
-    ExportConfig,
-    GenerateConfig,
     GenerationConfig,
     GroupAdvantage,
     GRPOConfig,
@@ -35,7 +33,8 @@ from nemorl import (
     SFTConfig,
     TrainerConfig,
 )
-from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config, merge, to_dict
+from nemorl.runtime.cli.settings import EvalConfig, ExportConfig, GenerateConfig
+from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config, merge, to_dict, unused
 from nemorl.runtime.config.yaml_io import MAX_DEPTH, MAX_VALUES, ConfigError, dump, read
 
 CONFIGS: list[Any] = [
@@ -63,8 +62,8 @@ CONFIGS: list[Any] = [
         profile=ProfileConfig(steps="10:12"),
         runtime=RuntimeConfig(max_restarts=2),
     ),
-    EvalConfig(model="m", data="d", n=3, generation=GenerationConfig(temperature=0.5)),
-    GenerateConfig(model="m", prompt=("1+1=", "yes", "12:30")),
+    EvalConfig(data=DataConfig(chat=True), n=3, generation=GenerationConfig(temperature=0.5)),
+    GenerateConfig(prompt=("1+1=", "yes", "12:30")),
     ExportConfig(run="runs/a", output="out", step=0),
 ]
 
@@ -76,6 +75,8 @@ def test_round_trips(config: Any, tmp_path: Path):
     path.write_text(dump_yaml(config), encoding="utf-8")
     assert load_config(type(config), path) == config
     plain = json.loads(json.dumps(to_dict(config)))
+    for section, name in (key.split(".") for key in unused(type(config))):
+        del plain[section][name]
     assert yaml.safe_load(dump_yaml(config)) == plain  # readable by any YAML parser, too
     commented = dump_yaml(config, comments=True)
     assert yaml.safe_load(commented) == plain
@@ -99,7 +100,7 @@ def test_empty_is_the_default(tmp_path: Path):
 
 
 def test_a_default_that_is_not_the_class_default_is_kept():
-    config = from_dict(EvalConfig, {"model": "m", "data": "d", "generation": {"max_new_tokens": 5}})
+    config = from_dict(EvalConfig, {"generation": {"max_new_tokens": 5}})
     assert config.generation == GenerationConfig(temperature=0.0, max_new_tokens=5)
 
 
@@ -243,12 +244,12 @@ def test_refused(mapping: dict[str, Any], message: str):
 
 
 def test_missing_required_key():
-    with pytest.raises(ValueError, match="data must be given: it has no default"):
-        from_dict(EvalConfig, {"model": "m"})
+    with pytest.raises(ValueError, match="output must be given: it has no default"):
+        from_dict(ExportConfig, {"run": "r"})
 
 
 def test_our_own_key_is_not_taken_for_another_librarys():
-    assert from_dict(EvalConfig, {"model": "m", "data": "d", "seed": 3}).seed == 3
+    assert from_dict(EvalConfig, {"seed": 3}).seed == 3
     assert from_dict(DPOConfig, {"loss": {"beta": 0.3}}).loss == DPOLoss(beta=0.3)
     with pytest.raises(ValueError, match=r"did you mean loss\.beta\?"):
         from_dict(DPOConfig, {"beta": 0.1})
@@ -336,8 +337,8 @@ def bomb(form: str) -> str:
         (bomb("{<<: [%s]}"), "line 6", "at most 100000 values"),
         ("run: &a {dir: *a}", "line 1", "none may contain itself: remove aliases"),
         ("\nrun: &a\n  - *a", "line 2", "none may contain itself"),
-        ("run:\n  seed: " + "9" * 60_000, "line 2", "at most 400 digits, not 60000"),
-        ("run: {seed: 0x" + "f" * 60_000 + "}", "line 1", "at most 400 digits, not 60002"),
+        ("run: {seed: " + "9" * 60_000 + "}", "YAML", "Exceeds the limit"),
+        ("run: {seed: 0x" + "f" * 60_000 + "}", "YAML", "Exceeds the limit"),
         ("run: " + "[" * 60_000, "YAML", "brackets are nested more than 100 deep"),
         ("? [1, 2]\n: 3", "YAML", "keys must be str"),
         ("run: {dir: 2026-99-99}", "YAML", "month must be in 1..12"),
@@ -423,7 +424,6 @@ def test_reading_is_the_inverse_of_writing(tmp_path_factory: Any, tree: dict[str
     [
         (Path("a"), "b.c must hold text, numbers, .* but it holds PosixPath"),
         ("\udc80", "b.c must hold text, .* surrogates not allowed"),
-        (10**399, "b.c must hold numbers of less than 400 digits"),
         ({1: 2}, "keys of b.c.1 must be text, but one is 1"),
         ([0] * MAX_VALUES, "at most 100000 values"),
         ("x" * 10_000_000, "10000000 characters"),

@@ -121,8 +121,10 @@ def test_entry(library: str, theirs: str, ours: str | Absent, capsys):
         ("report --out-dir x", "write --output (docs/sft.md#validation)"),
         ("plan --num-gpus 8", "write --gpus (docs/parallelism.md#which-plan)"),
         ("plan --dp 8", "dp is parallel.dp_shard; write --dp-shard"),
+        ("plan --parallel.tp 2", "unknown setting --parallel.tp: write --tp"),
+        ("eval --run.seed 3", "unknown setting --run.seed: write --seed"),
         ("grpo --num-gpus 8", "write --parallel.dp-shard"),
-        ("eval --dataset x", "dataset is data.train (eval: data); write --data (docs/data.md#val"),
+        ("eval --dataset x", "dataset is data.train (eval: data.validation); write --data.valid"),
         ("eval --train-dataset x", "unknown setting --train-dataset: eval has no data.train, as T"),
         ("eval --num-samples 4", "write --n (docs/data.md#validation)"),
         ("generate --num-generations 4", "write --n ("),
@@ -151,17 +153,17 @@ def test_rewards_in_python():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dataset", r"dataset is data\.train \(eval: data\); write data= \(docs"),
-        ("eval_dataset", r"write data= \("),
+        ("train_data", r"is data\.train \(eval: data\.validation\); write validation= \(docs"),
+        ("eval_dataset", r"write validation= \("),
         ("model_path", r"model_path is model\.path; write model= \("),
         ("num_samples", r"write n= \("),
-        ("reward_funcs", r"reward \(in Python: reward_fn\); write reward= \("),
+        ("reward_funcs", r"reward \(in Python: reward_fn\); write reward_fn= \("),
         ("epochs", r"setting epochs of eval: eval has no num_epochs, as epochs is called here \("),
     ],
 )
 def test_what_evaluate_calls_otherwise(name: str, message: str):
     with pytest.raises(ValueError, match=message):
-        nemorl.evaluate(model="m", data="d.jsonl", **{name: 1})
+        nemorl.evaluate("m", "d.jsonl", **{name: 1})
 
 
 @pytest.mark.parametrize(

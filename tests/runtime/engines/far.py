@@ -15,8 +15,8 @@ from tests.runtime.runs import grpo_config, start
 
 class Look(Callback):
     def on_step_end(self, trainer, step, metrics) -> None:
-        life = trainer.generator._engines._replicas[0].life
-        self.seen = {"trainer": own_place().node, "engine": life.place.node}
+        (process,) = trainer.generator._engines.running()
+        self.seen = {"trainer": own_place().node, "engine": process.place.node}
 
 
 def main(folder: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,12 +15,15 @@ import torch
 from torch import nn
 
 from nemorl.models.adapters import merged_tensors
+from nemorl.models.source import ModelSource
 from nemorl.rollout.generation import SamplingParams
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.engine import Engine, environment
-from nemorl.runtime.engines.replicas import Replica, Replicas
+from nemorl.runtime.engines.processes import EngineProcesses
+from nemorl.runtime.engines.replicas import Replicas
+from nemorl.runtime.engines.routing import ProcessId
 from nemorl.runtime.engines.spec import EngineSpec, Place, Sample, engine_spec
 from nemorl.runtime.engines.weights import WeightSender, expected_weights
 from tests import tiny_models as models
@@ -78,7 +82,7 @@ def log_folder() -> str:
     return tempfile.mkdtemp(prefix="nemorl-shared-")
 
 
-def shared_actor(rank: int = 0, replicas: Replicas | None = None) -> Any:
+def shared_actor(rank: int = 0) -> Any:
     if rank not in _ACTORS:
         ray_cpus()
         variables = environment(1, eager=True, cuda=False)
@@ -97,28 +101,36 @@ class Session:
     def shutdown(self) -> None: ...
 
 
-class SharedReplicas(Replicas):
-    """Replicas whose actors go on when a test shuts them down. The last ones made are in use."""
+class SharedProcesses(EngineProcesses):
+    """Processes that go on when a test shuts them down."""
 
-    _last: "SharedReplicas | None" = None
-
-    def _reserved(self) -> tuple[Any, Any]:
-        if (last := SharedReplicas._last) is not None:
-            Replicas.shutdown(last)
-        SharedReplicas._last = self
+    def reserved(self) -> tuple[Any, Any]:
         return Session(), None
 
-    def _launch(self, replica: Replica) -> Any:
-        return shared_actor(replica.rank)
+    def launched(self, rank: int, log: Path) -> Any:
+        return shared_actor(rank)
 
-    def _kill(self, replica: Replica) -> None:
-        if replica.actor is _ACTORS.get(replica.rank):
-            del _ACTORS[replica.rank]
-        super()._kill(replica)
+    def end(self, id: ProcessId) -> None:
+        if id in self.running and self.running[id].actor is _ACTORS.get(id.rank):
+            del _ACTORS[id.rank]
+        super().end(id)
 
-    async def _end_all(self) -> None:
-        for keeper in self._keepers:
-            keeper.cancel()
+    async def end_all(self) -> None:
+        self.running.clear()
+        await super().end_all()
+
+
+class SharedReplicas(Replicas):
+    """Replicas on shared processes. The last ones made are in use."""
+
+    processes = SharedProcesses
+    _last: "SharedReplicas | None" = None
+
+    def __init__(self, *args: Any) -> None:
+        if (last := SharedReplicas._last) is not None:
+            last.shutdown()
+        super().__init__(*args)
+        SharedReplicas._last = self
 
 
 shared_replicas = functools.partial(
@@ -147,7 +159,7 @@ def small_model(kind: str = "qwen2", **options: Any) -> nn.Module:
 
 def spec_of(model: Any, *, precision: str = "float32", **settings: Any) -> EngineSpec:
     config = GenerationConfig(backend="vllm", **{"engine": CACHE, "max_batch_size": 64, **settings})
-    return engine_spec(model, models.tiny_tokenizer(), config, precision=precision)
+    return engine_spec(ModelSource.of(model), models.tiny_tokenizer(), config, precision=precision)
 
 
 class SharedEngine:
@@ -176,7 +188,9 @@ class SharedEngine:
             (name, tensor if value is None else torch.full_like(tensor, value))
             for name, tensor in merged_tensors(model)
         ]
-        assert self.sender()(weights) == {}
+        receipt = self.sender()(0, weights)
+        receipt.check()
+        assert not receipt.failed
 
     def do(self, function: Callable[[Engine], Any]) -> Any:
         """Call the function with the engine where that is."""

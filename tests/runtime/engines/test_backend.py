@@ -7,16 +7,27 @@ import pytest
 import torch
 from peft import LoraConfig
 
+import nemorl
 from nemorl.losses.logprobs import filter_logits
 from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.engines.routing import Asleep
 from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.settings import generation_config
+from nemorl.runtime.store.directory import RunDirectory
+from tests.ray_session import ray_cpus
 from tests.rollout.test_generation_conformance import logprob_bound
-from tests.runtime.engines.shared import small_model, vllm_backend
+from tests.rollout.updates import update
+from tests.runtime.engines.shared import (
+    CACHE,
+    log_folder,
+    shared_replicas,
+    small_model,
+    vllm_backend,
+)
 from tests.runtime.runs import grpo_config
 from tests.tiny_models import ALPHABET, random_prompts, tiny_tokenizer
 
@@ -212,8 +223,35 @@ def test_it_has_engines_from_setup_to_shutdown():
 def test_weights_that_can_be_read_once_are_kept_for_replicas_that_start_later():
     model = small_model(scale=3.0)
     backend, params = vllm_backend(model), SamplingParams(temperature=0.0, max_new_tokens=4)
-    backend.update_weights(((name, p.detach()) for name, p in model.named_parameters()), version=1)
+    update(backend, ((name, p.detach()) for name, p in model.named_parameters()), version=1)
     expected = backend.generate([[5]], params)
-    for one in backend._engines._replicas:
-        one.life.version = None  # as one that has started anew
+    router = backend._engines._router
+    for event in (Asleep(True, emptied=True), Asleep(False)):  # as level 2 does on GPUs
+        router.send(event)
+    assert not router.state.supplied
     assert backend.generate([[5]], params) == expected
+
+
+def test_commands_load_no_model_for_engines(tmp_path, monkeypatch):
+    """They get the weights from the files, and answer as before."""
+    model = small_model(scale=2.0)
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    (ids,) = [tiny_tokenizer()("1+1=")["input_ids"]]
+    seed = derive_seed(3, 0)
+    params = SamplingParams(max_new_tokens=8, seed=seed)
+    (expected,) = vllm_backend(model).generate([ids], params)
+
+    def load(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("nemorl.models.source.load_causal_lm", load)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
+    ray_cpus()
+    settings = {"engine": CACHE, "max_batch_size": 64, "max_new_tokens": 8, "seed": 3}
+    with shared_replicas():
+        (found,) = nemorl.generate(
+            model=str(tmp_path), prompt="1+1=", backend="vllm", log_dir=log_folder(), **settings
+        )
+    assert found["response"] == expected.text
+    assert found["logprob"] == pytest.approx(sum(expected.logprobs), abs=1e-5)

@@ -15,7 +15,7 @@ import torch
 
 from nemorl.runtime.engines.engine import Engine, EngineStartError, _last_error, _sample, _Tokens
 from nemorl.runtime.engines.spec import vocabulary_hash
-from nemorl.runtime.run.temporary import MARK
+from nemorl.runtime.store.temporary import MARK
 from tests.runtime.engines.shared import (
     CACHE,
     SharedEngine,
@@ -267,7 +267,7 @@ def test_a_cache_that_cannot_be_emptied_ends_an_update():
         llm.reset_prefix_cache, llm.collective_rpc = lambda **_: False, lambda *args: None
         try:
             engines.begin_weights()
-            engines.finish_weights(0)
+            engines.finish_weights(0, {})
         finally:
             del llm.reset_prefix_cache, llm.collective_rpc
 

@@ -16,9 +16,20 @@ import warnings
 import psutil
 import pytest
 import ray
+import torch
 
+from nemorl.rollout.generation import WeightSource
 from tests.ray_session import ray_cpus
-from tests.runtime.engines.toys import Toys, after, alive, eventually, process, requests, toys
+from tests.runtime.engines.toys import (
+    MODEL,
+    Toys,
+    after,
+    alive,
+    eventually,
+    process,
+    requests,
+    toys,
+)
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -44,14 +55,15 @@ def whole(pair) -> Toys:
 def restarts(made: Toys) -> list[int]:
     measured = made.replicas.metrics()
     return [
-        int(measured[f"replica_{rank}/restarts"]) for rank in range(len(made.replicas._replicas))
+        int(measured[f"replica_{rank}/restarts"])
+        for rank in range(made.replicas.config.num_replicas)
     ]
 
 
 def test_a_replica_gets_what_it_can_decode_at_a_time(whole):
     """And one prompt begins as long as there is room for one of its samples."""
     whole.replicas.generate(requests(40, n=3))
-    peaks = ray.get([one.life.actor.call.remote("most") for one in whole.replicas._replicas])
+    peaks = ray.get([one.actor.call.remote("most") for one in whole.replicas.running()])
     assert all(8 <= peak <= 8 + 2 for peak in peaks)
 
 
@@ -140,7 +152,7 @@ def test_interrupted_it_drops_everything_and_can_go_on(whole):
     endless = requests(10, max_new_tokens=10**6, seed=7)  # minutes, in a toy
     with pytest.raises(KeyboardInterrupt), after(0.2, os.kill, os.getpid(), signal.SIGINT):
         whole.replicas.generate(endless)
-    actors = [one.life.actor for one in whole.replicas._replicas]
+    actors = [one.actor for one in whole.replicas.running()]
     assert eventually(lambda: ray.get([one.call.remote("unfinished") for one in actors]) == [0, 0])
     assert whole.replicas.generate(requests(10)) == expected
 
@@ -169,11 +181,11 @@ def test_the_others_go_on_without_one_that_dies_again_and_again(tmp_path):
         ):
             for _ in range(200):
                 assert pair.replicas.generate(requests(40)) == expected
-                if pair.replicas._replicas[0].given_up:
+                if pair.replicas._router.state.replicas[0].status == "given up":
                     break
         pair.update(2.0)
         assert pair.replicas.generate(requests(40)) != expected
-        assert [one.life is None for one in pair.replicas._replicas] == [True, False]
+        assert [one.id.rank for one in pair.replicas.running()] == [1]
 
 
 def test_it_gives_up_where_a_replica_dies_again_and_again(tmp_path):
@@ -332,27 +344,47 @@ def test_requests_in_flight_when_a_replica_takes_weights_and_dies(whole):
     assert new != found != old
 
 
-def test_weights_that_the_trainer_no_longer_has(whole):
-    """A replica that comes back then waits for the next update, while the other works; where none
-    has weights, the requests fail.
+class Stepping(WeightSource):
+    """A trainer that may have gone on since the last update; all of its weights are its version."""
+
+    version = 1
+
+    def newest(self):
+        weights = ((name, torch.full_like(p, self.version)) for name, p in MODEL.named_parameters())
+        return self.version, weights
+
+
+def test_a_replica_that_comes_back_has_the_newest_weights_that_there_are(whole):
+    """After the trainer's next step, while the other has those of the last update; where all come
+    back, too. Each answer says which it has.
     """
-    expected = whole.replicas.generate(requests(40))
-    gone = whole.replicas._weights
+    source, asked = Stepping(), requests(40)
+    answers = {}
+    for version in (1, 2):
+        source.version = version
+        assert whole.replicas.update_weights(source) == version
+        answers[version] = whole.replicas.generate(asked)
+    source.version = 1
+    whole.replicas.update_weights(source)
+    source.version = 2
+    with pytest.warns(UserWarning, match="replica 0 is started again"):
+        found = sampled(whole, asked, lambda: whole.kill(0))
+    whole.wait_until_all_are_up()
+    for answer in (found, whole.replicas.generate(asked)):
+        for one, *either in zip(answer, answers[1], answers[2], strict=True):
+            version = one[0].policy_versions[0]
+            assert one == either[version - 1]
+    assert {replica.version for replica in whole.replicas._router.state.replicas} == {1, 2}
 
-    class Gone:
-        def __iter__(self):
-            raise RuntimeError("weights must be read before the trainer's next step")
+    def kill_both():
+        whole.kill(0)
+        whole.kill(1)
 
-    try:
-        whole.replicas._weights = Gone()
-        with pytest.warns(UserWarning, match="replica 0 is started again"):
-            assert sampled(whole, requests(40), lambda: whole.kill(0)) == expected
-        with pytest.warns(UserWarning, match="replica 1 is started again"):
-            found = sampled(whole, requests(40), lambda: whole.kill(1))
-        failed = [one for one in found if isinstance(one, Exception)]
-        assert failed and all("before the trainer's next step" in str(one) for one in failed)
-    finally:
-        whole.replicas._weights = gone
+    source.version = 3
+    with pytest.warns(UserWarning, match="is started again"):
+        found = sampled(whole, asked, kill_both)
+    assert 3 in {one[0].policy_versions[0] for one in found}
+    assert whole.replicas.update_weights(source) == 3
 
 
 def test_the_requests_of_an_event_loop_fail_where_no_replica_is_left(tmp_path):

@@ -18,6 +18,7 @@ from nemorl import GenerationConfig, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from tests.ray_session import NUM_CPUS, ray_cpus
+from tests.rollout.updates import update
 from tests.runtime.engines.shared import vllm_backend
 from tests.runtime.engines.toys import eventually
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
@@ -91,7 +92,7 @@ def test_an_engine_in_another_environment(other_python):
             c.token_ids for c in expected
         ]
         versions = dict(line.split() for line in started.read_text().splitlines())
-        found = versions[str(backend._engines._replicas[0].life.place.pid)]
+        found = versions[str(backend._engines.running()[0].place.pid)]
         assert found == "0.8.99" != importlib.metadata.version("einops")
     finally:
         backend.shutdown()
@@ -130,7 +131,7 @@ def test_a_replica_that_splits_the_model(tmp_path: Path):
         )
         assert set(Path("/dev/shm").iterdir()) <= before
         for version, model in enumerate(models):
-            backend.update_weights(list(model.named_parameters()), version)
+            update(backend, list(model.named_parameters()), version)
             embedded = TorchGenerationBackend(model=model, tokenizer=tiny_tokenizer())
             embedded.setup(GenerationConfig())
             expected = [c.token_ids for c in embedded.generate(prompts, params)]

@@ -29,6 +29,7 @@ from nemorl.runtime.engines.weights import (
 )
 from nemorl.runtime.run.weight_sync import check_agreement
 from tests.ray_session import ray_cpus
+from tests.rollout.updates import update
 from tests.runtime.engines.shared import SharedEngine, raised, small_model
 from tests.tiny_models import KINDS, random_prompts, tiny_model
 
@@ -178,17 +179,17 @@ def test_neither_the_order_of_the_weights_matters_nor_where_buckets_end(
 ):
     monkeypatch.setattr(module, "BUCKET_BYTES", bucket_bytes)
     other = model_of(seed=1)
-    assert engine.sender()(weights_of(other)[::-1]) == {}
+    assert engine.sender()(0, weights_of(other)[::-1]).failed == {}
     assert gap(engine, other) < CLOSE["float32"]
 
 
 def test_weights_come_through_the_object_store(engine, monkeypatch):
     monkeypatch.setattr(module, "BUCKET_BYTES", 100_000)
     other = model_of(seed=1)
-    assert engine.sender(transport="object_store")(weights_of(other)) == {}
+    assert engine.sender(transport="object_store")(0, weights_of(other)).failed == {}
     assert gap(engine, other) < CLOSE["float32"]
     far = Place("elsewhere", "host", 1, ())
-    assert engine.sender(places={0: far})(weights_of(model_of(seed=2))) == {}
+    assert engine.sender(places={0: far})(0, weights_of(model_of(seed=2))).failed == {}
     assert gap(engine, model_of(seed=2)) < CLOSE["float32"]
 
 
@@ -205,7 +206,7 @@ def test_an_update_that_was_given_up_leaves_nothing_to_the_next(engine, monkeypa
 
     for count in (3, 8, len(wrong)):
         with pytest.raises(ConnectionError):
-            engine.sender()(broken(count))
+            engine.sender()(0, broken(count))
         assert not engine.do(lambda engines: engines.engine.usable)
         engine.give(right)
         assert gap(engine, right) < CLOSE["float32"]
@@ -219,7 +220,7 @@ def test_an_engine_that_lacks_weights_says_which(tied, engine):
         if "layers.1.self_attn.k_proj.weight" not in item[0] and "norm" not in item[0]
     ]
     expected = {name: tuple(tensor.shape) for name, tensor in weights}
-    failed = engine.sender(expected=expected)(weights)
+    failed = engine.sender(expected=expected)(0, weights).failed
     assert "these are incomplete: " in failed[0]
     assert "model.layers.0.input_layernorm" in failed[0]
     assert "model.layers.1.self_attn.qkv_proj (" in failed[0]
@@ -235,16 +236,16 @@ def test_weights_of_another_model_are_refused_before_the_engine_is_touched(tied,
         for name, tensor in weights_of(model)
     ]
     with pytest.raises(ValueError, match=r"up_proj.weight' does not fit \(shape \(95, 128\)"):
-        engine.sender()(weights)
+        engine.sender()(0, weights)
     assert gap(engine, model) < CLOSE["float32"]
 
 
 def test_a_part_that_can_not_be_loaded_ends_the_update(tied, engine):
     model, _ = tied
     expected = {"model.embed_tokens.weight": (3, 4)}
-    failed = engine.sender(expected=expected)([(*expected, torch.zeros(3, 4))])
+    failed = engine.sender(expected=expected)(0, [(*expected, torch.zeros(3, 4))]).failed
     assert list(failed) == [0]
-    error = raised(engine.actor.call.remote("finish_weights", 0))
+    error = raised(engine.actor.call.remote("finish_weights", 0, {}))
     assert "without a matching start_weight_update" in str(error)
     engine.give(model)
     assert gap(engine, model) < CLOSE["float32"]
@@ -268,8 +269,9 @@ class Store:
         for name, tensor in unpacked(info["bucket"]):
             self.sums[name] = float(tensor.double().sum()), tensor.dtype
 
-    def finish_weights(self, version):
+    def finish_weights(self, version, shapes):
         self.whole = True
+        return {}
 
     def state(self):
         return self.sums, self.whole
@@ -311,7 +313,7 @@ def test_all_get_what_was_sent_again_and_again(stores, dtype, bucket_bytes, monk
     sender = cloudpickle.loads(cloudpickle.dumps(sender))  # as on its way to a trainer's rank 0
     for seed in range(2):
         weights = random_weights(seed)
-        assert sender(iter(weights)) == {}
+        assert sender(0, iter(weights)).failed == {}
         expected = {
             name: (float(tensor.to(dtype).double().sum()), dtype) for name, tensor in weights
         }
@@ -324,9 +326,9 @@ def test_engines_that_die_or_hang_are_named(stores):
     hanging = Store.options(num_cpus=0).remote(30.0)
     ray.get([one.begin_weights.remote() for one in (dead, hanging)])
     ray.kill(dead)
-    failed = store_sender(stores[0], dead, hanging)(random_weights(0))
+    failed = store_sender(stores[0], dead, hanging)(0, random_weights(0)).failed
     assert list(failed) == [1]  # none was sent a weight
-    failed = store_sender(stores[0], hanging, timeout_s=2.0)(random_weights(0))
+    failed = store_sender(stores[0], hanging, timeout_s=2.0)(0, random_weights(0)).failed
     assert "it took no new weights for 2 s (generation.timeout_s)" in failed[1]
     ray.kill(hanging)
 
@@ -369,6 +371,7 @@ class Recorder:
 
     def call(self, *what):
         self.calls.append(what)
+        return {}
 
     def seen(self):
         calls, self.calls = self.calls, []
@@ -398,18 +401,22 @@ def gpu_sender(monkeypatch, transport, *actors, **options):
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_vllms_own_transfer_engines_reach_every_replica(fakes, transport, monkeypatch):
     actors = [Recorder.options(num_cpus=0).remote() for _ in range(2)]
-    sender = gpu_sender(monkeypatch, transport, *actors, version=3)
+    sender = gpu_sender(monkeypatch, transport, *actors)
     for _ in range(2):
-        assert sender(random_weights(0)) == {}
-    update = [("begin_weights",), ("load_weights", {"names": list(SHAPES)}), ("finish_weights", 3)]
+        assert sender(3, random_weights(0)).failed == {}
+    calls = [
+        ("begin_weights",),
+        ("load_weights", {"names": list(SHAPES)}),
+        ("finish_weights", 3, SHAPES),
+    ]
     for index, actor in enumerate(actors):
         first, *others = ray.get(actor.seen.remote())
-        assert others == 2 * update
+        assert others == 2 * calls
         # A rank for the trainer, and then two for each replica.
         nccl = {"backend": "nccl", "info": {"rank_offset": 1 + 2 * index, "world_size": 5}}
         ipc = {"backend": "ipc", "info": {"packed": True}}
         assert first == ("connect", nccl if transport == "nccl" else ipc)
-    assert gpu_sender(monkeypatch, transport, actors[0])(random_weights(0)) == {}
+    assert gpu_sender(monkeypatch, transport, actors[0])(0, random_weights(0)).failed == {}
     assert len(fakes) == 2  # connected anew, because the engines have changed
     assert fakes[0].closed.wait(10)
 
@@ -418,13 +425,13 @@ def test_a_transfer_that_hangs_is_a_time_out(fakes, monkeypatch):
     monkeypatch.setattr(FakeEngine, "hangs", True)
     actor = Recorder.options(num_cpus=0).remote()
     with pytest.raises(TimeoutError, match=r"not through within 0.5 s \(generation.timeout_s\)"):
-        gpu_sender(monkeypatch, "nccl", actor, timeout_s=0.5)(random_weights(0))
+        gpu_sender(monkeypatch, "nccl", actor, timeout_s=0.5)(0, random_weights(0))
 
 
 def test_weights_in_another_order_are_an_error_before_anything_hangs(fakes, monkeypatch):
     actor = Recorder.options(num_cpus=0).remote()
     with pytest.raises(ValueError, match=r"must come in the model's order through GPUs"):
-        gpu_sender(monkeypatch, "nccl", actor)(random_weights(0)[::-1])
+        gpu_sender(monkeypatch, "nccl", actor)(0, random_weights(0)[::-1])
 
 
 @pytest.mark.gpu
@@ -444,10 +451,18 @@ def test_replicas_on_gpus(transport):
     backend.setup(config)
     try:
         for version, model in enumerate(models):
-            backend.update_weights(weights_of(model), version)
+            update(backend, weights_of(model), version)
             trainer = DTensorBackend(model)
             trainer.setup(BackendConfig(trainer=TrainerConfig(device="cuda")))
             check_agreement(trainer, backend, random_prompts(1)[0], precision="bfloat16")
             trainer.shutdown()
     finally:
         backend.shutdown()
+
+
+def test_a_thread_keeps_its_result_from_whoever_stops_waiting():
+    go = threading.Event()
+    done = module.started(lambda: go.wait(30))
+    assert not done.cancel()
+    go.set()
+    assert done.result(timeout=30)

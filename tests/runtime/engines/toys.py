@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.generation import SamplingParams, Weights
 from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.engines.processes import EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas, Request
 from nemorl.runtime.engines.spec import EngineSpec
 from tests.runtime.engines.toy import ToyActor
@@ -49,7 +50,7 @@ class Toys:
 
     def update(self, value: float, version: int = 0) -> None:
         weights = [(name, torch.full_like(p, value)) for name, p in MODEL.named_parameters()]
-        self.replicas.update_weights(weights, version)
+        self.replicas.update_weights(Weights(version=version, tensors=weights))
 
     def fault(self, where: str, rank: int, what: str = "die") -> None:
         (self.folder / f"{where}-{rank}").write_text(what)
@@ -72,13 +73,18 @@ class Toys:
         wait_until_all_are_up(self.replicas)
 
 
-class ToyReplicas(Replicas):
+class ToyProcesses(EngineProcesses):
     actor = ToyActor
 
 
+class ToyReplicas(Replicas):
+    processes = ToyProcesses
+
+
 def process(replicas: Replicas, rank: int) -> int:
-    life = replicas._replicas[rank].life
-    return 0 if life is None else life.place.pid
+    """The process id of a replica that is up, or 0."""
+    pids = [one.place.pid for one in replicas.running() if one.id.rank == rank]
+    return pids[0] if pids else 0
 
 
 def kill(replicas: Replicas, rank: int, signal_number: int = signal.SIGKILL) -> bool:
@@ -94,12 +100,8 @@ def kill(replicas: Replicas, rank: int, signal_number: int = signal.SIGKILL) -> 
 
 def wait_until_all_are_up(replicas: Replicas) -> None:
     """Also those that have just been killed."""
-    assert eventually(
-        lambda: all(
-            one.life and not one.life.broken.done() and alive(one.life.place.pid)
-            for one in replicas._replicas
-        )
-    )
+    ranks = range(replicas.config.num_replicas)
+    assert eventually(lambda: all(alive(process(replicas, rank)) for rank in ranks))
 
 
 def alive(pid: int) -> bool:

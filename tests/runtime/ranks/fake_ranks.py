@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.run.errors import WorkerDied
+from nemorl.runtime.store.errors import WorkerDied
 
 Death = Callable[[], Exception]
 
@@ -30,6 +30,11 @@ class FakeRanks:
     def __init__(self, deaths: dict[tuple[str, int], Death] | None = None) -> None:
         self.deaths = {} if deaths is None else deaths
         self.inner, self.calls, self.dead, self.ended = DTensorBackend(), {}, False, False
+        self.others: dict[str, FakeRanks] = {}
+
+    def beside(self, name: str) -> "FakeRanks":
+        self.others[name] = FakeRanks()
+        return self.others[name]
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         self.calls[method] = self.calls.get(method, 0) + 1

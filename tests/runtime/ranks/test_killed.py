@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from nemorl.runtime.run import checkpoint
-from nemorl.runtime.run.directory import step_of
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import step_of
 from tests.runtime.runs import addition_rows, numbers, preference_rows
 from tests.tiny_models import tiny_tokenizer
 

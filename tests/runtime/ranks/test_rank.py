@@ -50,7 +50,7 @@ def test_buckets_hold_everything_in_order_and_are_cut_alike_everywhere(make):
     while bucket := ranks[0].do("export_next", (), {}):
         buckets.append([name for name, _ in bucket])
         assert ranks[1].do("export_next", (), {}) is None
-        seen.append([len(rank._backend.seen) for rank in ranks])
+        seen.append([len(rank._backends[""].seen) for rank in ranks])
     assert buckets == [["a", "b"], ["c"], ["d", "e", "empty"]]
     assert seen == [[2, 2], [3, 3], [6, 6]], "no rank gathers ahead"
 
@@ -62,3 +62,15 @@ def test_errors_are_kept_apart_from_results(make, capfd: pytest.CaptureFixture[s
     assert "ValueError: as asked" in capfd.readouterr().err, "the log has the traceback"
     host.perform("shutdown", (), {})
     assert "call setup() first" in host.perform("get_logprobs", (7,), {}).error["message"]
+
+
+def test_weights_of_two_backends_may_be_read_side_by_side(make):
+    host = make()
+    host.do("setup", (BackendConfig(),), {"backend": "critic"})
+    for name in ("", "critic"):
+        host.do("export_open", (), {"backend": name})
+    found = {"": [], "critic": []}
+    for _ in range(3):
+        for name, names in found.items():
+            names += [each for each, _ in host.do("export_next", (), {"backend": name})]
+    assert found == {"": list(SIZES), "critic": list(SIZES)}

@@ -243,7 +243,7 @@ class KillRank(Callback):
     def on_step_begin(self, trainer, step) -> None:
         if step == self.step and not self.killed:
             self.killed = True
-            os.kill(trainer.trainer._group.workers.info(1).pid, signal.SIGKILL)
+            os.kill(trainer.trainer._ranks.group.workers.info(1).pid, signal.SIGKILL)
 
 
 @pytest.fixture(autouse=True)

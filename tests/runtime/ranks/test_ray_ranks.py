@@ -24,8 +24,8 @@ from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks import actors
 from nemorl.runtime.ranks.actors import RayRanks
-from nemorl.runtime.run.errors import WorkerDied, WorkerError, WorkerTimeout
 from nemorl.runtime.start.devices import Devices
+from nemorl.runtime.store.errors import WorkerDied, WorkerError, WorkerTimeout
 from tests.parallel.batches import random_batch
 from tests.ray_session import NUM_CPUS, ray_cpus
 from tests.runtime.cluster.processes import alive, soon_gone
@@ -49,7 +49,7 @@ def trainer(trainers, logs: Path):
 
 
 def pids(trainer) -> list[int]:
-    return [trainer._group.workers.info(rank).pid for rank in range(2)]
+    return [trainer._ranks.group.workers.info(rank).pid for rank in range(2)]
 
 
 def loss(metrics) -> float:

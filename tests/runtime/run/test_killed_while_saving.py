@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.run import checkpoint
+from nemorl.runtime.store import checkpoint
 from tests.runtime.runs import TIMES, addition_rows
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
@@ -124,8 +124,8 @@ def test_saving_in_the_background_changes_nothing(place: Path, tmp_path: Path):
     assert metrics(tmp_path) == metrics(place / "straight")
     ends = [run / "checkpoints" / f"step_{STEPS}" for run in (tmp_path, place / "straight")]
     for name in (
-        "trainer/model.safetensors",
-        "trainer/optimizer.safetensors",
+        "policy/model.safetensors",
+        "policy/optimizer.safetensors",
         "state.json",
         "rng.safetensors",
     ):

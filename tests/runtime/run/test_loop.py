@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import nemorl
 from nemorl.data.batch import take
@@ -20,12 +21,22 @@ from nemorl.losses.masks import token_mean_weights
 from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.tree import from_dict, to_dict
-from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import check_callbacks
 from nemorl.runtime.run.data import warn_of_unknown
 from nemorl.runtime.run.signals import Terminated
+from nemorl.runtime.store import checkpoint
 from tests.parallel.batches import random_batch
-from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, start
+from tests.runtime.runs import (
+    TRAINER,
+    addition_rows,
+    digits,
+    grpo_config,
+    numbers,
+    run_config,
+    sft_config,
+    start,
+)
+from tests.runtime.store.test_checkpoint import flip_a_bit
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 LOSS = nemorl.policy_loss(policy.clipped)
@@ -126,6 +137,48 @@ def test_several_orders_go_on_after_a_resume(tmp_path: Path):
     assert taken("parts", 2) + taken("parts", 4, resume=True) == taken("whole", 4)
 
 
+def test_groups_are_numbered_through_the_run(tmp_path: Path):
+    """Whatever step samples them; a prompt that is sampled once more is another group."""
+    found, config = [], grpo_config(tmp_path, steps=2, run={"val_period": 1, "save_period": 1})
+
+    def sampled(step, prompts) -> list[int]:
+        responses = step.sample(prompts, n=2)
+        found.extend(c.token_ids for c in responses.completions[::2])
+        return responses.group_id[::2].tolist()
+
+    with opened(config, validation=addition_rows(3)) as run:
+        prompts = run.prompts()
+        early = prompts.next(2)
+        for step in run.steps(2):
+            if step.number == 1:
+                assert sampled(step, prompts.next(2)) == [2, 3]  # not yet the early ones
+                assert sampled(step, early) == [0, 1]
+                assert sampled(step, early) == [4, 5]
+                assert sampled(step, replace(early, groups=())) == [6, 7]
+                assert sampled(step, early.take([0, 0])) == [8, 9]
+                late = prompts.next(1)
+                assert late.groups == [10]
+            else:
+                assert sampled(step, late) == [11]  # its step was the first
+                assert sampled(step, prompts.next(1)) == [12]
+            step.log(run.trainer.train_step(BATCH, LOSS))
+        assert (run.state.groups, run.state.open_groups) == (13, ())
+        assert run.state.cursors == {"train": 6}
+    assert len({(tuple(row), i) for i, row in enumerate(found)}) == 12
+
+
+@pytest.mark.parametrize("early", [0, 4])
+def test_a_loop_that_ends_before_its_first_step_keeps_nothing(early: int, tmp_path: Path):
+    with opened(grpo_config(tmp_path)) as run:
+        prompts, steps = run.prompts(), run.steps(2)
+        if early:
+            prompts.next(early)
+        for _ in steps:
+            break
+        assert run.state.step == 0 and not run.state.cursors
+    assert not run.result.history
+
+
 def batch_of_rewards() -> nemorl.TokenBatch:
     batch = random_batch([5, 4])
     return replace(
@@ -157,15 +210,19 @@ def test_gradients_add_up_over_two_batches(tmp_path: Path):
 def test_what_a_loop_may_not_do(tmp_path: Path):
     with opened(grpo_config(tmp_path / "a")) as run:
         prompts = run.prompts()
-        with pytest.raises(RuntimeError, match=r"next\(\) belongs to a step: call it inside `for"):
-            prompts.next(1)
+        for bad, message in (
+            ({"count": 0}, "count must be at least 1"),
+            ({"count": 1, "ahead": -1}, "ahead must be at least 0, but it is -1"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                prompts.next(**bad)
         for step in run.steps(1):
             with pytest.raises(RuntimeError, match="must be called once in a run, but this is a"):
                 run.steps(1)
             with pytest.raises(ValueError, match=r"batch\.loss_weights must be given to train"):
                 run.trainer.train_step(replace(BATCH, loss_weights=None), LOSS)
             learn(run, step, prompts)
-    for use in (lambda: run.trainer, lambda: run.steps(1), lambda: run.frozen_model("model")):
+    for use in (lambda: run.trainer, lambda: run.steps(1), lambda: run.backend("second")):
         with pytest.raises(RuntimeError, match="the run is closed: use it inside `with"):
             use()
     with (
@@ -182,15 +239,156 @@ def test_what_a_loop_may_not_do(tmp_path: Path):
 
 
 def test_the_schedule_is_of_the_steps_that_are_taken(tmp_path: Path):
-    with (
-        pytest.raises(RuntimeError, match=r"must take 4 optimizer steps, .* but takes 6: call"),
-        opened(grpo_config(tmp_path / "a", steps=4)) as run,
-    ):
+    """Whatever comes first, the trainer or the loop."""
+    linear = nemorl.OptimizerConfig(lr=1e-2, schedule="linear")
+    message = r"last_step times 1 optimizer steps must be the 4 for which optimizer.schedule linear"
+    for early in (True, False):
+        config = grpo_config(tmp_path / f"a-{early}", steps=4, optimizer=linear)
+        with pytest.raises(ValueError, match=message), opened(config) as run:
+            assert not early or run.trainer.step == 0
+            run.steps(3)
+        rates = []
+        config = grpo_config(tmp_path / f"b-{early}", steps=4, optimizer=linear)
+        with opened(config, num_updates=2) as run:
+            assert not early or run.trainer.step == 0
+            for _ in run.steps(1):
+                for _ in range(2):
+                    metrics = run.trainer.train_step(BATCH, LOSS)
+                    rates.append(metrics["lr"].finalize())
+        assert rates == pytest.approx([1e-2, 0.5e-2])
+    without = nemorl.BaseConfig(run=run_config(tmp_path / "c"), trainer=TRAINER, optimizer=linear)
+    message = "optimizer.schedule must be constant where no setting says how long the run is"
+    with pytest.raises(ValueError, match=message), opened(without, reward=None):
+        pass
+
+
+def test_parts_come_in_any_order(tmp_path: Path):
+    """The trainer before the loop, the prompts and the generator; the same numbers."""
+    expected = whole(grpo_config(tmp_path / "usual", steps=2), 2)
+    with opened(grpo_config(tmp_path / "other", steps=2)) as run:
         assert run.trainer.step == 0
-        run.steps(3, updates_per_step=2)
-    with opened(grpo_config(tmp_path / "b", steps=4)) as run:
+        steps = run.steps(2)
+        with run.sampling() as generator:
+            assert generator is run.generator
+        prompts = run.prompts()
+        for step in steps:
+            learn(run, step, prompts)
+    assert [numbers(line) for line in run.result.history] == expected
+
+
+def test_a_run_says_whether_it_samples(tmp_path: Path):
+    config = sft_config(tmp_path / "no", train_global_batch_size=4)
+    with opened(config, reward=None) as run:
+        with pytest.raises(ValueError, match=r"generates must be True for a run that samples, .*T"):
+            _ = run.generator
         assert run.trainer.step == 0
-        run.steps(4)
+    config = sft_config(tmp_path / "yes", train_global_batch_size=4)
+    with opened(config, reward=None, generates=True) as run:
+        assert run.trainer.step == 0
+        assert run.generator.policy_version == 0
+
+
+def co_trained(folder: Path, *steps: int, critic: bool = True, **options: Any) -> Any:
+    """Train a second model on the same batches as the policy; the weights of both at the end."""
+    run_options = {"save_period": 1, **options}
+    for last in steps:
+        resume = last != steps[0] or run_options.get("resume", False)
+        config = grpo_config(folder, steps=steps[-1], run={**run_options, "resume": resume})
+        with opened(config) as run:
+            if critic:
+                second = run.backend("critic", model=tiny_model(seed=5), optimizer=SLOW)
+            prompts = run.prompts()
+            for step in run.steps(last):
+                batch = learn(run, step, prompts)
+                if critic:
+                    metrics = second.train_step(batch, LOSS)
+                    step.log({"critic_loss": metrics["loss"], "critic_lr": metrics["lr"]})
+            weights = {name: dict(each.weights()) for name, each in run.view.backends.items()}
+            copies = {
+                name: {key: value.clone() for key, value in found.items()}
+                for name, found in weights.items()
+            }
+    return copies, [numbers(line) for line in run.result.history]
+
+
+SLOW = nemorl.OptimizerConfig(lr=1e-3)
+
+
+def same_weights(one: Any, other: Any) -> None:
+    assert one.keys() == other.keys()
+    for name, weights in one.items():
+        assert all(torch.equal(value, other[name][key]) for key, value in weights.items()), name
+
+
+def test_two_models_train_and_go_on_bit_for_bit(tmp_path: Path):
+    whole_weights, lines = co_trained(tmp_path / "whole", 4)
+    parts_weights, parts = co_trained(tmp_path / "parts", 2, 4)
+    assert parts == lines and lines[-1]["critic_lr"] == pytest.approx(1e-3)
+    same_weights(whole_weights, parts_weights)
+    began = tiny_model(seed=5).state_dict()
+    assert any(not torch.equal(began[name], x) for name, x in whole_weights["critic"].items())
+    folder = tmp_path / "parts" / "checkpoints" / "step_4"
+    assert {"policy", "critic"} <= {path.name for path in folder.iterdir()}
+
+
+def test_a_trained_model_can_t_be_forgotten(tmp_path: Path):
+    co_trained(tmp_path / "two", 2)
+    message = r"run.backend must be called for each .*step_2 holds, .*: call run.backend\(.critic"
+    with pytest.raises(ValueError, match=message):
+        co_trained(tmp_path / "two", 3, critic=False, resume=True)
+    co_trained(tmp_path / "one", 2, critic=False)
+    message = r"must name one of the backends that .*step_2 holds \(policy\), but it is 'critic'"
+    with pytest.raises(ValueError, match=message):
+        co_trained(tmp_path / "one", 3, resume=True)
+
+
+def test_a_damaged_critic_is_a_damaged_checkpoint(tmp_path: Path):
+    """Both models go on from the checkpoint before it."""
+    expected = co_trained(tmp_path / "whole", 4)
+    co_trained(tmp_path / "parts", 3)
+    weights = tmp_path / "parts" / "checkpoints" / "step_3" / "critic" / "model.safetensors"
+    flip_a_bit(weights)
+    with pytest.warns(UserWarning, match="step_3 is not used"):
+        found = co_trained(tmp_path / "parts", 4, resume=True)
+    same_weights(found[0], expected[0])
+    assert found[1] == expected[1]
+
+
+def test_models_are_exported_under_their_names(tmp_path: Path):
+    weights, _ = co_trained(tmp_path / "run", 1, export=True)
+    for name, folder in (("policy", "hf"), ("critic", "hf-critic")):
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / folder).state_dict()
+        assert all(torch.equal(found[key], value) for key, value in weights[name].items())
+    of_run = {"run": str(tmp_path / "run"), "output": str(tmp_path / "exported")}
+    exported = nemorl.export(**of_run, backend="critic")
+    found = AutoModelForCausalLM.from_pretrained(exported).state_dict()
+    assert all(torch.equal(found[key], value) for key, value in weights["critic"].items())
+    with pytest.raises(ValueError, match=r"one of the models in the checkpoint \(policy, critic\)"):
+        nemorl.export(**of_run, backend="teacher")
+
+
+def test_which_models_a_run_may_have(tmp_path: Path):
+    with opened(grpo_config(tmp_path / "run")) as run:
+        initial = run.backend("initial", trains=False)
+        for taken in ("policy", "initial", "a/b", ""):
+            with pytest.raises(ValueError, match="name must be letters, digits and underscores"):
+                run.backend(taken)
+        with pytest.raises(ValueError, match=r"must name a backend that does not train \(init"):
+            run.release("policy")
+        before = initial.get_logprobs(BATCH).values
+        assert torch.equal(run.trainer.get_logprobs(BATCH).values, before)
+        with pytest.raises(ValueError, match="model must be given where the policy's was, which"):
+            run.backend("late", trains=False)
+        for step in run.steps(2):
+            with pytest.raises(ValueError, match="must be called before the first step"):
+                run.backend("critic", model=tiny_model())
+            step.log(run.trainer.train_step(BATCH, LOSS))
+        assert torch.equal(initial.get_logprobs(BATCH).values, before)
+        assert not torch.equal(run.trainer.get_logprobs(BATCH).values, before)
+        run.release("initial")
+        with pytest.raises(RuntimeError, match="the training backend has no model"):
+            initial.get_logprobs(BATCH)
+    assert [path.name for path in (tmp_path / "run/checkpoints/step_2").glob("*/")] == ["policy"]
 
 
 def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
@@ -230,7 +428,9 @@ def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
     config = grpo_config(tmp_path / "script", steps=2)
     whole(config, 1)
     again = replace(config, run=replace(config.run, resume=True))
-    theirs = "run.dir must be that of a run of grpo, but it is 'one of a script with GRPOConfig'"
+    theirs = (
+        "run.dir must be the folder of a run of grpo, but it is 'one of a script with GRPOConfig'"
+    )
     with pytest.raises(ValueError, match=f"{theirs}: resume it with that script"):
         start(again)
     assert nemorl.main(["grpo", "--run.dir", config.run.dir, "--run.resume"]) == 2
@@ -239,7 +439,10 @@ def test_a_run_is_resumed_by_the_program_that_began_it(tmp_path: Path, capsys):
 
     config = grpo_config(tmp_path / "grpo", steps=1)
     start(config)
-    ours = "must be that of a run of a script with GRPOConfig, but it is 'one of grpo': nemorl grpo"
+    ours = (
+        "must be the folder of a run of a script with GRPOConfig,"
+        " but it is 'one of grpo': nemorl grpo"
+    )
     with pytest.raises(ValueError, match=ours):
         whole(replace(config, run=replace(config.run, resume=True)))
 

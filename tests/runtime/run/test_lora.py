@@ -17,10 +17,9 @@ import nemorl
 from nemorl.models.adapters import has_adapters
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback
+from nemorl.runtime.store import checkpoint
 from tests.parallel.batches import random_batch
-from tests.runtime.run.test_checkpoint import flip_a_bit
 from tests.runtime.runs import (
     TIMES,
     addition_rows,
@@ -30,6 +29,7 @@ from tests.runtime.runs import (
     sft_config,
     start,
 )
+from tests.runtime.store.test_checkpoint import flip_a_bit
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 LORA = nemorl.LoRAConfig(rank=8, alpha=16.0)
@@ -87,7 +87,7 @@ def test_grpo_learns_with_adapters(tmp_path: Path):
     stay there.
     """
     config = grpo_config(
-        tmp_path, steps=25, lora=LORA, kl=nemorl.KLConfig(coef=1e-3), run={"export": True}
+        tmp_path, steps=40, lora=LORA, kl=nemorl.KLConfig(coef=1e-3), run={"export": True}
     )
     result = start(config, scale=10.0)
     rewards, kl = ([line[name] for line in result.history] for name in ("reward", "kl"))
@@ -179,8 +179,7 @@ def test_adapter_export(tmp_path: Path, base: Path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in addition_rows(4)))
     of_run, of_folder = (
-        nemorl.evaluate(nemorl.EvalConfig(model=str(path), data=str(rows), device="cpu"))
-        for path in (tmp_path / "run", hf)
+        nemorl.evaluate(path, rows, device="cpu") for path in (tmp_path / "run", hf)
     )
     assert of_run["num_rows"] == 4 and of_run["answers"] == of_folder["answers"]
     more = sft_config(tmp_path / "again", steps=1, run={"export": True}, lora=LORA)
@@ -190,13 +189,13 @@ def test_adapter_export(tmp_path: Path, base: Path):
 def test_export_of_a_checkpoint(tmp_path: Path, base: Path):
     result = by_name(sft_config(tmp_path / "run", lora=LORA), base)
     expected, run = logits(result.model), str(tmp_path / "run")
-    merged = nemorl.export(nemorl.ExportConfig(run=run, output=str(tmp_path / "merged")))
+    merged = nemorl.export(run=run, output=str(tmp_path / "merged"))
     assert_equal_logits(AutoModelForCausalLM.from_pretrained(merged), expected)
     assert not (merged / "adapter_config.json").exists()
     out = str(tmp_path / "adapter")
-    adapter = nemorl.export(nemorl.ExportConfig(run=run, output=out, lora="adapter"))
+    adapter = nemorl.export(run=run, output=out, lora="adapter")
     assert_equal_logits(AutoPeftModelForCausalLM.from_pretrained(adapter), expected)
-    nemorl.export(nemorl.ExportConfig(run=run, output=out))  # which replaces the other kind
+    nemorl.export(run=run, output=out)  # which replaces the other kind
     assert (adapter / "config.json").exists() and not (adapter / "adapter_config.json").exists()
 
 
@@ -204,12 +203,12 @@ def test_export_of_a_checkpoint(tmp_path: Path, base: Path):
 @pytest.mark.parametrize("lora", [nemorl.LoRAConfig(), LORA], ids=["whole", "adapters"])
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path, monkeypatch, lora, small):
     start(sft_config(tmp_path / "run", steps=1, lora=lora))
-    trainer = tmp_path / "run" / "checkpoints" / "step_1" / "trainer"
+    trainer = tmp_path / "run" / "checkpoints" / "step_1" / "policy"
     flip_a_bit(next(trainer.glob("*model.safetensors")))
     monkeypatch.setattr(checkpoint, "SMALL", small)
     options = {"run": str(tmp_path / "run"), "output": str(tmp_path / "out"), "step": 1}
     with pytest.raises(OSError, match=r"model\.safetensors is damaged"):
-        nemorl.export(nemorl.ExportConfig(**options))
+        nemorl.export(**options)
     assert not (tmp_path / "out").exists()
 
 
@@ -220,7 +219,7 @@ def test_a_base_that_was_named_from_here_is_found_from_elsewhere(
     by_name(sft_config(tmp_path / "run", steps=1, lora=LORA), Path(base.name))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    found = nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output="out"))
+    found = nemorl.export(run=str(tmp_path / "run"), output="out")
     assert (found / "config.json").exists()
 
 
@@ -231,15 +230,15 @@ def test_export_when_the_base_has_moved_or_changed(tmp_path: Path, base: Path):
     with pytest.raises(
         ValueError, match=r"base_model must name .*base' could not be loaded.*--base-model"
     ):
-        nemorl.export(nemorl.ExportConfig(**options))
-    found = nemorl.export(nemorl.ExportConfig(**options, base_model=moved))
+        nemorl.export(**options)
+    found = nemorl.export(**options, base_model=moved)
     assert_equal_logits(AutoModelForCausalLM.from_pretrained(found), logits(result.model))
-    adapter = nemorl.export(nemorl.ExportConfig(**options, base_model=moved, lora="adapter"))
+    adapter = nemorl.export(**options, base_model=moved, lora="adapter")
     settings = json.loads((adapter / "adapter_config.json").read_text())
     assert settings["base_model_name_or_path"] == moved
     tiny_model(seed=4).save_pretrained(tmp_path / "other")
     with pytest.raises(ValueError, match="began with other weights"):
-        nemorl.export(nemorl.ExportConfig(**options, base_model=str(tmp_path / "other")))
+        nemorl.export(**options, base_model=str(tmp_path / "other"))
 
 
 def test_export_of_a_model_that_came_in_memory(tmp_path: Path, base: Path):
@@ -248,8 +247,8 @@ def test_export_of_a_model_that_came_in_memory(tmp_path: Path, base: Path):
     with pytest.raises(
         ValueError, match=r"base_model must name the model that .*in memory.*--base-model"
     ):
-        nemorl.export(nemorl.ExportConfig(**options))
-    merged = nemorl.export(nemorl.ExportConfig(**options, base_model=str(base)))
+        nemorl.export(**options)
+    merged = nemorl.export(**options, base_model=str(base))
     assert_equal_logits(AutoModelForCausalLM.from_pretrained(merged), logits(result.model))
 
 
@@ -257,9 +256,9 @@ def test_export_of_a_run_without_adapters_takes_no_lora_settings(tmp_path: Path)
     start(sft_config(tmp_path / "run", steps=1))
     options: dict[str, Any] = {"run": str(tmp_path / "run"), "output": str(tmp_path / "out")}
     with pytest.raises(ValueError, match=r"lora must be merged for a run that .*it is 'adapter'"):
-        nemorl.export(nemorl.ExportConfig(**options, lora="adapter"))
+        nemorl.export(**options, lora="adapter")
     with pytest.raises(ValueError, match="base_model must be omitted for a run that trained the"):
-        nemorl.export(nemorl.ExportConfig(**options, base_model="here"))
+        nemorl.export(**options, base_model="here")
     assert not (tmp_path / "out").exists()
 
 
@@ -275,7 +274,7 @@ def test_a_run_goes_on_with_its_own_kind_of_training(tmp_path: Path):
 def test_the_checkpoint_is_small(tmp_path: Path):
     sizes = {"hidden_size": 128, "intermediate_size": 256}
     start(sft_config(tmp_path, steps=1, lora=nemorl.LoRAConfig(rank=1)), **sizes)
-    files = list((tmp_path / "checkpoints" / "step_1" / "trainer").iterdir())
+    files = list((tmp_path / "checkpoints" / "step_1" / "policy").iterdir())
     assert "model.safetensors" not in {path.name for path in files}
     whole = 4 * sum(p.numel() for p in tiny_model(**sizes).parameters())
     assert sum(path.stat().st_size for path in files) < 0.2 * whole

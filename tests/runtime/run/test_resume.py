@@ -69,7 +69,7 @@ def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor], list[str
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     metrics = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
-    trainer = folder / "checkpoints" / f"step_{STEPS}" / "trainer"
+    trainer = folder / "checkpoints" / f"step_{STEPS}" / "policy"
     tensors = {
         f"{file.name}/{name}": value
         for file in trainer.glob("*.safetensors")
@@ -111,7 +111,7 @@ def test_the_comparison_can_fail(forked: Path, tmp_path: Path):
     in_a_process(forked / "python", algorithm="sft", folder=str(tmp_path / "a"), resume=False)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     assert_equal_outcomes(tmp_path / "a", tmp_path / "b")
-    file = tmp_path / "b" / "checkpoints" / f"step_{STEPS}" / "trainer" / "model.safetensors"
+    file = tmp_path / "b" / "checkpoints" / f"step_{STEPS}" / "policy" / "model.safetensors"
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 
 from nemorl.runtime.config.metric_rules import Condition, MetricWatch, Ranking
 from nemorl.runtime.config.run import RunConfig
-from nemorl.runtime.run import checkpoint
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify
-from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.saving import CheckpointCallback, EarlyStop
-from nemorl.runtime.run.state import Run
-from tests.runtime.tiny import TinyTrainer, in_a_process, recorder, tiny_run
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.state import Run
+from tests.runtime.tiny import in_a_process, recorder, tiny_run
 
 
 @pytest.fixture
@@ -391,12 +391,12 @@ def test_a_validation_after_the_checkpoint_of_its_step_is_added_to_it(
     saver = CheckpointCallback(directory, period=4, keep=1, ranking=ranking)
     step_4 = directory.checkpoints / "step_4"
     walk([saver], dict.fromkeys(range(1, 5), 0.3), validation={2: 0.5})
-    before = (step_4 / "trainer" / "model.safetensors").read_bytes()
+    before = (step_4 / "policy" / "model.safetensors").read_bytes()
     notify([saver], "on_validation_end", tiny_run(step=4), 4, {"accuracy": 0.7})
     checkpoint.verify(step_4)
     measured = checkpoint.metrics_by_step(directory.path)[4]
     assert measured == {"reward": 0.3, "loss": -0.3, "val_accuracy": 0.7}
-    assert (step_4 / "trainer" / "model.safetensors").read_bytes() == before
+    assert (step_4 / "policy" / "model.safetensors").read_bytes() == before
     found = checkpoint.best(directory.path)
     assert found == (directory.checkpoints / f"step_{best}" if best else None)
     assert steps_of(directory) == kept
@@ -438,11 +438,11 @@ class Runs:
     `to` takes it through steps whose weights are the step's number.
     """
 
-    def __init__(self, directory: RunDirectory, **options) -> None:
+    def __init__(self, directory: RunDirectory) -> None:
         self.told: list[int] = []
         self.run, self.directory = tiny_run(), directory
         self.saver = CheckpointCallback(
-            directory, period=1, keep=9, background=True, observers=(Watcher(self.told),), **options
+            directory, period=1, keep=9, background=True, observers=(Watcher(self.told),)
         )
         notify([self.saver], "on_train_begin", self.run)
 
@@ -467,7 +467,7 @@ class Runs:
 def weight_of(directory: RunDirectory, step: int) -> float:
     path = directory.checkpoints / f"step_{step}"
     checkpoint.verify(path)
-    return float(load_file(path / "trainer" / "model.safetensors")["weight"][0])
+    return float(load_file(path / "policy" / "model.safetensors")["weight"][0])
 
 
 def test_a_run_goes_on_while_its_checkpoint_is_written(directory):
@@ -570,25 +570,7 @@ def test_a_validation_is_added_to_the_checkpoint_that_is_being_written(directory
     assert checkpoint.metrics_by_step(directory.path)[1] == {"reward": 0.1, "val_accuracy": 0.9}
 
 
-def test_rivals_that_are_being_written_count(directory):
-    runs = Runs(directory, ranking=Ranking(metric="val_accuracy"))
-    runs.saver.keep, runs.saver.period = 1, 0
-    for step, accuracy in enumerate([0.3, 0.5, 0.4], start=1):
-        runs.saver.on_step_begin(runs.run, step)
-        runs.run = replace(runs.run, state=replace(runs.run.state, step=step))
-        notify([runs.saver], "on_validation_end", runs.run, step, {"accuracy": accuracy})
-        notify([runs.saver], "on_step_end", runs.run, step, {})
-    runs.saver.settle(runs.run, wait=True)
-    assert runs.told == [1, 2]
-    assert checkpoint.best(directory.path).name == "step_2"
-
-
-def test_a_backend_that_cannot_save_in_the_background_is_refused(directory, monkeypatch):
-    run = tiny_run()
-    monkeypatch.delattr(TinyTrainer, "wait_for_checkpoint")
-    with pytest.raises(
-        ValueError,
-        match=r"run.async_save needs a training backend with wait_for_checkpoint.*omit it",
-    ):
-        notify([CheckpointCallback(directory, background=True)], "on_train_begin", run)
-    notify([CheckpointCallback(directory)], "on_train_begin", run)
+def test_a_checkpoint_in_the_background_is_not_ranked():
+    message = r"run.async_save can't be given together with run.metric, .* keep one of the two"
+    with pytest.raises(ValueError, match=message):
+        RunConfig(async_save=True, metric="val_accuracy")

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from nemorl.runtime.cluster import connection
-from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.run.signals import Terminated, signals_raise, update_in_progress
+from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
 
 BOTH = pytest.mark.parametrize(
     ("number", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)]

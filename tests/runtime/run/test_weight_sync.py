@@ -2,6 +2,10 @@
 they have arrived.
 """
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+
 import pytest
 import torch
 
@@ -60,34 +64,116 @@ def test_log_probabilities_that_are_no_numbers_do_not_agree(trainer):
         check_agreement(trainer, generator, PROMPT, precision="float32")
 
 
-def test_weights_can_be_read_again_until_the_next_step_and_not_after_it(trainer):
-    weights = TrainerWeights(trainer)
-    assert (
-        [name for name, _ in weights]
-        == [name for name, _ in weights]
-        == [name for name, _ in trainer.weights()]
-    )
+def first_number(weights):
+    return float(next(iter(weights))[1].flatten()[0])
+
+
+def test_the_newest_weights_can_be_read_at_any_time_also_after_the_next_step(trainer):
+    source = TrainerWeights(trainer)
+    names = [name for name, _ in trainer.weights()]
+    for version in (0, 1, 5):
+        trainer.step = version
+        with torch.no_grad():
+            next(trainer.model.parameters()).fill_(version)
+        for _ in range(2):
+            found, weights = source.newest()
+            assert (found, [name for name, _ in weights]) == (version, names)
+            assert source.send(lambda found, weights: (found, first_number(weights))) == (
+                version,
+                version,
+            )
+
+
+@pytest.mark.parametrize("read", [0, 1, "all"])
+def test_weights_that_change_while_they_are_read_are_an_error(trainer, read):
+    """Before the first tensor, in the middle, or after the last: before the reader is done."""
+    _, weights = TrainerWeights(trainer).newest()
+    for _ in range(sum(1 for _ in trainer.weights()) if read == "all" else read):
+        next(weights)
     trainer.step += 1
-    with pytest.raises(
-        RuntimeError,
-        match=r"these are of step 0 and it has done 1: call sync_weights\(\) after every step",
-    ):
-        list(weights)
-    with pytest.raises(RuntimeError, match="these are of step 0 and it has done 1"):
-        weights.send(list)
+    match = "while those of step 0 were read, the trainer went on to step 1"
+    with pytest.raises(RuntimeError, match=match):
+        next(weights)
+
+
+class Slow:
+    """A trainer in the middle of a step: half of its weights are of the next one."""
+
+    def __init__(self) -> None:
+        self.step, self.numbers = 0, [0.0, 0.0]
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def train_step(self, batch, loss_fn):
+        self.numbers[0] += 1
+        self.begun.set()
+        assert self.go_on.wait(60)
+        self.numbers[1] += 1
+        self.step += 1
+
+    def weights(self):
+        for i, number in enumerate(self.numbers):
+            yield f"w{i}", torch.tensor(number)
+
+
+def test_whichever_thread_reads_it_gets_whole_steps():
+    """And a step that begins while a reader sends waits for it."""
+    trainer = Slow()
+    source = TrainerWeights(trainer)
+    sending, sent = threading.Event(), threading.Event()
+
+    def use(version, weights):
+        return version, [float(tensor) for _, tensor in weights]
+
+    def slowly(version, weights):
+        sending.set()
+        assert sent.wait(60)
+        return use(version, weights)
+
+    with ThreadPoolExecutor() as threads:
+        step = threads.submit(trainer.train_step, None, None)
+        assert trainer.begun.wait(60)
+        reader = threads.submit(source.send, use)
+        assert not wait([reader], 0.2).done
+        trainer.go_on.set()
+        assert reader.result(60) == (1, [1.0, 1.0])
+        step.result(60)
+        reader = threads.submit(source.send, slowly)
+        assert sending.wait(60)
+        step = threads.submit(trainer.train_step, None, None)
+        assert not wait([step], 0.2).done
+        sent.set()
+        assert reader.result(60) == (1, [1.0, 1.0])
+        step.result(60)
+    assert source.send(use) == (2, [2.0, 2.0])
 
 
 def test_weights_are_sent_from_where_they_are(trainer):
     """Here, unless the trainer has ranks: then rank 0 sends them."""
-    sent = TrainerWeights(trainer).send(dict, dtype=torch.bfloat16)
-    assert list(sent) == [name for name, _ in trainer.weights()]
+
+    def found(version, weights):
+        return version, dict(weights)
+
+    version, sent = TrainerWeights(trainer).send(found, dtype=torch.bfloat16)
+    assert (version, list(sent)) == (0, [name for name, _ in trainer.weights()])
 
     def send_weights(send, *, dtype):
         return send(iter([("a", torch.ones(1, dtype=dtype))]))
 
-    trainer.send_weights = send_weights
-    found = TrainerWeights(trainer).send(dict, dtype=torch.bfloat16)
-    assert {name: tensor.dtype for name, tensor in found.items()} == {"a": torch.bfloat16}
+    trainer.send_weights, trainer.step = send_weights, 3
+    version, sent = TrainerWeights(trainer).send(found, dtype=torch.bfloat16)
+    assert (version, sent["a"].dtype) == (3, torch.bfloat16)
+
+
+def test_weights_are_synced_also_where_an_event_loop_runs(trainer):
+    generator = generator_of(tiny_model(scale=3.0, seed=1))
+
+    async def main():
+        trainer.step = 2
+        sync_weights(trainer, generator)
+
+    asyncio.run(main())
+    assert generator.policy_version == 2
+    assert check_agreement(trainer, generator, PROMPT, precision="float32") < 1e-5
 
 
 class Watched(TorchGenerationBackend):
@@ -95,9 +181,10 @@ class Watched(TorchGenerationBackend):
 
     events: list[str]
 
-    def update_weights(self, weights, version) -> None:
+    async def update_weights(self, source) -> int:
+        version = await super().update_weights(source)
         self.events.append(f"weights {version}")
-        super().update_weights(weights, version)
+        return version
 
     def generate(self, prompts, sampling_params):
         self.events.append("generate")
@@ -145,3 +232,14 @@ def test_the_loops_send_weights_when_they_are_needed_and_let_the_generator_sleep
         " ".join(Watched.events).replace("weights ", "weights_")
         == f"weights_0 generate sleep {loop}"
     )
+
+
+def test_weights_may_be_sent_by_another_thread(trainer):
+    """As through GPUs: the sender waits for a thread that reads them."""
+
+    def send(version, weights):
+        with ThreadPoolExecutor(1) as pool:
+            return version, dict(pool.submit(list, weights).result(timeout=30))
+
+    version, sent = TrainerWeights(trainer).send(send)
+    assert (version, list(sent)) == (trainer.step, [name for name, _ in trainer.weights()])

@@ -10,7 +10,8 @@ import pytest
 
 import nemorl
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.start.devices import VLLM_CPU_HEADS, Devices
+from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
+from nemorl.runtime.start.devices import Devices
 from tests.tiny_models import tiny_model
 
 TORCHRUN = {

@@ -49,7 +49,7 @@ def test_a_trained_model_is_not_taken_for_the_reference(kind, tmp_path: Path, mo
     with (
         monkeypatch.context() as patch,
         pytest.raises(
-            ValueError, match="began with other weights: load the initial model of that run anew"
+            ValueError, match="began with other weights: load the initial model of that run again"
         ),
     ):
         patch.setattr(

@@ -16,9 +16,9 @@ from nemorl.losses.advantages import to_tokens
 from nemorl.losses.policy import reinforce
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.collect import to_token_batch
-from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.result import final_metrics
 from nemorl.runtime.start.registry import TRAINING_BACKENDS
+from nemorl.runtime.store.directory import RunDirectory
 from tests.runtime.runs import (
     addition_rows,
     digits,
@@ -63,16 +63,18 @@ def test_export_of_a_checkpoint(saved, tmp_path: Path):
     result = nemorl.run(
         by_name(
             grpo_config(
-                tmp_path / "run", steps=2, run={"save_period": 1}, reward="contains_answer"
+                tmp_path / "run",
+                steps=2,
+                run={"save_period": 1},
+                reward="contains_answer",
+                entropy_coef=0.01,  # a step is taken, whatever the rewards
             ),
             saved,
         )
     )
     for step in (1, None):
         folder = nemorl.export(
-            nemorl.ExportConfig(
-                run=str(tmp_path / "run"), output=str(tmp_path / f"out{step}"), step=step
-            )
+            run=str(tmp_path / "run"), output=str(tmp_path / f"out{step}"), step=step
         )
         exported = AutoModelForCausalLM.from_pretrained(folder)
         same = all(
@@ -80,18 +82,11 @@ def test_export_of_a_checkpoint(saved, tmp_path: Path):
             for a, b in zip(exported.parameters(), result.model.parameters(), strict=True)
         )
         assert same is (step is None)
-        assert (
-            nemorl.generate(
-                nemorl.GenerateConfig(
-                    model=str(folder), prompt=("1+1=",), n=2, seed=0, device="cpu"
-                )
-            )[1]["prompt"]
-            == "1+1="
-        )
+        assert nemorl.generate(folder, ["1+1="], n=2, seed=0, device="cpu")[1]["prompt"] == "1+1="
     with pytest.raises(ValueError, match=r"there is none for 7: there are step_1, step_2"):
-        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output="x", step=7))
+        nemorl.export(run=str(tmp_path / "run"), output="x", step=7)
     with pytest.raises(ValueError, match="has no hf/ yet: nemorl export --run"):
-        nemorl.generate(nemorl.GenerateConfig(model=str(tmp_path / "run"), prompt=("1",)))
+        nemorl.generate(tmp_path / "run", "1")
 
 
 def test_export_replaces_nothing_but_an_export(saved, tmp_path: Path):
@@ -101,15 +96,15 @@ def test_export_replaces_nothing_but_an_export(saved, tmp_path: Path):
     (mine / "thesis.txt").write_text("years of work")
     for output in (mine, tmp_path / "run", mine / "thesis.txt", saved["model"]):
         with pytest.raises(ValueError, match="output must be a new folder or an earlier export"):
-            nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(output)))
+            nemorl.export(run=str(tmp_path / "run"), output=str(output))
     assert (mine / "thesis.txt").read_text() == "years of work"
     assert (tmp_path / "run" / "checkpoints" / "step_1").exists()
     for _ in range(2):  # an earlier export may be replaced
-        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "out")))
+        nemorl.export(run=str(tmp_path / "run"), output=str(tmp_path / "out"))
     assert sorted(path.name for path in tmp_path.glob(".*")) == []
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds other things \(notes\.txt\)"):
-        nemorl.export(nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "out")))
+        nemorl.export(run=str(tmp_path / "run"), output=str(tmp_path / "out"))
     assert (tmp_path / "out" / "notes.txt").exists()
 
 

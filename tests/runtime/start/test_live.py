@@ -18,15 +18,19 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import nemorl
+from nemorl.models.source import ModelSource
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.checkpoint import CheckpointError
-from nemorl.runtime.run.errors import WorkerTimeout
-from nemorl.runtime.start import devices, live
-from nemorl.runtime.start.live import whole_model
+from nemorl.runtime.run.models import BackendOrder
+from nemorl.runtime.start import backends, devices
+from nemorl.runtime.start.backends import Backends
+from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.open_run import failed_ranks
+from nemorl.runtime.store.checkpoint import CheckpointError
+from nemorl.runtime.store.errors import WorkerTimeout
 from tests.parallel.test_offload import held
+from tests.rollout.updates import update
 from tests.runtime import runs
 from tests.runtime.ranks.fake_ranks import FakeRanks, killed
 from tests.runtime.runs import addition_rows, digits, grpo_config, numbers, sft_config
@@ -52,7 +56,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         made["all"].append(FakeRanks(made["deaths"]))
         return made["all"][-1]
 
-    monkeypatch.setattr(live, "make_trainer", make)
+    monkeypatch.setattr(backends, "make_trainer", make)
     return made
 
 
@@ -226,7 +230,7 @@ def test_ranks_that_die_cost_no_number(make, folder, ranks, tmp_path: Path):
 
 
 class Arm(Callback):
-    """Once the run has begun anew, its second step is deadly, too."""
+    """Once the run has started again, its second step is deadly, too."""
 
     def __init__(self, deaths: dict, death: Any) -> None:
         self.deaths, self.death, self.begun = deaths, death, 0
@@ -266,7 +270,7 @@ def test_no_restart_without_a_reason(death, max_restarts, message, folder, ranks
     "when", [("setup", 1), ("train_step", 2), ("save_checkpoint", 1), ("get_logprobs", 1)]
 )
 def test_a_death_before_the_first_checkpoint(when, folder, ranks, tmp_path: Path):
-    """The run begins anew, also with the random numbers that its reward draws. (Python's own are
+    """The run starts again, also with the random numbers that its reward draws. (Python's own are
     drawn by the checks of the tests, too.)
     """
     np.random.seed(5)
@@ -282,7 +286,9 @@ def test_a_death_before_the_first_checkpoint(when, folder, ranks, tmp_path: Path
     ranks["deaths"][when] = killed
     with pytest.warns(
         UserWarning,
-        match=(r"the run begins anew, without a checkpoint yet, with new ranks \(restart 1 of 1\)"),
+        match=(
+            r"the run starts again, without a checkpoint yet, with new ranks \(restart 1 of 1\)"
+        ),
     ):
         result = go(config, reward=noisy)
     assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
@@ -328,12 +334,12 @@ def test_a_replica_is_the_model(kind, tied):
     with torch.device("meta"):
         far = AutoModelForCausalLM.from_config(model.config)
     before = torch.get_rng_state()
-    replica = whole_model(far, "cpu")
+    replica = ModelSource(far, device="cpu").load()
     assert torch.equal(torch.get_rng_state(), before)
     generator = nemorl.get_generation_backend("torch")(model=replica, tokenizer=tiny_tokenizer())
     generator.setup(nemorl.GenerationConfig(max_new_tokens=4))
     once = {id(tensor): (name, tensor.detach()) for name, tensor in model.named_parameters()}
-    generator.update_weights(iter(once.values()), 1)
+    update(generator, iter(once.values()), 1)
     ids = torch.arange(2, 12)[None]
     assert torch.equal(replica(ids).logits, model(ids).logits)
     assert not any(parameter.requires_grad for parameter in replica.parameters())
@@ -407,16 +413,18 @@ def test_what_generation_does_not_need_is_offloaded_meanwhile(
     assert one == other
 
 
-def test_frozen_models_are_offloaded_too(folder, tmp_path: Path, watched):
+def test_other_models_are_offloaded_too(folder, tmp_path: Path, watched):
     trainer = nemorl.TrainerConfig(offload_during_generation=True)
     config = grpo_config(tmp_path / "run", steps=1, trainer=trainer)
     config = replace(config, model=nemorl.ModelConfig(path=str(folder)))
     with nemorl.open_run(config, train=addition_rows(), reward=digits) as run:
-        prompts, early = run.prompts(), run.frozen_model(folder)
+        prompts = run.prompts()
+        early = run.backend("early", model=folder, trains=False)
+        critic = run.backend("critic", model=folder)
         for step in run.steps(1):
-            late = run.frozen_model(folder)
+            late = run.backend("late", trains=False)
             step.sample(prompts.next(2))
-            assert held(early) == held(late) == NOTHING
+            assert held(early) == held(late) == held(critic) == NOTHING
     probe, sample = watched
     assert probe[0] == NOTHING and sample[0] == sample[2] == NOTHING
 
@@ -444,17 +452,21 @@ def test_another_model_has_its_own_experts(folder, tmp_path: Path, monkeypatch: 
     """Or none at all."""
     setups: list[Any] = []
     backend = SimpleNamespace(setup=setups.append, shutdown=lambda: None)
-    monkeypatch.setattr(live, "make_trainer", lambda *_: backend)
+    ranks = SimpleNamespace(beside=lambda name: backend)
     options = {"router_replay": True, "router_aux_loss_coef": 0.1}
     trainer = nemorl.TrainerConfig(backend="megatron", device="cpu", logprob_chunk=7, **options)
     config = nemorl.GRPOConfig(trainer=trainer)
-    launch = object.__new__(live.Launch)  # of which this needs a part
+    launch = object.__new__(Launch)  # of which this needs a part
     vars(launch).update(
         config=config,
         devices=devices.Devices.of(config, {}, num_gpus=0),
-        directory=SimpleNamespace(path=tmp_path),
+        folder="",
     )
-    with live.frozen_model(launch, str(folder)):
+    run = object.__new__(nemorl.OpenRun)
+    run._num_updates = 1
+    model = Backends(launch, run, None, ranks)
+    order: dict[str, Any] = {"head": "lm", "trains": False, "optimizer": None}
+    with model.other(BackendOrder(name="other", model=folder, **order)):
         assert setups[0].trainer == nemorl.TrainerConfig(
             backend="megatron", device="cpu", logprob_chunk=7
         )

@@ -64,7 +64,7 @@ def test_a_backend_without_a_method_is_refused_when_it_registers():
 def test_a_config_belongs_to_one_algorithm():
     with pytest.raises(
         ValueError,
-        match="config must belong to one algorithm, but GRPOConfig is that of 'grpo': derive",
+        match="config must belong to one algorithm, but GRPOConfig belongs to 'grpo': derive",
     ):
         nemorl.register_algorithm("mine", config=nemorl.GRPOConfig)
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerFast
 import nemorl
 from nemorl.runtime.algorithms import sft
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.run import checkpoint, record
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.export import ExportCallback
-from nemorl.runtime.run.files import NotWritten
+from nemorl.runtime.run.saving import ExportCallback
+from nemorl.runtime.store import checkpoint, record
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.files import NotWritten
 from nemorl.runtime.watch import plots
 from tests.runtime.runs import (
     addition_rows,
@@ -74,7 +74,7 @@ def outcome(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     lines = RunDirectory(folder).read_metrics()
     metrics = {(line["step"], line["phase"]): numbers(line) for line in lines}
     assert len(metrics) == len(lines)
-    return metrics, load_file(checkpoint.latest(folder) / "trainer" / "model.safetensors")
+    return metrics, load_file(checkpoint.latest(folder) / "policy" / "model.safetensors")
 
 
 def assert_same(a: Path, b: Path) -> None:
@@ -316,7 +316,7 @@ def test_damage_that_is_met_while_loading_costs_a_checkpoint(
     config = sft_config(tmp_path / "run", steps=2, run={"save_period": 1})
     start(config)
     shutil.copytree(tmp_path / "run", tmp_path / "straight")
-    path = tmp_path / "run" / "checkpoints" / "step_2" / "trainer" / f"{file}.safetensors"
+    path = tmp_path / "run" / "checkpoints" / "step_2" / "policy" / f"{file}.safetensors"
     content = bytearray(path.read_bytes())
     if damage == "cut":
         content = content[:-4]
@@ -526,7 +526,7 @@ def test_the_best_checkpoint_is_kept_and_exported(tmp_path: Path):
     """
     from transformers import AutoModelForCausalLM
 
-    rules = {"metric": "val_reward", "higher_is_better": False, "keep_checkpoints": 1}
+    rules = {"metric": "val_reward", "higher_is_better": False, "keep_checkpoints": 1, "seed": 3}
     result = start(
         grpo_config(tmp_path / "run", run={"save_period": 2, "val_period": 1, **rules}),
         validation=addition_rows(8),
@@ -535,12 +535,10 @@ def test_the_best_checkpoint_is_kept_and_exported(tmp_path: Path):
     best = min(rewards, key=lambda step: rewards[step])
     assert best == 1 and steps_of(tmp_path / "run") == [1, 4]
     assert checkpoint.best(tmp_path / "run").name == f"step_{best}"
-    folder = nemorl.export(
-        nemorl.ExportConfig(run=str(tmp_path / "run"), output=str(tmp_path / "out"), step="best")
-    )
+    folder = nemorl.export(run=str(tmp_path / "run"), output=str(tmp_path / "out"), step="best")
     exported = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     saved = load_file(
-        tmp_path / "run" / "checkpoints" / f"step_{best}" / "trainer" / "model.safetensors"
+        tmp_path / "run" / "checkpoints" / f"step_{best}" / "policy" / "model.safetensors"
     )
     assert all(
         torch.equal(exported[name], tensor) for name, tensor in saved.items() if name in exported

@@ -13,7 +13,7 @@ from nemorl.losses.types import finalize
 from nemorl.parallel.backend import ForwardOutput, SmallBackend, TrainingBackend
 from nemorl.parallel.config import BackendConfig
 from nemorl.runtime.algorithms import sft
-from nemorl.runtime.start import devices, live, registry
+from nemorl.runtime.start import backends, devices, registry
 from tests.runtime.runs import (
     addition_rows,
     digits,
@@ -47,7 +47,7 @@ class Small:
     def train_step(self, batch, loss_fn):
         self.optimizer.zero_grad()
         found = self.logprobs(batch)
-        output = loss_fn(ForwardOutput(found, torch.zeros_like(found)), batch)
+        output = loss_fn(ForwardOutput(found), batch)
         output.loss.backward()
         self.optimizer.step()
         return {"loss": float(output.loss), **finalize(output.metrics)}
@@ -148,7 +148,7 @@ def test_ranks_of_a_backend_without_weights_to_export_do_not_try(
         def weights(self):
             raise AssertionError
 
-    monkeypatch.setattr(live, "make_trainer", lambda config, make, plan, logs: Ranked(make()))
+    monkeypatch.setattr(backends, "make_trainer", lambda config, make, plan, logs: Ranked(make()))
     options = {"trainer": TRAIN, "parallel": nemorl.ParallelPlan(dp_shard=2)}
     config = sft_config(tmp_path / "sft", steps=1, run={"export": True}, **options)
     with pytest.warns(UserWarning, match="hf will not be written"):

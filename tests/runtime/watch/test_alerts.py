@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 import nemorl
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch import plots
 from nemorl.runtime.watch.alerts import SignalWatch
 from nemorl.runtime.watch.plots import PlotCallback

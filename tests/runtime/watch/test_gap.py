@@ -18,9 +18,9 @@ from nemorl.rollout.collect import to_token_batch
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms.sampling import worst_row
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import RunDirectory
 from nemorl.runtime.run.samples import worst_tokens
 from nemorl.runtime.start.registry import GENERATION_BACKENDS
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.alerts import GapWatch
 from nemorl.runtime.watch.report.gather import Gathered
 from nemorl.runtime.watch.report.samples import sample_data

@@ -7,7 +7,7 @@ import pytest
 
 import nemorl
 from nemorl.runtime.run.callbacks import notify
-from nemorl.runtime.run.directory import RunDirectory, read_lines
+from nemorl.runtime.store.directory import RunDirectory, read_lines
 from nemorl.runtime.watch.log import changed_settings, event, recorded
 from tests.runtime.runs import addition_rows, grpo_config, start
 from tests.runtime.tiny import tiny_run

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch import plots
 from nemorl.runtime.watch.curves import RUNS, VARIABLES, svg
 from nemorl.runtime.watch.metrics import LABELS, smooth

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import Phase, RunDirectory
-from nemorl.runtime.run.files import NotWritten
 from nemorl.runtime.run.signals import update_in_progress
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store.directory import Phase, RunDirectory
+from nemorl.runtime.store.files import NotWritten
+from nemorl.runtime.store.state import Run
 from nemorl.warn import warn
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nemorl.runtime.config.tree import flat
-from nemorl.runtime.run.directory import Phase
+from nemorl.runtime.store.directory import Phase
 from nemorl.runtime.watch.loggers.base import LoggedRun
 
 RUN_ID_TAG = "nemorl.run_id"

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemorl.runtime.run.directory import Phase
-from nemorl.runtime.run.files import writing
+from nemorl.runtime.store.directory import Phase
+from nemorl.runtime.store.files import writing
 from nemorl.runtime.watch.loggers.base import LoggedRun
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemorl.runtime.run.directory import Phase
+from nemorl.runtime.store.directory import Phase
 from nemorl.runtime.watch.loggers.base import LoggedRun
 
 SECONDS_BETWEEN_TABLES = 60.0

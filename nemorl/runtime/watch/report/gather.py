@@ -9,9 +9,9 @@ from typing import Any
 
 from nemorl.checks import is_number
 from nemorl.runtime.config.yaml_io import ConfigError, read
-from nemorl.runtime.run.directory import RunDirectory, read_lines, step_of
-from nemorl.runtime.run.record import RunRecord, read_record, status_of
-from nemorl.runtime.run.shapes import (
+from nemorl.runtime.store.directory import RunDirectory, read_lines, step_of
+from nemorl.runtime.store.record import RunRecord, read_record, status_of
+from nemorl.runtime.store.shapes import (
     Shape,
     fields_of,
     is_count,
@@ -44,7 +44,7 @@ SAMPLE: dict[str, Shape] = {
         )
     ),
 }
-"""Of the values in samples/*.jsonl that are more than shown."""
+"""Shapes of the values in samples/*.jsonl that the page does more with than show."""
 STATISTICS = {
     "count": ("sequences", "{:,}"),
     "total_tokens": ("tokens", "{:,}"),
@@ -128,7 +128,7 @@ def read_data(directory: RunDirectory) -> dict[str, dict[str, Any]]:
     try:
         found = {**json.loads(directory.data.read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError, RecursionError):
-        warn(f"{directory.data} is no JSON object, and is omitted")
+        warn(f"{directory.data} is not a JSON object, and is omitted")
         return {}
     found = without_wrong(found, dict.fromkeys(found, is_mapping), str(directory.data))
     return {

@@ -19,9 +19,9 @@ from markupsafe import Markup
 from nemorl.checks import is_number, require
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump
-from nemorl.runtime.run.directory import RunDirectory, step_of, to_json
-from nemorl.runtime.run.files import write_atomically
-from nemorl.runtime.run.record import read_record, status_of
+from nemorl.runtime.store.directory import RunDirectory, step_of, to_json
+from nemorl.runtime.store.files import write_atomically
+from nemorl.runtime.store.record import read_record, status_of
 from nemorl.runtime.watch.curves import RUNS, VARIABLES, Course, svg
 from nemorl.runtime.watch.metrics import (
     SECTIONS,
@@ -252,7 +252,7 @@ def differences(runs: Sequence[Gathered]) -> dict[str, list[Any]]:
 
 
 def grouped(curves: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the sections with their curves, and with those that never changed."""
+    """Return the sections with their curves, and with the metrics that never changed."""
     sections: dict[str, list[dict[str, Any]]] = {}
     for curve in curves:
         sections.setdefault(curve["section"], []).append(curve)

@@ -6,10 +6,10 @@ import pytest
 
 import nemorl
 from nemorl.runtime.run.callbacks import closing, notify
-from nemorl.runtime.run.directory import RunDirectory, read_lines
 from nemorl.runtime.run.signals import signals_raise
 from nemorl.runtime.start import registry
 from nemorl.runtime.start.registry import chosen_loggers
+from nemorl.runtime.store.directory import RunDirectory, read_lines
 from nemorl.runtime.watch.loggers.base import JsonlLogger
 from tests.runtime.runs import grpo_config, start
 from tests.runtime.tiny import recorder, tiny_run

@@ -6,7 +6,7 @@ import pytest
 from mlflow import MlflowClient
 
 from nemorl.runtime.run.callbacks import closing
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.loggers.base import LoggedRun
 from nemorl.runtime.watch.loggers.mlflow import MlflowLogger
 from tests.runtime.runs import grpo_config, start

@@ -2,7 +2,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.summary.writer import event_file_writer
 
 from nemorl.runtime.run.callbacks import closing
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.loggers.tensorboard import TensorBoardLogger
 from tests.runtime.tiny import recorder
 from tests.runtime.watch.loggers.test_base import walk

@@ -11,7 +11,7 @@ import wandb
 from wandb.proto import wandb_internal_pb2
 
 from nemorl.runtime.run.callbacks import closing
-from nemorl.runtime.run.directory import RunDirectory
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.watch.loggers.base import LoggedRun
 from nemorl.runtime.watch.loggers.wandb import WandbLogger
 from tests.runtime.runs import grpo_config, start

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.record import RunRecord, begin_record, read_record, write_record
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.record import RunRecord, begin_record, read_record, write_record
 from nemorl.runtime.watch.report import gather as module
 from nemorl.runtime.watch.report.gather import Gathered, pieces, spread, working_seconds
 from tests.runtime.runs import grpo_config, start
@@ -77,7 +77,7 @@ def test_a_part_that_is_missing_or_damaged_is_left_out(run, tmp_path, missing, d
         path.unlink(missing_ok=True)
     if damaged and missing != "samples":
         path.write_text("{ no: [valid\n")
-    told = pytest.warns(UserWarning, match="is no JSON object")
+    told = pytest.warns(UserWarning, match="is not a JSON object")
     with told if damaged and missing.endswith(".jsonl") else nullcontext():
         found = Gathered(folder)
     assert found.name == "copy"

@@ -11,8 +11,8 @@ import pytest
 
 import nemorl
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.record import begin_record, write_record
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.record import begin_record, write_record
 from nemorl.runtime.watch.report import gather
 from nemorl.runtime.watch.report import page as module
 from nemorl.runtime.watch.report.gather import Gathered

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.record import begin_record
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.record import begin_record
 from nemorl.runtime.watch.report import page
 from nemorl.runtime.watch.report.gather import Gathered
 

@@ -15,11 +15,9 @@ from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import CONFIG, copy_code
 from nemorl.models.tensor_files import TensorFiles, write_model_files
 from nemorl.parallel.fingerprint import check_base, fingerprint
-from nemorl.runtime.run import checkpoint
-from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.run.directory import RunDirectory, version_of
-from nemorl.runtime.run.files import writing
-from nemorl.runtime.run.state import Run
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.directory import version_of
+from nemorl.runtime.store.files import writing
 
 EXPORT = "nemorl_export.json"
 """Lists the files of an export, which the next one may replace."""
@@ -50,8 +48,9 @@ def write_checkpoint(
     base: str | None = None,
     trust_remote_code: bool = False,
 ) -> None:
-    """Write the model in the checkpoint `saved` as a folder that others load.
+    """Write the model of one backend of a checkpoint as a folder that others load.
 
+    saved: the backend's folder in the checkpoint, such as step_5/policy.
     lora: "merged" adds the adapters to their base model, "adapter" writes them alone.
     base: where that base model is now.
     trust_remote_code: run its code, if it has any.
@@ -60,32 +59,31 @@ def write_checkpoint(
         ValueError: the base model is unknown or has changed, or the run had none.
         OSError: a file is missing or damaged.
     """
-    trainer = saved / "trainer"
-    if not (trainer / CONFIG).exists():
+    if not (saved / CONFIG).exists():
         whole = "for a run that trained the whole model"
         require(lora == "merged", "lora", f"must be merged {whole}", lora, "omit it")
         require(base is None, "base_model", f"must be omitted {whole}", base, "omit it")
         _copy_model(directory, saved, tokenizer)
         return
-    checkpoint.verify(saved)
-    base = base or base_of(trainer)
+    checkpoint.verify(saved.parent)
+    base = base or base_of(saved)
     if lora == "adapter":
-        _write_adapter(directory, trainer, tokenizer, base)
+        _write_adapter(directory, saved, tokenizer, base)
     else:
-        _write_merged(directory, trainer, tokenizer, base, trust_remote_code)
+        _write_merged(directory, saved, tokenizer, base, trust_remote_code)
 
 
-def _write_adapter(directory: Path, trainer: Path, tokenizer: Any, base: str | None) -> None:
+def _write_adapter(directory: Path, saved: Path, tokenizer: Any, base: str | None) -> None:
     with replacing(directory) as aside:
-        shutil.copy(trainer / WEIGHTS, aside)
-        values = json.loads((trainer / CONFIG).read_text(encoding="utf-8"))
+        shutil.copy(saved / WEIGHTS, aside)
+        values = json.loads((saved / CONFIG).read_text(encoding="utf-8"))
         values["base_model_name_or_path"] = base
         (aside / CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
         tokenizer.save_pretrained(aside)
 
 
 def _write_merged(
-    directory: Path, trainer: Path, tokenizer: Any, base: str | None, trust_remote_code: bool
+    directory: Path, saved: Path, tokenizer: Any, base: str | None, trust_remote_code: bool
 ) -> None:
     must = "must name the model that the adapters belong to"
     remedy = (
@@ -99,25 +97,25 @@ def _write_merged(
         raise ValueError(
             f"base_model {must}, but {error}: say where it is now (--base-model)"
         ) from error
-    state = json.loads((trainer / "backend.json").read_text(encoding="utf-8"))
-    check_base(state["base"], fingerprint(model), trainer)
-    model = merge_folder(model, trainer)
+    state = json.loads((saved / "backend.json").read_text(encoding="utf-8"))
+    check_base(state["base"], fingerprint(model), saved)
+    model = merge_folder(model, saved)
     write_pretrained(directory, merged_tensors(model), model, tokenizer)
 
 
 def _copy_model(directory: Path, saved: Path, tokenizer: Any) -> None:
     """Write weights tensor by tensor; their files are checked while they are read."""
-    trainer, checksums = saved / "trainer", checkpoint.verify(saved, largest=checkpoint.SMALL)
-    files = sorted(trainer.glob("model*.safetensors"))
-    if not files or not (trainer / "config.json").exists():
+    checksums = checkpoint.verify(saved.parent, largest=checkpoint.SMALL)
+    files = sorted(saved.glob("model*.safetensors"))
+    if not files or not (saved / "config.json").exists():
         raise ValueError(
-            f"the checkpoint must hold config.json and model*.safetensors, but {trainer} does not:"
+            f"the checkpoint must hold config.json and model*.safetensors, but {saved} does not:"
             " its training backend has a form of its own, which that must export itself"
         )
     stored = TensorFiles(files, {file.name: checksums[file] for file in files})
     with replacing(directory) as aside:
         write_model_files(aside, ((name, stored.read(name)) for name in sorted(stored.shapes)))
-        for file in trainer.glob("*config.json"):
+        for file in saved.glob("*config.json"):
             shutil.copy(file, aside)
         tokenizer.save_pretrained(aside)
 
@@ -155,18 +153,3 @@ def replacing(directory: Path) -> Iterator[Path]:
         directory.rename(old)
     aside.rename(directory)
     shutil.rmtree(old, ignore_errors=True)
-
-
-class ExportCallback(Callback):
-    """Write the trained model, or with `adapter` its adapters alone, to the run's hf/ folder."""
-
-    def __init__(self, directory: RunDirectory, model: nn.Module, *, adapter: bool = False) -> None:
-        self.directory, self.model, self.adapter = directory, model, adapter
-
-    def on_train_end(self, trainer: Run, metrics: dict[str, float]) -> None:
-        hf, tokenizer = self.directory.hf, trainer.tokenizer
-        if self.adapter:  # the checkpoint at the run's end has them
-            saved = self.directory.checkpoints / f"step_{trainer.state.step}"
-            write_checkpoint(hf, saved, tokenizer, lora="adapter")
-        else:
-            write_pretrained(hf, trainer.trainer.weights(), self.model, tokenizer)

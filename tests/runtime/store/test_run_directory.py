@@ -1,7 +1,6 @@
 import errno
 import json
 import math
-import os
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +13,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemorl.runtime.run import directory as run_directory
-from nemorl.runtime.run.directory import (
+from nemorl.runtime.store import directory as run_directory
+from nemorl.runtime.store.directory import (
     RunDirectory,
     free_directory,
     git_commit,
@@ -23,7 +22,7 @@ from nemorl.runtime.run.directory import (
     read_lines,
     to_json,
 )
-from nemorl.runtime.run.files import NotWritten, write_atomically, writing
+from nemorl.runtime.store.files import NotWritten, write_atomically, writing
 
 LACKING = pytest.mark.filterwarnings("ignore:.*must have a line of step")
 
@@ -81,7 +80,7 @@ def test_a_run_is_not_overwritten(directory):
 
 def test_open_wants_a_run(tmp_path, directory):
     assert RunDirectory.open(directory.path) == directory
-    with pytest.raises(ValueError, match=r"run.dir must be the folder of a run"):
+    with pytest.raises(ValueError, match=r"run must be the folder of a run"):
         RunDirectory.open(tmp_path)
 
 
@@ -116,7 +115,7 @@ def test_a_damaged_line_is_left_out_with_a_warning_and_costs_no_later_one(direct
     with directory.metrics.open("a") as file:
         file.write(damage)
     directory.append_metrics(2, {"loss": 2.0})
-    with pytest.warns(UserWarning, match=r"metrics.jsonl, line [23] is no JSON object"):
+    with pytest.warns(UserWarning, match=r"metrics.jsonl, line [23] is not a JSON object"):
         assert [line["step"] for line in directory.read_metrics()] == [1, 2]
 
 
@@ -138,17 +137,10 @@ def test_samples_take_tensors_and_go_with_the_steps_after(directory):
     assert list(directory.samples.iterdir()) == []
 
 
-def test_a_sample_that_utf8_or_json_has_no_words_for_is_written(directory):
-    deep: list = []
-    cycle: dict = {"deep": deep}
-    for _ in range(900):
-        deep = [deep]
-    cycle["itself"] = cycle
-    sample = {"text": "half \ud800", "half \udc00": 1, "deep": deep, "cycle": cycle}
-    directory.append_samples(1, [{**sample, "digits": 10**5000}])
+def test_half_a_character_in_a_sample_is_written(directory):
+    directory.append_samples(1, [{"text": "half \ud800", "half \udc00": 1}])
     (written,) = read_lines(directory.samples / "step_1.jsonl")
     assert written["text"] == "half \ud800" and written["half \udc00"] == 1
-    assert written["digits"] == hex(10**5000) and "…" in json.dumps(written, ensure_ascii=False)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +151,7 @@ def test_a_sample_that_utf8_or_json_has_no_words_for_is_written(directory):
         ('{"step": true, "time": 1.0, "phase": "train"}', "has a wrong step"),
         ('{"step": 2, "phase": "train"}', "has a wrong time"),
         ('{"step": 2, "time": 1.0, "phase": []}', "has a wrong phase"),
-        ("[" * 10**5, "is no JSON object"),
+        ("[" * 10**5, "is not a JSON object"),
     ],
 )
 def test_a_line_that_is_no_step_is_left_out_with_a_warning(directory, line, what):
@@ -179,33 +171,6 @@ def test_metrics_that_lack_the_step_to_go_on_from_are_warned_of(directory, conte
         directory.truncate(3)
     directory.append_metrics(3, {})
     directory.truncate(3)  # without a word
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "run.json", "checkpoints/latest", "samples"])
-@pytest.mark.parametrize("kind", ["fifo", "other"])
-def test_what_is_no_file_or_no_folder_is_refused(directory, name, kind):
-    path = directory.path / name
-    path.parent.mkdir(exist_ok=True)
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif name == "samples":
-        path.touch()
-    else:
-        path.mkdir()
-    right = "folder" if name == "samples" else "file"
-    message = rf"run\.dir must have a {right} {path.name}, but .*/{name} is none: move it away"
-    for use in (RunDirectory.open, lambda folder: RunDirectory.create(folder, "", resume=True)):
-        with pytest.raises(ValueError, match=message):
-            use(directory.path)
-
-
-@LACKING
-def test_a_sample_file_that_is_none_is_refused(directory):
-    (directory.samples / "step_2.jsonl").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"must have a file step_2\.jsonl"):
-        directory.truncate(1)
-    with pytest.raises(ValueError, match=r"must have a file step_2\.jsonl"):
-        read_lines(directory.samples / "step_2.jsonl")
 
 
 def test_to_json_takes_anything():

@@ -7,8 +7,8 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.record import (
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.record import (
     RunRecord,
     begin_record,
     check_algorithm,
@@ -89,10 +89,10 @@ def test_a_resume_by_another_algorithm_leaves_the_run_what_it_is(directory):
 
 
 def test_another_script_is_warned_of(directory, monkeypatch):
-    monkeypatch.setattr("nemorl.runtime.run.record.script_name", lambda: "a.py")
+    monkeypatch.setattr("nemorl.runtime.store.record.script_name", lambda: "a.py")
     begin_record(directory, algorithm=script_with(int))
     check_algorithm(directory, script_with(int))
-    monkeypatch.setattr("nemorl.runtime.run.record.script_name", lambda: "b.py")
+    monkeypatch.setattr("nemorl.runtime.store.record.script_name", lambda: "b.py")
     with pytest.warns(UserWarning, match=r"b\.py goes on with a run of a\.py"):
         check_algorithm(directory, script_with(int))
     begin_record(directory, algorithm="sft")

@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from nemorl.models.checked_files import checksum, read_manifest, write_manifest
-from nemorl.runtime.run import checkpoint
-from nemorl.runtime.run.checkpoint import CheckpointError
+from nemorl.runtime.store import checkpoint
+from nemorl.runtime.store.checkpoint import CheckpointError
 from tests.runtime.tiny import TinyTrainer, save, seed_everything, tiny_run
 
 SMALL_FILES = ("state.json", "rng.json", "rng.safetensors")
@@ -132,7 +132,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(
-    "file", ["trainer/model.safetensors", "trainer/optimizer.safetensors", *SMALL_FILES]
+    "file", ["policy/model.safetensors", "policy/optimizer.safetensors", *SMALL_FILES]
 )
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_file_is_passed_over_with_the_reason(tmp_path, file, damage):
@@ -315,12 +315,12 @@ def test_files_that_the_trainer_checks_are_not_read_besides(tmp_path, monkeypatc
         path = save(tmp_path, replace(tiny_run(step=step, value=step), trainer=Checking()))
     manifest = read_manifest(path)
     assert sorted(manifest) == [
+        "policy/manifest.json",
         "rng.json",
         "rng.safetensors",
         "state.json",
-        "trainer/manifest.json",
     ]
-    flip_a_bit(path / "trainer" / "model.safetensors")
+    flip_a_bit(path / "policy" / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
         checkpoint.verify(path)
     monkeypatch.setattr(checkpoint, "SMALL", 10)
@@ -329,7 +329,7 @@ def test_files_that_the_trainer_checks_are_not_read_besides(tmp_path, monkeypatc
     with pytest.warns(UserWarning, match=r"step_2 is not used: model.safetensors is damaged"):
         found = checkpoint.load_latest(tmp_path, run)
     assert found == (tmp_path / "checkpoints" / "step_1", tiny_run(step=1).state)
-    cut_in_half(path / "trainer" / "model.safetensors")
+    cut_in_half(path / "policy" / "model.safetensors")
     with pytest.warns(UserWarning, match=r"model.safetensors has \d+ bytes instead of"):
         assert checkpoint.latest(tmp_path).name == "step_1"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from nemorl.checks import require
-from nemorl.runtime.run.directory import writing_below
-from nemorl.runtime.run.files import HOLDERS
+from nemorl.runtime.store.directory import writing_below
+from nemorl.runtime.store.files import HOLDERS
 
 LOCK_NAME = ".lock"
 

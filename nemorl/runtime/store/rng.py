@@ -29,7 +29,7 @@ def random_state() -> RandomState:
 
 
 def restore_generators(values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Set the generators to a `random_state`, except those of GPUs that this machine lacks."""
+    """Set the generators to a `random_state`, but not generators of GPUs that are not here."""
     version, internal, gauss_next = values["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, keys, *rest = values["numpy"]

@@ -13,9 +13,9 @@ from typing import Literal, get_args
 import psutil
 
 from nemorl.checks import require
-from nemorl.runtime.run.directory import RunDirectory
-from nemorl.runtime.run.files import write_atomically
-from nemorl.runtime.run.shapes import (
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.files import write_atomically
+from nemorl.runtime.store.shapes import (
     Shape,
     is_count,
     is_text,
@@ -64,7 +64,7 @@ SHAPES: dict[str, Shape] = {
     "pid": lambda value: is_count(value) and value < 2**31,
     "host": is_text,
 }
-"""Of the fields in run.json."""
+"""Checks of the fields in run.json, by name."""
 
 
 def begin_record(
@@ -110,7 +110,7 @@ def check_algorithm(directory: RunDirectory, *expected: str) -> None:
     require(
         found in expected,
         "run.dir",
-        f"must be that of a run of {' or '.join(expected)}",
+        f"must be the folder of a run of {' or '.join(expected)}",
         f"one of {found}",
         "resume it with that script" if found.startswith("a script ") else command,
     )
@@ -133,7 +133,7 @@ def read_record(directory: RunDirectory) -> RunRecord | None:
         values = {**json.loads(directory.record.read_text(encoding="utf-8"))}
         wrong = wrong_fields(values, SHAPES)
     except (OSError, ValueError, TypeError, RecursionError):
-        warn(f"{directory.record} is no JSON object, and is omitted")
+        warn(f"{directory.record} is not a JSON object, and is omitted")
         return None
     if wrong:
         warn(f"{directory.record} has a wrong {wrong[0]}, and is omitted")

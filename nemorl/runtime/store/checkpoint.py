@@ -1,11 +1,12 @@
 """Checkpoints: everything that a run needs to go on bit for bit, in `checkpoints/step_N/`.
 
-    trainer/             the training backend's files: model, optimizer, schedule
+    policy/              the training backend's files: model, optimizer, schedule; each other
+                         backend that trains has a folder of its name beside it
     state.json           the LoopState
     rng.json             generators of Python's random and numpy
     rng.safetensors      generators of torch, one for the CPU and one for every GPU
     manifest.json        size and CRC-32 of all of these; a backend that writes a manifest.json of
-                         its own into trainer/ checks its files while it reads them
+                         its own into its folder checks its files while it reads them
 
 A checkpoint is written into a temporary folder and flushed, each rank its own part; then the folder
 is renamed, and last `checkpoints/latest` names it (`checkpoints/best` the best one, by
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save_file
 
+from nemorl.checks import require
 from nemorl.data.digest import Digest
 from nemorl.models.checked_files import (
     MANIFEST,
@@ -35,18 +37,18 @@ from nemorl.models.checked_files import (
     write_manifest,
 )
 from nemorl.runtime.config.metric_rules import Ranking
-from nemorl.runtime.run.directory import step_of, to_json
-from nemorl.runtime.run.errors import WorkerDied, WorkerTimeout
-from nemorl.runtime.run.files import (
+from nemorl.runtime.store.directory import step_of, to_json
+from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
+from nemorl.runtime.store.files import (
     TEMPORARY,
     check_writer,
     flush,
     free_space,
     write_atomically,
 )
-from nemorl.runtime.run.rng import RandomState, random_state, restore_generators
-from nemorl.runtime.run.state import LoopState, Run
-from nemorl.runtime.run.temporary import sweep_temporary
+from nemorl.runtime.store.rng import RandomState, random_state, restore_generators
+from nemorl.runtime.store.state import POLICY, LoopState, Run
+from nemorl.runtime.store.temporary import sweep_temporary
 from nemorl.warn import warn
 
 T = TypeVar("T")
@@ -95,13 +97,17 @@ def begin(
 
     with _complete_or_removed(temporary, target):
         shutil.rmtree(temporary, ignore_errors=True)
-        trainer = temporary / "trainer"
-        trainer.mkdir(parents=True)
-        run.trainer.save_checkpoint(trainer, **({"background": True} if background else {}))
+        for name, backend in [*run.others.items(), (POLICY, run.trainer)]:
+            folder = temporary / name
+            folder.mkdir(parents=True)
+            # One backend alone: two that write at a time would mix their collective calls.
+            aside = background and name == POLICY
+            backend.save_checkpoint(folder, **({"background": True} if aside else {}))
         values, tensors = generators or random_state()
         save_file(tensors, temporary / "rng.safetensors")
         (temporary / "rng.json").write_text(json.dumps(values))
-        state = {"algorithm": _algorithm(run), **asdict(run.state)}
+        about = {"algorithm": _algorithm(run), "backends": list(run.backends)}
+        state = {**about, **asdict(run.state)}
         (temporary / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     return publish
 
@@ -208,8 +214,14 @@ def data_of(directory: Path | str) -> list[Digest]:
     return json.loads((found / "state.json").read_bytes())["data"] if found else []
 
 
+def backends_of(path: Path) -> list[str]:
+    """Return the names of the backends that a checkpoint holds."""
+    return json.loads((path / "state.json").read_bytes())["backends"]
+
+
 def load(path: Path, run: Run) -> LoopState:
-    """Restore trainer and random generators from a checkpoint, and return the loop's state.
+    """Restore trainer and random generators from a checkpoint, and return the loop's state. Files
+    of other backends, which `load_backend` reads, are checked.
 
     Raises:
         ValueError: the checkpoint is of another algorithm or seed; nothing has been changed.
@@ -219,7 +231,8 @@ def load(path: Path, run: Run) -> LoopState:
         manifest = read_manifest(path)
         files = {name: CheckedFile(path / name, manifest[name]).read() for name in manifest}
     values = json.loads(bytes(files["state.json"]))
-    algorithm, state = values.pop("algorithm"), LoopState(**values)
+    algorithm, names = values.pop("algorithm"), values.pop("backends")
+    state = LoopState.resumed(values)
     if algorithm != _algorithm(run):
         raise ValueError(
             f"a run must be resumed by its own algorithm, but {path} is of {algorithm}, not"
@@ -231,10 +244,32 @@ def load(path: Path, run: Run) -> LoopState:
             f" {run.state.seed}: omit it"
         )
     with _as_checkpoint_error(path):
-        run.trainer.load_checkpoint(path / "trainer")
+        for name in names:
+            for file, expected in _own_files(path / name).items() if name != POLICY else ():
+                CheckedFile(file, expected).read()
+        run.trainer.load_checkpoint(path / POLICY)
     tensors = load_tensors(bytes(files["rng.safetensors"]))
     restore_generators(json.loads(bytes(files["rng.json"])), tensors)  # which loading may draw from
     return state
+
+
+def load_backend(path: Path, name: str, backend: Any) -> None:
+    """Restore the backend `name` from a checkpoint of a run that has it. No random number is drawn.
+
+    Raises ValueError where the checkpoint holds no such backend.
+    """
+    names = backends_of(path)
+    require(
+        name in names,
+        "run.backend",
+        f"must name one of the backends that {path} holds ({', '.join(names)})",
+        name,
+        "begin a new run with it, in a folder of its own (--run.dir)",
+    )
+    generators = random_state()
+    with _as_checkpoint_error(path):
+        backend.load_checkpoint(path / name)
+    restore_generators(*generators)
 
 
 def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
@@ -245,8 +280,8 @@ def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
     """
     with _as_checkpoint_error(path):
         files = {path / name: expected for name, expected in read_manifest(path).items()}
-        if (trainer := path / "trainer") / MANIFEST in files:
-            files |= {trainer / name: each for name, each in read_manifest(trainer).items()}
+        for folder in [file.parent for file in files if file.name == MANIFEST]:
+            files |= _own_files(folder)
         for file, expected in files.items():
             if expected.size <= largest:
                 CheckedFile(file, expected).read()
@@ -280,13 +315,18 @@ def _algorithm(run: Run) -> str:
 
 def _seal(folder: Path) -> None:
     """Add the manifest, with everything on the disk, as files in a backend's own manifest are."""
-    trainer = folder / "trainer"
-    known = read_manifest(trainer) if (trainer / MANIFEST).exists() else {}
-    paths = set(folder.rglob("*")) - {trainer / name for name in known}
+    paths = set(folder.rglob("*"))
+    paths -= {file for part in folder.iterdir() for file in _own_files(part)}
     files = sorted(path for path in paths if path.is_file())
     write_manifest(folder, {str(path.relative_to(folder)): checksum(path) for path in files})
     for path in (*(paths - set(files)), folder):
         flush(path)
+
+
+def _own_files(folder: Path) -> dict[Path, Checksum]:
+    """Return the files in the manifest of a backend that writes one; none for others."""
+    known = read_manifest(folder) if (folder / MANIFEST).exists() else {}
+    return {folder / name: expected for name, expected in known.items()}
 
 
 def _pointed_at(pointer: Path) -> Path | None:

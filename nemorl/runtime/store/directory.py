@@ -31,15 +31,13 @@ from typing import Any, Literal, get_args
 
 from nemorl.runtime.config.run import RunConfig
 from nemorl.runtime.config.yaml_io import dump
-from nemorl.runtime.run.files import check_writer, write_atomically, writing
-from nemorl.runtime.run.shapes import Shape, is_count, is_time, without_wrong, wrong_fields
+from nemorl.runtime.store.files import check_writer, write_atomically, writing
+from nemorl.runtime.store.shapes import Shape, is_count, is_time, without_wrong, wrong_fields
 from nemorl.warn import warn
 
 Phase = Literal["train", "validation"]
 Resume = bool | Literal["auto"]
 """See `RunConfig.resume`."""
-DEEPEST, LONGEST_BITS = 50, 10_000
-"""What is written of nested values, and of integers."""
 STEP_NAME = re.compile(r"step_(\d+)(?:\.jsonl)?")
 
 
@@ -62,12 +60,6 @@ class RunDirectory:
         self.tensorboard = path / "tensorboard"
         self.plots = path / "plots"
         self.hf = path / "hf"
-        for file in (self.config, self.metrics, self.record, self.log, self.data):
-            _require_kind(file, "file")
-        for name in ("latest", "best", "metrics.json"):
-            _require_kind(self.checkpoints / name, "file")
-        for folder in (self.samples, self.checkpoints, self.tensorboard, self.plots, self.hf):
-            _require_kind(folder, "folder")
 
     @classmethod
     def create(
@@ -107,7 +99,7 @@ class RunDirectory:
         directory = cls(Path(path))
         if not (directory.config.exists() or directory.holds_results()):
             raise ValueError(
-                f"run.dir must be the folder of a run, but {directory.path} holds no config.yaml,"
+                f"run must be the folder of a run, but {directory.path} holds no config.yaml,"
                 " metrics.jsonl or checkpoints: check the path"
             )
         return directory
@@ -186,7 +178,6 @@ class RunDirectory:
             write_atomically(self.metrics, "".join(lines), "the metrics")
         for file in self.samples.glob("step_*.jsonl"):
             if step_of(file) > step:
-                _require_kind(file, "file")
                 file.unlink()
 
 
@@ -291,7 +282,6 @@ def read_lines(
     """Return the objects of a JSON lines file, if any, that have the `needed` fields, without wrong
     ones among the `known`, and without a torn last line; what is omitted is warned of.
     """
-    _require_kind(path, "file")
     if not path.exists():
         return []
     records = []
@@ -305,37 +295,23 @@ def read_lines(
         if not wrong and wrong is not None:
             records.append(without_wrong(record, known, f"{path}, line {number}"))
         elif number < len(lines):
-            what = "is no JSON object" if wrong is None else f"has a wrong {wrong[0]}"
+            what = "is not a JSON object" if wrong is None else f"has a wrong {wrong[0]}"
             warn(f"{path}, line {number} {what}, and is omitted: {line[:80]!r}")
     return records
 
 
-def _require_kind(path: Path, kind: str) -> None:
-    """Raise ValueError where a "file" or "folder" of a run is something else."""
-    if path.exists() and not (path.is_file() if kind == "file" else path.is_dir()):
-        raise ValueError(
-            f"run.dir must have a {kind} {path.name}, but {path} is none: move it away, or name"
-            " another folder (--run.dir)"
-        )
-
-
-def to_json(value: Any, depth: int = DEEPEST) -> Any:
-    """Return a value for strict JSON: tensors as lists, nan and inf as None, other objects as text;
-    "…" below `depth` levels, and integers of more digits than Python reads in hexadecimal.
+def to_json(value: Any) -> Any:
+    """Return a value for strict JSON: tensors as lists, nan and inf as None, other objects as text.
 
     >>> to_json({"reward": float("nan"), "tokens": (1, 2)})
     {'reward': None, 'tokens': [1, 2]}
     """
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if isinstance(value, Mapping | list | tuple | set | frozenset) and not depth:
-        return "…"
     if isinstance(value, Mapping):
-        return {str(key): to_json(item, depth - 1) for key, item in value.items()}
+        return {str(key): to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [to_json(item, depth - 1) for item in value]
+        return [to_json(item) for item in value]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, int) and value.bit_length() > LONGEST_BITS:
-        return hex(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)

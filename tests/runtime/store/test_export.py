@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from nemorl.runtime.run.export import replacing
+from nemorl.runtime.store.export import replacing
 
 
 def test_a_failed_export_leaves_nothing_but_the_earlier_one(tmp_path):

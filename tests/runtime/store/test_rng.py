@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemorl.runtime.run.rng import random_state, restore_generators, seed_generators
+from nemorl.runtime.store.rng import random_state, restore_generators, seed_generators
 
 
 def draws() -> tuple[float, float, float]:

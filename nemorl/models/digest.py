@@ -1,0 +1,72 @@
+"""Sampled numbers of tensors, by which two holders of a model's weights are compared."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+SIDE = 8
+"""A receipt of weights has so many rows and columns of each matrix, as many as most models are cut
+into by tensor parallelism, and the square of it of each vector.
+"""
+STRIDE = 2654435761
+"""Odd and large: the positions of consecutive versions are spread over the tensor."""
+
+
+def spread(size: int, count: int, shift: int = 0) -> list[int]:
+    """Return up to `count` positions below `size`, evenly spaced.
+
+    shift: begins elsewhere, as from version to version.
+
+    >>> spread(10, 3), spread(10, 3, shift=1), spread(2, 3)
+    ([1, 5, 8], [2, 6, 9], [0, 1])
+    """
+    count = min(count, size)
+    found = ((2 * i + 1) * size // (2 * count) + shift * STRIDE for i in range(count))
+    return sorted({position % size for position in found})
+
+
+def grid(shape: Sequence[int], version: int = 0, side: int = SIDE) -> tuple[list[int], list[int]]:
+    """Return rows and columns to sample a tensor at, as a matrix whose columns are the last
+    dimension's; a vector is one column.
+
+    >>> grid((6, 4), side=2), grid((8,), side=2)
+    (([1, 4], [1, 3]), ([1, 3, 5, 7], [0]))
+    """
+    if len(shape) < 2:
+        return spread(prod(shape), side * side, version), [0]
+    return spread(prod(shape[:-1]), side, version), spread(shape[-1], side, version)
+
+
+def sampled(tensor: Tensor, version: int = 0, side: int = SIDE) -> Tensor:
+    """Return the numbers of a tensor at its `grid`, `[rows * columns]`, on its device.
+
+    >>> sampled(torch.arange(24.0).view(6, 4), side=2)
+    tensor([ 5.,  7., 17., 19.])
+    """
+    rows, columns = grid(tensor.shape, version, side)
+    matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
+    # A copy of rows first: an index of both is far slower.
+    return matrix[torch.tensor(rows, device=tensor.device)][:, columns].flatten()
+
+
+def differences(
+    sent: Mapping[str, Tensor], found: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+) -> str:
+    """Return which tensors differ, in words; nothing if none does.
+
+    A number that is not finite counts as equal: an engine refuses to sample from it.
+
+    >>> differences({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 3.0])})
+    "'a' has 3 where 1 was sent"
+    """
+    wrong = []
+    for name, values in dict(found).items():
+        expected, values = sent[name].float().cpu(), values.float().cpu()
+        other = (values != expected) & values.isfinite()
+        if other.any():
+            at = int(other.nonzero()[0])
+            wrong.append(f"{name!r} has {float(values[at]):g} where {float(expected[at]):g}")
+    shown = [f"{one} was sent" for one in wrong[:5]]
+    return ", ".join(shown) + f" and {len(wrong) - 5} more" * (len(wrong) > 5)

@@ -1,0 +1,21 @@
+"""What trainer.backend dtensor is and can't do, before anything starts. Free of torch."""
+
+from typing import Any
+
+from nemorl.checks import require
+from nemorl.parallel.limits import TrainingSections
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.traits import TrainingTraits
+
+traits = TrainingTraits()
+
+
+def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
+    """Raise ValueError for adapters with tensor parallelism."""
+    require(
+        not (config.lora.rank and plan.tp > 1),
+        "lora.rank",
+        "must be 0 with parallel.tp above 1",
+        config.lora.rank,
+        "spread adapters by parallel.dp_shard and cp",
+    )

@@ -1,0 +1,133 @@
+"""Microbatches on their way through the stages of megatron-core's pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from nemorl.data.batch import TokenBatch
+from nemorl.data.transfer import to_device
+from nemorl.losses.types import Needs
+from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.head import RankInputs, planned
+from nemorl.parallel.layout import Layout
+from nemorl.parallel.megatron.core import get_forward_backward_func
+from nemorl.parallel.megatron.cpu import runtime
+from nemorl.parallel.megatron.routing import Load, balancing, copies_of, routes_of
+from nemorl.parallel.world import World
+
+
+class Pipeline:
+    """A rank's part of the pipeline: it hands microbatches on from stage to stage."""
+
+    def __init__(self, world: World, trainer: TrainerConfig, model: PretrainedConfig) -> None:
+        self.world, self.trainer, self.model = world, trainer, model
+        self.copied = 0
+        """Tokens of prompts that the last call of `run` with a loss computed once for several."""
+
+    def run(
+        self,
+        stages: Any,
+        layout: Layout,
+        mask: str | None,
+        needs: Needs,
+        loss_fn: LossFn | None = None,
+    ) -> list[Any]:
+        """Take this rank's microbatches through the pipeline; return the last stage's result for
+        each: a loss, whose gradients are added, or without `loss_fn` a ForwardOutput.
+
+        stages: this rank's, one after the other.
+        mask: name of the batch's mask of tokens that the head reads; None: it reads none.
+        """
+        self.copied = 0
+        parts, plan = layout.parts(self.world.data_rank), self.world.plan
+        if plan.vpp > 1:
+            settings = getattr(stages[0], "module", stages[0]).config
+            settings.microbatch_group_size_per_vp_stage = plan.microbatch_group(len(parts))
+        vpp = plan.vpp if plan.vpp > 1 else None
+        schedule = get_forward_backward_func(pp_size=plan.pp, vp_size=vpp)
+        with runtime(self.world.device), torch.set_grad_enabled(loss_fn is not None):
+            return schedule(
+                forward_step_func=partial(self._forward, mask, needs, loss_fn),
+                data_iterator=[iter(parts) for _ in stages],
+                model=list(stages),
+                num_microbatches=len(parts),
+                seq_length=self.model.hidden_size,  # not used: stages send each other the shapes
+                micro_batch_size=1,
+                forward_only=loss_fn is None,
+                collect_non_loss_data=loss_fn is None,
+            )
+
+    def load(self, stages: Any, layout: Layout) -> Load:
+        """Return the load of the experts over a whole batch; a collective call."""
+        experts, device = self.model.num_local_experts, self.world.device
+        sums = torch.zeros(2, experts, dtype=torch.float64, device=device)
+        load = Load(self.model.num_experts_per_tok, sums)
+        stages.eval()
+        with balancing(stages, load):
+            self.run(stages, layout, None, Needs())
+        dist.all_reduce(sums)  # each rank had other tokens, or other layers
+        return load
+
+    def from_last_stage(self, values: Tensor) -> Tensor:
+        """Return the sum of the last stages' values over all rows, on all ranks."""
+        if self.world.data_group is not None:
+            dist.all_reduce(values, group=self.world.data_group)
+        if (group := self.world.pp_group) is not None:
+            last = dist.get_global_rank(group, self.world.plan.pp - 1)
+            dist.broadcast(values, last, group=group)
+        return values
+
+    def _forward(
+        self,
+        mask: str | None,
+        needs: Needs,
+        loss_fn: LossFn | None,
+        parts: Iterator[TokenBatch],
+        model: Any,
+    ) -> tuple[Any, Callable[..., Any]]:
+        """Compute a stage's share of the next microbatch; also return what the last stage does with
+        it.
+        """
+        stage = getattr(model, "module", model)
+        part, trainer = next(parts), self.trainer
+        wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)
+        work = planned(part, wanted, self.world, share=trainer.share_prompts)
+        first = stage.number == self.world.pp_rank
+        self.copied += work.copied * (first and loss_fn is not None)
+        routing = {"routes": routes_of(part, work, self.world, stage.number)}
+        if trainer.router_aux_loss_coef:
+            routing["copies"] = copies_of(part, work, self.world)
+        part = replace(part, routed_experts=None)
+        rows, work, routing = to_device((part, work, routing), self.world.device)
+        inputs = RankInputs.of(rows, work, self.world, chunk=trainer.logprob_chunk, needs=needs)
+        found = model(**inputs.values, **routing)
+        if stage.post_process and loss_fn is None:
+            found = torch.stack(found)  # for mixtures of experts the schedule wants a tensor
+        return found, partial(self._finish, inputs, rows, needs, loss_fn)
+
+    def _finish(
+        self,
+        inputs: RankInputs,
+        rows: TokenBatch,
+        needs: Needs,
+        loss_fn: LossFn | None,
+        found: Any,
+        non_loss_data: bool = False,
+    ) -> Any:
+        whole = inputs.whole(found, rows)
+        outputs = ForwardOutput(**dict(zip(needs.outputs, whole, strict=True)))
+        if loss_fn is None:
+            return outputs
+        output = loss_fn(outputs, rows)
+        # The schedule would divide by the tokens, and frees what it is given.
+        no_tokens = torch.zeros((), dtype=torch.int, device=self.world.device)
+        return output.loss.clone(), no_tokens, output

@@ -1,0 +1,53 @@
+"""What generation.backend vllm can't do, before anything starts. Free of torch, Ray and vLLM."""
+
+import os
+import sys
+from typing import Any
+
+from nemorl.checks import require
+from nemorl.rollout.traits import Machine
+from nemorl.runtime.config.generation import GenerationConfig
+
+VLLM_CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""What vLLM's CPUAttentionBackend.get_supported_head_sizes returns (0.32); importing it takes
+seconds.
+"""
+
+
+def check(config: GenerationConfig, model: Any, machine: Machine) -> None:
+    """Raise ValueError for engines that need more GPUs, beside those that train unless they are
+    colocated, or more cores than this machine has, and for a model whose attention vLLM can't
+    compute on a CPU.
+    """
+    if machine.cluster:
+        return
+    if model is not None and not machine.gpus:
+        check_heads(model)
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():  # a cluster of the caller's
+        return
+    cores, devices = os.cpu_count() or 1, config.num_replicas * config.tensor_parallel_size
+    threads = config.cpus_per_replica * (config.num_replicas if machine.gpus else devices)
+    left = machine.gpus - (0 if config.colocated else machine.taken)
+    for needed, there, what in ((devices, left, "GPUs"), (threads, cores, "CPU cores")):
+        require(
+            needed <= there or (not machine.gpus and what == "GPUs"),
+            "generation.num_replicas",
+            f"times the devices and cores of each must need at most the {there} {what} that this"
+            " machine has for engines",
+            needed,
+            "lower it, tensor_parallel_size or cpus_per_replica, or use a cluster (RAY_ADDRESS)",
+        )
+
+
+def check_heads(model: Any) -> None:
+    """Raise ValueError if vLLM can't compute attention on CPUs for a model's configuration."""
+    heads = getattr(model, "num_attention_heads", None)
+    size = getattr(model, "head_dim", None) or (heads and model.hidden_size // heads)
+    require(
+        size is None or size in VLLM_CPU_HEADS,
+        "generation.backend",
+        f"must be torch on CPUs for a model with attention heads of {size} dimensions",
+        "vllm",
+        f"vLLM has kernels for {', '.join(map(str, VLLM_CPU_HEADS))}",
+    )

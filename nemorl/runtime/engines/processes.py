@@ -1,0 +1,247 @@
+"""The processes of engines, from their start to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemorl.checks import require
+from nemorl.runtime.cluster.connection import connect, release
+from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster, ResourcesError
+from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.engines.actor import EngineActor
+from nemorl.runtime.engines.engine import environment
+from nemorl.runtime.engines.router import Router
+from nemorl.runtime.engines.routing import Broke, ProcessId, Started
+from nemorl.runtime.engines.spec import EngineSpec, Place
+from nemorl.runtime.engines.weights import own_place
+from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout, death
+from nemorl.runtime.store.temporary import temporary_folder
+from nemorl.warn import warn
+
+SHUTDOWN_S = 10.0
+
+
+@dataclass(eq=False)
+class EngineProcess:
+    """One process of a replica."""
+
+    id: ProcessId
+    actor: Any
+    log: Path
+    place: Place | None = None
+    """None: it is not up yet."""
+    busy_s: float = 0.0
+    """Seconds of computing, as it said last."""
+
+    @property
+    def name(self) -> str:
+        where = f"process {self.place.pid} on {self.place.host}, " if self.place else ""
+        return f"replica-{self.id.rank} ({where}log {self.log})"
+
+    def died(self, said: str) -> WorkerDied:
+        return death(self.name, said, self.log)
+
+
+class EngineProcesses:
+    """Starts, watches and ends processes on the router's event loop, which hears what happens."""
+
+    actor: type[EngineActor] = EngineActor
+
+    def __init__(self, config: GenerationConfig, spec: EngineSpec) -> None:
+        self.config, self.spec, self.cuda = config, spec, torch.cuda.is_available()
+        self.running: dict[ProcessId, EngineProcess] = {}
+        self._keepers: dict[ProcessId, asyncio.Task[None]] = {}
+        python, transport = config.python, config.weight_transport
+        found = python is None or shutil.which(python) is not None
+        require(found, "generation.python", "must be an interpreter", python, "name one")
+        works = self.cuda or transport not in ("cuda_ipc", "nccl")
+        require(works, "generation.weight_transport", "needs GPUs", transport, "remove it")
+        self.cluster, self._placement = self.reserved()
+        self._own_logs = ExitStack()
+        log_dir = config.log_dir or self._own_logs.enter_context(temporary_folder())
+        self._log_dir = Path(log_dir).absolute()
+
+    def reserved(self) -> tuple[Any, Any]:
+        """Return the cluster, and the bundles in it, one for each replica."""
+        timeout_s = self.config.start_timeout_s
+        connect(timeout_s=timeout_s, setting="generation.start_timeout_s")
+        try:
+            cluster = RayVirtualCluster(engine_bundles(self.config, cuda=self.cuda))
+        except ResourcesError as error:
+            text = f"generation.num_replicas is {self.config.num_replicas}: {error}"
+            raise ResourcesError(text) from None
+        finally:
+            release()
+        return cluster, cluster.placement("generation")
+
+    async def start_all(self, router: Router) -> None:
+        """Start a process of each replica, or raise what was wrong with the first that failed."""
+        self._router = router
+        ids = [one.process for one in router.state.replicas]
+        await asyncio.gather(*map(self._start, ids))
+        for id in ids:
+            router.note(Started(id))
+            self.start(id)
+
+    def start(self, id: ProcessId) -> None:
+        """Start a process, unless it is up, and watch it until it breaks."""
+        self._keepers[id] = asyncio.ensure_future(self._keep(id))
+
+    async def _keep(self, id: ProcessId) -> None:
+        try:
+            if id not in self.running:
+                begin = time.monotonic()
+                await self._start(id)
+                tell(f"replica {id.rank} is back after {time.monotonic() - begin:.1f} s")
+                self._router.note(Started(id))
+            await self._watch(self.running[id])
+        except Exception as error:
+            self._router.note(Broke(id, error))
+
+    async def _start(self, id: ProcessId) -> None:
+        """Start a process with an engine."""
+        timeout_s, log = self.config.start_timeout_s, self._log_dir / f"replica-{id.rank}.log"
+        process = self.running[id] = EngineProcess(id, self.launched(id.rank, log), log)
+        try:
+            async with asyncio.timeout(timeout_s):
+                process.place = await process.actor.start.remote(self.spec)
+        except TimeoutError:
+            late = f"was not up within {timeout_s:g} s (generation.start_timeout_s)"
+            raise WorkerTimeout(f"{process.name} {late}") from None
+        except RayTaskError as error:
+            raise error.cause from None
+        except RayError as error:
+            raise process.died(str(error)) from None
+
+    def launched(self, rank: int, log: Path) -> Any:
+        """Return an actor in the replica's bundle."""
+        placement, config = self._placement, self.config
+        bundle = placement.bundles[rank]
+        eager = self.spec.engine.get("enforce_eager", True)
+        variables = environment(config.cpus_per_replica, eager=eager, cuda=self.cuda)
+        runtime: dict[str, Any] = {"env_vars": variables}
+        if config.python is not None:
+            runtime["py_executable"] = config.python
+        where = PlacementGroupSchedulingStrategy(
+            placement.group, placement_group_bundle_index=placement.indices[rank]
+        )
+        actor = ray.remote(self.actor).options(
+            num_cpus=bundle.cpus,
+            num_gpus=bundle.gpus,
+            max_concurrency=2 * config.max_batch_size + 100,
+            scheduling_strategy=where,
+            runtime_env=runtime,
+        )
+        return actor.remote(f"replica-{rank}", str(log))
+
+    async def _watch(self, process: EngineProcess) -> None:
+        """Raise where a process died, or makes no progress for timeout_s though it has work."""
+        before, idle = -1, 0
+        period = self.config.timeout_s / 4  # counted: the driver itself may be stopped for a while
+        while True:
+            await asyncio.sleep(period)
+            try:
+                async with asyncio.timeout(period):
+                    now = await process.actor.progress.remote()
+                late = 0
+            except TimeoutError:
+                now, late = before, 1
+            except RayError as error:
+                raise process.died(str(error)) from None
+            works = self._router.state.works(process.id)
+            idle = idle + 1 + late if now == before and works else 0
+            before = now
+            if idle >= 4:
+                hangs = f"made no progress for {self.config.timeout_s:g} s (generation.timeout_s)"
+                raise WorkerTimeout(f"{process.name} {hangs}")
+
+    async def everywhere(self, method: str) -> None:
+        """Call a method of every engine. One that fails or is late breaks its process."""
+
+        async def call(process: EngineProcess) -> None:
+            try:
+                async with asyncio.timeout(self.config.timeout_s):
+                    await process.actor.call.remote(method)
+            except TimeoutError:
+                late = f"{method} took more than {self.config.timeout_s:g} s (generation.timeout_s)"
+                self._router.note(Broke(process.id, WorkerTimeout(f"{process.name}: {late}")))
+            except Exception as error:
+                self._router.note(Broke(process.id, error))
+
+        await asyncio.gather(*map(call, self._up()))
+
+    def end(self, id: ProcessId) -> None:
+        """End what is left of a process."""
+        if keeper := self._keepers.pop(id, None):
+            keeper.cancel()
+        if process := self.running.pop(id, None):
+            with suppress(Exception):  # Ray may be gone
+                ray.kill(process.actor)
+
+    async def end_all(self) -> None:
+        """Shut all engines down, in bounded time."""
+        for keeper in self._keepers.values():
+            keeper.cancel()
+        ends = [process.actor.call.remote("shutdown") for process in self._up()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                await asyncio.gather(*ends, return_exceptions=True)
+        for id in list(self.running):
+            self.end(id)
+
+    def release(self) -> None:
+        """Return what was reserved."""
+        self.cluster.shutdown()
+        self._own_logs.close()
+
+    def _up(self) -> list[EngineProcess]:
+        return [process for process in self.running.values() if process.place]
+
+
+def engine_bundles(config: GenerationConfig, *, cuda: bool) -> dict[str, list[Bundle]]:
+    """Return what engines, and the GPUs kept from them, take of a cluster."""
+    gpus = config.tensor_parallel_size if cuda else 0
+    cpus = config.cpus_per_replica * (1 if gpus else config.tensor_parallel_size)
+    bundles = {"generation": [Bundle(cpus=cpus, gpus=gpus)] * config.num_replicas}
+    if not cuda or config.colocated:
+        return bundles
+    # Ray hands GPUs out in order: the first ones are those that the trainer computes on.
+    taken = 1 if config.trainer_gpus is None else config.trainer_gpus
+    return {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken, **bundles}
+
+
+def check_apart(
+    config: GenerationConfig, engines: Sequence[Place], own: Place | None = None
+) -> None:
+    """Raise a ValueError where engines that never sleep are on the GPU of this process, unless no
+    GPU of this machine trains (`trainer_gpus` is 0).
+    """
+    if config.colocated or config.trainer_gpus == 0:
+        return
+    own = own or own_place()
+    ours = any(one.node == own.node and set(one.gpus) & set(own.gpus) for one in engines)
+    require(
+        not ours,
+        "generation.colocated",
+        "must be true where a replica is on the trainer's GPU",
+        False,
+        "let trainer.device be the first GPU that Ray has here",
+    )
+
+
+def tell(message: str) -> None:
+    """Warn, also where warnings are errors: these would end the router's work."""
+    with suppress(Warning):
+        warn(message)

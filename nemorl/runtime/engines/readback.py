@@ -1,0 +1,154 @@
+"""What a vLLM worker computes with, read back for a receipt. Imported in the engines' processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+from nemorl.models.digest import grid
+
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+Cut = tuple[int, int, int]
+"""Where a worker's rows (or columns) of a matrix begin in its own tensor and in the whole one, and
+their number.
+"""
+Reading = tuple[str, str, list[float]]
+"""What was read, the name of the weight that it was made from, and its `sampled` numbers."""
+
+
+@torch.no_grad()
+def readings(
+    model: nn.Module, shapes: Mapping[str, Sequence[int]], version: int
+) -> Iterator[Reading]:
+    """Yield the numbers that this worker computes with, of all weights of these names and shapes
+    that can be read; NaN where another worker has them.
+
+    Unquantized layers can be read, also fused, padded, cut and repacked ones: a repacked matrix
+    is multiplied with unit vectors, which gives its columns. Experts, quantized layers, and what
+    vLLM's model stores under other names or changes as it loads it can't.
+    """
+    modules = dict(model.named_modules())
+    packed = getattr(model, "packed_modules_mapping", None) or {}
+    fused = {part: (name, i) for name, all_ in packed.items() for i, part in enumerate(all_)}
+    columns_of: dict[nn.Module, Tensor] = {}
+    for name, shape in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        layer, part = modules.get(path), None
+        if layer is None:
+            parent, _, last = path.rpartition(".")
+            own, part = fused.get(last, ("", None))
+            layer = modules.get(f"{parent}.{own}")
+        if layer is None:
+            continue
+        at = grid(shape, version)
+        values = _values(layer, leaf, part, shape, at, columns_of)
+        if values is not None:
+            yield name, name, values.flatten().tolist()
+        head = modules.get("lm_head")
+        tied = isinstance(layer, VocabParallelEmbedding) and layer is not head and leaf == "weight"
+        if tied and isinstance(head, ParallelLMHead) and head.weight is layer.weight:
+            # It may compute with a repacked copy of its own.
+            values = _values(head, leaf, None, shape, at, columns_of)
+            if values is not None:
+                yield f"lm_head.weight, tied to {name}", name, values.flatten().tolist()
+
+
+def _values(
+    layer: Any,
+    leaf: str,
+    part: int | None,
+    shape: Sequence[int],
+    at: tuple[list[int], list[int]],
+    columns_of: dict[nn.Module, Tensor],
+) -> Tensor | None:
+    """Return `[rows, columns]` of the layer's tensor at these places; None if it can't be read."""
+    parameter, (rows, columns) = getattr(layer, leaf, None), at
+    if not isinstance(parameter, Tensor):
+        return None
+    multiplies = leaf == "weight" and isinstance(layer, LinearBase | ParallelLMHead)
+    if not isinstance(layer, LinearBase | VocabParallelEmbedding):
+        plain = getattr(parameter, "weight_loader", default_weight_loader) is default_weight_loader
+        if not plain or tuple(parameter.shape) != tuple(shape) or len(shape) > 2:
+            return None
+        matrix = parameter.view(-1, shape[-1] if len(shape) > 1 else 1)
+        return matrix[rows][:, columns].float().cpu()
+    cuts = _cuts(layer, part, shape)
+    if cuts is None or not isinstance(layer.quant_method, PLAIN):
+        return None
+    of_rows, of_columns = cuts
+    held = _held(rows, of_rows), _held(columns, of_columns)
+    if multiplies and hasattr(layer, "cpu_linear"):
+        table = _columns(layer, held[1], columns_of)
+    elif leaf == "weight":
+        table = parameter[:, [max(i, 0) for i in held[1]]]
+    else:
+        table = parameter[:, None]
+    if table.shape[0] < of_rows[0] + of_rows[2]:
+        return None
+    values = table[[max(i, 0) for i in held[0]]].float().cpu()
+    elsewhere = torch.tensor(held[0])[:, None].lt(0) | torch.tensor(held[1])[None].lt(0)
+    return values.masked_fill(elsewhere, torch.nan)
+
+
+def _cuts(layer: Any, part: int | None, shape: Sequence[int]) -> tuple[Cut, Cut] | None:
+    """Return which rows and columns of a whole tensor this worker's layer has."""
+    width = shape[1] if len(shape) > 1 else 1
+    rank, size = layer.tp_rank, layer.tp_size
+    rows, columns = (0, 0, shape[0]), (0, 0, width)
+    if isinstance(layer, VocabParallelEmbedding):
+        own = layer.shard_indices
+        begin, end = own.org_vocab_start_index, own.org_vocab_end_index
+        return (0, begin, end - begin), columns
+    if isinstance(layer, RowParallelLinear):
+        own_width = layer.input_size_per_partition if len(shape) > 1 else width
+        return rows, (0, rank * own_width if len(shape) > 1 else 0, own_width)
+    if isinstance(layer, QKVParallelLinear) and part is not None:
+        sizes = [layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size]
+        sizes.append(layer.num_kv_heads * layer.v_head_size)
+        block = rank // layer.num_kv_head_replicas if part else rank
+        return (sum(sizes[:part]), block * sizes[part], sizes[part]), columns
+    if isinstance(layer, MergedColumnParallelLinear) and part is not None:
+        sizes = [one // size for one in layer.output_sizes]
+        return (sum(sizes[:part]), rank * sizes[part], sizes[part]), columns
+    if isinstance(layer, MergedColumnParallelLinear | QKVParallelLinear) and size > 1:
+        return None  # its parts are cut one by one
+    if isinstance(layer, ColumnParallelLinear):
+        own_height = layer.output_size_per_partition
+        return (0, rank * own_height, own_height), columns
+    return rows, columns
+
+
+def _columns(layer: Any, held: list[int], columns_of: dict[nn.Module, Tensor]) -> Tensor:
+    """Return `[rows, len(held)]` of a matrix, as products with unit vectors: exact, where all of
+    its numbers are finite. Parts of a fused layer share them.
+    """
+    if layer not in columns_of:
+        width = layer.input_size_per_partition
+        units = torch.zeros(len(held), width, dtype=layer.weight.dtype, device=layer.weight.device)
+        for i, column in enumerate(held):
+            units[i, max(column, 0)] = 1
+        columns_of[layer] = layer.quant_method.apply(layer, units, None).t()
+    return columns_of[layer]
+
+
+def _held(places: Sequence[int], cut: Cut) -> list[int]:
+    """Return where places of a whole tensor are in this worker's; -1: elsewhere."""
+    own, begin, count = cut
+    return [own + i - begin if begin <= i < begin + count else -1 for i in places]

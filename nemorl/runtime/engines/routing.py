@@ -1,0 +1,432 @@
+"""Which replica answers which request: a function of a frozen state and an event.
+
+It knows no process, clock or weights: `replicas` feeds it events and executes its actions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Literal, NamedTuple
+
+BLOCK = 64
+
+
+class ProcessId(NamedTuple):
+    """A process of a replica; a replica that is started again has a new one."""
+
+    rank: int
+    start: int
+    """How many starts came before."""
+
+
+class Request(NamedTuple):
+    """A prompt to be sampled."""
+
+    number: int
+    """Requests are numbered in order of arrival."""
+    n: int
+    """Samples to make of it."""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """Requests by their numbers. A change of a queue of 10,000 copies some 200 references."""
+
+    blocks: tuple[tuple[Request, ...], ...] = ()
+
+    @property
+    def first(self) -> Request | None:
+        return self.blocks[0][0] if self.blocks else None
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self.blocks)
+
+    def put(self, request: Request) -> Queue:
+        """Return a queue that has the request, too."""
+        if not self.blocks:
+            return Queue(((request,),))
+        at = min(self._block(request.number), len(self.blocks) - 1)
+        block = self.blocks[at]
+        place = bisect_left(block, request)
+        block = (*block[:place], request, *block[place:])
+        middle = len(block) // 2
+        parts = (block,) if len(block) <= BLOCK else (block[:middle], block[middle:])
+        return Queue((*self.blocks[:at], *parts, *self.blocks[at + 1 :]))
+
+    def without(self, number: int) -> Queue:
+        """Return a queue without a request; this one, if it does not have the request."""
+        at = self._block(number)
+        if at == len(self.blocks):
+            return self
+        block = self.blocks[at]
+        place = bisect_left(block, (number,))
+        if block[place].number != number:
+            return self
+        block = (*block[:place], *block[place + 1 :])
+        return Queue((*self.blocks[:at], *((block,) if block else ()), *self.blocks[at + 1 :]))
+
+    def _block(self, number: int) -> int:
+        """Return the index of the block that has this number, if any has."""
+        return bisect_left(self.blocks, number, key=lambda block: block[-1].number)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """One copy of the engine."""
+
+    process: ProcessId
+    status: Literal["starting", "up", "down", "given up"] = "starting"
+    """down: it has ended, and starts again once engines are awake."""
+    version: int | None = None
+    """Version of its weights. None: it has none, or not all."""
+    open: Mapping[int, Request] = field(default_factory=dict)
+    """Requests that it was given and has not answered, by number."""
+    samples: int = 0
+    """Samples of these requests."""
+    partial: int = 0
+    """How many of these samples are finished, as it said last."""
+    deaths: int = 0
+    """Ends of its processes in a row, without an answer."""
+
+    @property
+    def ready(self) -> bool:
+        """Return whether it is up and has the newest weights."""
+        return self.status == "up" and self.version is not None
+
+    @property
+    def unfinished(self) -> int:
+        """Return how many samples it decodes; of an open request, at least one."""
+        return max(self.samples - self.partial, len(self.open))
+
+    def given(self, request: Request) -> Replica:
+        open = {**self.open, request.number: request}
+        return replace(self, open=open, samples=self.samples + request.n)
+
+    def without(self, number: int, *, partial: int = 0) -> Replica:
+        """Return it without an open request. `partial` 0 is on the safe side."""
+        open = dict(self.open)
+        samples = self.samples - open.pop(number).n
+        return replace(self, open=open, samples=samples, partial=partial)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Requests without an answer, and the replicas that are to answer them."""
+
+    window: int
+    """A replica with fewer unfinished samples is given the next request."""
+    max_restarts: int
+    """A replica whose processes end more often in a row is given up."""
+    replicas: tuple[Replica, ...]
+    waiting: Queue = Queue()
+    arrived: int = 0
+    """Number of the next request."""
+    held_from: int | None = None
+    """Requests from this number on wait for an update of the weights. None: all may begin."""
+    asleep: bool = False
+    version: int | None = None
+    """Newest version of the weights."""
+    over: ChildProcessError | None = None
+    """Error of all requests, once every replica has been given up."""
+
+    @property
+    def drained(self) -> bool:
+        """Return whether no request that may begin is without an answer."""
+        return self._next is None and not any(one.open for one in self.replicas)
+
+    @property
+    def settled(self) -> bool:
+        """Return whether every replica is up, or given up."""
+        return all(one.status in ("up", "given up") for one in self.replicas)
+
+    @property
+    def supplied(self) -> bool:
+        """Return whether a replica is ready."""
+        return any(one.ready for one in self.replicas)
+
+    @property
+    def lacking(self) -> tuple[ProcessId, ...]:
+        """Return the processes that are up without the newest weights."""
+        return tuple(one.process for one in self.replicas if one.status == "up" and not one.ready)
+
+    @property
+    def _next(self) -> Request | None:
+        first = self.waiting.first
+        held = first and self.held_from is not None and first.number >= self.held_from
+        return None if held else first
+
+    def works(self, process: ProcessId) -> bool:
+        """Return whether a process has something to compute."""
+        found = self.replicas[process.rank]
+        return found.process == process and found.ready and bool(found.open) and not self.asleep
+
+
+def routing(num_replicas: int, *, window: int, max_restarts: int) -> Routing:
+    """Return the state in which every replica starts for the first time.
+
+    >>> state = routing(2, window=8, max_restarts=3)
+    >>> [one.status for one in state.replicas]
+    ['starting', 'starting']
+    """
+    replicas = tuple(Replica(process=ProcessId(rank, 0)) for rank in range(num_replicas))
+    return Routing(window=window, max_restarts=max_restarts, replicas=replicas)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A request came; its number is `state.arrived`."""
+
+    n: int = 1
+
+
+@dataclass(frozen=True)
+class Cancelled:
+    """A request was given up by whoever made it."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A process answered a request, or found that no replica can."""
+
+    process: ProcessId
+    number: int
+    result: object
+    """Samples, or an Exception."""
+    partial: int = 0
+    """Finished samples of its other open requests."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A process is up, still without weights."""
+
+    process: ProcessId
+
+
+@dataclass(frozen=True)
+class Broke:
+    """A process did not start, died, hangs or can't go on."""
+
+    process: ProcessId
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Published:
+    """There are new weights, which no replica has yet."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Supplied:
+    """A process has all weights of a version."""
+
+    process: ProcessId
+    version: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """Requests that come from now on wait, until this is False."""
+
+    value: bool
+
+
+@dataclass(frozen=True)
+class Asleep:
+    """Engines may take no memory and compute nothing, until this is False."""
+
+    value: bool
+    emptied: bool = False
+    """They gave up the memory of their weights, too."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """All requests without an answer end with an error."""
+
+    error: Exception
+
+
+Event = (
+    Arrived | Cancelled | Answered | Started | Broke | Published | Supplied | Held | Asleep
+    | Stopped
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Give:
+    """Give a process a request."""
+
+    process: ProcessId
+    number: int
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Give up the call with a request; what it still returns is ignored."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Settle a request with its samples or an error."""
+
+    number: int
+    result: object
+
+
+@dataclass(frozen=True)
+class End:
+    """End a process, or what is left of it."""
+
+    process: ProcessId
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a process."""
+
+    process: ProcessId
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Warn the user."""
+
+    message: str
+
+
+Action = Give | Cancel | Reply | End | Start | Tell
+
+
+def decide(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
+    """Return the state after an event, and what is to be done, in order.
+
+    Requests begin in order of arrival, each with the replica that has the fewest unfinished
+    samples, and only with the newest weights. The requests of a process that breaks come before
+    all that wait.
+
+    >>> state, actions = decide(routing(1, window=8, max_restarts=3), Arrived(n=2))
+    >>> for event in Started(ProcessId(0, 0)), Published(7), Supplied(ProcessId(0, 0), 7):
+    ...     state, actions = decide(state, event)
+    >>> actions
+    (Give(process=ProcessId(rank=0, start=0), number=0),)
+    """
+    state, actions = _noted(state, event)
+    if state.over is not None:
+        failed = [Reply(request.number, state.over) for request in state.waiting]
+        return replace(state, waiting=Queue()), (*actions, *failed)
+    given: list[Action] = []
+    while not state.asleep and (request := state._next):
+        able = [one for one in state.replicas if one.ready and one.unfinished < state.window]
+        if not able:
+            break
+        chosen = min(able, key=lambda one: one.unfinished)
+        state = _with(state, chosen.given(request), waiting=state.waiting.without(request.number))
+        given.append(Give(chosen.process, request.number))
+    return state, (*actions, *given)
+
+
+def _noted(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
+    """Return the state after an event, before requests are given to replicas."""
+    actions: tuple[Action, ...] = ()
+    if isinstance(event, Answered | Started | Broke | Supplied):
+        found = state.replicas[event.process.rank]
+        if found.process != event.process:  # it has been ended
+            return state, ()
+    match event:
+        case Arrived(n):
+            waiting = state.waiting.put(Request(state.arrived, n))
+            state = replace(state, waiting=waiting, arrived=state.arrived + 1)
+        case Cancelled(number):
+            return _cancelled(state, number)
+        case Answered(_, number, result, partial) if number in found.open:
+            deaths = found.deaths if isinstance(result, Exception) else 0
+            found = replace(found.without(number, partial=partial), deaths=deaths)
+            state, actions = _with(state, found), (Reply(number, result),)
+        case Started():
+            state = _with(state, replace(found, status="up"))
+        case Broke(_, error):
+            return _broke(state, found, error)
+        case Published(version):
+            state = replace(_emptied(state), version=version)
+        case Supplied(_, version) if state.version is not None and version >= state.version:
+            state = _with(state, replace(found, version=version))
+        case Held(held):
+            state = replace(state, held_from=state.arrived if held else None)
+        case Asleep(True, emptied):
+            state = replace(_emptied(state) if emptied else state, asleep=True)
+        case Asleep(False):
+            down = [one for one in state.replicas if one.status == "down"]
+            for one in down:
+                state = _with(state, replace(one, status="starting"))
+            state, actions = replace(state, asleep=False), tuple(Start(one.process) for one in down)
+        case Stopped(error):
+            return _stopped(state, error)
+    return state, actions
+
+
+def _cancelled(state: Routing, number: int) -> tuple[Routing, tuple[Action, ...]]:
+    waiting = state.waiting.without(number)
+    if waiting is not state.waiting:
+        return replace(state, waiting=waiting), ()
+    for one in state.replicas:
+        if number in one.open:
+            return _with(state, one.without(number)), (Cancel(number),)
+    return state, ()
+
+
+def _stopped(state: Routing, error: Exception) -> tuple[Routing, tuple[Action, ...]]:
+    actions: list[Action] = [Reply(request.number, error) for request in state.waiting]
+    for one in state.replicas:
+        for number in one.open:
+            actions += [Cancel(number), Reply(number, error)]
+    idle = tuple(replace(one, open={}, samples=0, partial=0) for one in state.replicas)
+    return replace(state, waiting=Queue(), replicas=idle), tuple(actions)
+
+
+def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, tuple[Action, ...]]:
+    """Return the state in which the replica starts again, or is given up."""
+    rank, deaths = broken.process.rank, broken.deaths + 1
+    reason = str(error) or repr(error)
+    following = ProcessId(rank, broken.process.start + 1)
+    actions: list[Action] = [End(broken.process), *map(Cancel, broken.open)]
+    told, over = f"replica {rank} is started again: {reason}", None
+    status: Literal["starting", "down", "given up"] = "down" if state.asleep else "starting"
+    if deaths > state.max_restarts:
+        status = "given up"
+        told = (
+            f"replica {rank} has ended {deaths} times in a row without finishing a prompt"
+            f" (generation.max_restarts is {state.max_restarts}), the last time because {reason}"
+        )
+        if all(one.status == "given up" for one in state.replicas if one is not broken):
+            over = ChildProcessError(told)
+        told = f"the run goes on without it: {told}"
+    elif not state.asleep:
+        actions.append(Start(following))
+    if over is None:
+        actions.append(Tell(told))
+    waiting = state.waiting
+    for request in broken.open.values():
+        waiting = waiting.put(request)
+    fresh = Replica(process=following, status=status, deaths=deaths)
+    return _with(state, fresh, waiting=waiting, over=over), tuple(actions)
+
+
+def _with(state: Routing, replica: Replica, **changes: object) -> Routing:
+    """Return the state with a replica in the place of what it was."""
+    rank = replica.process.rank
+    replicas = (*state.replicas[:rank], replica, *state.replicas[rank + 1 :])
+    return replace(state, replicas=replicas, **changes)  # type: ignore[arg-type]
+
+
+def _emptied(state: Routing) -> Routing:
+    return replace(state, replicas=tuple(replace(one, version=None) for one in state.replicas))

@@ -1,0 +1,79 @@
+"""Backends beside the policy: what a run was asked for, and what it has."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from nemorl.checks import require
+from nemorl.parallel.config import OptimizerConfig
+from nemorl.runtime.store.checkpoint import backends_of
+from nemorl.runtime.store.state import POLICY
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendOrder:
+    """What `OpenRun.backend` was asked for."""
+
+    name: str
+    model: str | Path | nn.Module | None
+    head: Literal["lm", "scalar"]
+    trains: bool
+    optimizer: OptimizerConfig | None
+
+
+class Models:
+    """Backends beside the policy, by name: `trained` ones, which checkpoints hold, and `frozen`."""
+
+    def __init__(self) -> None:
+        self.trained: dict[str, Any] = {}
+        self.frozen: dict[str, Any] = {}
+
+    @property
+    def all(self) -> list[Any]:
+        return [*self.trained.values(), *self.frozen.values()]
+
+    def check(self, order: BackendOrder, *, begun: bool) -> None:
+        """Raise ValueError for a name that is taken, and for one that trains once the loop has
+        `begun`.
+        """
+        taken = [POLICY, *self.trained, *self.frozen]
+        require(
+            order.name.isidentifier() and order.name not in taken,
+            "name",
+            f"must be letters, digits and underscores, and none of {', '.join(taken)}",
+            order.name,
+            "choose another; the policy is run.trainer",
+        )
+        require(
+            not (order.trains and begun),
+            "run.backend",
+            "must be called before the first step for a backend that trains",
+            order.name,
+            "move it above the loop",
+        )
+
+    def add(self, order: BackendOrder, backend: Any) -> Any:
+        """Keep a backend under its name, and return it."""
+        (self.trained if order.trains else self.frozen)[order.name] = backend
+        return backend
+
+    def remove(self, name: str) -> None:
+        """Forget a frozen backend. Raises ValueError if there is none of that name."""
+        known = ", ".join(self.frozen) or "none"
+        requirement = f"must name a backend that does not train ({known})"
+        require(name in self.frozen, "name", requirement, name, "give the name it was made with")
+        del self.frozen[name]
+
+    def require_all_of(self, checkpoint: Path) -> None:
+        """Raise ValueError where a checkpoint holds a backend that the run has not asked for."""
+        here = sorted([POLICY, *self.trained])
+        forgotten = [name for name in backends_of(checkpoint) if name not in here]
+        require(
+            not forgotten,
+            "run.backend",
+            f"must be called for each backend that {checkpoint} holds",
+            here,
+            "call " + ", ".join(f'run.backend("{name}")' for name in forgotten),
+        )

@@ -1,0 +1,208 @@
+"""The models of a run: their training backends, in this process or on ranks."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nemorl.checks import own_methods, require
+from nemorl.models.pretrained import check_vocabulary, model_folder
+from nemorl.parallel.backend import FullTrainingBackend
+from nemorl.parallel.config import BackendConfig, OptimizerConfig, ProfileConfig
+from nemorl.parallel.profiling import profile_folder
+from nemorl.runtime.ranks.trainer import make_trainer
+from nemorl.runtime.run.loop import OpenRun
+from nemorl.runtime.run.models import BackendOrder
+from nemorl.runtime.start.launch import Launch
+from nemorl.runtime.start.registry import get_training_backend, training_backend_class
+from nemorl.runtime.store.rng import random_state, restore_generators, seed_generators
+from nemorl.runtime.store.state import POLICY
+from nemorl.runtime.watch.waiting import waiting_for_ranks
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The backends of a run, the policy's and others: on ranks, all are on the same ones."""
+
+    launch: Launch
+    run: OpenRun
+    found: Path | None
+    """The checkpoint to go on from."""
+    ranks: Any
+    """The policy's backend on ranks, not set up yet; None in one process."""
+
+    @contextmanager
+    def policy(self) -> Iterator[Any]:
+        """Set up the policy's backend, and shut it down at the end."""
+        launch, run, config = self.launch, self.run, self.launch.config
+        trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
+        setup = self._policy_config()
+        self._require_methods(trainer, setup)
+        waiting: AbstractContextManager[None] = nullcontext()
+        if self.ranks is not None:
+            who = "processes of torchrun" if launch.devices.torchrun else "Ray actors"
+            waiting = waiting_for_ranks(launch.devices.plan, who, quiet=launch.quiet)
+        with self._set_up(trainer, setup, waiting):
+            model = getattr(trainer, "model", None)
+            require(
+                model is not None or not run.generates,
+                "trainer.backend",
+                "must have the attribute model, which the generator is made from, once it is set"
+                " up",
+                config.trainer.backend,
+                "add it",
+            )
+            seed_generators(config.run.seed)  # those that a reward or a loop may use
+            if model is not None:
+                check_vocabulary(model, launch.tokenizer)
+            yield trainer
+
+    @contextmanager
+    def other(self, order: BackendOrder) -> Iterator[Any]:
+        """Set up another backend, and shut it down at the end. No random number is drawn: whenever
+        it is loaded, a run has the same ones.
+        """
+        name = self.launch.config.trainer.backend
+        if self.ranks is not None:
+            if isinstance(order.model, nn.Module):
+                self.launch.devices.check_given(order.model)
+            backend = self.ranks.beside(order.name)
+        else:
+            backend = get_training_backend(name, self._model_of(order))
+        generators = random_state()
+        with self._set_up(backend, self._other_config(order), nullcontext()):
+            restore_generators(*generators)
+            yield backend
+
+    @contextmanager
+    def _set_up(
+        self, backend: Any, config: BackendConfig, waiting: AbstractContextManager[None]
+    ) -> Iterator[None]:
+        try:
+            with waiting:
+                backend.setup(config)
+            yield
+        except BaseException:
+            with suppress(Exception):  # the first error is the one to show
+                backend.shutdown()
+            raise
+        backend.shutdown()
+
+    def _policy_config(self) -> BackendConfig:
+        launch, run, config = self.launch, self.run, self.launch.config
+        needed = getattr(config, "needs_reference", False)
+        keep_reference = needed and getattr(config, "reference", "live") == "live"
+        return replace(
+            self._config(),
+            lora=config.lora,
+            profile=profile_config(launch, num_updates=run.num_updates),
+            keep_reference=keep_reference,
+            same_initial_model_as=self.found / POLICY if self.found and keep_reference else None,
+        )
+
+    def _other_config(self, order: BackendOrder) -> BackendConfig:
+        """Return the settings of a model beside the policy, without its references, profiles and
+        experts.
+        """
+        config, given = self._config(), self.launch.config
+        if order.model is not None:
+            named = isinstance(order.model, str | Path)
+            path = model_folder(str(order.model)) if named else ""
+            config = replace(config, model=replace(config.model, path=path, from_scratch=False))
+        # Its experts are not the sampler's, if it has any.
+        trainer = replace(config.trainer, router_replay=False, router_aux_loss_coef=0.0)
+        policys = order.model is None and not order.trains and order.head == "lm"
+        same = self.found / POLICY if self.found and policys else None
+        return replace(
+            config,
+            trainer=trainer,
+            head=order.head,
+            optimizer=(order.optimizer or given.optimizer) if order.trains else OptimizerConfig(),
+            lora=given.lora if order.trains and order.head == "lm" else config.lora,
+            same_initial_model_as=same,
+        )
+
+    def _config(self) -> BackendConfig:
+        launch, config = self.launch, self.launch.config
+        return BackendConfig(
+            model=replace(config.model, path=launch.folder),
+            trainer=config.trainer,
+            optimizer=config.optimizer,
+            seed=config.run.seed,
+            parallel=launch.devices.plan,
+            total_steps=self.run.num_updates or 1,  # unknown to a schedule that needs none
+            # The timeouts of the runtime come first: their errors name the rank.
+            collective_timeout_s=max(config.runtime.timeout_s, config.runtime.start_timeout_s) + 60,
+        )
+
+    def _model_of(self, order: BackendOrder) -> nn.Module | None:
+        """Return a loaded model to begin with, in memory of its own."""
+        given = order.model
+        if given is None and self.launch.model is not None:
+            require(
+                self.run.live is None,
+                "model",
+                "must be given where the policy's was, which trains in place by now",
+                None,
+                "name a folder or hub name, or give a copy of the model",
+            )
+            given = copy.deepcopy(self.launch.model)
+        return given if isinstance(given, nn.Module) else None
+
+    def _require_methods(self, trainer: Any, setup: BackendConfig) -> None:
+        """Raise ValueError where the policy's backend lacks a method that the run needs."""
+        config = self.launch.config
+        needs = {
+            "offload": (
+                "trainer.offload_during_generation",
+                config.trainer.offload_during_generation,
+            ),
+            "get_reference_logprobs": ("the reference model", setup.keep_reference),
+            "weights": ("generation", self.run.generates),
+            "wait_for_checkpoint": ("run.async_save", config.run.async_save),
+        }
+        for method, (what, needed) in needs.items():
+            if needed and not has_method(self.launch, trainer, method):
+                raise ValueError(
+                    f"trainer.backend must have the method {method} for {what}, but"
+                    f" {config.trainer.backend!r} has none: add it, or omit what needs it"
+                    f"{' (--reference precomputed)' * hasattr(config, 'reference')}"
+                )
+
+
+def ranks_of(launch: Launch) -> Any:
+    """Return the policy's backend on ranks, of which none is started yet; None in one process."""
+    if not launch.devices.ranked:
+        return None
+    make = training_backend_class(launch.config.trainer.backend)
+    return make_trainer(launch.config, make, launch.devices.plan, launch.directory.path / "logs")
+
+
+def has_method(launch: Launch, trainer: Any, name: str) -> bool:
+    """Return whether the training backend, of which ranks know the class alone, has a method."""
+    if not launch.devices.ranked:
+        return hasattr(trainer, name)
+    backend = training_backend_class(launch.config.trainer.backend)
+    return name in own_methods(backend, FullTrainingBackend)
+
+
+def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:
+    """Return what is profiled, in profile/ of the run unless another folder was given."""
+    profile: ProfileConfig = launch.config.profile
+    span = profile.span()
+    if span is None:
+        return profile
+    require(
+        num_updates is None or span[0] <= num_updates,
+        "profile.steps",
+        f"must begin within the {num_updates} optimizer steps of the run",
+        profile.steps,
+        "name earlier steps",
+    )
+    profile = replace(profile, dir=profile.dir or str(launch.directory.path / "profile"))
+    profile_folder(profile)
+    return profile

@@ -1,0 +1,135 @@
+"""The state of a loop, and a run as its callbacks see it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from nemorl.data.digest import Digest
+from nemorl.data.order import RowOrder
+from nemorl.rollout.generation import GenerationBackend
+
+POLICY = "policy"
+"""The name of the backend that is `run.trainer`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenGroup:
+    """A prompt that was taken, and that no finished step has trained on."""
+
+    ordinal: int
+    """Number of the group in the run."""
+    stream: str
+    """Name of the order that the prompt was taken from."""
+    row: int
+    """Index of its row there."""
+    step: int | None = None
+    """Step that trains on it; None: a resumed run has yet to take it again."""
+    sampled: bool = False
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """The state of a loop besides the trainer and the random generators.
+
+    A group is the n-th of the run, whatever step trains on it: its responses are sampled from
+    `derive_seed(seed, n)`.
+
+    >>> state, groups = LoopState(3).take_groups("train", RowOrder(sizes=(9,)), 2, step=1)
+    >>> [group.ordinal for group in groups], state.groups, state.advance().open_groups
+    ([0, 1], 2, ())
+    """
+
+    seed: int
+    step: int = 0
+    """Finished steps: rollout batches in RL, optimizer steps in SFT."""
+    cursors: Mapping[str, int] = field(default_factory=dict)
+    """Rows taken so far from each seeded order, by name, through all epochs."""
+    groups: int = 0
+    """Groups numbered so far."""
+    open_groups: tuple[OpenGroup, ...] = ()
+    """Groups taken and not yet trained on, by number."""
+    data: Sequence[Digest] = field(default_factory=list, repr=False)
+    """Digests of the data sets to train and to validate on."""
+
+    @classmethod
+    def resumed(cls, saved: Mapping[str, Any]) -> "LoopState":
+        """Return a state from a checkpoint's JSON: its open groups wait to be taken again."""
+        again = {"step": None, "sampled": False}
+        groups = tuple(OpenGroup(**{**group, **again}) for group in saved["open_groups"])
+        return cls(**{**saved, "open_groups": groups})
+
+    def take(self, name: str, order: RowOrder, count: int) -> tuple["LoopState", list[int]]:
+        """Return the state after the next `count` rows of an order, and their indices."""
+        cursor = self.cursors.get(name, 0)
+        cursors = {**self.cursors, name: cursor + count}
+        return replace(self, cursors=cursors), order.take(cursor, count)
+
+    def take_groups(
+        self, name: str, order: RowOrder, count: int, *, step: int
+    ) -> tuple["LoopState", list[OpenGroup]]:
+        """Return the state after the next `count` prompts of an order, and their groups, open until
+        `step` ends. Those that a resumed run has yet to take again come first.
+        """
+        waiting = [g for g in self.open_groups if g.stream == name and g.step is None][:count]
+        state, rows = self.take(name, order, count - len(waiting))
+        numbers = range(self.groups, self.groups + len(rows))
+        new = [
+            OpenGroup(ordinal=n, stream=name, row=row) for n, row in zip(numbers, rows, strict=True)
+        ]
+        taken = [replace(group, step=step) for group in (*waiting, *new)]
+        return replace(state, groups=numbers.stop)._with(taken), taken
+
+    def sample(self, groups: Sequence[int], count: int) -> tuple["LoopState", list[int]]:
+        """Return the state after `count` prompts were sampled, and the numbers of their groups.
+
+        groups: theirs, or none. A number is sampled once: a prompt gets a new one if it has none,
+        or if its own was sampled, or closed, before.
+        """
+        fresh = {group.ordinal: group for group in self.open_groups if not group.sampled}
+        found, sampled, next_number = list[int](), list[OpenGroup](), self.groups
+        for number in groups or [-1] * count:
+            if number in fresh:
+                sampled.append(replace(fresh.pop(number), sampled=True))
+                found.append(number)
+            else:
+                found.append(next_number)
+                next_number += 1
+        return replace(self, groups=next_number)._with(sampled), found
+
+    def advance(self) -> "LoopState":
+        """Return the state after a step, which closes its groups."""
+        step = self.step + 1
+        still_open = [g for g in self.open_groups if g.step is None or g.step > step]
+        return replace(self, step=step, open_groups=tuple(still_open))
+
+    def _with(self, groups: Sequence[OpenGroup]) -> "LoopState":
+        found = {group.ordinal: group for group in (*self.open_groups, *groups)}
+        return replace(self, open_groups=tuple(found[number] for number in sorted(found)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its callbacks see it: read only."""
+
+    config: Any
+    """Such as a GRPOConfig."""
+    trainer: Any
+    """The policy: a TrainingBackend, perhaps a full one."""
+    generator: GenerationBackend | None
+    tokenizer: Any
+    state: LoopState
+    directory: Path | None = None
+    """None: nothing is written."""
+    others: Mapping[str, Any] = field(default_factory=dict)
+    """The other backends that train, by name."""
+
+    @property
+    def backends(self) -> dict[str, Any]:
+        """All backends that train, by name: the ones in a checkpoint."""
+        return {POLICY: self.trainer, **self.others}
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of all backends: while they stand still, so do the weights."""
+        return sum(backend.step for backend in self.backends.values())

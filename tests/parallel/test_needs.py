@@ -1,0 +1,269 @@
+"""A backend computes what a loss declares that it needs, no more; models with a scalar head."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForTokenClassification
+
+import nemorl
+from nemorl.data import pack, pack_plan
+from nemorl.losses import policy
+from nemorl.losses.types import LossOutput, finalize, needs_of
+from nemorl.losses.value import value_loss
+from nemorl.models.causal_lm import load_causal_lm
+from nemorl.parallel.backend import ForwardOutput
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from nemorl.parallel.dtensor import head
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.megatron import limits
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.runtime.algorithms import preference_loss, sft
+from tests.parallel.batches import DEVICE, nll_loss, random_batch
+from tests.parallel.test_training_conformance import ATOL, LAYOUTS, LENGTHS
+from tests.ranks import run_ranks
+from tests.tiny_models import tiny_critic, tiny_model
+
+OPTIMIZER = OptimizerConfig(lr=1e-2, max_grad_norm=None, eps=1e-4)
+
+
+def backend(model: Any = None, **options: Any) -> DTensorBackend:
+    made, device = DTensorBackend(model), {"device": DEVICE}
+    trainer = TrainerConfig(**device, **options.pop("trainer", {}))
+    made.setup(BackendConfig(trainer=trainer, **{"optimizer": OPTIMIZER, **options}))
+    return made
+
+
+def critic(model: Any = None, **options: Any) -> DTensorBackend:
+    return backend(model or tiny_critic(), head="scalar", **options)
+
+
+@nemorl.needs(entropy=True)
+def with_entropy(output: ForwardOutput, batch: nemorl.TokenBatch) -> LossOutput:
+    found = nll_loss(output, batch)
+    return replace(found, loss=found.loss - (output.entropy * batch.loss_weights).sum())
+
+
+@nemorl.needs(values=True)
+def regression(output: ForwardOutput, batch: nemorl.TokenBatch) -> LossOutput:
+    """Towards the token's own number: as if that were the return."""
+    assert batch.loss_weights is not None
+    returns = batch.input_ids / 40.0
+    return value_loss(output.values, output.values, returns, batch.loss_weights, clip=None)
+
+
+def test_a_loss_gets_what_it_declares():
+    batch = random_batch(LENGTHS)
+    found = backend(tiny_model()).train_step(batch, with_entropy)
+    plain = backend(tiny_model()).train_step(batch, nll_loss)
+    assert finalize(found)["loss"] < finalize(plain)["loss"] - 1
+
+    def undeclared(output, part):
+        return with_entropy(output, part)
+
+    with pytest.raises(AttributeError, match=r"needs entropy: .* @nemorl.needs\(entropy=True\)"):
+        backend(tiny_model()).train_step(batch, undeclared)
+    undeclared.needs = {"entropy": True}
+    with pytest.raises(ValueError, match=r"the loss's needs must be a Needs, but .*@nemorl.needs"):
+        backend(tiny_model()).train_step(batch, undeclared)
+    with pytest.raises(ValueError, match="can't be given together with values"):
+        nemorl.Needs(entropy=True, values=True)
+
+
+def test_the_built_in_losses_declare_entropy_where_they_read_it():
+    assert needs_of(nemorl.policy_loss(policy.clipped)).entropy, "it is logged"
+    assert needs_of(nemorl.policy_loss(policy.clipped, entropy_coef=0.01)).entropy
+    assert not needs_of(nemorl.policy_loss(policy.clipped, entropy_coef=None)).entropy
+    assert not needs_of(sft.loss_fn).entropy
+    config, batch = nemorl.DPOConfig(), random_batch([3, 4])
+    assert not needs_of(preference_loss.make_loss(config, batch)).entropy
+
+
+def test_entropy_is_computed_where_it_is_needed_and_nowhere_else(monkeypatch):
+    asked: list[bool] = []
+    plain = head.flat_linear_logprobs
+
+    def watched(*args: Any, with_entropy: bool, **options: Any) -> Any:
+        asked.append(with_entropy)
+        return plain(*args, with_entropy=with_entropy, **options)
+
+    monkeypatch.setattr(head, "flat_linear_logprobs", watched)
+    made, batch = backend(tiny_model(), keep_reference=True), random_batch(LENGTHS)
+    made.train_step(batch, nll_loss)
+    made.get_logprobs(batch)
+    made.get_reference_logprobs(batch)
+    assert set(asked) == {False}
+    made.train_step(batch, with_entropy)
+    assert asked[-1]
+
+
+def test_a_constant_that_a_policy_loss_does_not_have_is_an_error_at_once():
+    with pytest.raises(TypeError, match="clip_hi"):
+        nemorl.policy_loss(policy.clipped, clip_hi=0.3)
+
+
+def plain_values(model: Any, batch: nemorl.TokenBatch) -> Tensor:
+    """transformers' own, at each token those of the one before it."""
+    found = torch.zeros(batch.input_ids.shape)
+    for row, length in enumerate(batch.lengths.tolist()):
+        if length > 1:
+            logits = model(batch.input_ids[row : row + 1, :length], use_cache=False).logits
+            found[row, 1:length] = logits[0, :-1, 0]
+    return found
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_values_are_those_of_each_sequence_alone(kind, layout):
+    batch, options = random_batch(LENGTHS), dict(LAYOUTS[layout])
+    plan = {k: options.pop(k) for k in ["activation_checkpointing"] if k in options}
+    made = critic(tiny_critic(kind), trainer=options, parallel=ParallelPlan(**plan))
+    with torch.no_grad():
+        expected = plain_values(tiny_critic(kind), batch)
+    found = made.compute(batch, nemorl.Needs(values=True))
+    assert expected.std() > 0.3
+    torch.testing.assert_close(found.values, expected, atol=ATOL, rtol=0)
+    with pytest.raises(AttributeError, match="needs token_logprobs: remove values=True"):
+        found.token_logprobs  # noqa: B018
+
+
+def outcome(made: DTensorBackend) -> dict[str, Any]:
+    """Values before and after three steps, their metrics, and the weights."""
+    batch, wanted = random_batch(LENGTHS), nemorl.Needs(values=True)
+    found = {"before": made.compute(batch, wanted).values}
+    metrics = [finalize(made.train_step(batch, regression)) for _ in range(3)]
+    return {
+        **found,
+        "after": made.compute(batch, wanted).values,
+        "metrics": [{k: step[k] for k in ("loss", "grad_norm", "value_mean")} for step in metrics],
+        "weights": {name: tensor.cpu().clone() for name, tensor in made.weights()},
+    }
+
+
+def close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    torch.testing.assert_close(one["before"], other["before"], atol=5e-6, rtol=0)
+    torch.testing.assert_close(one["after"], other["after"], atol=2e-4, rtol=0)
+    torch.testing.assert_close(one["weights"], other["weights"], atol=2e-4, rtol=0)
+    for mine, theirs in zip(one["metrics"], other["metrics"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_training_values_does_not_depend_on_the_layout():
+    expected = outcome(critic())
+    for layout in ("one row", "packed", "packed budget"):
+        close(outcome(critic(trainer=LAYOUTS[layout])), expected)
+
+
+def sharded_outcome(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
+    model = ModelConfig(path=str(folder))
+    made = critic_of(model, parallel=ParallelPlan(**plan))
+    found = outcome(made)
+    made.save_checkpoint(folder.with_name(f"saved-{plan}"))
+    made.shutdown()
+    return found
+
+
+def critic_of(model: ModelConfig, **options: Any) -> DTensorBackend:
+    made = DTensorBackend()
+    given = {"trainer": TrainerConfig(device=DEVICE), "optimizer": OPTIMIZER, **options}
+    made.setup(BackendConfig(model=model, head="scalar", **given))
+    return made
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"dp_shard": 2}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}, {"cp": 2}],
+    ids=str,
+)
+def test_values_on_ranks_are_those_of_one_process(plan, tmp_path):
+    """Of a language model's folder: the head's first numbers are of the seed, not of the plan."""
+    folder = tmp_path / "model"
+    tiny_model(scale=2.0, tied=False).save_pretrained(folder)
+    alone = outcome(critic_of(ModelConfig(path=str(folder))))
+    for found in run_ranks(2, sharded_outcome, folder, plan):
+        close(found, alone)
+    saved = AutoModelForTokenClassification.from_pretrained(tmp_path / f"saved-{plan}")
+    torch.testing.assert_close(dict(saved.named_parameters()), found["weights"], atol=0, rtol=0)
+
+
+def test_a_checkpoint_of_a_critic_continues_and_loads_in_transformers(tmp_path):
+    made, batch = critic(), random_batch(LENGTHS)
+    for _ in range(2):
+        made.train_step(batch, regression)
+    made.save_checkpoint(tmp_path / "saved")
+    other = critic(tiny_critic(seed=3))
+    other.load_checkpoint(tmp_path / "saved")
+    assert outcome(other)["metrics"] == outcome(made)["metrics"]
+    again = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved").eval()
+    assert again.config.architectures == ["Qwen2ForTokenClassification"]
+    other.load_checkpoint(tmp_path / "saved")
+    with torch.no_grad():
+        expected = plain_values(again, batch)
+    values = other.compute(batch, nemorl.Needs(values=True)).values
+    torch.testing.assert_close(values, expected, atol=ATOL, rtol=0)
+    head = load_causal_lm(str(tmp_path / "saved"), head="scalar", seed=9).score
+    torch.testing.assert_close(head.weight, again.score.weight, atol=0, rtol=0)
+
+
+def test_a_fresh_head_is_of_the_seed(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+
+    def weight(seed: int) -> Tensor:
+        return load_causal_lm(str(tmp_path / "model"), head="scalar", seed=seed).score.weight
+
+    assert torch.equal(weight(1), weight(1)) and not torch.equal(weight(1), weight(2))
+    assert weight(1).any()
+
+
+def test_a_critic_learns_values():
+    made, batch = critic(), random_batch(LENGTHS)
+    losses = [finalize(made.train_step(batch, regression))["loss"] for _ in range(30)]
+    assert losses[-1] < losses[0] / 10
+
+
+def test_the_wrong_head_is_an_error():
+    batch, lm, values = random_batch([3, 4]), backend(tiny_model()), nemorl.Needs(values=True)
+    for call in (lambda: lm.compute(batch, values), lambda: lm.train_step(batch, regression)):
+        with pytest.raises(ValueError, match=r"values can't be had .* 'lm', .* head='scalar'"):
+            call()
+    scalar = critic()
+    for call in (lambda: scalar.get_logprobs(batch), lambda: scalar.train_step(batch, nll_loss)):
+        with pytest.raises(ValueError, match=r"token_logprobs can't .* @nemorl.needs\(values=True"):
+            call()
+    for given, message in (
+        ({"lora": LoRAConfig(rank=4)}, "lora.rank must be 0 with a scalar head"),
+        ({"keep_reference": True}, "keep_reference must be off with a scalar head"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BackendConfig(head="scalar", **given)
+    for made in (partial(critic, tiny_model()), partial(backend, tiny_critic())):
+        with pytest.raises(ValueError, match=r"model must have the head .* AutoModelFor"):
+            made()
+    with pytest.raises(ValueError, match=r"head must be lm with trainer.backend megatron"):
+        limits.check(BackendConfig(head="scalar"), None, ParallelPlan().on(1))
+
+
+def test_values_of_packed_rows_start_again_in_each_sequence():
+    batch = random_batch([5, 7, 4])
+    rows = pack(batch, pack_plan([5, 7, 4], 16))
+    found = critic().compute(rows, nemorl.Needs(values=True)).values
+    starts = rows.position_ids == 0
+    assert (found[starts & (rows.segment_ids > 0)] == 0).all() and (found[~starts] != 0).any()
+
+
+def test_a_partial_of_a_loss_needs_what_the_loss_needs():
+    @nemorl.needs(entropy=True)
+    def loss(output, batch, coef):
+        return coef * output.entropy.sum()
+
+    assert needs_of(partial(loss, coef=2.0)).entropy

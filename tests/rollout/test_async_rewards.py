@@ -1,0 +1,183 @@
+"""Rewards that are `async def`: of one response, of a batch, in scripts and in notebooks."""
+
+import asyncio
+import json
+
+import pytest
+
+import nemorl
+from nemorl.rollout.environment import AT_ONCE, FunctionalRewardWrapper
+from nemorl.rollout.environments import make_environment
+from tests.runtime.runs import addition_rows
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+LOGS = [
+    [{"role": "user", "content": f"{i}="}, {"role": "assistant", "content": str(i)}]
+    for i in range(3 * AT_ONCE)
+]
+
+
+async def right(prompt, response, answer):
+    await asyncio.sleep(0)
+    return float(response == answer)
+
+
+async def right_of_batch(prompts, responses, answer):
+    await asyncio.sleep(0)
+    return [float(a == b) for a, b in zip(responses, answer, strict=True)]
+
+
+class Judge:
+    async def __call__(self, response, answer):
+        return await right("", response, answer)
+
+
+@pytest.mark.parametrize("fn", [right, right_of_batch, Judge()], ids=["one", "batch", "object"])
+def test_an_async_reward_is_awaited_also_where_a_loop_runs(fn):
+    rows = [{"answer": str(i % 2)} for i in range(len(LOGS))]
+    environment = FunctionalRewardWrapper(fn)
+    expected = [1.0, 1.0] + [0.0] * (len(LOGS) - 2)
+
+    async def in_a_notebook():
+        return environment.step(LOGS, rows).rewards
+
+    assert environment.step(LOGS, rows).rewards == expected
+    assert asyncio.run(in_a_notebook()) == expected
+    assert environment.step(LOGS, rows).rewards == expected
+
+
+def test_responses_are_judged_at_once_up_to_a_limit():
+    running, most = set(), 0
+
+    async def judge(response):
+        nonlocal most
+        running.add(response)
+        most = max(most, len(running))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        running.discard(response)
+        return float(response)
+
+    rewards = FunctionalRewardWrapper(judge).step(LOGS, [{}] * len(LOGS)).rewards
+    assert rewards == list(range(len(LOGS))) and most == AT_ONCE
+
+
+def test_all_calls_have_one_event_loop():
+    """What keeps connections is bound to a loop."""
+    loops = set()
+
+    async def judge(response):
+        loops.add(asyncio.get_running_loop())
+        return 1.0
+
+    environment = FunctionalRewardWrapper(judge)
+    for _ in range(3):
+        environment.step(LOGS, [{}] * len(LOGS))
+    assert len(loops) == 1 and not loops.pop().is_closed()
+
+
+def test_an_error_names_prompt_and_response():
+    async def judge(response):
+        if response == "5":
+            raise KeyError("no verdict")
+        if response == "7":
+            raise SystemExit(3)
+        return None if response == "0" else 1.0
+
+    def judged(number):
+        FunctionalRewardWrapper(judge).step([LOGS[1], LOGS[number]], [{}] * 2)
+
+    with pytest.raises(KeyError, match="no verdict") as error:
+        judged(5)
+    assert error.value.__notes__ == ["This was reward 'judge' for prompt '5=' and response '5'."]
+    with pytest.raises(RuntimeError, match=r"must not end the run, but it called sys\.exit"):
+        judged(7)
+    with pytest.raises(ValueError, match="it is None for prompt '0=' and response '0'"):
+        judged(0)
+
+    async def of_batch(responses):
+        raise KeyError("no verdicts")
+
+    with pytest.raises(KeyError) as error:
+        FunctionalRewardWrapper(of_batch).step(LOGS, [{}] * len(LOGS))
+    assert "a batch of 192 responses, of which the first is for prompt '0='" in str(
+        error.value.__notes__
+    )
+
+
+def test_an_async_reward_is_one_of_several():
+    environment = make_environment({"right": right, "long": lambda response: len(response)})
+    result = environment.step(LOGS[:2], [{"answer": "0"}] * 2)
+    assert result.components == {"right": [1.0, 0.0], "long": [1.0, 1.0]}
+
+
+def test_processes_take_no_async_function():
+    with pytest.raises(ValueError, match="to be judged in processes, but it is 'async': make"):
+        FunctionalRewardWrapper(nemorl.judged_in_processes()(right))
+
+
+def test_training_and_evaluation_take_async_rewards(tmp_path):
+    """The same step as with a plain function, and the same judgement."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    model, rows = str(tmp_path / "model"), addition_rows(8)
+
+    async def brief(prompts, responses):
+        return [float(response.count("1")) for response in responses]
+
+    async def alike(response, answer):
+        return float(sum(map(ord, response + answer)) % 7)
+
+    def plain(response, answer):
+        return float(sum(map(ord, response + answer)) % 7)
+
+    def trained(reward, name):
+        return nemorl.train(
+            model=model,
+            dataset=rows,
+            reward_fn={"alike": reward, "brief": brief},
+            max_num_steps=2,
+            num_prompts_per_step=4,
+            num_generations_per_prompt=2,
+            max_new_tokens=4,
+            device="cpu",
+            run={"dir": tmp_path / name, "display": "none", "plots": False, "export": False},
+        ).metrics
+
+    one, other = trained(alike, "async"), trained(plain, "plain")
+    for name in ("reward", "reward/alike", "reward/brief", "loss", "grad_norm"):
+        assert one[name] == other[name]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)))
+    given = {"model": model, "dataset": str(data), "max_new_tokens": 4}
+    found = nemorl.evaluate(**given, reward_fn=alike)
+    assert found["reward"] == nemorl.evaluate(**given, reward_fn=plain)["reward"] > 0
+
+
+def test_after_an_error_no_call_goes_on():
+    finished = []
+
+    async def slow(response):
+        if response == "bad":
+            raise ValueError("as asked")
+        await asyncio.sleep(0.01)
+        finished.append(response)
+        return 0.0
+
+    environment = FunctionalRewardWrapper(slow)
+    asked = [{"role": "user", "content": "1"}]
+    both = [[*asked, {"role": "assistant", "content": text}] for text in ("one", "bad")]
+    with pytest.raises(ValueError, match="as asked"):
+        environment.step(both, [{}, {}])
+    environment.step([[*asked, {"role": "assistant", "content": "two"}]], [{}])
+    assert finished == ["two"]
+
+
+def test_a_reward_that_calls_its_own_environment_is_an_error():
+    async def again(response):
+        return environment.step([log], [{}]).rewards[0]
+
+    environment = FunctionalRewardWrapper(again)
+    log = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    with pytest.raises(RuntimeError, match="must not call the environment that it belongs to"):
+        environment.step([log], [{}])

@@ -1,0 +1,269 @@
+"""Conversations: episodes, environments as episodes, and their tokens."""
+
+import asyncio
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.conversation import Failure, Outcome, Turn, examples_of
+from nemorl.rollout.environment import FunctionalRewardWrapper
+from nemorl.rollout.episodes import converse
+from nemorl.rollout.generation import Completion, SamplingParams
+from nemorl.rollout.random import derive_seed
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.config.generation import GenerationConfig
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+ROWS = [{"prompt": text, "answer": text[0]} for text in ("1+2=", "20+3=", "4=")]
+PROMPTS = Prompts(ROWS, [TOKENIZER(row["prompt"])["input_ids"] for row in ROWS])
+SAMPLING = SamplingParams(n=3, max_new_tokens=5, temperature=0.8)
+
+
+class Counting(TorchGenerationBackend):
+    calls = 0
+
+    def generate(self, prompts, sampling_params):
+        self.calls += 1
+        return super().generate(prompts, sampling_params)
+
+
+@pytest.fixture
+def generator() -> Counting:
+    backend = Counting(model=tiny_model(scale=2.0), tokenizer=TOKENIZER)
+    backend.setup(GenerationConfig())
+    return backend
+
+
+def first_digit(prompt: str, response: str, answer: str) -> float:
+    return float(response[:1] == answer)
+
+
+async def one_turn(row, policy) -> Outcome:
+    completion = await policy.sample(policy.prompt)
+    return Outcome(reward=first_digit("", completion.text, row["answer"]), answer=completion.text)
+
+
+def test_an_episode_gives_what_an_environment_gives(generator):
+    """The same responses, those of one request for each group, and one call of the engine."""
+    environment = FunctionalRewardWrapper(first_digit)
+    prompts = replace(PROMPTS, groups=range(5, 8))
+    expected = collect(generator, environment, prompts, SAMPLING, seed=1)
+    found = collect(generator, one_turn, prompts, SAMPLING, seed=1)
+    requests = [replace(SAMPLING, seed=derive_seed(1, 5 + i)) for i in range(3)]
+    assert found.completions == generator.generate(PROMPTS.token_ids, requests)
+    assert found.completions == expected.completions
+    assert found.rewards.tolist() == expected.rewards.tolist()
+    assert found.answers == [c.text for c in found.completions]
+    assert to_token_batch(found).input_ids.tolist() == to_token_batch(expected).input_ids.tolist()
+    members = [(each.group, each.member) for each in found.conversations]
+    assert members == [(5 + i, j) for i in range(3) for j in range(3)]
+    assert generator.calls == 3
+
+
+def test_an_environment_has_one_step_for_a_batch(generator):
+    sizes = []
+
+    class Batched(FunctionalRewardWrapper):
+        def step(self, message_log_batch, metadata):
+            sizes.append(len(message_log_batch))
+            return super().step(message_log_batch, metadata)
+
+    collect(generator, Batched(first_digit), PROMPTS, SAMPLING, seed=1)
+    assert sizes == [9]
+
+
+def test_a_step_may_run_a_loop_and_a_notebook_may_collect(generator):
+    def judge(response):
+        return asyncio.run(asyncio.sleep(0, 1.0))
+
+    async def in_a_notebook():
+        return collect(generator, one_turn, PROMPTS, SAMPLING, seed=1)
+
+    found = collect(generator, FunctionalRewardWrapper(judge), PROMPTS, SAMPLING, seed=1)
+    assert found.rewards.tolist() == [1.0] * 9
+    assert asyncio.run(in_a_notebook()).completions == found.completions
+
+
+async def three_turns(row, policy) -> Outcome:
+    first = await policy.sample(policy.prompt)
+    await asyncio.sleep(0)
+    more = [*policy.prompt, *first.token_ids, *TOKENIZER("+1=")["input_ids"]]
+    second = await policy.sample(more, stop=["3"])
+    if row["answer"] == "1":
+        await policy.sample(TOKENIZER(row["prompt"] + second.text)["input_ids"])
+    return Outcome(reward=float(len(second.text)))
+
+
+def test_turns_are_recorded_as_the_engine_made_them(generator):
+    found = converse(
+        generator, three_turns, ROWS, PROMPTS.token_ids, SAMPLING, seed=1, groups=range(3)
+    )
+    assert [len(each.turns) for each in found] == [3] * 3 + [2] * 6
+    assert generator.calls == 3
+    for each in found:
+        one, two = each.turns[:2]
+        assert list(two.prompt[: len(one.prompt)]) == list(one.prompt)
+        assert "3" not in two.completion.text
+        examples = examples_of(each.turns)
+        assert len(examples) == len(each.turns) - 1  # the third turn rewrites
+        given, said = len(two.prompt), two.completion
+        assert examples[0].input_ids == [*two.prompt, *said.token_ids]
+        sampled = [len(one.prompt) + i for i in range(len(one.completion.token_ids))]
+        sampled += [given + i for i in range(len(said.token_ids))]
+        assert [i for i, flag in enumerate(examples[0].loss_mask) if flag] == sampled
+        logprobs = [*one.completion.logprobs, *said.logprobs]
+        assert [examples[0].generation_logprobs[i] for i in sampled] == logprobs
+    with pytest.raises(ValueError, match=r"episode 'three_turns' must .*#several-turns"):
+        collect(generator, three_turns, PROMPTS, SAMPLING, seed=1)
+
+
+def test_a_conversation_depends_on_no_other(generator):
+    found = converse(
+        generator, three_turns, ROWS, PROMPTS.token_ids, SAMPLING, seed=1, groups=range(3)
+    )
+    alone = converse(
+        generator, three_turns, ROWS[2:], PROMPTS.token_ids[2:], SAMPLING, seed=1, groups=[2]
+    )
+
+    def sampled(conversations):
+        return [[turn.completion.token_ids for turn in each.turns] for each in conversations]
+
+    assert sampled(alone) == sampled(found[6:])
+    assert len({each.turns[1].completion.token_ids for each in found}) > 3
+
+
+def test_a_failure_is_the_conversations_own_until_a_batch_needs_it(generator):
+    async def sometimes(row, policy):
+        outcome = await one_turn(row, policy)
+        if row["answer"] == "2":
+            raise KeyError("lost")
+        return outcome
+
+    found = converse(
+        generator, sometimes, ROWS, PROMPTS.token_ids, SAMPLING, seed=1, groups=range(3)
+    )
+    failed = [isinstance(each.outcome, Failure) for each in found]
+    assert failed == [False] * 3 + [True] * 3 + [False] * 3
+    assert found[3].outcome.reason == "KeyError: 'lost'" and len(found[3].turns) == 1
+    with pytest.raises(KeyError, match="lost") as error:
+        collect(generator, sometimes, PROMPTS, SAMPLING, seed=1)
+    assert error.value.__notes__ == ["This ended 3 of 9 conversations, the first about row 2."]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (0.5, "episode 'wrong' must return an Outcome, but it is 0.5"),
+        (Outcome(reward=float("nan")), "episode 'wrong' must return finite rewards"),
+        (SystemExit(1), "episode 'wrong' must not end the run, but it called sys.exit"),
+    ],
+)
+def test_a_wrong_outcome_is_refused(generator, outcome, message):
+    async def wrong(row, policy):
+        await policy.sample(policy.prompt)
+        if isinstance(outcome, SystemExit):
+            raise outcome
+        return outcome
+
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        collect(generator, wrong, PROMPTS, SAMPLING, seed=1)
+
+
+def test_a_completion_leaves_its_tokenizer_when_it_goes_to_another_process(generator):
+    found = generator.generate([[3, 4]], SAMPLING)[0]
+    assert found.raw_text == TOKENIZER.decode(found.token_ids)
+    arrived = pickle.loads(pickle.dumps(found))
+    assert arrived == found and arrived.tokenizer is None
+    with pytest.raises(
+        ValueError, match="raw_text needs the completion's tokenizer, but it is None"
+    ):
+        _ = arrived.raw_text
+
+
+def test_a_function_is_not_an_episode(generator):
+    with pytest.raises(
+        ValueError, match="must be an EnvironmentInterface or an episode, async def"
+    ):
+        collect(generator, first_digit, PROMPTS, SAMPLING, seed=1)
+
+
+def test_an_interrupt_ends_all_at_once(generator):
+    class Interrupted(FunctionalRewardWrapper):
+        def step(self, message_log_batch, metadata):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        collect(generator, Interrupted(first_digit), PROMPTS, SAMPLING, seed=1)
+
+
+def test_an_engine_that_loses_a_response_is_named(generator):
+    class Loses(Counting):
+        def generate(self, prompts, sampling_params):
+            return super().generate(prompts, sampling_params)[1:]
+
+    backend = Loses(model=generator.model, tokenizer=TOKENIZER)
+    backend.setup(GenerationConfig())
+    with pytest.raises(ValueError, match=r"Loses\.generate must return 9 completions, but it is 8"):
+        collect(backend, one_turn, PROMPTS, SAMPLING, seed=1)
+
+
+def test_a_prompt_that_was_cut_begins_another_example():
+    def turn(prompt, token):
+        said = Completion(token_ids=(token,), logprobs=(-1.0,), finish_reason="stop", text="")
+        return Turn(prompt=prompt, completion=said)
+
+    found = examples_of(
+        [turn([1, 2], 3), turn([1, 2, 3, 4], 5), turn([1, 4], 6), turn([1, 4, 6], 7)]
+    )
+    assert [example.input_ids for example in found] == [[1, 2, 3, 4, 5], [1, 4, 6, 7]]
+    assert found[1].generation_logprobs == [0.0, 0.0, -1.0, -1.0]
+    assert examples_of([]) == []
+
+
+def test_groups_of_one_number_keep_their_own_prompts(generator):
+    alike = Prompts(ROWS[:2], PROMPTS.token_ids[:2], groups=[5, 5])
+    found = collect(generator, one_turn, alike, SAMPLING, seed=1)
+    for index, prompt in enumerate(alike.token_ids):
+        request = replace(SAMPLING, seed=derive_seed(1, 5))
+        expected = [one.token_ids for one in generator.generate([prompt], request)]
+        assert [one.token_ids for one in found.completions[3 * index :][:3]] == expected
+
+
+def test_reward_components_that_differ_are_an_error(generator):
+    async def sometimes(row, policy) -> Outcome:
+        await policy.sample(policy.prompt)
+        return Outcome(reward=0.0, components={"a": 1.0} if row["answer"] == "2" else {})
+
+    with pytest.raises(ValueError, match="'sometimes' must return the same reward components"):
+        collect(generator, sometimes, PROMPTS, SAMPLING, seed=1)
+
+
+def test_a_cancelled_task_of_an_episode_is_its_failure(generator):
+    async def cancels(row, policy) -> Outcome:
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
+        return Outcome(reward=0.0)
+
+    with pytest.raises(RuntimeError, match="'cancels' awaited a task that was cancelled"):
+        collect(generator, cancels, PROMPTS, SAMPLING, seed=1)
+
+
+def test_an_episode_that_goes_on_after_the_engines_error_ends(generator):
+    class Broken(Counting):
+        def generate(self, prompts, sampling_params):
+            raise OSError("gone")
+
+    async def stubborn(row, policy) -> Outcome:
+        try:
+            await policy.sample(policy.prompt)
+        except BaseException:
+            await policy.sample(policy.prompt)
+        return Outcome(reward=0.0)
+
+    backend = Broken(model=generator.model, tokenizer=TOKENIZER)
+    with pytest.raises(OSError, match="gone"):
+        collect(backend, stubborn, PROMPTS, SAMPLING, seed=1)

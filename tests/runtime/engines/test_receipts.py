@@ -1,0 +1,198 @@
+"""The receipt of weights: an engine that holds others than it was sent is found out, by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from nemorl.models.digest import differences, sampled
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.engines.weights import WeightsDiffer
+from tests.ray_session import ray_cpus
+from tests.rollout.updates import update
+from tests.runtime.engines.shared import SharedEngine
+from tests.runtime.engines.test_weights import model_of, weights_of
+from tests.runtime.engines.toys import toys
+from tests.tiny_models import tiny_model
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (300,), (6, 4), (40, 9), (3, 20, 7)])
+@pytest.mark.parametrize("version", [0, 1, 7])
+def test_samples_are_few_and_stay_in_their_places(shape, version):
+    """Equal tensors have equal samples, and every number differs from all others."""
+    tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    found = sampled(tensor, version)
+    assert found.numel() <= 64 and found.unique().numel() == found.numel()
+    assert torch.equal(found, sampled(tensor.clone(), version))
+
+
+def test_consecutive_versions_look_elsewhere():
+    tensor = torch.arange(10_000.0).view(100, 100)
+    seen = torch.cat([sampled(tensor, version) for version in range(20)])
+    assert seen.unique().numel() > 1000
+
+
+def test_differences_are_named_and_counted():
+    sent = {f"w{i}": torch.full((4,), float(i)) for i in range(8)}
+    assert differences(sent, sent) == ""
+    found = {name: values + 1 for name, values in sent.items()}
+    said = differences(sent, found)
+    assert said.startswith("'w0' has 1 where 0 was sent") and said.endswith(" and 3 more")
+    assert differences(sent, {"w1": torch.tensor([1.0, torch.nan, torch.inf, 1.0])}) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "precision"),
+    [
+        ("qwen2", True, "float32"),
+        ("llama", False, "float32"),
+        ("mistral", True, "bfloat16"),
+        ("qwen3", False, "bfloat16"),
+    ],
+)
+def test_a_real_engine_proves_every_weight(kind, tied, precision):
+    """Fused, with biases, padded from 42 to 64 tokens, repacked, and cast."""
+    model = model_of(kind, tied=tied)
+    engine = SharedEngine(model, weights=False, precision=precision)
+    for version in (0, 1, 5):
+        receipt = engine.sender()(version, weights_of(model))
+        receipt.check()
+        assert (receipt.version, receipt.failed, receipt.unproved) == (version, {}, frozenset())
+        assert receipt.num_weights == len(weights_of(model))
+
+
+def receive(change):
+    """In the engine's process: have it load what `change` makes of a bucket's tensors."""
+
+    def patch(engines):
+        from nemorl.runtime.engines.receiver import Receiver
+        from nemorl.runtime.engines.weights import unpacked
+
+        def receive_weights(self, update_info):
+            self.model.load_weights(change(list(unpacked(update_info))))
+
+        Receiver.unharmed = Receiver.receive_weights
+        Receiver.receive_weights = receive_weights
+
+    return patch
+
+
+def repair(engines):
+    from nemorl.runtime.engines.receiver import Receiver
+
+    Receiver.receive_weights = Receiver.unharmed
+
+
+def swapped(tensors):
+    names = {"model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"}
+    other = dict(zip(sorted(names), sorted(names, reverse=True), strict=True))
+    return [(other.get(name, name), tensor) for name, tensor in tensors]
+
+
+def doubled(tensors):
+    """One is lost; another of its shape comes twice, so that the count is right."""
+    found = dict(tensors)
+    lost = "model.layers.1.self_attn.k_proj.weight"
+    twice = (lost.replace("k_proj", "v_proj"), found[lost.replace("k_proj", "v_proj")])
+    return [twice if name == lost else (name, tensor) for name, tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (swapped, ["layers.0.mlp.gate_proj.weight", "layers.0.mlp.up_proj.weight"]),
+        (doubled, ["layers.1.self_attn.k_proj.weight"]),
+    ],
+)
+def test_weights_in_the_wrong_place_are_named(change, named):
+    old, new = model_of(), model_of(seed=1)
+    engine = SharedEngine(old)
+    engine.do(receive(change))
+    try:
+        receipt = engine.sender()(4, weights_of(new))
+        with pytest.raises(WeightsDiffer, match=r"replica 0 must .* weights of version 4") as error:
+            receipt.check()
+    finally:
+        engine.do(repair)
+    for name in named:
+        assert f"'model.{name}' has " in str(error.value)
+    assert str(error.value).count(" was sent") == len(named)
+    engine.give(new)
+
+
+def test_a_lost_tensor_is_named():
+    """vLLM's own count of what a layer has tells, before the receipt."""
+
+    def lost(tensors):
+        return [one for one in tensors if "layers.1.post_attention_layernorm" not in one[0]]
+
+    engine = SharedEngine(model_of())
+    engine.do(receive(lost))
+    try:
+        receipt = engine.sender()(4, weights_of(model_of(seed=1)))
+    finally:
+        engine.do(repair)
+    assert "incomplete: model.layers.1.post_attention_layernorm" in receipt.failed[0]
+    engine.give(model_of())
+
+
+def test_a_tied_head_that_stays_old_is_named():
+    """On CPUs the head computes with a repacked copy of the embedding's weights."""
+
+    def patch(engines):
+        from nemorl.runtime.engines.receiver import Receiver
+
+        Receiver.unharmed = Receiver.finish_weight_update
+
+        def finish(self):
+            tied, self.tied = self.tied, []
+            self.unharmed()
+            self.tied = tied
+
+        Receiver.finish_weight_update = finish
+
+    def mend(engines):
+        from nemorl.runtime.engines.receiver import Receiver
+
+        Receiver.finish_weight_update = Receiver.unharmed
+
+    engine = SharedEngine(model_of())
+    engine.do(patch)
+    try:
+        receipt = engine.sender()(4, weights_of(model_of(seed=1)))
+    finally:
+        engine.do(mend)
+    said = receipt.wrong[0]
+    assert said.startswith("'lm_head.weight, tied to model.embed_tokens.weight' has ")
+    assert said.count(" was sent") == 1
+    engine.give(model_of())
+
+
+def test_a_replica_that_is_left_behind_ends_the_run(tmp_path):
+    ray_cpus()
+    with toys(tmp_path) as pair:
+        pair.update(1.0, version=1)
+        pair.fault("behind", 1)
+        expected = "replica 1 must compute .* of version 2, .*embed_tokens.weight' has 1 where 2"
+        with pytest.raises(WeightsDiffer, match=expected):
+            pair.update(2.0, version=2)
+        assert not pair.replicas._router.state.supplied
+        pair.repair()
+        pair.update(2.0, version=2)
+        measured = pair.replicas.metrics()
+        assert measured["weights/unproved"] == 0 < measured["weights/proved"]
+
+
+def test_a_copy_in_this_process_is_compared_as_well():
+    """As where two parameters are the same memory that should not be."""
+    model = tiny_model(tied=False)
+    other = tiny_model(tied=False, seed=1)
+    layers = model.model.layers
+    layers[1].mlp.up_proj.weight = nn.Parameter(layers[0].mlp.up_proj.weight.data)
+    backend = TorchGenerationBackend(model=model)
+    backend.setup(GenerationConfig())
+    with pytest.raises(RuntimeError, match=r"'model.layers.0.mlp.up_proj.weight' has "):
+        update(backend, other.named_parameters(), 1)
+    assert backend.policy_version is None

@@ -1,0 +1,369 @@
+"""Laws of the routing, whatever comes in whatever order: no request is lost, none is answered
+twice, they begin in order of arrival, and only where there is room and the newest weights.
+"""
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from nemorl.runtime.engines.router import Router
+from nemorl.runtime.engines.routing import (
+    Answered,
+    Arrived,
+    Asleep,
+    Broke,
+    Cancel,
+    Cancelled,
+    End,
+    Give,
+    Held,
+    ProcessId,
+    Published,
+    Queue,
+    Reply,
+    Request,
+    Start,
+    Started,
+    Stopped,
+    Supplied,
+    Tell,
+    decide,
+    routing,
+)
+
+WINDOW, MAX_RESTARTS, REPLICAS = 4, 2, 3
+
+
+@dataclass
+class Engine:
+    """A process as it is, which the routing knows by events alone."""
+
+    up: bool = False
+    version: int | None = None
+    finished: dict[int, int] = field(default_factory=dict)
+    """How many samples of each of its requests are finished."""
+
+
+class RoutingLaws(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.state = routing(REPLICAS, window=WINDOW, max_restarts=MAX_RESTARTS)
+        self.engines = {one.process: Engine() for one in self.state.replicas}
+        self.gone: list[ProcessId] = []
+        self.open: dict[int, int] = {}
+        """Samples of each request that has neither a reply nor was cancelled, by number."""
+        self.given: dict[int, ProcessId] = {}
+        self.replies: dict[int, object] = {}
+        self.deaths = dict.fromkeys(range(REPLICAS), 0)
+        self.told: list[str] = []
+        self.version = self.barrier = None
+        self.count, self.asleep = 0, False
+
+    def happened(self, event):
+        before = self.state
+        open = [dict(one.open) for one in before.replicas]
+        self.state, actions = decide(self.state, event)
+        assert [one.open for one in before.replicas] == open
+        for action in actions:
+            self.act(action)
+
+    def act(self, action):
+        match action:
+            case Give(process, number):
+                engine = self.engines[process]
+                assert engine.up and not self.asleep and engine.version == self.version is not None
+                assert self.unfinished(engine) < WINDOW
+                assert number == min(self.admitted())
+                engine.finished[number] = 0
+                self.given[number] = process
+            case Cancel(number):
+                engine = self.engines.get(self.given.pop(number))
+                if engine:
+                    del engine.finished[number]
+            case Reply(number, result):
+                del self.open[number]
+                assert number not in self.replies
+                self.replies[number] = result
+            case End(process):
+                del self.engines[process]
+                self.gone.append(process)
+            case Start(process):
+                assert not self.asleep and process.rank not in {one.rank for one in self.engines}
+                assert process not in self.gone
+                self.engines[process] = Engine()
+            case Tell(message):
+                self.told.append(message)
+
+    def unfinished(self, engine):
+        return sum(self.open[number] - done for number, done in engine.finished.items())
+
+    def admitted(self):
+        """Requests that may begin."""
+        barrier = self.count if self.barrier is None else self.barrier
+        return [number for number in self.open if number not in self.given and number < barrier]
+
+    def some(self, data, found):
+        return data.draw(st.sampled_from(sorted(found)))
+
+    @property
+    def given_up(self):
+        return [rank for rank, deaths in self.deaths.items() if deaths > MAX_RESTARTS]
+
+    @rule(n=st.integers(1, 2 * WINDOW))
+    def arrive(self, n):
+        self.open[self.count] = n
+        self.count += 1
+        self.happened(Arrived(n))
+
+    @precondition(lambda self: self.count)
+    @rule(data=st.data())
+    def cancel(self, data):
+        """Also a request that has had its reply."""
+        number = data.draw(st.integers(0, self.count - 1))
+        self.happened(Cancelled(number))
+        self.open.pop(number, None)
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def compute(self, data):
+        """Of any request, all samples but one may be finished without a word."""
+        number = self.some(data, self.given)
+        most = self.open[number] - 1
+        finished = self.engines[self.given[number]].finished
+        finished[number] = data.draw(st.integers(finished[number], most))
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data(), right=st.booleans())
+    def answer(self, data, right):
+        number = self.some(data, self.given)
+        process = self.given.pop(number)
+        engine = self.engines[process]
+        del engine.finished[number]
+        if right:
+            self.deaths[process.rank] = 0
+            self.happened(Answered(process, number, "samples", sum(engine.finished.values())))
+        else:
+            self.happened(Answered(process, number, ValueError("no")))
+        assert number in self.replies and number not in self.open
+
+    @precondition(lambda self: self.gone and self.count)
+    @rule(data=st.data(), which=st.sampled_from(["answered", "broke", "started", "supplied"]))
+    def late(self, data, which):
+        """What a process says that has been ended changes nothing."""
+        process, number = self.some(data, self.gone), data.draw(st.integers(0, self.count - 1))
+        before = self.state
+        self.happened(
+            {
+                "answered": Answered(process, number, "late", 0),
+                "broke": Broke(process, OSError("late")),
+                "started": Started(process),
+                "supplied": Supplied(process, self.version or 0),
+            }[which]
+        )
+        assert self.state == before
+
+    @precondition(lambda self: any(not engine.up for engine in self.engines.values()))
+    @rule(data=st.data())
+    def start(self, data):
+        process = self.some(data, [id for id, engine in self.engines.items() if not engine.up])
+        self.engines[process].up = True
+        self.happened(Started(process))
+
+    @precondition(lambda self: self.engines)
+    @rule(data=st.data())
+    def die(self, data):
+        process = self.some(data, self.engines)
+        self.deaths[process.rank] += 1
+        self.happened(Broke(process, OSError("it died")))
+        assert process not in self.engines
+
+    @rule(version=st.integers(0, 3))
+    def publish(self, version):
+        self.version = version
+        for engine in self.engines.values():
+            engine.version = None
+        self.happened(Published(version))
+
+    @precondition(lambda self: any(engine.up for engine in self.engines.values()))
+    @rule(data=st.data(), old=st.booleans())
+    def supply(self, data, old):
+        """With `old`, these weights came after newer ones had been published."""
+        process = self.some(data, [id for id, engine in self.engines.items() if engine.up])
+        if old or self.version is None:
+            self.happened(Supplied(process, -1))
+        else:
+            self.engines[process].version = self.version
+            self.happened(Supplied(process, self.version))
+
+    @precondition(lambda self: self.state.settled)
+    @rule(emptied=st.booleans())
+    def sleep(self, emptied):
+        self.asleep = True
+        for engine in self.engines.values():
+            engine.version = None if emptied else engine.version
+        self.happened(Asleep(True, emptied))
+
+    @rule()
+    def wake(self):
+        self.asleep = False
+        self.happened(Asleep(False))
+
+    @rule()
+    def close(self):
+        self.barrier = self.count
+        self.happened(Held(True))
+
+    @rule()
+    def reopen(self):
+        self.barrier = None
+        self.happened(Held(False))
+
+    @rule()
+    def stop(self):
+        error = RuntimeError("stopped")
+        ended = list(self.open)
+        self.happened(Stopped(error))
+        assert not self.open and all(self.replies[number] is error for number in ended)
+
+    @invariant()
+    def none_is_lost(self):
+        waiting = [request.number for request in self.state.waiting]
+        at_work = [number for one in self.state.replicas for number in one.open]
+        assert sorted(waiting + at_work) == sorted(self.open)
+        assert waiting == sorted(waiting) and sorted(at_work) == sorted(self.given)
+        assert self.state.drained == (not self.given and not self.admitted())
+
+    @invariant()
+    def no_engine_with_room_is_idle_while_a_request_may_begin(self):
+        if self.admitted() and not self.asleep and self.version is not None:
+            ready = [one for one in self.engines.values() if one.version == self.version]
+            assert all(engine.finished for engine in ready)
+
+    @invariant()
+    def a_replica_is_given_up_after_its_deaths_in_a_row(self):
+        found = [one.process.rank for one in self.state.replicas if one.status == "given up"]
+        assert found == self.given_up
+        assert (self.state.over is not None) == (len(found) == REPLICAS)
+        if self.state.over:
+            assert not self.open and "has ended 3 times in a row" in str(self.state.over)
+
+    def teardown(self):
+        """Once all goes well, every request has its reply."""
+        self.reopen()
+        self.wake()
+        self.publish(7)
+        for process, engine in list(self.engines.items()):
+            engine.up, engine.version = True, 7
+            self.happened(Started(process))
+            self.happened(Supplied(process, 7))
+        while self.given:
+            number, process = next(iter(self.given.items()))
+            del self.given[number], self.engines[process].finished[number]
+            self.happened(Answered(process, number, "samples", 0))
+        assert not self.open and self.state.drained
+
+
+RoutingLaws.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestRoutingLaws = RoutingLaws.TestCase
+
+
+@pytest.mark.parametrize("count", [0, 1, 64, 65, 1000])
+def test_a_queue_keeps_the_order_of_numbers(count):
+    queue = Queue()
+    for number in [*range(1, count, 2), *reversed(range(0, count, 2))]:
+        queue = queue.put(Request(number, 1))
+    assert [request.number for request in queue] == list(range(count))
+    for number in range(0, count, 3):
+        queue = queue.without(number)
+    assert [request.number for request in queue] == [i for i in range(count) if i % 3]
+    assert queue.without(count) is queue and queue.without(0) is queue
+    assert max(map(len, queue.blocks), default=0) <= 64
+
+
+def ready(num_replicas=2, window=8):
+    """The state in which all replicas have weights."""
+    state = routing(num_replicas, window=window, max_restarts=1)
+    for event in (
+        Published(0),
+        *(Started(one.process) for one in state.replicas),
+        *(Supplied(one.process, 0) for one in state.replicas),
+    ):
+        state, _ = decide(state, event)
+    return state
+
+
+def test_each_request_goes_to_the_replica_with_the_fewest_unfinished_samples():
+    state, ranks = ready(3), []
+    for n in (3, 2, 1, 1, 1, 2):
+        state, (give,) = decide(state, Arrived(n))
+        ranks.append(give.process.rank)
+    assert ranks == [0, 1, 2, 2, 1, 2]
+
+
+def test_a_request_begins_where_there_is_room_for_one_of_its_samples():
+    state = ready(1, window=4)
+    state, (give,) = decide(state, Arrived(3))
+    state, (second,) = decide(state, Arrived(3))
+    state, none = decide(state, Arrived(1))
+    assert (give.number, second.number, none) == (0, 1, ())
+    state, actions = decide(state, Answered(give.process, 0, "samples", 2))
+    assert actions == (Reply(0, "samples"), Give(give.process, 2))
+
+
+def test_finished_samples_of_a_cancelled_request_leave_no_room():
+    state = ready(1, window=3)
+    for n in (1, 3, 3, 3):
+        state, _ = decide(state, Arrived(n))
+    state, actions = decide(state, Answered(ProcessId(0, 0), 0, "samples", 2))
+    assert actions == (Reply(0, "samples"), Give(ProcessId(0, 0), 2))
+    assert decide(state, Cancelled(1))[1] == (Cancel(1),)
+
+
+def test_the_requests_of_a_process_that_died_come_before_all_that_wait():
+    state = ready(1, window=2)
+    for _ in range(4):
+        state, _ = decide(state, Arrived())
+    old, new = ProcessId(0, 0), ProcessId(0, 1)
+    state, actions = decide(state, Broke(old, OSError("gone")))
+    told = Tell("replica 0 is started again: gone")
+    assert actions == (End(old), Cancel(0), Cancel(1), Start(new), told)
+    state, _ = decide(state, Started(new))
+    state, actions = decide(state, Supplied(new, 0))
+    assert actions == (Give(new, 0), Give(new, 1))
+
+
+def test_a_replica_that_dies_while_engines_sleep_is_started_when_they_wake():
+    state, _ = decide(ready(2), Asleep(True))
+    state, actions = decide(state, Broke(ProcessId(1, 0), OSError("gone")))
+    assert [type(action) for action in actions] == [End, Tell] and not state.settled
+    _, actions = decide(state, Asleep(False))
+    assert actions == (Start(ProcessId(1, 1)),)
+
+
+def test_once_all_are_given_up_every_request_has_the_error_of_the_last():
+    state, _ = decide(ready(1), Arrived())
+    for start, reason in enumerate(("out of memory", "no such file")):
+        state, actions = decide(state, Broke(ProcessId(0, start), OSError(reason)))
+    error = actions[-1].result
+    assert actions == (End(ProcessId(0, 1)), Reply(0, error))
+    assert isinstance(error, ChildProcessError) and str(error) == (
+        "replica 0 has ended 2 times in a row without finishing a prompt (generation.max_restarts"
+        " is 1), the last time because no such file"
+    )
+    assert decide(state, Arrived())[1] == (Reply(1, error),)
+
+
+def test_nobody_waits_for_a_router_that_is_closed():
+    router = Router(routing(1, window=1, max_restarts=0), lambda action: None, lambda: None)
+    router.loop.call_soon_threadsafe(router.loop.stop)
+    router._thread.join()  # what is asked for now is never done
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(router.send, Arrived())
+        assert not wait([waiting], timeout=0.1).done
+        router.loop.close()
+        with pytest.raises(RuntimeError, match="shut down meanwhile"):
+            waiting.result(timeout=30)

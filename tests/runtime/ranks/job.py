@@ -22,6 +22,11 @@ from tests.runtime.ranks import backends
 BATCH = random_batch([3])
 
 
+def say(line: str) -> None:
+    """Write a line at once: two ranks write to one stream, and print() writes its parts."""
+    os.write(1, f"{line}\n".encode())
+
+
 def everything(trainer, folder: str) -> None:
     """What the tests of ranks in actors do one by one."""
     assert finalize(trainer.train_step(BATCH, lambda rank, batch: rank + 1))["loss"] == 3
@@ -36,7 +41,7 @@ def everything(trainer, folder: str) -> None:
     trainer.save_checkpoint(saved)
     trainer.load_checkpoint(saved)
     trainer.wait_for_checkpoint()
-    print("did everything", flush=True)
+    say("did everything")
 
 
 def unwritten(trainer, folder: str) -> None:
@@ -63,13 +68,13 @@ LOSSES = {"killed": dying(1), "leader_killed": dying(0)}
 
 
 def main(what: str, folder: str, again: int = 2) -> None:
-    os.write(1, f"process {os.getpid()}\n".encode())  # at once: two ranks write to one stream
+    say(f"process {os.getpid()}")
     plan, device = ParallelPlan(dp_shard=2), TrainerConfig(device="cpu")
     limits = RuntimeConfig(timeout_s=3, start_timeout_s=3 if what == "asleep" else 60)
     config = BaseConfig(trainer=device, runtime=limits)
     for run in range(again):  # a script may have several runs
         if is_follower():
-            print("result", follow(backends.Summing, config), flush=True)
+            say(f"result {follow(backends.Summing, config)}")
             continue
         trainer = make_trainer(config, backends.Summing, plan, Path("unused"))
         try:

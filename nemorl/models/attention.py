@@ -21,6 +21,8 @@ UNSUPPORTED = (
     *("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"),
 )
 """Keywords that must be None or off; `is_causal` may be on."""
+LAYERS = ("full_attention", "sliding_attention")
+"""Types of layers whose masks follow from their keywords."""
 
 
 def attend(
@@ -52,9 +54,15 @@ def use_attention(model: Any, name: str, function: Callable[..., Tensor]) -> Non
     dropout, scaling and its own keywords. No mask function has this name, so no mask is built.
 
     A keyword of the model's that is not an option is checked by `check_options`.
+
+    Raises: ValueError for a model with layers of other types than full and sliding attention, such
+    as chunks, which are in the mask alone.
     """
     from transformers import AttentionInterface
 
+    for kind in getattr(model.config, "layer_types", None) or ():
+        wanted = f"must be {' or '.join(LAYERS)}"
+        require(kind in LAYERS, "the model's layer_types", wanted, kind, "take another model")
     own = signature(function).parameters.keys()
 
     @torch.compiler.disable  # it would be compiled again for each way in which segments can lie

@@ -82,3 +82,15 @@ def test_a_window_as_wide_as_the_row_hides_nothing():
         expected = model(IDS, use_cache=False).logits
         use_attention(model, "tests_segments", segment_attention)
         torch.testing.assert_close(model(IDS, use_cache=False).logits, expected)
+
+
+def test_chunks_that_are_in_the_mask_alone_are_an_error():
+    model = of_type(
+        "llama4_text",
+        attention_chunk_size=8,
+        intermediate_size_mlp=64,
+        num_local_experts=2,
+        no_rope_layers=[1, 0],
+    )
+    with pytest.raises(ValueError, match=r"layer_types must be .*, but it is 'chunked_attention'"):
+        use_attention(model, "tests_segments", segment_attention)

@@ -23,6 +23,7 @@ from nemorl.losses.terms import entropy_bonus, kl_loss
 from nemorl.losses.types import LossOutput, merge, needs
 from nemorl.parallel.backend import ForwardOutput, LossFn
 from nemorl.rollout.collect import Rollouts
+from nemorl.rollout.signature import name_of
 from nemorl.runtime.config.grpo import GroupAdvantage, GRPOConfig, OwnAdvantage, OwnLoss
 from nemorl.runtime.config.own import settings_of
 
@@ -140,12 +141,20 @@ def policy_loss(
     of `importance_weights` and `kl_loss`; None without them. entropy_coef: 0 only reports the
     entropy; with None it is not computed.
 
-    Raises: TypeError for a constant that `term` does not have.
+    Raises: TypeError for a constant that `term` does not have or gets from the batch, and for one
+    that it lacks.
 
     >>> loss_fn = policy_loss(policy.clipped, clip_low=0.2, clip_high=0.28)
     """
-    signature(term).bind_partial(**constants)
     by_sequence = "segment_ids" in signature(term).parameters
+    computed = ["segment_ids"] * by_sequence + ["importance_weights"] * (off_policy is not None)
+    try:
+        signature(term).bind(*range(4), **dict.fromkeys(computed), **constants)
+    except TypeError as error:
+        raise TypeError(
+            f"policy_loss must call {name_of(term)}(token_logprobs, prev_logprobs, advantages,"
+            f" loss_weights, …) with the constants {sorted(constants)}, but {error}"
+        ) from None
     loss_fn = partial(
         _policy_loss,
         term=partial(term, **constants),

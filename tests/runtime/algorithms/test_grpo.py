@@ -477,3 +477,16 @@ def test_the_last_step_of_a_schedule_trains(make, schedule, share, tmp_path: Pat
     assert any(
         not torch.equal(before, after[name]) for name, before in recorder.weights[-1].items()
     )
+
+
+@pytest.mark.parametrize(
+    ("term", "constants", "message"),
+    [
+        (policy.clipped, {"clip_hihg": 0.3}, "'clip_hihg'"),
+        (policy.clipped, {"prev_logprobs": 2.0}, "multiple values for argument 'prev_logprobs'"),
+        (lambda logprobs, prev, advantages, weights, *, c: 0.0, {}, "required argument: 'c'"),
+    ],
+)
+def test_constants_that_do_not_fit_a_term_are_named(term, constants, message):
+    with pytest.raises(TypeError, match=message):
+        nemorl.policy_loss(term, **constants)

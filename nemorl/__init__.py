@@ -27,6 +27,12 @@ if TYPE_CHECKING:
     from nemorl.parallel.config import ProfileConfig as ProfileConfig
     from nemorl.parallel.config import TrainerConfig as TrainerConfig
     from nemorl.parallel.plan import ParallelPlan as ParallelPlan
+    from nemorl.rollout.conversation import Conversation as Conversation
+    from nemorl.rollout.conversation import Episode as Episode
+    from nemorl.rollout.conversation import Failure as Failure
+    from nemorl.rollout.conversation import Outcome as Outcome
+    from nemorl.rollout.conversation import Policy as Policy
+    from nemorl.rollout.conversation import Turn as Turn
     from nemorl.rollout.environment import EnvironmentInterface as EnvironmentInterface
     from nemorl.rollout.environment import EnvironmentReturn as EnvironmentReturn
     from nemorl.rollout.environment import FunctionalRewardWrapper as FunctionalRewardWrapper
@@ -103,6 +109,14 @@ if TYPE_CHECKING:
 _NAMES = {
     "nemorl.data.batch": ["TokenBatch"],
     "nemorl.data.sources": ["DataModule"],
+    "nemorl.rollout.conversation": [
+        "Conversation",
+        "Episode",
+        "Failure",
+        "Outcome",
+        "Policy",
+        "Turn",
+    ],
     "nemorl.rollout.environment": [
         "EnvironmentInterface",
         "EnvironmentReturn",

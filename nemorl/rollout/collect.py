@@ -30,6 +30,12 @@ class Prompts:
     groups: Sequence[int] = ()
     """The number of each prompt's group in the run; empty: not numbered yet."""
 
+    def __post_init__(self) -> None:
+        for name in ("token_ids", "groups") if self.groups else ("token_ids",):
+            count = len(getattr(self, name))
+            fits = f"must have an entry for each of the {len(self.rows)} rows"
+            require(count == len(self.rows), name, fits, count, "take them from one data set")
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -178,24 +184,22 @@ def collect(
 
 def _outcomes(conversations: Sequence[Conversation], what: str) -> list[Outcome]:
     """Return how episodes ended. Raises what one raised, or a ValueError for several turns."""
-    found, failed = list[Outcome](), list[Conversation]()
-    for each in conversations:
-        if isinstance(each.outcome, Failure):
-            failed.append(each)
-        elif len(each.turns) != 1:
-            raise ValueError(f"{what} {ONE_TURN}")
-        else:
-            found.append(each.outcome)
-    names = {tuple(sorted(outcome.components)) for outcome in found}
-    remedy = "return 0.0 where one has no value"
-    alike = "must return the same reward components in every conversation"
-    require(len(names) < 2, what, alike, sorted(names), remedy)
+    failed = [each for each in conversations if isinstance(each.outcome, Failure)]
     for each in failed:
         assert isinstance(each.outcome, Failure)
         row, count = origin_of(each.row, each.group), len(conversations)
         first = f"This ended {len(failed)} of {count} conversations, the first about {row}."
         each.outcome.error.add_note(first)
         raise each.outcome.error
+    found = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
+    if not all(each.turns for each in conversations):
+        raise ValueError(f"{what} must sample a response: await policy.sample(policy.prompt)")
+    if any(len(each.turns) > 1 for each in conversations):
+        raise ValueError(f"{what} {ONE_TURN}")
+    names = {tuple(sorted(outcome.components)) for outcome in found}
+    remedy = "return 0.0 where one has no value"
+    alike = "must return the same reward components in every conversation"
+    require(len(names) < 2, what, alike, sorted(names), remedy)
     return found
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import isawaitable
 from itertools import islice
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -79,9 +80,9 @@ class FunctionalRewardWrapper:
 
     `fn` gets the texts of prompt and response and the columns that its parameters name. With plural
     parameters (`prompts`, `responses`, `completions`) or batch=True it is called once per batch,
-    with lists, and returns one number per response: a list, array or tensor. An `async` function is
-    called for many responses at once. Where it calls the
+    with lists, and returns one number per response: a list, array or tensor. Where it calls the
     responses `completions` and the prompt is a conversation, both are lists of messages, as in TRL.
+    An `async` function is called for many responses at once.
     `name`: for metrics and errors. `settings`: values of parameters that are no columns.
 
     Raises: ValueError if `fn` can't take a response, names a missing column, or returns anything
@@ -281,11 +282,15 @@ class FunctionalRewardWrapper:
         return [self._number(number, *text) for number, text in zip(numbers, texts, strict=True)]
 
     def _number(self, result: Any, prompt: str, response: str) -> float:
+        remedy = REMEDY
+        if isawaitable(result):
+            remedy = "write the function as async def, so that it is awaited"
+            getattr(result, "close", bool)()
         reward = as_number(result)
         if math.isnan(reward):
             raise ValueError(
                 f"reward {self.name!r} must be a finite number, but it is {short(result)} for"
-                f" {_shown(prompt, response)}: {REMEDY}"
+                f" {_shown(prompt, response)}: {remedy}"
             )
         return reward
 

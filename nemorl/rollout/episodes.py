@@ -43,13 +43,15 @@ class Sampler:
         ask: Callable[[Asked], Awaitable[Completion]],
     ) -> None:
         """params: of the group, with its seed."""
-        self.prompt, self.turns = prompt, list[Turn]()
+        self.prompt: Sequence[int] = tuple(prompt)
+        self.turns = list[Turn]()
         self._params, self._member, self._ask, self._asked = params, member, ask, 0
 
     async def sample(self, prompt: Sequence[int], *, stop: Sequence[str] = ()) -> Completion:
+        prompt = tuple(prompt)  # an episode may go on with its list
         params, member, number = self._params, self._member, self._asked
         self._asked += 1
-        if number or list(prompt) != list(self.prompt):
+        if number or prompt != self.prompt:
             seed = derive_seed(params.seed or 0, member, number)
             params, member = replace(params, seed=seed, n=1), 0
         if stop:
@@ -99,8 +101,7 @@ def converse(
         except Exception as error:
             outcome = Failure(error=error)
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():  # by the end of all
+            if rounds.over:
                 raise
             cancelled = RuntimeError(f"episode {name!r} awaited a task that was cancelled")
             cancelled.__cause__ = error

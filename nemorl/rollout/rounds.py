@@ -4,13 +4,14 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
 class EventLoop:
-    """An event loop that runs one coroutine after the other to its end, and stands still between.
+    """An event loop that runs one coroutine after the other to its end, and nothing in between.
 
     Where the calling thread has a loop that runs, as in a notebook, it runs in another thread.
     """
@@ -66,11 +67,17 @@ def blocking(work: Coroutine[Any, Any, T]) -> T:
         return loop.run(work)
 
 
+PATIENCE_S = 0.05
+"""How long a round waits for coroutines that wait for something else."""
+
+
 class Rounds:
     """Coroutines that ask functions of a batch for one answer each.
 
-    Once all of them wait, each function is called once, with everything that it was asked. It is
-    called in the caller's thread, outside the event loop, so it may block or run a loop itself.
+    Once all of them wait for one, each function is called once, with everything that it was asked.
+    Where some wait for something else, such as a tool or each other, it is called after PATIENCE_S
+    with what it was asked by then. It is called in the caller's thread, outside the event loop, so
+    it may block or run a loop itself.
     """
 
     def __init__(self) -> None:
@@ -78,6 +85,8 @@ class Rounds:
         self._open = self._waiting = 0
         self._error: BaseException | None = None
         """What a function raised, which ends all."""
+        self.over = False
+        """Whether the coroutines that are left are being cancelled."""
 
     def ask(self, function: Callable[[Sequence[Any]], Sequence[T]], item: Any) -> Awaitable[T]:
         """Return what will be `function(items)` for this item of the round."""
@@ -86,27 +95,34 @@ class Rounds:
         future = asyncio.get_running_loop().create_future()
         self._asked.setdefault(function, []).append((item, future))
         self._waiting += 1
-        self._look()
+        self._compare()
         return future
 
     def run(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         """Return what the coroutines return. Raises what one of them or a function raises."""
         self._open = len(work)
         with EventLoop() as loop:
-            tasks = loop.run(self._begin(work))
-            while self._asked:
-                asked, self._asked, self._waiting = self._asked, {}, 0
-                for function, requests in asked.items():
-                    try:
-                        answers = function([item for item, _ in requests])
-                    except BaseException as error:
-                        self._error = error
-                        raise
-                    for (_, future), answer in zip(requests, answers, strict=True):
-                        if not future.done():  # its coroutine may have given up
-                            future.set_result(answer)
-                loop.run(self._all_wait())
-            return [task.result() for task in tasks]
+            try:
+                tasks = loop.run(self._begin(work))
+                while self._open:
+                    self._answer()
+                    loop.run(self._all_wait())
+                return [task.result() for task in tasks]
+            finally:
+                self.over = True
+
+    def _answer(self) -> None:
+        """Call each function with what it was asked."""
+        asked, self._asked, self._waiting = self._asked, {}, 0
+        for function, requests in asked.items():
+            try:
+                answers = function([item for item, _ in requests])
+            except BaseException as error:
+                self._error = error
+                raise
+            for (_, future), answer in zip(requests, answers, strict=True):
+                if not future.done():  # its coroutine may have given up
+                    future.set_result(answer)
 
     async def _begin(self, work: Sequence[Coroutine[Any, Any, T]]) -> list[asyncio.Task[T]]:
         tasks = [asyncio.create_task(self._counted(each)) for each in work]
@@ -118,13 +134,19 @@ class Rounds:
             return await work
         finally:
             self._open -= 1
-            self._look()
+            self._compare()
 
     async def _all_wait(self) -> None:
+        """Wait until all coroutines wait for an answer, or some have for long enough."""
         self._idle = asyncio.Event()
-        self._look()
-        await self._idle.wait()
+        self._compare()
+        while not self._idle.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), PATIENCE_S)
+            if self._asked:
+                return
 
-    def _look(self) -> None:
+    def _compare(self) -> None:
+        """End `_all_wait` once as many have asked as are open."""
         if self._waiting >= self._open:
             self._idle.set()

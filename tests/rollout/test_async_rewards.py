@@ -181,3 +181,9 @@ def test_a_reward_that_calls_its_own_environment_is_an_error():
     log = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     with pytest.raises(RuntimeError, match="must not call the environment that it belongs to"):
         environment.step([log], [{}])
+
+
+def test_an_answer_that_nobody_awaits_is_named():
+    environment = FunctionalRewardWrapper(lambda response: right("", response, "0"))
+    with pytest.raises(ValueError, match=r"it is <coroutine .*: write the function as async def"):
+        environment.step(LOGS[:1], [{}])

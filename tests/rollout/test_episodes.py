@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -267,3 +268,92 @@ def test_an_episode_that_goes_on_after_the_engines_error_ends(generator):
     backend = Broken(model=generator.model, tokenizer=TOKENIZER)
     with pytest.raises(OSError, match="gone"):
         collect(backend, stubborn, PROMPTS, SAMPLING, seed=1)
+
+
+async def with_one_list(row, policy) -> Outcome:
+    """Goes on with the list that it sampled from, as agents do."""
+    tokens = list(policy.prompt)
+    for _ in range(2):
+        tokens += (await policy.sample(tokens)).token_ids
+    return Outcome(reward=0.0)
+
+
+def test_what_was_sampled_from_stays_as_it_was(generator):
+    """In the record, and in the data set, whatever an episode does with its lists."""
+
+    async def with_the_prompt(row, policy) -> Outcome:
+        with suppress(TypeError):
+            policy.prompt += [3]
+        await policy.sample(PROMPTS.token_ids[0])
+        return Outcome(reward=0.0)
+
+    before = [list(prompt) for prompt in PROMPTS.token_ids]
+    for episode in (with_one_list, with_the_prompt):
+        found = converse(
+            generator, episode, ROWS[:1], PROMPTS.token_ids[:1], SAMPLING, seed=1, groups=[0]
+        )
+        assert list(found[0].turns[0].prompt) == before[0]
+        assert [list(prompt) for prompt in PROMPTS.token_ids] == before
+    found = converse(
+        generator, with_one_list, ROWS[:1], PROMPTS.token_ids[:1], SAMPLING, seed=1, groups=[0]
+    )
+    first, second = found[0].turns
+    assert second.prompt == (*first.prompt, *first.completion.token_ids)
+    assert examples_of(found[0].turns)[0].loss_mask.count(True) == sum(
+        len(turn.completion.token_ids) for turn in found[0].turns
+    )
+
+
+def test_episodes_may_wait_for_each_other(generator):
+    """A round begins though some wait for what only others can give. Smaller batches round
+    log-probabilities otherwise.
+    """
+
+    def limited(number: int):
+        free = asyncio.Semaphore(number)
+
+        async def episode(row, policy) -> Outcome:
+            async with free:
+                return await one_turn(row, policy)
+
+        return episode
+
+    expected = collect(generator, one_turn, PROMPTS, SAMPLING, seed=1)
+    found = collect(generator, limited(2), PROMPTS, SAMPLING, seed=1)
+    assert [one.token_ids for one in found.completions] == [
+        one.token_ids for one in expected.completions
+    ]
+    assert found.rewards.tolist() == expected.rewards.tolist()
+
+
+def test_an_episode_that_cancels_itself_fails_alone(generator):
+    async def cancels(row, policy) -> Outcome:
+        if row["answer"] == "2":
+            asyncio.current_task().cancel()
+        return await one_turn(row, policy)
+
+    found = converse(generator, cancels, ROWS, PROMPTS.token_ids, SAMPLING, seed=1, groups=range(3))
+    failed = [isinstance(each.outcome, Failure) for each in found]
+    assert failed == [False] * 3 + [True] * 3 + [False] * 3
+
+
+def test_a_failure_is_named_before_what_else_is_wrong(generator):
+    async def wrong(row, policy) -> Outcome:
+        if row["answer"] == "2":
+            raise KeyError("lost")
+        if row["answer"] == "4":
+            return Outcome(reward=0.0)
+        await policy.sample(policy.prompt)
+        return Outcome(reward=0.0, components={"a": 1.0})
+
+    with pytest.raises(KeyError, match="lost"):
+        collect(generator, wrong, PROMPTS, SAMPLING, seed=1)
+    last = Prompts(ROWS[2:], PROMPTS.token_ids[2:])
+    with pytest.raises(ValueError, match="'wrong' must sample a response: await policy"):
+        collect(generator, wrong, last, SAMPLING, seed=1)
+
+
+@pytest.mark.parametrize("groups", [[5], [5, 6, 7, 8]])
+def test_each_prompt_has_a_group(groups):
+    with pytest.raises(ValueError, match="groups must have an entry for each of the 3 rows"):
+        replace(PROMPTS, groups=groups)

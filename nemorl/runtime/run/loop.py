@@ -17,6 +17,7 @@ from nemorl.data.statistics import Lengths
 from nemorl.losses.types import Metric, merge
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.collect import Prompts, Rollouts, collect
+from nemorl.rollout.conversation import Episode
 from nemorl.rollout.environment import EnvironmentInterface, check_rows
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.random import derive_seed
@@ -37,7 +38,7 @@ Validate = Callable[[], tuple[dict[str, float], Samples]]
 """Measures the present weights, and returns samples for the log."""
 STEP, VALIDATION = 0, 1
 """Seeds are `derive_seed(run.seed, STEP, number)` for choices of a loop's own, and
-`derive_seed(run.seed, VALIDATION)` with a number of a prompt for a validation's: apart from those
+`derive_seed(run.seed, VALIDATION, 0)` with a prompt's number for a validation's: apart from those
 of groups, `derive_seed(run.seed, number)`.
 """
 
@@ -104,6 +105,8 @@ class OpenRun:
         """Lengths of the data sets, by name: shown when the model is loaded, and in data.json."""
         self.num_rows: dict[str, int] = {}
         """Rows of the orders, by name."""
+        self.missed: set[int] = set()
+        """Numbers of groups that were not sampled before the end of their step."""
         questions = any(row.get("answer") is not None for row in validation_rows)
         self.generates = config.generates(answers=questions) if generates is None else generates
         self._num_updates, self._maker = num_updates, maker
@@ -395,7 +398,8 @@ class PromptStream:
         last = max(group.row for group in groups)
         fits = f"must have the rows of the groups that are open, up to number {last + 1}"
         remedy = "resume with the data of that run"
-        require(last < len(self.prompts), "data.train", fits, len(self.prompts), remedy)
+        what = f"the prompts of {rows.name!r}"
+        require(last < len(self.prompts), what, fits, len(self.prompts), remedy)
         found = self.prompts.take([group.row for group in groups])
         return replace(found, groups=[group.ordinal for group in groups])
 
@@ -418,18 +422,26 @@ class Step:
     def sample(
         self,
         prompts: Prompts,
-        environment: EnvironmentInterface | None = None,
+        environment: EnvironmentInterface | Episode | None = None,
         *,
         n: int = 1,
         params: SamplingParams | None = None,
     ) -> Rollouts:
-        """Return `n` responses to each prompt by the present weights, judged by the environment
-        (None: the one of the config's reward).
+        """Return `n` responses to each prompt by the present weights, judged by the environment or
+        by an episode, `async def episode(row, policy) -> Outcome` (None: by the config's reward).
 
         Their random numbers depend on the run's seed and the numbers of their groups, so they are
         the same after a resume. Prompts that have no number, or were sampled before, get new ones.
-        params: None for `config.generation`'s.
+        params: None for `config.generation`'s. An episode has one turn.
+
+        Raises: ValueError for prompts of a step that has ended.
         """
+        if missed := self.run.missed.intersection(prompts.groups):
+            raise ValueError(
+                "prompts must be sampled by the end of the step for which they were taken, but"
+                f" group {min(missed)} was taken for an earlier one, and a resumed run would lose"
+                " it: take prompts for the next step by prompts.next(count, ahead=1)"
+            )
         environment = environment or self.run.environment
         if environment is None:
             raise ValueError(
@@ -580,7 +592,10 @@ class Steps(Iterator[Step]):
             with self._update:
                 self._metrics = step.metrics()
                 self.step, whole = None, True
-                self.run.state = self.run.taken = self.run.taken.advance()
+                taken = self.run.taken
+                self.run.state = self.run.taken = taken.advance()
+                closed = set(taken.open_groups) - set(self.run.taken.open_groups)
+                self.run.missed |= {group.ordinal for group in closed if not group.sampled}
             number, period = self.run.state.step, self.run.config.run.val_period
             if self.validate and (number == self.last_step or (period and number % period == 0)):
                 answers = self._validation()

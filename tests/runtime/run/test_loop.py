@@ -159,12 +159,27 @@ def test_groups_are_numbered_through_the_run(tmp_path: Path):
                 late = prompts.next(1)
                 assert late.groups == [10]
             else:
-                assert sampled(step, late) == [11]  # its step was the first
+                with pytest.raises(ValueError, match="group 10 was taken for an earlier one"):
+                    sampled(step, late)
+                assert sampled(step, early.take([0])) == [11]  # once more
                 assert sampled(step, prompts.next(1)) == [12]
             step.log(run.trainer.train_step(BATCH, LOSS))
         assert (run.state.groups, run.state.open_groups) == (13, ())
         assert run.state.cursors == {"train": 6}
     assert len({(tuple(row), i) for i, row in enumerate(found)}) == 12
+
+
+def test_a_step_samples_episodes(tmp_path: Path):
+    async def digit(row, policy):
+        completion = await policy.sample(policy.prompt)
+        return nemorl.Outcome(reward=float(completion.text[:1].isdigit()), answer="none")
+
+    with opened(grpo_config(tmp_path, steps=1), reward=None, generates=True) as run:
+        for step in run.steps(1):
+            responses = step.sample(run.prompts().next(2), digit, n=2)
+            step.log(run.trainer.train_step(BATCH, LOSS), samples=responses)
+    assert responses.answers == ["none"] * 4
+    assert run.result.metrics["reward"] == responses.rewards.mean()
 
 
 @pytest.mark.parametrize("early", [0, 4])

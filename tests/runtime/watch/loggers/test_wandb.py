@@ -44,7 +44,7 @@ def written(file: Path) -> list[wandb_internal_pb2.Record]:
 
 def records_of(data: bytes) -> Iterator[bytes]:
     """W&B's files are LevelDB logs after a header of 7 bytes: parts of records with checksum,
-    length and kind, none across a block's end.
+    length and kind, none across a block's end. A record that is not whole yet is left out.
     """
     place, record = 7, b""
     while place + 7 <= len(data):
@@ -53,11 +53,24 @@ def records_of(data: bytes) -> Iterator[bytes]:
             place += left
             continue
         length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
-        record += data[place + 7 : place + 7 + length]
+        part = data[place + 7 : place + 7 + length]
+        if len(part) < length:
+            return
+        record += part
         place += 7 + length
         if kind in (1, 4):  # whole, last
             yield record
             record = b""
+
+
+def test_a_record_that_is_not_whole_yet_is_left_out():
+    def part(content: bytes, kind: int) -> bytes:
+        return struct.pack("<IHB", 0, len(content), kind) + content
+
+    data = bytes(7) + part(b"one", 1) + part(b"tw", 2) + part(b"o", 4)
+    assert list(records_of(data)) == [b"one", b"two"]
+    for missing in range(1, 9):
+        assert list(records_of(data[:-missing])) == [b"one"]
 
 
 def history(records) -> list[dict]:

@@ -112,7 +112,9 @@ class OpenRun:
         self._num_updates, self._maker = num_updates, maker
         self.num_steps: int | None = None
         """The last step, once the loop begins."""
-        _require_length(config.optimizer.schedule, self.num_updates)
+        self._schedules: list[str] = []
+        """Schedules of the models that train, the policy's first."""
+        self._plan(config.optimizer)
         self.live: Parts | None = None
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of the loop, once it begins."""
@@ -169,13 +171,15 @@ class OpenRun:
             model: folder, hub name or loaded model; None: that of `config.model`, untrained.
             head: "scalar" gives a value per token in place of logprobs.
             trains: whether it has an optimizer, and is saved.
-            optimizer: None for the run's `config.optimizer`.
+            optimizer: None for the run's `config.optimizer`. Its schedule is over `num_updates`
+                steps, like the policy's.
         Raises: ValueError for a name that is taken, or that the last checkpoint does not hold.
         """
         self._open()
         order = BackendOrder(name=name, model=model, head=head, trains=trains, optimizer=optimizer)
         self._models.check(order, begun=self._steps is not None and self._steps.begun)
         if trains:
+            self._plan(optimizer or self.config.optimizer)
             self._live()
         return self._models.add(order, self._maker.backend(self, order))
 
@@ -230,7 +234,8 @@ class OpenRun:
                 " run for it, in a directory of its own"
             )
         if self._num_updates is None:
-            schedule, updates = self.config.optimizer.schedule, self.config.updates_per_step
+            decaying = (each for each in self._schedules if each != "constant")
+            schedule, updates = next(decaying, "constant"), self.config.updates_per_step
             require(
                 schedule == "constant" or last_step * updates == self.num_updates,
                 "last_step",
@@ -319,6 +324,17 @@ class OpenRun:
         if self._over:
             raise RuntimeError("the run is closed: use it inside `with nemorl.open_run(...)`")
 
+    def _plan(self, optimizer: OptimizerConfig) -> None:
+        """Note an optimizer's schedule. Raises ValueError unless its length is known."""
+        require(
+            optimizer.schedule == "constant" or self.num_updates is not None,
+            "optimizer.schedule",
+            "must be constant where no setting says how long the run is",
+            optimizer.schedule,
+            "give nemorl.open_run num_updates=…, or the config a field max_num_steps",
+        )
+        self._schedules.append(optimizer.schedule)
+
     def _live(self) -> Parts:
         self._open()
         if self.live is None:
@@ -326,17 +342,6 @@ class OpenRun:
             self.live = self._maker.parts(self)
             self.state = self.taken = self.live.state
         return self.live
-
-
-def _require_length(schedule: str, num_updates: int | None) -> None:
-    """Raise ValueError for a schedule of the learning rate over an unknown number of steps."""
-    require(
-        schedule == "constant" or num_updates is not None,
-        "optimizer.schedule",
-        "must be constant where no setting says how long the run is",
-        schedule,
-        "give nemorl.open_run num_updates=…, or the config a field max_num_steps",
-    )
 
 
 def _answered(

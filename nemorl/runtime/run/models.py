@@ -35,8 +35,8 @@ class Models:
         return [*self.trained.values(), *self.frozen.values()]
 
     def check(self, order: BackendOrder, *, begun: bool) -> None:
-        """Raise ValueError for a name that is taken, and for one that trains once the loop has
-        `begun`.
+        """Raise ValueError for a name that is taken, for an optimizer that nothing uses, and for
+        one that trains once the loop has `begun`.
         """
         taken = [POLICY, *self.trained, *self.frozen]
         require(
@@ -52,6 +52,14 @@ class Models:
             "must be called before the first step for a backend that trains",
             order.name,
             "move it above the loop",
+        )
+
+        require(
+            order.trains or order.optimizer is None,
+            "optimizer",
+            "must be None for a backend that does not train",
+            order.optimizer,
+            "omit it, or trains=False",
         )
 
     def add(self, order: BackendOrder, backend: Any) -> Any:

@@ -277,6 +277,35 @@ def test_the_schedule_is_of_the_steps_that_are_taken(tmp_path: Path):
         pass
 
 
+def test_another_models_schedule_is_of_the_steps_that_are_taken(tmp_path: Path):
+    """Its rate would be 0 in the steps after those that the config names."""
+    cosine = nemorl.OptimizerConfig(lr=1e-2, schedule="cosine")
+    message = r"optimizer steps must be the 4 for which optimizer.schedule cosine is made, .* it is"
+    with (
+        pytest.raises(ValueError, match=f"{message} 8"),
+        opened(grpo_config(tmp_path / "a", steps=4)) as run,
+    ):
+        run.backend("critic", model=tiny_model(), optimizer=cosine)
+        run.steps(8)
+    rates = []
+    with opened(grpo_config(tmp_path / "b", steps=4)) as run:
+        steps = run.steps(8)  # which says how long the run is
+        critic = run.backend("critic", model=tiny_model(), optimizer=cosine)
+        for step in steps:
+            step.log(run.trainer.train_step(BATCH, LOSS))
+            rates.append(critic.train_step(BATCH, LOSS)["lr"].finalize())
+    assert rates[4] == pytest.approx(0.5e-2) and rates[-1] > 0
+    endless = nemorl.BaseConfig(run=run_config(tmp_path / "c"), trainer=TRAINER)
+    message = "optimizer.schedule must be constant where no setting says how long the run is"
+    with pytest.raises(ValueError, match=message), opened(endless, reward=None) as run:
+        run.backend("critic", model=tiny_model(), optimizer=cosine)
+    with (
+        pytest.raises(ValueError, match="optimizer must be None for a backend that does not train"),
+        opened(grpo_config(tmp_path / "d")) as run,
+    ):
+        run.backend("teacher", model=tiny_model(), trains=False, optimizer=cosine)
+
+
 def test_parts_come_in_any_order(tmp_path: Path):
     """The trainer before the loop, the prompts and the generator; the same numbers."""
     expected = whole(grpo_config(tmp_path / "usual", steps=2), 2)

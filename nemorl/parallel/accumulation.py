@@ -84,6 +84,12 @@ class Accumulating(ABC):
         output = self._compute(batch, Needs(), reference=True)
         return Logprobs(output.token_logprobs, batch.logprob_kind)
 
+    def _require_training(self) -> None:
+        """Raise ValueError for a backend that does not train."""
+        requirement = "must be True for steps and checkpoints of a model"
+        remedy = "omit trains=False where the backend is made"
+        require(self.config.trains, "trains", requirement, False, remedy)
+
     def _require_head(self, needs: Needs) -> None:
         """Raise ValueError unless the model's head gives what is needed."""
         head, remedy = "lm", "set up the backend with head='scalar'"
@@ -105,6 +111,7 @@ class Accumulating(ABC):
         """Add the gradient of a batch's loss for the next `optim_step`, and return the loss's
         metrics. An error drops what was added since the last step.
         """
+        self._require_training()
         require_loss_weights(batch)
         needs = needs_of(loss_fn)
         self._require_head(needs)
@@ -127,6 +134,7 @@ class Accumulating(ABC):
         Returns: loss, grad_norm (before clipping), lr, num_tokens and what `StepMeter` measures.
         Raises: FloatingPointError, with the weights unchanged, if loss or gradient is not finite.
         """
+        self._require_training()
         if not self._batches:
             raise RuntimeError("optim_step needs a gradient: call forward_backward() first")
         config, batches, loss, copied = self.config, self._batches, self._loss, self._copied

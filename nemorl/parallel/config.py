@@ -276,6 +276,10 @@ class BackendConfig:
     a critic): transformers' AutoModelForTokenClassification with one label. If the model's folder
     has no scalar head, its weights are random, from `seed`.
     """
+    trains: bool = True
+    """Whether the model trains. One that does not, such as a teacher, has no optimizer, takes no
+    step and has no checkpoint.
+    """
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     seed: int = 0
     """Seed of random weights, adapters and dropout."""
@@ -294,6 +298,11 @@ class BackendConfig:
 
     def __post_init__(self) -> None:
         check_lora(self.lora, self.model)
+        if not self.trains:
+            rank, requirement = self.lora.rank, "must be 0 for a model that does not train"
+            require(not rank, "lora.rank", requirement, rank, "remove it")
+            requirement = "must be off for a model that does not train, and stays the initial one"
+            require(not self.keep_reference, "keep_reference", requirement, True, "remove it")
         if self.head == "scalar":
             rank, requirement = self.lora.rank, "must be 0 with a scalar head, which must train"
             require(not rank, "lora.rank", requirement, rank, "remove it")

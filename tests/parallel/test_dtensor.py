@@ -289,3 +289,32 @@ def test_the_host_waits_for_no_number_between_microbatches(
             backend.get_logprobs(batch)  # all values go to the batch's device in the end
     assert not [name for name in waits.found if name.endswith("meta")]
     assert loss.is_meta and metrics
+
+
+def test_what_does_not_train_takes_no_step_and_is_not_saved(tmp_path: Path):
+    model, batch = tiny_model(), random_batch([5, 6])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = set_up(tiny_model()).get_logprobs(batch).values
+    teacher = set_up(model, trains=False)
+    assert teacher.optimizer is None and not any(p.requires_grad for p in model.parameters())
+    for use in (
+        lambda: teacher.train_step(batch, nll_loss),
+        lambda: teacher.forward_backward(batch, nll_loss),
+        teacher.optim_step,
+        lambda: teacher.save_checkpoint(tmp_path / "saved"),
+        lambda: teacher.load_checkpoint(tmp_path / "saved"),
+    ):
+        with pytest.raises(ValueError, match="trains must be True for steps and checkpoints of a"):
+            use()
+    teacher.offload()
+    assert torch.equal(teacher.get_logprobs(batch).values, expected)
+    assert len(dict(teacher.weights())) == len(list(model.parameters()))
+    teacher.shutdown()
+    assert all(p.requires_grad for p in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for options, message in (
+        ({"lora": LoRAConfig(rank=2)}, "lora.rank must be 0 for a model that does not train"),
+        ({"keep_reference": True}, "keep_reference must be off for a model that does not"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            BackendConfig(trains=False, **options)

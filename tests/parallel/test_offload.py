@@ -63,7 +63,8 @@ def held(backend: DTensorBackend) -> dict[str, int]:
 
     assert backend._model is not None
     parameters = list(backend._model.parameters())
-    states = [x for state in backend.optimizer.state.values() for x in state.values()]
+    kept = backend.optimizer.state.values() if backend.config.trains else ()
+    states = [x for state in kept for x in state.values()]
     reference = backend._reference
     return {
         "parameters": size(parameters),

@@ -79,6 +79,7 @@ class DTensorBackend(Accumulating):
         self._given = model
         self._model: nn.Module | None = None
         self._reference: nn.Module | None = None
+        self.optimizer: Any = None
         self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
         self._away = Offloaded()
@@ -100,7 +101,8 @@ class DTensorBackend(Accumulating):
             self._set_up_plain(keeps_reference)
         if (initial := config.same_initial_model_as) is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
-        self.optimizer = make_optimizer(self.model, config.optimizer)
+        if config.trains:
+            self.optimizer = make_optimizer(self.model, config.optimizer)
         self._writer = CheckpointWriter(self.world)
         sizes = self.model.config, self.device, self.world.size
         self.meter = StepMeter(*sizes, frozen_weights=bool(config.lora.rank))
@@ -134,6 +136,8 @@ class DTensorBackend(Accumulating):
         if config.lora.rank:
             base = _lasting_name(path or getattr(model, "name_or_path", ""))
             add_adapters(model, config.lora, base=base, seed=config.seed)
+        if not config.trains:
+            model.requires_grad_(False)
         use_attention(model, ATTENTION_NAME, segment_attention)
         if plan.activation_checkpointing == "full":
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -145,7 +149,7 @@ class DTensorBackend(Accumulating):
         timeout = config.collective_timeout_s
         self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device
-        self._model = build(config, self.world, given=given)
+        self._model = build(config, self.world, given=given, frozen=not config.trains)
         self._base = fingerprint(self._model)
         if keeps_reference:
             self._reference = build(config, self.world, given=given, frozen=True).eval()
@@ -194,7 +198,8 @@ class DTensorBackend(Accumulating):
         return metrics, loss
 
     def _zero_grad(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
 
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -230,7 +235,8 @@ class DTensorBackend(Accumulating):
         self._drop_gradients()
         parameters = list(self._loaded().parameters())
         held = [p.grad for p in parameters if p.grad is not None]
-        held += [x for state in self.optimizer.state.values() for x in state.values()]
+        states = [] if self.optimizer is None else self.optimizer.state.values()
+        held += [x for state in states for x in state.values()]
         if self._reference is not None:
             held += self._reference.parameters()
         if not keep_weights:
@@ -250,6 +256,7 @@ class DTensorBackend(Accumulating):
 
         background: write from a copy in main memory, and return at once.
         """
+        self._require_training()
         assert self._writer is not None
         state = {"step": self.step, "base": self._base}
         contents = contents_of(self.model, self.optimizer, self.world)
@@ -260,6 +267,7 @@ class DTensorBackend(Accumulating):
             self._writer.wait()
 
     def load_checkpoint(self, path: Path) -> None:
+        self._require_training()
         saved = Saved(path, self.world)
         with_adapters = (path / adapters.CONFIG).exists()
         rank = self.config.lora.rank
@@ -279,7 +287,7 @@ class DTensorBackend(Accumulating):
             self._writer.close()
         if self._model is not None and not self.world.sharded:
             _give_back(self.model, self._found, self.config)
-        self._model = self._reference = self._given = None
+        self._model = self._reference = self._given = self.optimizer = None
         self._away = Offloaded()
         self._settings.close()
 
@@ -347,8 +355,8 @@ def _give_back(model: Any, found: Found, config: BackendConfig) -> None:
     """Restore a model that was given but for its weights."""
     if config.lora.rank:
         adapters.merge_adapters(model)
-        for parameter in found.trainable:
-            parameter.requires_grad_(True)
+    for parameter in found.trainable:
+        parameter.requires_grad_(True)
     model.set_attn_implementation(found.attention)
     if config.parallel.activation_checkpointing == "full":
         model.gradient_checkpointing_disable()

@@ -65,6 +65,7 @@ class MegatronBackend(Accumulating):
         super().__init__()
         self._given = model
         self._stages: Any = None
+        self.optimizer: Any = None
         self._reference: Any = None
         self._engine: Engine | None = None
         self._settings = ExitStack()
@@ -88,18 +89,20 @@ class MegatronBackend(Accumulating):
         timeout = config.collective_timeout_s
         self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device
-        self._load()
-        self._base = self._fingerprint()
-        if (initial := config.same_initial_model_as) is not None:
+        source = self._load()
+        if (initial := config.same_initial_model_as) is not None or config.trains:
+            self._base = self._fingerprint(source)
+        if initial is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         self._writer = CheckpointWriter(self.world)
         self.meter = StepMeter(self.model.config, self.device, self.world.size)
         self._forget()
         torch.manual_seed(config.seed)
 
-    def _load(self) -> None:
+    def _load(self) -> Source:
         """Build this rank's stage and fill it from safetensors, or from a whole model on the CPU
-        where that is given, has random weights, or is put together from adapters.
+        where that is given, has random weights, or is put together from adapters. Returns where its
+        weights came from.
         """
         from nemorl.parallel.megatron.model import Stage
         from nemorl.parallel.megatron.optimizer import ShardedAdamW
@@ -121,12 +124,14 @@ class MegatronBackend(Accumulating):
             ]
             for model in models:
                 mark_split(model, self.conversion)
-            self.optimizer = ShardedAdamW(models[0], config.optimizer, self.world)
-        self._stages = models[0]
+            if config.trains:
+                self.optimizer = ShardedAdamW(models[0], config.optimizer, self.world)
+        self._stages = models[0].requires_grad_(config.trains)
         self._fill(models, source.read)
         if config.keep_reference:
             self._reference = models[1].requires_grad_(False).eval()
         self._given = None
+        return source
 
     @torch.no_grad()
     def _fill(self, models: list[nn.ModuleList], read: Any) -> None:
@@ -137,11 +142,15 @@ class MegatronBackend(Accumulating):
             for _, parameter in parameters:
                 parameter.copy_(value)
             trained = parameters[0][1]
-            if (span := self.optimizer.span(trained)) is not None:
+            if self.optimizer and (span := self.optimizer.span(trained)) is not None:
                 self.optimizer.main(trained).copy_(value.flatten()[span])
 
-    def _fingerprint(self) -> str:
-        samples = {name: sample_of(tensor) for name, tensor in self.weights()}
+    def _fingerprint(self, source: Source) -> str:
+        """Return the fingerprint of the weights in float32, which without an optimizer only the
+        source has.
+        """
+        weights = self.weights() if self.config.trains else source.whole()
+        samples = {name: sample_of(tensor) for name, tensor in weights}
         tied = samples["model.embed_tokens.weight"]
         return hash_of({name: samples.get(name, tied) for name in self._names})
 
@@ -186,7 +195,8 @@ class MegatronBackend(Accumulating):
         return metrics, loss + coef * balance
 
     def _zero_grad(self) -> None:
-        self.optimizer.zero_grad()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
 
     def _grad_norm(self) -> Tensor:
         with _runtime(self.device):
@@ -247,8 +257,8 @@ class MegatronBackend(Accumulating):
         self._fill([self._stages], partial(_box, weights))
 
     def _in_float32(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.dtype == torch.float32:
-            return parameter.detach()
+        if parameter.dtype == torch.float32 or self.optimizer is None:
+            return parameter.detach().float()
         has_part = self.optimizer.span(parameter) is not None
         main = self.optimizer.main(parameter) if has_part else None
         return self.optimizer.gathered(parameter, main)
@@ -260,6 +270,7 @@ class MegatronBackend(Accumulating):
 
         background: write from a copy in main memory, and return at once.
         """
+        self._require_training()
         assert self._writer is not None
         weights = {name: self._tensors[name] for name in self.conversion.order()}
         parts = self._stages, self.optimizer, self.conversion, self.world
@@ -274,6 +285,7 @@ class MegatronBackend(Accumulating):
 
     def load_checkpoint(self, path: Path) -> None:
         """Restore what `save_checkpoint`, of any plan, or the dtensor backend wrote."""
+        self._require_training()
         require(
             not (path / CONFIG).exists(),
             "the checkpoint",
@@ -297,7 +309,7 @@ class MegatronBackend(Accumulating):
         if self._writer is not None:
             self._writer.close()
         self._stages = self._reference = self._given = self._writer = self._engine = None
-        vars(self).pop("optimizer", None)
+        self.optimizer = None
         self._settings.close()
 
 
@@ -324,6 +336,11 @@ class Source:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(each.shape) for name, each in self.tensors.items()}
+
+    def whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors, read one by one."""
+        for name, shape in self.shapes.items():
+            yield name, self.read(name, (0,) * len(shape), shape)
 
 
 def source_of(config: BackendConfig, given: Any) -> Source:

@@ -112,13 +112,11 @@ class OpenRun:
         self._num_updates, self._maker = num_updates, maker
         self.num_steps: int | None = None
         """The last step, once the loop begins."""
-        self._schedules: list[str] = []
-        """Schedules of the models that train, the policy's first."""
-        self._plan(config.optimizer)
         self.live: Parts | None = None
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of the loop, once it begins."""
         self._models = Models()
+        self._models.plan(config.optimizer, self.num_updates)
         self._steps: Steps | None = None
         self._over = self._awake = False
 
@@ -179,7 +177,7 @@ class OpenRun:
         order = BackendOrder(name=name, model=model, head=head, trains=trains, optimizer=optimizer)
         self._models.check(order, begun=self._steps is not None and self._steps.begun)
         if trains:
-            self._plan(optimizer or self.config.optimizer)
+            self._models.plan(optimizer or self.config.optimizer, self.num_updates)
             self._live()
         return self._models.add(order, self._maker.backend(self, order))
 
@@ -234,8 +232,7 @@ class OpenRun:
                 " run for it, in a directory of its own"
             )
         if self._num_updates is None:
-            decaying = (each for each in self._schedules if each != "constant")
-            schedule, updates = next(decaying, "constant"), self.config.updates_per_step
+            schedule, updates = self._models.schedule, self.config.updates_per_step
             require(
                 schedule == "constant" or last_step * updates == self.num_updates,
                 "last_step",
@@ -323,17 +320,6 @@ class OpenRun:
         check_writer(self.directory)
         if self._over:
             raise RuntimeError("the run is closed: use it inside `with nemorl.open_run(...)`")
-
-    def _plan(self, optimizer: OptimizerConfig) -> None:
-        """Note an optimizer's schedule. Raises ValueError unless its length is known."""
-        require(
-            optimizer.schedule == "constant" or self.num_updates is not None,
-            "optimizer.schedule",
-            "must be constant where no setting says how long the run is",
-            optimizer.schedule,
-            "give nemorl.open_run num_updates=…, or the config a field max_num_steps",
-        )
-        self._schedules.append(optimizer.schedule)
 
     def _live(self) -> Parts:
         self._open()

@@ -29,10 +29,26 @@ class Models:
     def __init__(self) -> None:
         self.trained: dict[str, Any] = {}
         self.frozen: dict[str, Any] = {}
+        self.schedule = "constant"
+        """The first schedule of a learning rate that depends on the run's length, if any does."""
 
     @property
     def all(self) -> list[Any]:
         return [*self.trained.values(), *self.frozen.values()]
+
+    def plan(self, optimizer: OptimizerConfig, num_updates: int | None) -> None:
+        """Note an optimizer's schedule. Raises ValueError for one that depends on a number of steps
+        that nothing says.
+        """
+        schedule = optimizer.schedule
+        require(
+            schedule == "constant" or num_updates is not None,
+            "optimizer.schedule",
+            "must be constant where no setting says how long the run is",
+            schedule,
+            "give nemorl.open_run num_updates=…, or the config a field max_num_steps",
+        )
+        self.schedule = schedule if self.schedule == "constant" else self.schedule
 
     def check(self, order: BackendOrder, *, begun: bool) -> None:
         """Raise ValueError for a name that is taken, for an optimizer that nothing uses, and for

@@ -121,6 +121,7 @@ class Backends:
             config,
             trainer=trainer,
             head=order.head,
+            trains=order.trains,
             optimizer=(order.optimizer or given.optimizer) if order.trains else OptimizerConfig(),
             lora=given.lora if order.trains and order.head == "lm" else config.lora,
             same_initial_model_as=same,

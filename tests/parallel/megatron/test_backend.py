@@ -265,3 +265,38 @@ def test_a_prompt_that_is_computed_once_counts_once(way: str, copied: int, model
     """Once in each microbatch, of which interleaved stages need two."""
     for found, expected in run_ranks(2, work_of_a_step, model, way, copied):
         assert found == pytest.approx(expected)
+
+
+def frozen(folder: Path, base: str) -> tuple[Tensor, Tensor, dict[str, Tensor], bool]:
+    """Log-probabilities of a model that trains and of one that does not, this one's weights, and
+    whether it keeps anything for training.
+    """
+    config, batch = {"same_initial_model_as": folder / "saved"}, random_batch(LENGTHS)
+    trained = start("dp 2 in bfloat16", folder)
+    assert trained._base == base
+    trained.save_checkpoint(folder / "saved")
+    teacher = start("dp 2 in bfloat16", folder, trains=False, **config)
+    for use in (
+        lambda: teacher.train_step(batch, nll_loss),
+        lambda: teacher.optim_step(),
+        lambda: teacher.save_checkpoint(folder / "none"),
+        lambda: teacher.load_checkpoint(folder / "saved"),
+    ):
+        with pytest.raises(ValueError, match="trains must be True for steps and checkpoints"):
+            use()
+    found = [each.get_logprobs(batch).values for each in (trained, teacher)]
+    parameters = list(teacher._stages.parameters())
+    keeps = any(p.requires_grad or hasattr(p, "main_grad") for p in parameters)
+    last = (weights(teacher), keeps or teacher.optimizer is not None)
+    for each in (teacher, trained):
+        each.shutdown()
+    return (*found, *last)
+
+
+def test_what_does_not_train_has_no_optimizer_and_no_gradients(model: Path):
+    """In bfloat16 it has the numbers of one that trains, and is known by its float32 weights."""
+    base = run_ranks(2, base_of, "dp 2", model)[0]
+    for trained, still, found, keeps in run_ranks(2, frozen, model, base):
+        assert torch.equal(trained, still) and not keeps
+        for name, parameter in made().named_parameters():
+            assert torch.equal(found[name], parameter.bfloat16().float())

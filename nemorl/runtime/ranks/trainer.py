@@ -126,7 +126,8 @@ class RankedTrainer:
             trust = config.model.trust_remote_code
             self._model = structure(config.model.path, trust_remote_code=trust, head=config.head)
         except BaseException:
-            self._ranks.end()
+            if not self._name:  # another model's failure ends nothing but itself
+                self._ranks.end()
             raise
 
     def beside(self, name: str) -> RankedTrainer:

@@ -11,7 +11,7 @@ from nemorl.runtime.ranks import trainer as module
 from nemorl.runtime.ranks.rank import Answer
 from nemorl.runtime.ranks.trainer import RankedTrainer
 from nemorl.runtime.start.open_run import failed_ranks
-from nemorl.runtime.store.errors import WorkerDied
+from nemorl.runtime.store.errors import WorkerDied, in_words
 from tests.parallel.batches import random_batch
 
 BATCH = random_batch([3])
@@ -32,6 +32,8 @@ class Group:
     """Ranks that answer as `answers` says of their methods: with an error, or by what is called."""
 
     answers: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, Any] = field(default_factory=dict)
+    """What the ranks raise in a method, as they say it."""
     ended: list[float] = field(default_factory=list)
     steps: int = 0
     ending: Exception | None = None
@@ -44,7 +46,7 @@ class Group:
         found = found() if callable(found) else found
         if isinstance(found, BaseException):
             raise found
-        return Answer(found or {}, None, self.steps)
+        return Answer(found or {}, self.errors.get(method), self.steps)
 
     def shutdown(self, timeout_s, result=None):
         self.ended.append(timeout_s)
@@ -62,6 +64,20 @@ def made(monkeypatch: pytest.MonkeyPatch):
         return trainer
 
     return make
+
+
+def test_another_models_failure_leaves_the_ranks_to_the_policy(made):
+    group = Group()
+    trainer = made(group)
+    second = trainer.beside("second")
+    group.errors["setup"] = in_words(ValueError("model.path must be a folder"))
+    with pytest.raises(ValueError, match="must be a folder"):
+        second.setup(BackendConfig(model=ModelConfig(path="none")))
+    second.shutdown()
+    assert not group.ended and trainer.train_step(BATCH, len) == {}
+    with pytest.raises(ValueError, match="must be a folder"):
+        trainer.setup(BackendConfig(model=ModelConfig(path="none")))
+    assert group.ended
 
 
 @pytest.mark.parametrize("ending", [None, OSError("no such thing")])

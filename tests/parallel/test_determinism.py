@@ -35,6 +35,17 @@ def test_it_is_on_and_then_as_before(monkeypatch, workspace):
     torch.backends.cudnn.benchmark = False
 
 
+def test_the_last_of_several_blocks_restores_what_was_before():
+    """Whichever of two models is shut down first."""
+    before, first, second = settings(), deterministic_kernels(), deterministic_kernels()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert settings()[:4] == (True, False, True, False)
+    second.__exit__(None, None, None)
+    assert settings() == before
+
+
 @pytest.mark.gpu
 def test_sampling_with_every_filter_has_such_kernels_on_a_gpu():
     """The numbers of one long row and of many rows go through different scans in torch."""

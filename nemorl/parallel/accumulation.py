@@ -28,11 +28,11 @@ from nemorl.parallel.world import World
 class Accumulating(ABC):
     """`train_step` and its two halves, `compute` and its cases, of a rank or a single process."""
 
-    config: BackendConfig
     world: World
     meter: StepMeter
 
     def __init__(self) -> None:
+        self.config = BackendConfig()
         self._batches: list[TokenBatch] = []
         self._loss = torch.zeros(())
         """Loss whose gradient no step was taken along yet."""

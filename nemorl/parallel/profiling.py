@@ -46,14 +46,18 @@ def profiled(config: ProfileConfig, *, step: int, rank: int, last: bool = True) 
     """Record a part of optimizer step `step` (from 1), the block, if it is one of `config.steps`;
     last: whether the step ends with it.
 
-    One recording holds all of these steps and what goes on between them; it is then in `config.dir`
-    as rank0_steps10-12.json. Where the run ends earlier, `close_profile` writes what there is.
+    One recording holds all of these steps and what goes on between them, such as steps of a model
+    without `config.steps`; it is then in `config.dir` as rank0_steps10-12.json. Where the run ends
+    earlier, `close_profile` writes what there is.
     """
     global _recording
     span = config.span()
+    if span is None:
+        yield
+        return
     if _recording is not None and (_recording.config, _recording.rank) != (config, rank):
         close_profile()
-    if span is None or not span[0] <= step <= span[1]:
+    if not span[0] <= step <= span[1]:
         close_profile()
         yield
         return
@@ -66,12 +70,16 @@ def profiled(config: ProfileConfig, *, step: int, rank: int, last: bool = True) 
         close_profile()
 
 
-def close_profile() -> None:
-    """Write the open trace, if there is one; from any thread. An error is a warning."""
+def close_profile(of: ProfileConfig | None = None) -> None:
+    """Write the open trace, if there is one; from any thread. An error is a warning.
+
+    of: only one with this configuration.
+    """
     global _recording
-    recording, _recording = _recording, None
-    if recording is None:
+    recording = _recording
+    if recording is None or of not in (None, recording.config):
         return
+    _recording = None
     # torch would crash on reading what another thread is writing (pytorch pull request 187483).
     recording.profiler.toggle_collection_dynamic(False, [ProfilerActivity.CPU])
     time.sleep(QUIET_S)

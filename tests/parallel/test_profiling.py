@@ -60,6 +60,16 @@ def test_nothing_is_opened_without_steps(tmp_path, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
+def test_a_model_that_is_not_profiled_leaves_the_recording_whole(tmp_path):
+    """Its steps, between those of the model that is, and its end."""
+    config, other = ProfileConfig(steps="1:3", dir=str(tmp_path)), ProfileConfig()
+    for step in range(1, 5):
+        train(config, range(step, step + 1))
+        train(other, range(step, step + 1))
+        close_profile(other)
+    assert traces(tmp_path) == {"rank0_steps1-3.json": ["1", "2", "3"]}
+
+
 def test_each_rank_and_each_run_has_files_of_its_own(tmp_path):
     train(ProfileConfig(steps="1:9", dir=str(tmp_path)), range(1, 3), rank=3)
     another = tmp_path.with_name("another")  # run in this process

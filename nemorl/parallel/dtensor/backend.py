@@ -282,7 +282,7 @@ class DTensorBackend(Accumulating):
 
     def shutdown(self) -> None:
         """Restore a given model but for its weights, which stay trained and in float32."""
-        close_profile()
+        close_profile(self.config.profile)
         if self._writer is not None:
             self._writer.close()
         if self._model is not None and not self.world.sharded:

@@ -305,7 +305,7 @@ class MegatronBackend(Accumulating):
         self.step, self._base = saved.state["step"], saved.state["base"]
 
     def shutdown(self) -> None:
-        close_profile()
+        close_profile(self.config.profile)
         if self._writer is not None:
             self._writer.close()
         self._stages = self._reference = self._given = self._writer = self._engine = None

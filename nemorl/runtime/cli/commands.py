@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.settings import (
-    AnswerConfig,
     EvalConfig,
     ExampleConfig,
     ExportConfig,
@@ -28,7 +27,6 @@ def evaluate(config: EvalConfig) -> None:
     from nemorl.runtime.cli import inference
     from nemorl.runtime.store.files import writing
 
-    _check_engine(config)
     result = inference.evaluate_config(config)
     if config.output is not None:
         output = Path(config.output)
@@ -81,23 +79,10 @@ def _short(value: Any, limit: int = 200) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def _check_engine(config: AnswerConfig) -> None:
-    """Raise ValueError before anything is loaded if the engine can't run the model here."""
-    from nemorl.models.pretrained import model_folder
-    from nemorl.runtime.start.devices import this_machine
-    from nemorl.runtime.start.registry import check_generation
-    from nemorl.runtime.start.settings import model_config_of
-
-    folder, trust = model_folder(config.model.path), config.model.trust_remote_code
-    model = model_config_of(folder, trust_remote_code=trust)
-    check_generation(config.generation, model, this_machine())
-
-
 def generate(config: GenerateConfig) -> None:
     """Answer prompts, and print a table of the answers or one JSON object a line."""
     from nemorl.runtime.cli import inference
 
-    _check_engine(config)
     completions = inference.generate_config(config)
     if config.json:
         for completion in completions:

@@ -29,7 +29,9 @@ from nemorl.runtime.cli.settings import (
 from nemorl.runtime.config.tree import layer, nested
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run.data import Reward, Rows, read_rows
-from nemorl.runtime.start.registry import get_generation_backend
+from nemorl.runtime.start.devices import this_machine
+from nemorl.runtime.start.registry import check_generation, get_generation_backend
+from nemorl.runtime.start.settings import model_config_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint
@@ -218,6 +220,7 @@ def _loaded(
     model = config.model
     folder = model_folder(model.path)
     trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
+    check_generation(config.generation, model_config_of(folder, **trust), this_machine())
     tokenizer = with_chat_template(
         load_tokenizer(model.tokenizer or folder, **trust),
         model.chat_template,

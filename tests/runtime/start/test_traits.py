@@ -187,6 +187,14 @@ def test_a_generation_backend_checks_for_itself(folder: Path, tmp_path: Path):
         "careful",
     ]
     assert nemorl.main(command) == 2 and len(seen) == 3
+    model, rows = str(folder / "model"), str(folder / "rows.jsonl")
+    for use in (
+        lambda: nemorl.evaluate(model, rows, generation={"backend": "careful"}),
+        lambda: nemorl.generate(model, "1+1=", backend="careful"),
+    ):
+        with pytest.raises(ValueError, match="careful knows no such model"):
+            use()
+    assert len(seen) == 5
 
 
 def test_a_generation_backend_says_what_it_can_do():

@@ -3,7 +3,8 @@
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -20,6 +21,20 @@ def require(condition: bool, field_name: str, requirement: str, value: object, r
     """
     if not condition:
         raise ValueError(f"{field_name} {requirement}, but it is {value!r}: {remedy}")
+
+
+@contextmanager
+def checked_by(backend: str) -> Iterator[None]:
+    """Run the `check` of a backend in the block. What it raises besides ValueErrors gets a note
+    that names the backend.
+    """
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        error.add_note(f"in check() of the {backend}, where a ValueError says what it refuses")
+        raise
 
 
 def at_least(minimum: float, **values: float | None) -> None:

@@ -12,6 +12,7 @@ from nemorl.checks import own_methods
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
 from nemorl.losses.types import LossOutput, Metrics, Needs, PerToken
+from nemorl.parallel.traits import TrainingTraits
 
 REMEDIES = {
     "token_logprobs": "remove values=True from its needs, or read output.values",
@@ -27,6 +28,9 @@ class ForwardOutput:
     Index t belongs to token t of `input_ids`; 0 where nothing was computed. Only outputs that
     the loss's `Needs` names are computed; reading another raises AttributeError, which says how to
     declare it.
+
+    needs: what was asked for, if the backend says it; by which an error knows whether the loss did
+    not declare an output or the backend did not compute it.
 
     >>> import torch
     >>> ForwardOutput(torch.zeros(1, 2)).token_logprobs.tolist()
@@ -46,15 +50,27 @@ class ForwardOutput:
         entropy: PerToken | None = None,
         *,
         values: PerToken | None = None,
+        needs: Needs | None = None,
     ) -> None:
+        self.needs = needs
         found = {"token_logprobs": token_logprobs, "entropy": entropy, "values": values}
         vars(self).update({name: each for name, each in found.items() if each is not None})
 
     def __getattr__(self, name: str) -> Any:
         # Only for what `__init__` did not get.
         if name in REMEDIES:
-            raise AttributeError(f"the loss did not say that it needs {name}: {REMEDIES[name]}")
+            raise AttributeError(_missing(name, vars(self).get("needs")))
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _missing(name: str, needs: Needs | None) -> str:
+    """Return why an output is not there."""
+    undeclared = f"the loss did not say that it needs {name}: {REMEDIES[name]}"
+    uncomputed = f"the training backend did not compute {name}, which the loss needs"
+    uncomputed += f": its train_step has to make ForwardOutput({name}=…)"
+    if needs is None:
+        return f"either {undeclared}; or {uncomputed}"
+    return uncomputed if name in needs.outputs else undeclared
 
 
 LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]
@@ -174,13 +190,21 @@ NEEDED = (
 """The methods that every training backend has."""
 
 
+TO_GENERATE = ("open_engine", "decode", "take_weights")
+"""The methods that ranks which sample have, too."""
+
+
 def check_training_backend(cls: type) -> None:
-    """Raise ValueError for a class that lacks one of the `NEEDED` methods."""
-    if missing := [name for name in NEEDED if name not in own_methods(cls, TrainingBackend)]:
-        raise ValueError(
-            f"a training backend must have the methods {', '.join(NEEDED)}, but {cls.__name__} has"
-            f" no {', '.join(missing)}: add what is missing"
-        )
+    """Raise ValueError for a class that lacks one of the `NEEDED` methods, or of those that its
+    traits promise.
+    """
+    generates = getattr(cls, "traits", TrainingTraits()).generates
+    for names, kind in ((NEEDED, ""), (TO_GENERATE * generates, " whose traits say generates")):
+        if missing := [name for name in names if name not in own_methods(cls, TrainingBackend)]:
+            raise ValueError(
+                f"a training backend{kind} must have the methods {', '.join(names)}, but"
+                f" {cls.__name__} has no {', '.join(missing)}: add what is missing"
+            )
 
 
 def as_training_backend(backend: Any) -> Any:

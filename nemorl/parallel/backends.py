@@ -1,8 +1,10 @@
 """What training backends say of themselves, by name, without importing them. Free of torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from nemorl.checks import checked_by
 from nemorl.parallel.dtensor import limits as dtensor
 from nemorl.parallel.limits import TrainingLimits, TrainingSections
 from nemorl.parallel.megatron import limits as megatron
@@ -26,7 +28,17 @@ class OwnLimits:
     def check(self, config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
         check = getattr(self.backend, "check", None)
         if check is not None:
-            check(config, model, plan)
+            with checked_by(f"training backend {self.backend.__name__}"):
+                check(config, model, plan)
+
+
+def able(does: Callable[[TrainingTraits], bool]) -> str:
+    """Return the names of the training backends whose traits fulfil a condition, for advice.
+
+    >>> able(lambda traits: traits.pipelines)
+    'megatron'
+    """
+    return " or ".join(name for name, limits in LIMITS.items() if does(limits.traits))
 
 
 def limits_of(name: str) -> TrainingLimits:

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol, runtime_checkable
 
-from nemorl.checks import refuse_unused
+from nemorl.checks import refuse_unused, require
 from nemorl.parallel.config import LoRAConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
@@ -47,8 +47,15 @@ def check_training(
 
     The arguments are the ones of `TrainingLimits.check`, which is called as well.
     """
+    from nemorl.parallel.backends import able
+
+    head, heads = getattr(config, "head", "lm"), limits.traits.heads
+    requirement = f"must be {' or '.join(heads)} with trainer.backend {config.trainer.backend}"
+    remedy = f"take --trainer.backend {able(lambda traits: head in traits.heads)}"
+    require(head in heads, "head", requirement, head, remedy)
     if not limits.traits.experts:
-        requirement, remedy = "needs trainer.backend megatron", "add --trainer.backend megatron"
+        names = able(lambda traits: traits.experts)
+        requirement, remedy = f"needs trainer.backend {names}", f"add --trainer.backend {names}"
         refuse_unused("trainer", config.trainer, requirement, remedy, names=FOR_EXPERTS)
     elif model is not None and not getattr(model, "num_local_experts", None):
         requirement = "is for models with experts"

@@ -26,6 +26,8 @@ class TrainingTraits:
     """What dp_shard divides: parameters, gradients and optimizer state, gathered while layers
     compute (FSDP2, where dp_replicate and cpu_offload are possible), or optimizer state alone.
     """
+    heads: tuple[Literal["lm", "scalar"], ...] = ("lm",)
+    """Last layers of a model that it can train (`BackendConfig.head`)."""
     adapters: bool = True
     """Whether it trains LoRA adapters."""
     generates: bool = False

@@ -26,6 +26,7 @@ from nemorl.parallel.config import (
 )
 from nemorl.parallel.dtensor import head
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.limits import check_training
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.algorithms import preference_loss, sft
@@ -105,6 +106,18 @@ def test_entropy_is_computed_where_it_is_needed_and_nowhere_else(monkeypatch):
     assert set(asked) == {False}
     made.train_step(batch, with_entropy)
     assert asked[-1]
+
+
+def test_who_is_to_blame_for_an_output_that_is_not_there_is_said():
+    undeclared = "the loss did not say that it needs entropy: declare it"
+    uncomputed = r"the training backend did not compute entropy, .* make ForwardOutput\(entropy=…"
+    for needs, message in (
+        (nemorl.Needs(), f"^{undeclared}[^;]*$"),
+        (nemorl.Needs(entropy=True), f"^{uncomputed}"),
+        (None, f"^either {undeclared}.*; or {uncomputed}"),
+    ):
+        with pytest.raises(AttributeError, match=message):
+            ForwardOutput(torch.zeros(1, 2), needs=needs).entropy  # noqa: B018
 
 
 def test_a_constant_that_a_policy_loss_does_not_have_is_an_error_at_once():
@@ -249,8 +262,10 @@ def test_the_wrong_head_is_an_error():
     for made in (partial(critic, tiny_model()), partial(backend, tiny_critic())):
         with pytest.raises(ValueError, match=r"model must have the head .* AutoModelFor"):
             made()
-    with pytest.raises(ValueError, match=r"head must be lm with trainer.backend megatron"):
-        limits.check(BackendConfig(head="scalar"), None, ParallelPlan().on(1))
+    by_megatron = BackendConfig(head="scalar", trainer=TrainerConfig(backend="megatron"))
+    message = r"head must be lm with trainer.backend megatron, .* take --trainer.backend dtensor"
+    with pytest.raises(ValueError, match=message):
+        check_training(by_megatron, None, ParallelPlan().on(1), limits)
 
 
 def test_values_of_packed_rows_start_again_in_each_sequence():

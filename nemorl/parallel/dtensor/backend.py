@@ -315,7 +315,7 @@ class DTensorBackend(Accumulating):
             if self.world.data_group is not None:
                 dist.all_reduce(placed, group=self.world.data_group)
             outputs[name] = layout.restore(placed.to(batch.input_ids.device))
-        return ForwardOutput(**outputs)
+        return ForwardOutput(**outputs, needs=needs)
 
     def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
         return planned(part, wanted, self.world, share=self.config.trainer.share_prompts)
@@ -348,7 +348,7 @@ def _forward(
         lower = config.parallel.param_dtype == "bfloat16"
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=lower):
             found = plain_outputs(model, batch, work, **options)
-    return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)))
+    return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)), needs=needs)
 
 
 def _give_back(model: Any, found: Found, config: BackendConfig) -> None:

@@ -7,7 +7,7 @@ from nemorl.parallel.limits import TrainingSections
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
 
-traits = TrainingTraits()
+traits = TrainingTraits(heads=("lm", "scalar"))
 
 
 def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:

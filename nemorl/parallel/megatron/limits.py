@@ -33,7 +33,6 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     """Raise ValueError for settings that have no effect here or are not supported, and for a model
     with other parts.
     """
-    head = getattr(config, "head", "lm")
     missing = [name for name in ("megatron", "psutil") if find_spec(name) is None]
     install = "pip install 'nemorl[megatron]'"
     requirement = "must be installed for megatron"
@@ -42,7 +41,6 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     offloads = config.trainer.offload_during_generation
     in_bfloat16 = plan.param_dtype == "bfloat16"
     for field, value, fits, requirement, remedy in (
-        ("head", head, head == "lm", "be lm", "take --trainer.backend dtensor"),
         ("lora.rank", config.lora.rank, not config.lora.rank, "be 0", dtensor),
         (
             "parallel.dp_replicate",

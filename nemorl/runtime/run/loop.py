@@ -24,7 +24,7 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.models import BackendOrder, Models
+from nemorl.runtime.run.models import BackendOrder, Models, require_length
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import Samples, compared, measured, samples_of
 from nemorl.runtime.run.signals import update_in_progress
@@ -64,8 +64,14 @@ class Maker(Protocol):
     def parts(self, run: "OpenRun") -> Parts:
         """Load the trainer as the last checkpoint left it, and start the generator."""
 
+    def prepared(self, run: "OpenRun", order: BackendOrder) -> BackendOrder:
+        """Check an order before anything is loaded for it, and return it with what it begins with.
+
+        Raises: ValueError for what the training backend can't do.
+        """
+
     def backend(self, run: "OpenRun", order: BackendOrder) -> Any:
-        """Load another backend."""
+        """Load another backend, of a prepared order."""
 
     def release(self, name: str) -> None:
         """Shut a backend down."""
@@ -115,8 +121,8 @@ class OpenRun:
         self.live: Parts | None = None
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of the loop, once it begins."""
-        self._models = Models()
-        self._models.plan(config.optimizer, self.num_updates)
+        self._models = Models(config.optimizer.schedule)
+        require_length(self._models.schedule, self.num_updates)
         self._steps: Steps | None = None
         self._over = self._awake = False
 
@@ -166,7 +172,8 @@ class OpenRun:
 
         Args:
             name: letters, digits and underscores; "policy" is `run.trainer`.
-            model: folder, hub name or loaded model; None: that of `config.model`, untrained.
+            model: folder, hub name or loaded model; None: the policy's, untrained. Where that was
+                given in memory, None is for calls before `run.trainer` is used.
             head: "scalar" gives a value per token in place of logprobs.
             trains: whether it has an optimizer, and is saved.
             optimizer: None for the run's `config.optimizer`. Its schedule is over `num_updates`
@@ -175,9 +182,10 @@ class OpenRun:
         """
         self._open()
         order = BackendOrder(name=name, model=model, head=head, trains=trains, optimizer=optimizer)
-        self._models.check(order, begun=self._steps is not None and self._steps.begun)
+        begun = self._steps is not None and self._steps.begun
+        self._models.check(order, begun=begun, num_updates=self.num_updates)
+        order = self._maker.prepared(self, order)
         if trains:
-            self._models.plan(optimizer or self.config.optimizer, self.num_updates)
             self._live()
         return self._models.add(order, self._maker.backend(self, order))
 

@@ -21,38 +21,37 @@ class BackendOrder:
     head: Literal["lm", "scalar"]
     trains: bool
     optimizer: OptimizerConfig | None
+    initial: nn.Module | None = None
+    """A copy of the policy's model, where that was given in memory, to begin with."""
+
+
+def require_length(schedule: str, num_updates: int | None) -> None:
+    """Raise ValueError for a schedule of the learning rate over an unknown number of steps."""
+    require(
+        schedule == "constant" or num_updates is not None,
+        "optimizer.schedule",
+        "must be constant where no setting says how long the run is",
+        schedule,
+        "give nemorl.open_run num_updates=…, or the config a field max_num_steps",
+    )
 
 
 class Models:
     """Backends beside the policy, by name: `trained` ones, which checkpoints hold, and `frozen`."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: str) -> None:
         self.trained: dict[str, Any] = {}
         self.frozen: dict[str, Any] = {}
-        self.schedule = "constant"
-        """The first schedule of a learning rate that depends on the run's length, if any does."""
+        self.schedule = schedule
+        """The policy's schedule of the learning rate; if it is constant, another model's."""
 
     @property
     def all(self) -> list[Any]:
         return [*self.trained.values(), *self.frozen.values()]
 
-    def plan(self, optimizer: OptimizerConfig, num_updates: int | None) -> None:
-        """Note an optimizer's schedule. Raises ValueError for one that depends on a number of steps
-        that nothing says.
-        """
-        schedule = optimizer.schedule
-        require(
-            schedule == "constant" or num_updates is not None,
-            "optimizer.schedule",
-            "must be constant where no setting says how long the run is",
-            schedule,
-            "give nemorl.open_run num_updates=…, or the config a field max_num_steps",
-        )
-        self.schedule = schedule if self.schedule == "constant" else self.schedule
-
-    def check(self, order: BackendOrder, *, begun: bool) -> None:
-        """Raise ValueError for a name that is taken, for an optimizer that nothing uses, and for
-        one that trains once the loop has `begun`.
+    def check(self, order: BackendOrder, *, begun: bool, num_updates: int | None) -> None:
+        """Raise ValueError for a name that is taken, for an optimizer that nothing uses or whose
+        schedule needs `num_updates`, and for one that trains once the loop has `begun`.
         """
         taken = [POLICY, *self.trained, *self.frozen]
         require(
@@ -77,9 +76,13 @@ class Models:
             order.optimizer,
             "omit it, or trains=False",
         )
+        if order.optimizer is not None:
+            require_length(order.optimizer.schedule, num_updates)
 
     def add(self, order: BackendOrder, backend: Any) -> Any:
         """Keep a backend under its name, and return it."""
+        if order.optimizer is not None and self.schedule == "constant":
+            self.schedule = order.optimizer.schedule
         (self.trained if order.trains else self.frozen)[order.name] = backend
         return backend
 

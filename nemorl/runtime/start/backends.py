@@ -1,7 +1,7 @@
 """The models of a run: their training backends, in this process or on ranks."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,13 +12,16 @@ from torch import nn
 from nemorl.checks import own_methods, require
 from nemorl.models.pretrained import check_vocabulary, model_folder
 from nemorl.parallel.backend import FullTrainingBackend
+from nemorl.parallel.backends import limits_of
 from nemorl.parallel.config import BackendConfig, OptimizerConfig, ProfileConfig
+from nemorl.parallel.limits import check_training
 from nemorl.parallel.profiling import profile_folder
 from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run.loop import OpenRun
 from nemorl.runtime.run.models import BackendOrder
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.registry import get_training_backend, training_backend_class
+from nemorl.runtime.start.settings import model_config_of
 from nemorl.runtime.store.rng import random_state, restore_generators, seed_generators
 from nemorl.runtime.store.state import POLICY
 from nemorl.runtime.watch.waiting import waiting_for_ranks
@@ -41,7 +44,7 @@ class Backends:
         launch, run, config = self.launch, self.run, self.launch.config
         trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
         setup = self._policy_config()
-        self._require_methods(trainer, setup)
+        self._require_methods(trainer, self._needs_of_policy(setup))
         waiting: AbstractContextManager[None] = nullcontext()
         if self.ranks is not None:
             who = "processes of torchrun" if launch.devices.torchrun else "Ray actors"
@@ -61,18 +64,40 @@ class Backends:
                 check_vocabulary(model, launch.tokenizer)
             yield trainer
 
+    def prepared(self, order: BackendOrder) -> BackendOrder:
+        """Check an order, which may come before or after anything is loaded, and return it with a
+        copy of the policy's model, if that is what it begins with.
+        """
+        if isinstance(order.model, nn.Module):
+            self.launch.devices.check_given(order.model)
+        config, settings = self._other_config(order), self.launch.config
+        order = replace(order, initial=self._copy_for(order))
+        given: Any = order.initial if order.model is None else order.model
+        path = None if isinstance(given, nn.Module) else config.model.path
+        trust = {"trust_remote_code": config.model.trust_remote_code}
+        limits = limits_of(settings.trainer.backend)
+        for model in (None, model_config_of(path or given, **trust)):
+            check_training(config, model, config.parallel, limits)
+        offloads = settings.trainer.offload_during_generation
+        saves = order.trains and settings.run.async_save
+        needs = {
+            "compute": ("a scalar head, whose values it returns", order.head == "scalar"),
+            "offload": ("trainer.offload_during_generation", offloads),
+            "wait_for_checkpoint": ("run.async_save", saves),
+        }
+        self._require_methods(None, needs)
+        return order
+
     @contextmanager
     def other(self, order: BackendOrder) -> Iterator[Any]:
-        """Set up another backend, and shut it down at the end. No random number is drawn: whenever
-        it is loaded, a run has the same ones.
+        """Set up another backend, of a prepared order, and shut it down at the end. No random
+        number is drawn: whenever it is loaded, a run has the same ones.
         """
-        name = self.launch.config.trainer.backend
         if self.ranks is not None:
-            if isinstance(order.model, nn.Module):
-                self.launch.devices.check_given(order.model)
             backend = self.ranks.beside(order.name)
         else:
-            backend = get_training_backend(name, self._model_of(order))
+            given = order.model if isinstance(order.model, nn.Module) else order.initial
+            backend = get_training_backend(self.launch.config.trainer.backend, given)
         generators = random_state()
         with self._set_up(backend, self._other_config(order), nullcontext()):
             restore_generators(*generators)
@@ -140,24 +165,30 @@ class Backends:
             collective_timeout_s=max(config.runtime.timeout_s, config.runtime.start_timeout_s) + 60,
         )
 
-    def _model_of(self, order: BackendOrder) -> nn.Module | None:
-        """Return a loaded model to begin with, in memory of its own."""
-        given = order.model
-        if given is None and self.launch.model is not None:
-            require(
-                self.run.live is None,
-                "model",
-                "must be given where the policy's was, which trains in place by now",
-                None,
-                "name a folder or hub name, or give a copy of the model",
-            )
-            given = copy.deepcopy(self.launch.model)
-        return given if isinstance(given, nn.Module) else None
+    def _copy_for(self, order: BackendOrder) -> nn.Module | None:
+        """Return a copy of the policy's model, if it was given and an order begins with it."""
+        if order.model is not None or self.launch.model is None:
+            return None
+        require(
+            order.head == "lm",
+            "model",
+            "must be given for a scalar head where the policy's was, which has another head",
+            None,
+            "name its folder, or give a loaded AutoModelForTokenClassification with num_labels=1",
+        )
+        require(
+            self.run.live is None,
+            "model",
+            "must be given where the policy's was, which trains in place by now",
+            None,
+            "call run.backend before run.trainer is used, or give a copy of the model",
+        )
+        return copy.deepcopy(self.launch.model)
 
-    def _require_methods(self, trainer: Any, setup: BackendConfig) -> None:
-        """Raise ValueError where the policy's backend lacks a method that the run needs."""
+    def _needs_of_policy(self, setup: BackendConfig) -> dict[str, tuple[str, bool]]:
+        """Return for what the run needs methods of the policy's backend, and whether it does."""
         config = self.launch.config
-        needs = {
+        return {
             "offload": (
                 "trainer.offload_during_generation",
                 config.trainer.offload_during_generation,
@@ -166,6 +197,10 @@ class Backends:
             "weights": ("generation", self.run.generates),
             "wait_for_checkpoint": ("run.async_save", config.run.async_save),
         }
+
+    def _require_methods(self, trainer: Any, needs: Mapping[str, tuple[str, bool]]) -> None:
+        """Raise ValueError where a backend, not made yet if it is None, lacks what is needed."""
+        config = self.launch.config
         for method, (what, needed) in needs.items():
             if needed and not has_method(self.launch, trainer, method):
                 raise ValueError(
@@ -184,11 +219,13 @@ def ranks_of(launch: Launch) -> Any:
 
 
 def has_method(launch: Launch, trainer: Any, name: str) -> bool:
-    """Return whether the training backend, of which ranks know the class alone, has a method."""
-    if not launch.devices.ranked:
+    """Return whether a training backend has a method. Of one on ranks, or not made yet (None), the
+    class alone is known, which may have methods of another object.
+    """
+    if trainer is not None and not launch.devices.ranked:
         return hasattr(trainer, name)
     backend = training_backend_class(launch.config.trainer.backend)
-    return name in own_methods(backend, FullTrainingBackend)
+    return name in own_methods(backend, FullTrainingBackend) or hasattr(backend, "__getattr__")
 
 
 def profile_config(launch: Launch, *, num_updates: int | None) -> ProfileConfig:

@@ -80,6 +80,10 @@ class Live:
             shares_weights=shared,
         )
 
+    def prepared(self, run: OpenRun, order: BackendOrder) -> BackendOrder:
+        """Check an order, and return it with what it begins with."""
+        return self._of(run).prepared(order)
+
     def backend(self, run: OpenRun, order: BackendOrder) -> Any:
         """Load another backend, as the last checkpoint left it if it trains."""
         own = self._released[order.name] = self.stack.enter_context(ExitStack())

@@ -3,12 +3,13 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from inspect import signature
+from inspect import getattr_static, signature
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nemorl.checks import closest, require
+from nemorl.checks import checked_by, closest, require
 from nemorl.parallel.backends import LIMITS, OwnLimits
+from nemorl.parallel.traits import TrainingTraits
 from nemorl.rollout.answers import GIVEN, REWARDS, require_reward
 from nemorl.rollout.traits import GenerationTraits, Machine
 from nemorl.runtime.config.base import BaseConfig
@@ -129,6 +130,7 @@ def register_training_backend(name: str) -> Callable[[type[Registered]], type[Re
     from nemorl.parallel.backend import check_training_backend
 
     def check(cls: Any) -> None:
+        _require_description(cls, TrainingTraits)
         check_training_backend(cls)
         LIMITS[name] = OwnLimits(cls)
 
@@ -145,9 +147,13 @@ def register_generation_backend(name: str) -> Callable[[type[Registered]], type[
     from nemorl.rollout.wrapped import as_generation_backend
 
     def check(cls: Any) -> None:
+        _require_description(cls, GenerationTraits)
         as_generation_backend(cls)
         TRAITS[name] = getattr(cls, "traits", GenerationTraits())
-        GENERATION_CHECKS[name] = getattr(cls, "check", lambda config, model, machine: None)
+        if getattr(cls, "check", None) is not None:
+            GENERATION_CHECKS[name] = cls.check
+        else:  # of a class that had the name before
+            GENERATION_CHECKS.pop(name, None)
 
     return _register(name, GENERATION_BACKENDS, check)
 
@@ -238,7 +244,8 @@ def check_generation(config: GenerationConfig, model: Any, machine: Machine) -> 
     model: the Hugging Face configuration of the model; None: it is not known yet.
     """
     if check := GENERATION_CHECKS.get(config.backend):
-        check(config, model, machine)
+        with checked_by(f"generation backend {config.backend}"):
+            check(config, model, machine)
 
 
 def require_names(config: Any) -> None:
@@ -298,6 +305,18 @@ def _register_own(section: str, name: str) -> Callable[[Any], Any]:
         return function
 
     return decorate
+
+
+def _require_description(cls: type, kind: type) -> None:
+    """Raise ValueError where a backend does not say what it is as `kind`, a class of traits, or has
+    a `check` that needs an instance.
+    """
+    traits, check = getattr(cls, "traits", kind()), getattr_static(cls, "check", None)
+    field, remedy = f"{cls.__name__}.traits", f"write traits = {kind.__name__}(…) in the class"
+    require(isinstance(traits, kind), field, f"must be a {kind.__name__}", traits, remedy)
+    static = check is None or isinstance(check, staticmethod | classmethod)
+    requirement, remedy = "must be a static method", "decorate it with @staticmethod"
+    require(static, f"{cls.__name__}.check", requirement, check, remedy)
 
 
 def _get(name: str, known: dict[str, Any], kind: str) -> Any:

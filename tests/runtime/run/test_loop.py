@@ -435,6 +435,22 @@ def test_which_models_a_run_may_have(tmp_path: Path):
     assert [path.name for path in (tmp_path / "run/checkpoints/step_2").glob("*/")] == ["policy"]
 
 
+def test_a_model_in_memory_is_where_others_begin(tmp_path: Path):
+    """Its copy, which is made before the policy trains in place."""
+    with opened(grpo_config(tmp_path / "run")) as run:
+        with pytest.raises(ValueError, match="model must be given for a scalar head where the pol"):
+            run.backend("critic", head="scalar")
+        assert run.live is None, "that was known before anything was loaded"
+        second = run.backend("second")
+        before = second.get_logprobs(BATCH).values
+        assert torch.equal(run.trainer.get_logprobs(BATCH).values, before)
+        for step in run.steps(1):
+            step.log(run.trainer.train_step(BATCH, LOSS))
+        assert torch.equal(second.get_logprobs(BATCH).values, before)
+        with pytest.raises(ValueError, match=r"model must be given .* call run.backend before run"):
+            run.backend("late", trains=False)
+
+
 def test_a_loop_that_never_trains_is_noticed(tmp_path: Path):
     with (
         pytest.warns(UserWarning, match="the loop took 2 steps, but trained in none of them"),

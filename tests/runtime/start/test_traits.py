@@ -106,6 +106,85 @@ def test_a_training_backend_checks_for_itself(tmp_path: Path):
     assert found.traits == DTensorBackend.traits
 
 
+def test_what_a_backend_can_t_do_for_another_model_is_said_before_one_is_loaded(
+    folder: Path, tmp_path: Path
+):
+    @nemorl.register_training_backend("plain")
+    class Plain(DTensorBackend):
+        traits = TrainingTraits()
+
+        def setup(self, config):
+            raise AssertionError("too late")
+
+    @nemorl.register_training_backend("small")
+    class Small:
+        """Has a scalar head, but only the methods that all have."""
+
+        traits = TrainingTraits(heads=("scalar", "lm"))
+
+        def __init__(self, model=None): ...
+
+        setup = train_step = get_logprobs = save_checkpoint = load_checkpoint = Plain.setup
+        shutdown = DTensorBackend.shutdown
+
+    config = grpo_config(tmp_path / "run", run={"async_save": True})
+    config = replace(config, model=nemorl.ModelConfig(path=str(folder / "model")))
+    model: dict = {"model": folder / "model"}
+    head = "head must be lm with trainer.backend plain, .* --trainer.backend dtensor or small"
+    for name, options, message in (
+        ("plain", {"head": "scalar", **model}, head),
+        ("small", {"head": "scalar", **model}, "must have the method compute for a scalar head"),
+        ("small", model, r"must have the method wait_for_checkpoint for run\.async_save"),
+    ):
+        mine = replace(config, trainer=replace(config.trainer, backend=name))
+        with (
+            pytest.raises(ValueError, match=message),
+            nemorl.open_run(mine, train=addition_rows(4), reward=digits) as run,
+        ):
+            run.backend("second", **options)
+        assert run.live is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"traits": {"experts": True}}, r"Odd.traits must be a TrainingTraits, .*write traits = "),
+        (
+            {"check": lambda config, model, plan: None},
+            r"Odd.check must be a static method, .*: d",
+        ),
+        ({"traits": TrainingTraits(generates=True)}, "traits say generates must .* no open_engine"),
+    ],
+    ids=str,
+)
+def test_a_wrong_description_is_refused_when_a_backend_is_registered(given, message):
+    with pytest.raises(ValueError, match=message):
+        nemorl.register_training_backend("odd")(type("Odd", (DTensorBackend,), given))
+    assert "odd" not in registry.TRAINING_BACKENDS and "odd" not in backends.LIMITS
+    if "check" in given:
+        with pytest.raises(ValueError, match=r"Odd.check must be a static method"):
+            nemorl.register_generation_backend("odd")(type("Odd", (Silent,), given))
+    if given.get("traits") == {"experts": True}:
+        with pytest.raises(ValueError, match=r"Odd.traits must be a GenerationTraits"):
+            nemorl.register_generation_backend("odd")(type("Odd", (Silent,), given))
+
+
+def test_an_error_in_a_check_names_the_backend(tmp_path: Path):
+    def check(*_):
+        raise KeyError("rope")
+
+    options = {"check": staticmethod(check)}
+    nemorl.register_training_backend("odd")(type("Odd", (DTensorBackend,), options))
+    nemorl.register_generation_backend("odd")(type("Odd", (Silent,), options))
+    config = grpo_config(tmp_path / "run", generation=nemorl.GenerationConfig(backend="odd"))
+    with pytest.raises(KeyError) as caught:
+        Devices.of(config, {}, num_gpus=0)
+    assert caught.value.__notes__[0].startswith("in check() of the generation backend odd,")
+    with pytest.raises(KeyError) as caught:
+        Devices.of(trained_by("odd"), {}, num_gpus=0)
+    assert caught.value.__notes__[0].startswith("in check() of the training backend Odd,")
+
+
 class Silent:
     """An engine of its own that never builds the model: it counts what it was sent."""
 

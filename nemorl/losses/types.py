@@ -70,7 +70,13 @@ def needs(*, entropy: bool = False, values: bool = False) -> Callable[[Function]
     wanted = Needs(entropy=entropy, values=values)
 
     def declare(loss_fn: Function) -> Function:
-        loss_fn.needs = wanted  # type: ignore[attr-defined]
+        try:
+            loss_fn.needs = wanted  # type: ignore[attr-defined]
+        except AttributeError as error:
+            raise ValueError(
+                "the loss must be a function, or an object that takes attributes, but it is"
+                f" {loss_fn!r}: decorate a method in its class, or give functools.partial(method)"
+            ) from error
         return loss_fn
 
     return declare

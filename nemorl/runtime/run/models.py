@@ -97,10 +97,16 @@ class Models:
         """Raise ValueError where a checkpoint holds a backend that the run has not asked for."""
         here = sorted([POLICY, *self.trained])
         forgotten = [name for name in backends_of(checkpoint) if name not in here]
+        calls = (
+            f'omit trains=False of run.backend("{name}")'
+            if name in self.frozen
+            else f'call run.backend("{name}")'
+            for name in forgotten
+        )
         require(
             not forgotten,
             "run.backend",
-            f"must be called for each backend that {checkpoint} holds",
+            f"must be called for each backend that {checkpoint} holds, to train it on",
             here,
-            "call " + ", ".join(f'run.backend("{name}")' for name in forgotten),
+            ", ".join(calls),
         )

@@ -12,7 +12,7 @@ from nemorl.models.source import ModelSource
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.rounds import blocking
 from nemorl.rollout.traits import GenerationTraits
-from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.config.generation import TRAITS, GenerationConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.config.trust import seal_of
 from nemorl.runtime.run.callbacks import Callback, closing
@@ -119,6 +119,7 @@ class Live:
 def check_generation(launch: Launch, run: OpenRun) -> None:
     """Raise ValueError for settings about generation that do not fit the run."""
     config = launch.config
+    recording = " or ".join(name for name, traits in TRAITS.items() if traits.records_experts)
     require(
         run.generates or not config.trainer.offload_during_generation,
         "trainer.offload_during_generation",
@@ -130,9 +131,9 @@ def check_generation(launch: Launch, run: OpenRun) -> None:
         not (config.trainer.router_replay and run.generates)
         or config.generation.traits.records_experts,
         "generation.backend",
-        "must be megatron, which records the experts, with trainer.router_replay",
+        f"must be {recording}, which records the experts, with trainer.router_replay",
         config.generation.backend,
-        "add --generation.backend megatron, or remove it",
+        f"add --generation.backend {recording}, or remove it",
     )
 
 
@@ -145,7 +146,8 @@ def check_engines(launch: Launch, engines: GenerationConfig) -> None:
     if not engines.traits.experts and (of_model := model_config_of(given, **trust)):
         kind, name = of_model.model_type, engines.backend
         remedy = "add --generation.backend megatron, with trainer.backend megatron, or vllm"
-        requirement = f"must be megatron or vllm to sample from {kind}, a mixture of experts"
+        able = " or ".join(name for name, traits in TRAITS.items() if traits.experts)
+        requirement = f"must be {able} to sample from {kind}, a mixture of experts"
         require(kind not in EXPERTS, "generation.backend", requirement, name, remedy)
         check_supported(of_model)
 

@@ -380,6 +380,11 @@ def test_a_trained_model_can_t_be_forgotten(tmp_path: Path):
     message = r"run.backend must be called for each .*step_2 holds, .*: call run.backend\(.critic"
     with pytest.raises(ValueError, match=message):
         co_trained(tmp_path / "two", 3, critic=False, resume=True)
+    message = r"it is \['policy'\]: omit trains=False of run.backend\(.critic"
+    config = grpo_config(tmp_path / "two", steps=3, run={"resume": True})
+    with pytest.raises(ValueError, match=message), opened(config) as run:
+        run.backend("critic", model=tiny_model(), trains=False)
+        next(iter(run.steps(3)))
     co_trained(tmp_path / "one", 2, critic=False)
     message = r"must name one of the backends that .*step_2 holds \(policy\), but it is 'critic'"
     with pytest.raises(ValueError, match=message):

@@ -1,7 +1,7 @@
 """A Hugging Face decoder with a head for tokens or for values: how it is loaded, and its parts."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,8 @@ def load_causal_lm(
     head: scalar is transformers' AutoModelForTokenClassification with one label. If the folder has
     no scalar head, its weights are `fresh_head`'s.
 
-    Raises: ValueError where the model can't be loaded or is not supported (`check_supported`).
+    Raises: ValueError where the model can't be loaded, has another head, or is not supported
+    (`check_supported`).
     """
     folder = Path(path)
     trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -59,7 +60,7 @@ def load_causal_lm(
             torch.manual_seed(seed)
             model = from_config(read_config(path, **trust), head, **trust)
         else:
-            with _progress_bar(folder):
+            with _progress_bar(folder), _quiet(head == "scalar"):
                 loaded: Any = model_class(head).from_pretrained(
                     path,
                     dtype=torch.float32,
@@ -74,6 +75,8 @@ def load_causal_lm(
                 raise ValueError(
                     f"its {key} is {list(found)}, where config.json wants {list(wanted)}"
                 )
+            if head == "lm":
+                refuse_scalar_head(report["unexpected_keys"])
             # transformers would fill them with random numbers, and only warn.
             if missing := sorted(report["missing_keys"] - set(SCORE * lacks_head)):
                 names = ", ".join(missing[:3])
@@ -129,6 +132,30 @@ def on_meta(
     check_supported(source, experts=experts)
     with torch.device("meta"):
         return from_config(source, head, **trust)
+
+
+def refuse_scalar_head(unused: Iterable[str]) -> None:
+    """Raise ValueError where weights that a language model does not use are a scalar head's. With
+    tied embeddings nothing else of it would be missing.
+    """
+    if found := sorted({*unused} & {*SCORE}):
+        raise ValueError(
+            f"it is no language model, because its weights have a scalar head ({', '.join(found)})"
+        )
+
+
+@contextmanager
+def _quiet(silent: bool) -> Iterator[None]:
+    """Hide transformers' table of weights that are missing or not used, where a head is new."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    if silent:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """A backend computes what a loss declares that it needs, no more; models with a scalar head."""
 
+import logging
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,8 @@ from nemorl.data import pack, pack_plan
 from nemorl.losses import policy
 from nemorl.losses.types import LossOutput, finalize, needs_of
 from nemorl.losses.value import value_loss
-from nemorl.models.causal_lm import load_causal_lm
+from nemorl.models.causal_lm import load_causal_lm, on_meta
+from nemorl.models.source import ModelSource
 from nemorl.parallel.backend import ForwardOutput
 from nemorl.parallel.config import (
     BackendConfig,
@@ -26,8 +28,10 @@ from nemorl.parallel.config import (
 )
 from nemorl.parallel.dtensor import head
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.dtensor.build import load_folder
 from nemorl.parallel.limits import check_training
 from nemorl.parallel.megatron import limits
+from nemorl.parallel.megatron.backend import source_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.algorithms import preference_loss, sft
 from tests.parallel.batches import DEVICE, nll_loss, random_batch
@@ -106,6 +110,47 @@ def test_entropy_is_computed_where_it_is_needed_and_nowhere_else(monkeypatch):
     assert set(asked) == {False}
     made.train_step(batch, with_entropy)
     assert asked[-1]
+
+
+def entropy_asked_of(name: str, folder: Path) -> list[list[bool]]:
+    """What the head of a model on ranks is asked to compute, for each of some calls."""
+    from nemorl.parallel.megatron import model as of_megatron
+    from nemorl.parallel.megatron.backend import MegatronBackend
+
+    place = {"dtensor": head, "megatron": of_megatron}[name]
+    plain, asked = place.vocab_parallel_linear_logprobs, []
+
+    def watched(*args: Any, with_entropy: bool, **options: Any) -> Any:
+        asked[-1].append(with_entropy)
+        return plain(*args, with_entropy=with_entropy, **options)
+
+    made = {"dtensor": DTensorBackend, "megatron": MegatronBackend}[name]()
+    device, plan = TrainerConfig(device="cpu"), ParallelPlan(dp_shard=1, tp=2)
+    model = ModelConfig(path=str(folder))
+    made.setup(BackendConfig(model=model, trainer=device, parallel=plan, keep_reference=True))
+    batch = random_batch(LENGTHS)
+    place.vocab_parallel_linear_logprobs = watched
+    try:
+        for call in (
+            lambda: made.train_step(batch, nll_loss),
+            lambda: made.get_logprobs(batch),
+            lambda: made.get_reference_logprobs(batch),
+            lambda: made.train_step(batch, with_entropy),
+            lambda: made.compute(batch, nemorl.Needs(entropy=True)),
+        ):
+            asked.append([])
+            call()
+    finally:
+        place.vocab_parallel_linear_logprobs = plain
+        made.shutdown()
+    return asked
+
+
+@pytest.mark.parametrize("name", ["dtensor", "megatron"])
+def test_entropy_is_computed_on_ranks_where_it_is_needed_and_nowhere_else(name, tmp_path):
+    tiny_model(tied=False).save_pretrained(tmp_path)
+    for asked in run_ranks(2, entropy_asked_of, name, tmp_path):
+        assert [set(each) for each in asked] == [{False}] * 3 + [{True}] * 2
 
 
 def test_who_is_to_blame_for_an_output_that_is_not_there_is_said():
@@ -228,14 +273,36 @@ def test_a_checkpoint_of_a_critic_continues_and_loads_in_transformers(tmp_path):
     torch.testing.assert_close(head.weight, again.score.weight, atol=0, rtol=0)
 
 
-def test_a_fresh_head_is_of_the_seed(tmp_path):
+def test_a_critics_folder_is_no_language_model(tmp_path):
+    """Its embeddings would be taken for the output layer, which they may be tied to."""
+    tiny_critic().save_pretrained(tmp_path)
+    model, message = str(tmp_path), r"no language model, .* scalar head \(score.bias, score.weight"
+
+    def read_whole() -> None:
+        dict(ModelSource(model).weights())
+
+    def sharded() -> None:
+        load_folder(on_meta(model), tmp_path, seed=0)
+
+    for load in (partial(load_causal_lm, model), read_whole, sharded):
+        with pytest.raises(ValueError, match=message):
+            load()
+    config = BackendConfig(model=ModelConfig(path=model))
+    with pytest.raises(ValueError, match=message):
+        source_of(config, None)
+
+
+def test_a_fresh_head_is_of_the_seed(tmp_path, caplog):
     tiny_model().save_pretrained(tmp_path / "model")
+    logging.getLogger("transformers").addHandler(caplog.handler)
 
     def weight(seed: int) -> Tensor:
         return load_causal_lm(str(tmp_path / "model"), head="scalar", seed=seed).score.weight
 
     assert torch.equal(weight(1), weight(1)) and not torch.equal(weight(1), weight(2))
     assert weight(1).any()
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert "MISSING" not in caplog.text, "a new head is meant to be missing"
 
 
 def test_a_critic_learns_values():
@@ -282,3 +349,17 @@ def test_a_partial_of_a_loss_needs_what_the_loss_needs():
         return coef * output.entropy.sum()
 
     assert needs_of(partial(loss, coef=2.0)).entropy
+
+
+class Losses:
+    def plain(self, output, batch): ...
+
+    @nemorl.needs(entropy=True)
+    def declared(self, output, batch): ...
+
+
+def test_a_method_is_declared_in_its_class():
+    assert needs_of(Losses().declared).entropy
+    assert needs_of(nemorl.needs(entropy=True)(partial(Losses().plain))).entropy
+    with pytest.raises(ValueError, match=r"the loss must be .* <bound method.*in its class, or"):
+        nemorl.needs(entropy=True)(Losses().plain)

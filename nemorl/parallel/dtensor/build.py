@@ -12,7 +12,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nemorl.models.adapters import live_tensors
 from nemorl.models.attention import use_attention
-from nemorl.models.causal_lm import SCORE, fresh_head, load_causal_lm, on_meta
+from nemorl.models.causal_lm import (
+    SCORE,
+    fresh_head,
+    load_causal_lm,
+    on_meta,
+    refuse_scalar_head,
+)
 from nemorl.models.hub import loading
 from nemorl.models.pretrained import weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, require_shapes
@@ -110,6 +116,8 @@ def load_folder(model: Any, folder: Path, *, seed: int) -> None:
         if set(SCORE) <= wanted.keys() - stored.shapes.keys():
             copy_whole(model, fresh_head(model.config, seed=seed))
             wanted = {name: tensor for name, tensor in wanted.items() if name not in SCORE}
+        elif not set(SCORE) <= wanted.keys():
+            refuse_scalar_head(stored.shapes.keys() - wanted.keys())
         shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
         require_shapes(stored.shapes, shapes)
         for name, tensor in wanted.items():

@@ -20,7 +20,7 @@ from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
-from nemorl.models.causal_lm import load_causal_lm, on_meta
+from nemorl.models.causal_lm import load_causal_lm, on_meta, refuse_scalar_head
 from nemorl.models.hub import CONFIG, loading
 from nemorl.models.pretrained import weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, require_shapes
@@ -365,6 +365,7 @@ def source_of(config: BackendConfig, given: Any) -> Source:
     with loading(str(folder)):
         files = TensorFiles(weight_files(folder))
         source = Source(model=model, tensors=tensors, names=names, read=files.read)
+        refuse_scalar_head(files.shapes.keys() - source.shapes.keys())
         require_shapes(files.shapes, source.shapes)
     return source
 

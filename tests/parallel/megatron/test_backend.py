@@ -300,3 +300,33 @@ def test_what_does_not_train_has_no_optimizer_and_no_gradients(model: Path):
         assert torch.equal(trained, still) and not keeps
         for name, parameter in made().named_parameters():
             assert torch.equal(found[name], parameter.bfloat16().float())
+
+
+def two_models(folder: Path) -> list[tuple[list[float], dict[str, Tensor]]]:
+    """Losses and weights of two models that train in turns, and of each of them alone; the second
+    one goes on from a checkpoint in between.
+    """
+    optimizers, found = (OPTIMIZER, replace(OPTIMIZER, lr=5e-3)), []
+    pair = [start("dp 2 in bfloat16", folder, optimizer=each) for each in optimizers]
+    losses = [train(each, 0) for each in pair]
+    pair[1].save_checkpoint(folder / "second")
+    losses = [[*before, *train(each, 1)] for before, each in zip(losses, pair, strict=True)]
+    pair[1].load_checkpoint(folder / "second")
+    assert train(pair[1], 1) == losses[1][1:]
+    found += [(each, weights(backend)) for each, backend in zip(losses, pair, strict=True)]
+    pair[1].shutdown()
+    train(pair[0], 2)  # which is whole without the other
+    pair[0].shutdown()
+    for each in optimizers:
+        alone = start("dp 2 in bfloat16", folder, optimizer=each)
+        found.append((train(alone, 0, 1), weights(alone)))
+        alone.shutdown()
+    return found
+
+
+def test_two_models_train_side_by_side(model: Path):
+    for first, second, *alone in run_ranks(2, two_models, model):
+        for (losses, found), (expected, end) in zip((first, second), alone, strict=True):
+            assert losses == expected
+            torch.testing.assert_close(found, end, atol=0, rtol=0)
+        assert first[0][1] != second[0][1]

@@ -33,6 +33,8 @@ class Accumulating(ABC):
 
     def __init__(self) -> None:
         self.config = BackendConfig()
+        self.optimizer: Any = None
+        """None for a model that does not train."""
         self._batches: list[TokenBatch] = []
         self._loss = torch.zeros(())
         """Loss whose gradient no step was taken along yet."""
@@ -56,10 +58,6 @@ class Accumulating(ABC):
         self, batch: TokenBatch, loss_fn: LossFn, needs: Needs
     ) -> tuple[Metrics, Tensor]:
         """Add the gradient; return the metrics of this rank's rows and the whole loss."""
-
-    @abstractmethod
-    def _zero_grad(self) -> None:
-        """Make all gradients zero."""
 
     @abstractmethod
     def _grad_norm(self) -> Tensor:
@@ -148,6 +146,10 @@ class Accumulating(ABC):
             self._update(grad_norm, lr)
             measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)
         return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
+
+    def _zero_grad(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
 
     def _forget(self) -> None:
         """Drop the gradients that no step was taken along."""

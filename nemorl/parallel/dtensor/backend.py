@@ -79,7 +79,6 @@ class DTensorBackend(Accumulating):
         self._given = model
         self._model: nn.Module | None = None
         self._reference: nn.Module | None = None
-        self.optimizer: Any = None
         self._settings = ExitStack()
         self._writer: CheckpointWriter | None = None
         self._away = Offloaded()
@@ -186,7 +185,7 @@ class DTensorBackend(Accumulating):
         metrics: Metrics = {}
         loss = torch.zeros((), device=self.device)
         with gathering(model):
-            for part in self._cut(batch).parts(world.data_rank):
+            for part in _cut(self, batch).parts(world.data_rank):
                 rows, work = to_device((part, self._work(part, part.loss_mask)), self.device)
                 self._copied += work.copied
                 found = _forward(model, rows, work, needs, config=self.config, world=world)
@@ -196,10 +195,6 @@ class DTensorBackend(Accumulating):
         if world.data_group is not None:
             dist.all_reduce(loss, group=world.data_group)
         return metrics, loss
-
-    def _zero_grad(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=True)
 
     def _grad_norm(self) -> Tensor:
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -291,10 +286,6 @@ class DTensorBackend(Accumulating):
         self._away = Offloaded()
         self._settings.close()
 
-    def _cut(self, batch: TokenBatch) -> Layout:
-        plan, trainer = self.world.plan, self.config.trainer
-        return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
-
     def _compute(
         self, batch: TokenBatch, needs: Needs, *, reference: bool = False
     ) -> ForwardOutput:
@@ -302,7 +293,7 @@ class DTensorBackend(Accumulating):
         model = self._reference if reference and self._reference is not None else self.model
         was_training = model.training
         model.eval()
-        layout, rank = self._cut(batch), self.world.data_rank
+        layout, rank = _cut(self, batch), self.world.data_rank
         adapters_as_they_are = nullcontext() if not reference else adapters_off(model)
         with torch.no_grad(), gathering(model), adapters_as_they_are:
             forward = partial(_forward, model, needs=needs, config=self.config, world=self.world)
@@ -329,6 +320,12 @@ def _check_given(model: nn.Module, config: BackendConfig) -> None:
             " (merge_and_unload()); lora.rank gives it new ones"
         )
     require_head(model, config.head)
+
+
+def _cut(backend: DTensorBackend, batch: TokenBatch) -> Layout:
+    """Return the batch's layout on the ranks."""
+    plan, trainer = backend.world.plan, backend.config.trainer
+    return cut(batch, trainer, num_ranks=plan.data_ranks, multiple_of=plan.row_multiple)
 
 
 def _forward(

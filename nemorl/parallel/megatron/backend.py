@@ -6,7 +6,7 @@ without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -65,7 +65,6 @@ class MegatronBackend(Accumulating):
         super().__init__()
         self._given = model
         self._stages: Any = None
-        self.optimizer: Any = None
         self._reference: Any = None
         self._engine: Engine | None = None
         self._settings = ExitStack()
@@ -91,7 +90,8 @@ class MegatronBackend(Accumulating):
         self.device = self.world.device
         source = self._load()
         if (initial := config.same_initial_model_as) is not None or config.trains:
-            self._base = self._fingerprint(source)
+            # In bfloat16 without an optimizer, only the source has them in float32.
+            self._base = source.fingerprint(self.weights() if config.trains else source.whole())
         if initial is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         self._writer = CheckpointWriter(self.world)
@@ -111,7 +111,7 @@ class MegatronBackend(Accumulating):
 
         config = self.config
         source = source_of(config, self._given)
-        self._model, self._tensors, self._names = source.model, source.tensors, source.names
+        self._model, self._tensors = source.model, source.tensors
         hf = self._model.config
         check_training(config, hf, self.world.plan, limits)
         self._pipeline = Pipeline(self.world, config.trainer, hf)
@@ -144,15 +144,6 @@ class MegatronBackend(Accumulating):
             trained = parameters[0][1]
             if self.optimizer and (span := self.optimizer.span(trained)) is not None:
                 self.optimizer.main(trained).copy_(value.flatten()[span])
-
-    def _fingerprint(self, source: Source) -> str:
-        """Return the fingerprint of the weights in float32, which without an optimizer only the
-        source has.
-        """
-        weights = self.weights() if self.config.trains else source.whole()
-        samples = {name: sample_of(tensor) for name, tensor in weights}
-        tied = samples["model.embed_tokens.weight"]
-        return hash_of({name: samples.get(name, tied) for name in self._names})
 
     @property
     def model(self) -> Any:
@@ -193,10 +184,6 @@ class MegatronBackend(Accumulating):
             return metrics, loss
         metrics = {**metrics, "router_aux_loss": Mean(balance, torch.tensor(1.0))}
         return metrics, loss + coef * balance
-
-    def _zero_grad(self) -> None:
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
 
     def _grad_norm(self) -> Tensor:
         with _runtime(self.device):
@@ -341,6 +328,12 @@ class Source:
         """Yield the tensors, read one by one."""
         for name, shape in self.shapes.items():
             yield name, self.read(name, (0,) * len(shape), shape)
+
+    def fingerprint(self, weights: Iterable[tuple[str, Tensor]]) -> str:
+        """Return the fingerprint of whole tensors, in float32, under the model's names."""
+        samples = {name: sample_of(tensor) for name, tensor in weights}
+        tied = samples["model.embed_tokens.weight"]
+        return hash_of({name: samples.get(name, tied) for name in self.names})
 
 
 def source_of(config: BackendConfig, given: Any) -> Source:

@@ -24,7 +24,7 @@ from nemorl.rollout.random import derive_seed
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.run.callbacks import Callback, StopTraining, notify, notify_of_error
 from nemorl.runtime.run.data import row_order, tokenised_prompts
-from nemorl.runtime.run.models import BackendOrder, Models, require_length
+from nemorl.runtime.run.models import BackendOrder, Models
 from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import Samples, compared, measured, samples_of
 from nemorl.runtime.run.signals import update_in_progress
@@ -121,8 +121,7 @@ class OpenRun:
         self.live: Parts | None = None
         self.callbacks: Sequence[Callback] = ()
         """The callbacks of the loop, once it begins."""
-        self._models = Models(config.optimizer.schedule)
-        require_length(self._models.schedule, self.num_updates)
+        self._models = Models(config.optimizer.schedule, self.num_updates)
         self._steps: Steps | None = None
         self._over = self._awake = False
 
@@ -176,8 +175,7 @@ class OpenRun:
                 given in memory, None is for calls before `run.trainer` is used.
             head: "scalar" gives a value per token in place of logprobs.
             trains: whether it has an optimizer, and is saved.
-            optimizer: None for the run's `config.optimizer`. Its schedule is over `num_updates`
-                steps, like the policy's.
+            optimizer: None for `config.optimizer`; its schedule is over `num_updates` steps.
         Raises: ValueError for a name that is taken, or that the last checkpoint does not hold.
         """
         self._open()
@@ -298,9 +296,7 @@ class OpenRun:
 
     def begin(self) -> None:
         """Begin the loop: all parts are there now, those of the last checkpoint among them."""
-        parts = self._live()
-        if parts.resumed_from is not None:
-            self._models.require_all_of(parts.resumed_from)
+        self._models.require_all_of(self._live().resumed_from)
         self.callbacks = self._maker.callbacks(self)
 
     def finish(self) -> None:

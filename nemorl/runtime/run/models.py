@@ -39,7 +39,8 @@ def require_length(schedule: str, num_updates: int | None) -> None:
 class Models:
     """Backends beside the policy, by name: `trained` ones, which checkpoints hold, and `frozen`."""
 
-    def __init__(self, schedule: str) -> None:
+    def __init__(self, schedule: str, num_updates: int | None) -> None:
+        require_length(schedule, num_updates)
         self.trained: dict[str, Any] = {}
         self.frozen: dict[str, Any] = {}
         self.schedule = schedule
@@ -93,10 +94,11 @@ class Models:
         require(name in self.frozen, "name", requirement, name, "give the name it was made with")
         del self.frozen[name]
 
-    def require_all_of(self, checkpoint: Path) -> None:
+    def require_all_of(self, checkpoint: Path | None) -> None:
         """Raise ValueError where a checkpoint holds a backend that the run has not asked for."""
         here = sorted([POLICY, *self.trained])
-        forgotten = [name for name in backends_of(checkpoint) if name not in here]
+        found = [] if checkpoint is None else backends_of(checkpoint)
+        forgotten = [name for name in found if name not in here]
         calls = (
             f'omit trains=False of run.backend("{name}")'
             if name in self.frozen

@@ -49,8 +49,8 @@ from nemorl.runtime.config.yaml_io import read
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.start.registry import ALGORITHMS, algorithm_of, require_names
-from nemorl.runtime.store.directory import RunDirectory, require_folder
-from nemorl.runtime.store.errors import out_of_memory
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.errors import memory_advice
 from nemorl.user_code import ExitInUserCode, module_of
 from nemorl.warn import warn
 
@@ -233,7 +233,7 @@ def _execute(command: str, args: Sequence[str], use: Callable[[Any], None] | Non
         return 0
     except Exception as error:
         expected = isinstance(error, ValueError | OSError | FloatingPointError | ExitInUserCode)
-        expected = expected or out_of_memory(error)
+        expected = expected or memory_advice(error) is not None
         if os.environ.get("NEMORL_TRACEBACK") or not (expected or of_a_reward(error)):
             raise
         code = 2 if isinstance(error, ValueError) else 1
@@ -399,7 +399,7 @@ def _require_inputs(command: str, config: Any) -> None:
     from nemorl.models.pretrained import model_folder
 
     if isinstance(config, BaseConfig):
-        require_folder(config.run)
+        RunDirectory.check_missing(config.run)
     if isinstance(config, BaseConfig | AnswerConfig):
         remedy = "add --model.path with a folder or a name on the hub"
         require(bool(config.model.path), "model.path", "must be given", "", remedy)

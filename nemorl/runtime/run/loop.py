@@ -29,7 +29,7 @@ from nemorl.runtime.run.result import TrainResult
 from nemorl.runtime.run.samples import Samples, compared, measured, samples_of
 from nemorl.runtime.run.signals import update_in_progress
 from nemorl.runtime.run.weight_sync import sync_weights
-from nemorl.runtime.store.errors import MEMORY_ADVICE, out_of_memory
+from nemorl.runtime.store.errors import memory_advice
 from nemorl.runtime.store.files import check_writer
 from nemorl.runtime.store.state import LoopState, Run
 from nemorl.warn import warn
@@ -311,8 +311,8 @@ class OpenRun:
         check_writer(self.directory)
         if self._steps is not None:
             error = self._steps.leave_update(error)
-        if out_of_memory(error):
-            error.add_note(MEMORY_ADVICE)
+        if advice := memory_advice(error):
+            error.add_note(advice)
         if self.callbacks:
             notify_of_error(self.callbacks, self.view, error)
         return error

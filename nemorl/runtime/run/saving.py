@@ -20,7 +20,7 @@ from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.export import write_checkpoint, write_pretrained
 from nemorl.runtime.store.files import flush
-from nemorl.runtime.store.rng import RandomState, random_state
+from nemorl.runtime.store.rng import RandomState
 from nemorl.runtime.store.state import POLICY, Run
 
 LOGGER = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class CheckpointCallback(Callback):
 
     def on_train_begin(self, trainer: Run) -> None:
         self.saved_step = trainer.state.step  # a run starts from a checkpoint or a given model
-        self.whole = WholeStep(trainer.state.step, trainer.updates, random_state(), {})
+        self.whole = WholeStep(trainer.state.step, trainer.updates, RandomState.now(), {})
         if trainer.state.step:  # a kill may have come between the checkpoint and its ranking
             lines = self.directory.read_metrics()
             here = [line for line in lines if line["step"] == trainer.state.step]
@@ -143,7 +143,7 @@ class CheckpointCallback(Callback):
 
     def on_step_end(self, trainer: Run, step: int, metrics: dict[str, float]) -> None:
         self.metrics = {**self.metrics, **metrics}
-        self.whole = WholeStep(step, trainer.updates, random_state(), self.metrics)
+        self.whole = WholeStep(step, trainer.updates, RandomState.now(), self.metrics)
         if self.watch:
             self.watch.look(metrics, validation=False)
         self.settle(trainer, wait=False)

@@ -22,7 +22,7 @@ from nemorl.runtime.run.models import BackendOrder
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.registry import get_training_backend, training_backend_class
 from nemorl.runtime.start.settings import model_config_of
-from nemorl.runtime.store.rng import random_state, restore_generators, seed_generators
+from nemorl.runtime.store.rng import RandomState, seed_generators
 from nemorl.runtime.store.state import POLICY
 from nemorl.runtime.watch.waiting import waiting_for_ranks
 
@@ -98,9 +98,9 @@ class Backends:
         else:
             given = order.model if isinstance(order.model, nn.Module) else order.initial
             backend = get_training_backend(self.launch.config.trainer.backend, given)
-        generators = random_state()
+        generators = RandomState.now()
         with self._set_up(backend, self._other_config(order), nullcontext()):
-            restore_generators(*generators)
+            generators.restore()
             yield backend
 
     @contextmanager

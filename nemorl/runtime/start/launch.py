@@ -42,7 +42,7 @@ from nemorl.runtime.start.settings import (
     within_positions,
 )
 from nemorl.runtime.store import checkpoint
-from nemorl.runtime.store.directory import RunDirectory, free_directory, require_folder
+from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.lock import locked
 from nemorl.runtime.store.record import check_algorithm
 from nemorl.runtime.watch.log import RunLog, recorded
@@ -103,7 +103,7 @@ def launched(
     check_callbacks(callbacks)
     training_backend_class(config.trainer.backend)  # or an error that lists the known names
     get_generation_backend(config.generation.backend)
-    require_folder(config.run)
+    RunDirectory.check_missing(config.run)
     devices, name = Devices.of(config), algorithm_of(config)
     devices.check_given(model)
     config = as_given(config, train=train, validation=validation, reward=reward)
@@ -115,7 +115,7 @@ def launched(
     data = digests_of(rows, held_out)
     if not held_out:
         config.run.require_training_metrics()
-    folder = config.run.dir or free_directory(name)
+    folder = config.run.dir or str(RunDirectory.create_free(name).path)
     config = replace(config, run=replace(config.run, dir=folder))
     with locked(Path(folder)), signals_raise():
         directory = open_directory(config, algorithm, restarted=devices.restarted)

@@ -17,7 +17,7 @@ from nemorl.runtime.start.registry import algorithm_of, loop_of, training_backen
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout
 from nemorl.runtime.store.record import script_with
-from nemorl.runtime.store.rng import random_state, restore_generators
+from nemorl.runtime.store.rng import RandomState
 from nemorl.runtime.watch.log import event
 from nemorl.user_code import exit_is_error
 from nemorl.warn import warn
@@ -82,7 +82,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
     loop = loop_of(config)
     if is_follower():
         return _follow(config)
-    generators, restart = random_state(), 0
+    generators, restart = RandomState.now(), 0
     with (
         launched(config, algorithm_of(config), **given) as launch,
         closing(launch.callbacks),
@@ -105,7 +105,7 @@ def run(config: BaseConfig, **given: Any) -> TrainResult:
             times = f"restart {restart} of {config.runtime.max_restarts}"
             event("restart", times, restart=restart)
             warn(f"the run {where} with new ranks ({times}): {reason}")
-            restore_generators(*generators)  # a new beginning draws the same numbers
+            generators.restore()  # a new beginning draws the same numbers
             resume = point is not None or config.run.resume
             launch = replace(launch, config=replace(config, run=replace(config.run, resume=resume)))
 

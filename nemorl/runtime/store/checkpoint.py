@@ -46,7 +46,7 @@ from nemorl.runtime.store.files import (
     free_space,
     write_atomically,
 )
-from nemorl.runtime.store.rng import RandomState, random_state, restore_generators
+from nemorl.runtime.store.rng import RandomState
 from nemorl.runtime.store.state import POLICY, LoopState, Run
 from nemorl.runtime.store.temporary import sweep_temporary
 from nemorl.warn import warn
@@ -103,7 +103,7 @@ def begin(
             # One backend alone: two that write at a time would mix their collective calls.
             aside = background and name == POLICY
             backend.save_checkpoint(folder, **({"background": True} if aside else {}))
-        values, tensors = generators or random_state()
+        values, tensors = generators or RandomState.now()
         save_file(tensors, temporary / "rng.safetensors")
         (temporary / "rng.json").write_text(json.dumps(values))
         about = {"algorithm": _algorithm(run), "backends": list(run.backends)}
@@ -249,7 +249,8 @@ def load(path: Path, run: Run) -> LoopState:
                 CheckedFile(file, expected).read()
         run.trainer.load_checkpoint(path / POLICY)
     tensors = load_tensors(bytes(files["rng.safetensors"]))
-    restore_generators(json.loads(bytes(files["rng.json"])), tensors)  # which loading may draw from
+    # Last, as loading may draw from them.
+    RandomState(json.loads(bytes(files["rng.json"])), tensors).restore()
     return state
 
 
@@ -266,10 +267,10 @@ def load_backend(path: Path, name: str, backend: Any) -> None:
         name,
         "begin a new run with it, in a folder of its own (--run.dir)",
     )
-    generators = random_state()
+    generators = RandomState.now()
     with _as_checkpoint_error(path):
         backend.load_checkpoint(path / name)
-    restore_generators(*generators)
+    generators.restore()
 
 
 def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:

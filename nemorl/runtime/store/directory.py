@@ -84,6 +84,18 @@ class RunDirectory:
             directory.write_config(config_yaml, seal)
         return directory
 
+    @classmethod
+    def create_free(cls, name: str, parent: Path | str = "runs") -> "RunDirectory":
+        """Make the first of the folders runs/NAME, runs/NAME-2, … that doesn't exist."""
+        with writing_below(parent):
+            Path(parent).mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                path = Path(parent) / (name if number == 1 else f"{name}-{number}")
+                with suppress(FileExistsError):
+                    path.mkdir()
+                    return cls(path)
+        raise AssertionError
+
     def write_config(self, config_yaml: str, seal: str | None = None) -> None:
         """Write config.yaml: environment, the seal of the code (see `seal_of`), settings."""
         header = dump({"environment": environment() | ({"seal": seal} if seal else {})})
@@ -127,6 +139,12 @@ class RunDirectory:
                 " check the path, or write --run.resume=auto to start one there"
             )
 
+    @classmethod
+    def check_missing(cls, run: RunConfig) -> None:
+        """Raise ValueError where a run to resume has no folder, before it is made."""
+        if run.dir is not None and not Path(run.dir).exists():
+            cls(Path(run.dir)).check_resume(run.resume)
+
     def has_checkpoint(self) -> bool:
         """Return whether there is a checkpoint, whole or not."""
         return any(step_of(path) >= 0 for path in self.checkpoints.glob("step_*"))
@@ -163,6 +181,15 @@ class RunDirectory:
             self.samples.mkdir(exist_ok=True)
             append_lines(file, samples)
 
+    def append_log(self, line: Mapping[str, Any]) -> None:
+        """Append a line to log.jsonl."""
+        append_lines(self.log, [line])
+
+    def sample_files(self) -> dict[int, Path]:
+        """Return the files in samples/ by step, in order."""
+        files = {step_of(file): file for file in self.samples.glob("step_*.jsonl")}
+        return {step: files[step] for step in sorted(files) if step >= 0}
+
     def truncate(self, step: int) -> None:
         """Remove metrics and samples of steps after `step`, which a resumed run writes again; warn
         where those of `step` are missing.
@@ -176,15 +203,9 @@ class RunDirectory:
         if self.metrics.exists():
             lines = (json.dumps(line, ensure_ascii=False) + "\n" for line in kept)
             write_atomically(self.metrics, "".join(lines), "the metrics")
-        for file in self.samples.glob("step_*.jsonl"):
-            if step_of(file) > step:
+        for number, file in self.sample_files().items():
+            if number > step:
                 file.unlink()
-
-
-def require_folder(run: RunConfig) -> None:
-    """Raise ValueError where the folder of a run to resume does not exist, before it is made."""
-    if run.dir is not None and not Path(run.dir).exists():
-        RunDirectory(Path(run.dir)).check_resume(run.resume)
 
 
 @contextmanager
@@ -197,18 +218,6 @@ def writing_below(path: Path | str) -> Iterator[None]:
             f"run.dir must be a folder that can be written to, but {path} can't ({error}): name"
             " another one (--run.dir)"
         ) from error
-
-
-def free_directory(name: str, parent: Path | str = "runs") -> str:
-    """Make and return the first of runs/NAME, runs/NAME-2, … that doesn't exist."""
-    with writing_below(parent):
-        Path(parent).mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            path = Path(parent) / (name if number == 1 else f"{name}-{number}")
-            with suppress(FileExistsError):
-                path.mkdir()
-                return str(path)
-    raise AssertionError
 
 
 def step_of(path: Path) -> int:

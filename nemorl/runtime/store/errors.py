@@ -21,17 +21,18 @@ class WorkerTimeout(TimeoutError):
     """A worker has not answered in time."""
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation of torch's failed, here or in a worker."""
-    texts = ("out of memory", "can't allocate memory")
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
-
-
 MEMORY_ADVICE = (
     "To take less memory: fewer tokens at a time (--trainer.micro-batch-tokens), recomputed"
     " activations (--parallel.activation-checkpointing full), the model over more devices"
     " (--parallel.dp-shard), or adapters (--lora.rank 16); nemorl plan shows what fits."
 )
+
+
+def memory_advice(error: BaseException) -> str | None:
+    """Return what takes less memory, for a failed allocation of torch's, here or in a worker."""
+    texts = ("out of memory", "can't allocate memory")
+    failed = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return MEMORY_ADVICE if failed else None
 
 
 def in_words(error: BaseException) -> dict[str, str]:

@@ -51,6 +51,58 @@ class RunRecord:
     pid: int = 0
     host: str = ""
 
+    @classmethod
+    def begin(
+        cls, directory: RunDirectory, *, algorithm: str, previous: "RunRecord | None" = None
+    ) -> "RunRecord":
+        """Write and return the record of a run that this process begins or goes on with."""
+        new = cls(run_id=secrets.token_hex(4), algorithm=algorithm, script=script_name())
+        record = previous or new
+        record = replace(
+            record,
+            status="running",
+            error=None,
+            ended=None,
+            sessions=(*record.sessions, round(time.time(), 3)),
+            pid=os.getpid(),
+            host=platform.node(),
+        )
+        record.write(directory)
+        return record
+
+    @classmethod
+    def read(cls, directory: RunDirectory) -> "RunRecord | None":
+        """Return the record of a run, if there is one; one that can't be read is warned of."""
+        if not directory.record.exists():
+            return None
+        try:
+            values = {**json.loads(directory.record.read_text(encoding="utf-8"))}
+            wrong = wrong_fields(values, SHAPES)
+        except (OSError, ValueError, TypeError, RecursionError):
+            warn(f"{directory.record} is not a JSON object, and is omitted")
+            return None
+        if wrong:
+            warn(f"{directory.record} has a wrong {wrong[0]}, and is omitted")
+            return None
+        return cls(**{name: values[name] for name in SHAPES} | {"sessions": (*values["sessions"],)})
+
+    def write(self, directory: RunDirectory) -> None:
+        """Replace run.json."""
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        write_atomically(directory.record, text + "\n", "the status of the run")
+
+    @property
+    def present_status(self) -> Status:
+        """The run's status, "interrupted" if it was killed on this machine."""
+        if self.status != "running" or self.host != platform.node():
+            return self.status
+        try:
+            began = psutil.Process(self.pid).create_time()
+        except psutil.Error:
+            return "interrupted"
+        # A later process may have the same number.
+        return "running" if began <= max(self.sessions, default=0) + 1 else "interrupted"
+
 
 SHAPES: dict[str, Shape] = {
     "run_id": is_text,
@@ -65,25 +117,6 @@ SHAPES: dict[str, Shape] = {
     "host": is_text,
 }
 """Checks of the fields in run.json, by name."""
-
-
-def begin_record(
-    directory: RunDirectory, *, algorithm: str, previous: RunRecord | None = None
-) -> RunRecord:
-    """Write and return the record of a run that this process begins or goes on with."""
-    new = RunRecord(run_id=secrets.token_hex(4), algorithm=algorithm, script=script_name())
-    record = previous or new
-    record = replace(
-        record,
-        status="running",
-        error=None,
-        ended=None,
-        sessions=(*record.sessions, round(time.time(), 3)),
-        pid=os.getpid(),
-        host=platform.node(),
-    )
-    write_record(directory, record)
-    return record
 
 
 def script_with(config: type) -> str:
@@ -104,7 +137,7 @@ def check_algorithm(directory: RunDirectory, *expected: str) -> None:
     """Raise ValueError where the run in a directory is of none of the `expected` algorithms, and
     warn where another script goes on with it.
     """
-    record = read_record(directory)
+    record = RunRecord.read(directory)
     found = expected[0] if record is None else record.algorithm
     command = f"nemorl {found} --run.dir {directory.path} --run.resume goes on with it"
     require(
@@ -117,39 +150,3 @@ def check_algorithm(directory: RunDirectory, *expected: str) -> None:
     here = script_name()
     if record and found.startswith("a script ") and record.script not in ("", here) and here:
         warn(f"{here} goes on with a run of {record.script}: its loop must take the same steps")
-
-
-def write_record(directory: RunDirectory, record: RunRecord) -> None:
-    """Replace run.json."""
-    text = json.dumps(asdict(record), indent=1, ensure_ascii=False)
-    write_atomically(directory.record, text + "\n", "the status of the run")
-
-
-def read_record(directory: RunDirectory) -> RunRecord | None:
-    """Return the record of a run, if there is one; one that can't be read is warned of."""
-    if not directory.record.exists():
-        return None
-    try:
-        values = {**json.loads(directory.record.read_text(encoding="utf-8"))}
-        wrong = wrong_fields(values, SHAPES)
-    except (OSError, ValueError, TypeError, RecursionError):
-        warn(f"{directory.record} is not a JSON object, and is omitted")
-        return None
-    if wrong:
-        warn(f"{directory.record} has a wrong {wrong[0]}, and is omitted")
-        return None
-    return RunRecord(
-        **{name: values[name] for name in SHAPES} | {"sessions": (*values["sessions"],)}
-    )
-
-
-def status_of(record: RunRecord) -> Status:
-    """Return a run's status, "interrupted" if it was killed on this machine."""
-    if record.status != "running" or record.host != platform.node():
-        return record.status
-    try:
-        began = psutil.Process(record.pid).create_time()
-    except psutil.Error:
-        return "interrupted"
-    # A later process may have the same number.
-    return "running" if began <= max(record.sessions, default=0) + 1 else "interrupted"

@@ -16,8 +16,8 @@ from typing import Any
 
 from nemorl.runtime.config.tree import flat, to_dict
 from nemorl.runtime.run.callbacks import Callback
-from nemorl.runtime.store.directory import RunDirectory, append_lines
-from nemorl.runtime.store.record import RunRecord, Status, begin_record, read_record, write_record
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.record import RunRecord, Status
 from nemorl.runtime.store.state import Run
 
 LOGGER = logging.getLogger("nemorl")
@@ -26,19 +26,19 @@ LIBRARIES = ("transformers", "datasets")
 
 
 class LogFile(logging.Handler):
-    """Append what is logged to a file: everything of nemorl's own, the warnings of others.
+    """Append what is logged to log.jsonl: everything of nemorl's own, the warnings of others.
 
     A line that can't be written (a full disk) is dropped: a log is not a reason to end a run.
     """
 
-    def __init__(self, path: Path, fields: dict[str, Any]) -> None:
+    def __init__(self, directory: RunDirectory, fields: dict[str, Any]) -> None:
         super().__init__(logging.INFO)
-        self.path, self.fields = path, fields
+        self.directory, self.fields = directory, fields
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING or record.name.partition(".")[0] == "nemorl":
             with suppress(Exception):
-                append_lines(self.path, [self._line(record)])
+                self.directory.append_log(self._line(record))
 
     def _line(self, record: logging.LogRecord) -> dict[str, Any]:
         moment = datetime.fromtimestamp(record.created, UTC)
@@ -69,7 +69,7 @@ class RunLog(Callback):
     def on_train_begin(self, trainer: Run) -> None:
         step = self.fields["step"] = trainer.state.step
         self.record = replace(self.record, total_steps=self.total_steps)
-        write_record(self.directory, self.record)
+        self.record.write(self.directory)
         of = "" if self.total_steps is None else f" of {self.total_steps}"
         event(
             "train_begin",
@@ -114,10 +114,10 @@ def recorded(directory: RunDirectory, *, algorithm: str) -> Iterator[RunLog]:
     """Keep run.json and log.jsonl while the block runs: its begin, all that is logged and warned
     of, and how it ends. Warnings and messages also go where they went before.
     """
-    before = read_record(directory) if directory.holds_results() else None
-    record = begin_record(directory, algorithm=algorithm, previous=before)
+    before = RunRecord.read(directory) if directory.holds_results() else None
+    record = RunRecord.begin(directory, algorithm=algorithm, previous=before)
     fields = {"run_id": record.run_id, "step": 0, "rank": int(os.environ.get("RANK", 0))}
-    handler, log = LogFile(directory.log, fields), RunLog(directory, record, fields)
+    handler, log = LogFile(directory, fields), RunLog(directory, record, fields)
     status: Status = "finished"
     error: str | None = None
     with _listening(handler):
@@ -138,7 +138,7 @@ def recorded(directory: RunDirectory, *, algorithm: str) -> Iterator[RunLog]:
         finally:
             ended = replace(log.record, status=status, error=error, ended=round(time.time(), 3))
             try:
-                write_record(directory, ended)
+                ended.write(directory)
             except OSError as problem:  # a full disk must not hide what ended the run
                 LOGGER.warning("%s", problem)
 

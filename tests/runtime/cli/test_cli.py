@@ -833,10 +833,10 @@ def loop(run):
 
 def test_a_run_of_another_algorithm_or_none(tmp_path: Path, capsys):
     from nemorl.runtime.store.directory import RunDirectory
-    from nemorl.runtime.store.record import begin_record
+    from nemorl.runtime.store.record import RunRecord
 
     directory = RunDirectory.create(tmp_path / "run", dump_yaml(SFTConfig()))
-    begin_record(directory, algorithm="sft")
+    RunRecord.begin(directory, algorithm="sft")
     said = refused(capsys, "grpo", "--run.dir", str(directory.path), "--run.resume")
     assert (
         "run.dir must be the folder of a run of grpo, but it is 'one of sft'" in said

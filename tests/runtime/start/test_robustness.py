@@ -21,9 +21,10 @@ from nemorl.runtime.algorithms import sft
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.saving import ExportCallback
-from nemorl.runtime.store import checkpoint, record
+from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.files import NotWritten
+from nemorl.runtime.store.record import RunRecord
 from nemorl.runtime.watch import plots
 from tests.runtime.runs import (
     addition_rows,
@@ -245,7 +246,7 @@ def test_metrics_that_cannot_be_written_are_a_warning(tmp_path: Path, monkeypatc
 
 WRITERS = {
     "the settings": (RunDirectory, "write_config", "config.yaml"),
-    "the status of the run": (record, "write_record", "run.json"),
+    "the status of the run": (RunRecord, "write", "run.json"),
     "the tokenizer": (PreTrainedTokenizerFast, "save_pretrained", "tokenizer"),
     "the lengths of the data": (RunDirectory, "write_data", "data.json"),
     "the metrics": (RunDirectory, "append_metrics", "metrics.jsonl"),

@@ -10,12 +10,8 @@ import pytest
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.runtime.store.record import (
     RunRecord,
-    begin_record,
     check_algorithm,
-    read_record,
     script_with,
-    status_of,
-    write_record,
 )
 from tests.runtime.runs import grpo_config, start
 
@@ -26,18 +22,18 @@ def directory(tmp_path) -> RunDirectory:
 
 
 def test_the_id_is_kept_by_a_resume_and_new_for_a_new_run(directory):
-    first, another = (begin_record(directory, algorithm="sft") for _ in range(2))
-    resumed = begin_record(directory, algorithm="sft", previous=another)
+    first, another = (RunRecord.begin(directory, algorithm="sft") for _ in range(2))
+    resumed = RunRecord.begin(directory, algorithm="sft", previous=another)
     assert first.run_id != another.run_id == resumed.run_id and len(first.run_id) == 8
     assert len(resumed.sessions) == 2 and resumed.status == "running"
-    assert read_record(directory) == resumed
+    assert RunRecord.read(directory) == resumed
 
 
 def test_a_whole_run_and_its_continuation(tmp_path):
     start(grpo_config(tmp_path / "run", steps=2))
-    first = read_record(RunDirectory.open(tmp_path / "run"))
+    first = RunRecord.read(RunDirectory.open(tmp_path / "run"))
     start(grpo_config(tmp_path / "run", steps=3, run={"resume": True}))
-    second = read_record(RunDirectory.open(tmp_path / "run"))
+    second = RunRecord.read(RunDirectory.open(tmp_path / "run"))
     assert (first.status, first.algorithm, first.total_steps) == ("finished", "grpo", 2)
     assert (second.run_id, second.total_steps, len(second.sessions)) == (first.run_id, 3, 2)
     assert second.sessions[0] < first.ended < second.sessions[1] < second.ended
@@ -53,49 +49,49 @@ def test_what_failed_is_in_the_record(tmp_path):
 
     with pytest.raises(Exception, match="no reward today"):
         start(grpo_config(tmp_path / "run"), reward=broken)
-    record = read_record(RunDirectory.open(tmp_path / "run"))
+    record = RunRecord.read(RunDirectory.open(tmp_path / "run"))
     assert record.status == "failed" and "no reward today" in record.error and record.ended
 
 
 def test_a_killed_process_leaves_an_interrupted_run(directory):
-    record = begin_record(directory, algorithm="sft")
-    assert status_of(record) == "running"
+    record = RunRecord.begin(directory, algorithm="sft")
+    assert record.present_status == "running"
     gone = max(psutil.pids()) + 1000
-    assert status_of(replace(record, pid=gone)) == "interrupted"
-    assert status_of(replace(record, pid=gone, status="failed")) == "failed"
-    assert status_of(replace(record, pid=gone, host="elsewhere")) == "running", (
+    assert replace(record, pid=gone).present_status == "interrupted"
+    assert replace(record, pid=gone, status="failed").present_status == "failed"
+    assert replace(record, pid=gone, host="elsewhere").present_status == "running", (
         "nobody here can know"
     )
     another = replace(record, pid=os.getpid(), sessions=(time.time() - 10**7,))
-    assert status_of(another) == "interrupted", "another process has the number now"
+    assert another.present_status == "interrupted", "another process has the number now"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"algorithm": "sft"}', "\x00"])
 def test_a_damaged_record_is_none(directory, text):
     directory.record.write_text(text)
-    assert read_record(directory) is None
+    assert RunRecord.read(directory) is None
 
 
 def test_fields_of_another_version_are_left_out(directory):
-    write_record(directory, RunRecord(run_id="3f9a01bc", algorithm="sft"))
+    RunRecord(run_id="3f9a01bc", algorithm="sft").write(directory)
     known = json.loads(directory.record.read_text())
     directory.record.write_text(json.dumps({**known, "mood": "good"}))
-    assert read_record(directory) == RunRecord(run_id="3f9a01bc", algorithm="sft")
+    assert RunRecord.read(directory) == RunRecord(run_id="3f9a01bc", algorithm="sft")
 
 
 def test_a_resume_by_another_algorithm_leaves_the_run_what_it_is(directory):
-    first = begin_record(directory, algorithm="sft")
-    assert begin_record(directory, algorithm="grpo", previous=first).algorithm == "sft"
+    first = RunRecord.begin(directory, algorithm="sft")
+    assert RunRecord.begin(directory, algorithm="grpo", previous=first).algorithm == "sft"
 
 
 def test_another_script_is_warned_of(directory, monkeypatch):
     monkeypatch.setattr("nemorl.runtime.store.record.script_name", lambda: "a.py")
-    begin_record(directory, algorithm=script_with(int))
+    RunRecord.begin(directory, algorithm=script_with(int))
     check_algorithm(directory, script_with(int))
     monkeypatch.setattr("nemorl.runtime.store.record.script_name", lambda: "b.py")
     with pytest.warns(UserWarning, match=r"b\.py goes on with a run of a\.py"):
         check_algorithm(directory, script_with(int))
-    begin_record(directory, algorithm="sft")
+    RunRecord.begin(directory, algorithm="sft")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_algorithm(directory, "sft")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemorl.runtime.store.rng import random_state, restore_generators, seed_generators
+from nemorl.runtime.store.rng import RandomState, seed_generators
 
 
 def draws() -> tuple[float, float, float]:
@@ -15,7 +15,7 @@ def draws() -> tuple[float, float, float]:
 
 @pytest.mark.parametrize("seed", [0, 7, 2**40])
 def test_a_seed_is_that_of_every_generator(seed: int):
-    before = random_state()
+    before = RandomState.now()
     try:
         seed_generators(seed)
         first = draws()
@@ -26,4 +26,4 @@ def test_a_seed_is_that_of_every_generator(seed: int):
         seed_generators(seed + 1)
         assert all(a != b for a, b in zip(first, draws(), strict=True))
     finally:
-        restore_generators(*before)
+        before.restore()

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from nemorl.runtime.store import directory as run_directory
 from nemorl.runtime.store.directory import (
     RunDirectory,
-    free_directory,
     git_commit,
     hardware,
     read_lines,
@@ -222,14 +221,15 @@ def test_gpus_are_named_where_torch_sees_them(monkeypatch):
 
 def test_two_runs_at_once_get_two_folders(tmp_path):
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda _: free_directory("sft", tmp_path / "runs"), range(16)))
-    assert sorted(Path(path).name for path in found) == sorted(
+        made = pool.map(lambda _: RunDirectory.create_free("sft", tmp_path / "runs"), range(16))
+        found = [directory.path for directory in made]
+    assert sorted(path.name for path in found) == sorted(
         ["sft", *(f"sft-{number}" for number in range(2, 17))]
     )
-    assert all(Path(path).is_dir() for path in found)
+    assert all(path.is_dir() for path in found)
 
 
 def test_a_parent_that_is_no_folder(tmp_path):
     (tmp_path / "runs").touch()
     with pytest.raises(ValueError, match=r"run\.dir must be a folder that can be written to"):
-        free_directory("sft", tmp_path / "runs")
+        RunDirectory.create_free("sft", tmp_path / "runs")

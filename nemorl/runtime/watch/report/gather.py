@@ -1,50 +1,20 @@
 """What a report shows, read from a run's directory."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from nemorl.checks import is_number
-from nemorl.runtime.config.yaml_io import ConfigError, read
-from nemorl.runtime.store.directory import RunDirectory, read_lines, step_of
-from nemorl.runtime.store.record import RunRecord, read_record, status_of
-from nemorl.runtime.store.shapes import (
-    Shape,
-    fields_of,
-    is_count,
-    is_mapping,
-    is_text,
-    list_of,
-    optional,
-    without_wrong,
-)
-from nemorl.warn import warn
+from nemorl.runtime.store.directory import RunDirectory
+from nemorl.runtime.store.reading import read_run, read_samples
+from nemorl.runtime.store.record import RunRecord
 
 SAMPLE_BYTES = 6_000_000
 """Size of the sample files that a page holds."""
 SHOWN_TOKENS = 4000
 """Longer responses are cut on the page, which says so."""
 
-NUMBERS = list_of(optional(is_number))
-SAMPLE: dict[str, Shape] = {
-    "rewards": is_mapping,
-    "columns": is_mapping,
-    "token_ids": list_of(is_count),
-    "pieces": list_of(is_text),
-    **dict.fromkeys(("logprobs", "trainer_logprobs", "advantages"), NUMBERS),
-    "worst_tokens": list_of(
-        fields_of(
-            position=is_count,
-            token=is_text,
-            logprob=optional(is_number),
-            trainer_logprob=optional(is_number),
-        )
-    ),
-}
-"""Shapes of the values in samples/*.jsonl that the page does more with than show."""
 STATISTICS = {
     "count": ("sequences", "{:,}"),
     "total_tokens": ("tokens", "{:,}"),
@@ -59,10 +29,6 @@ STATISTICS = {
     "packed_fill": ("tokens in packed rows", "{:.0%}"),
 }
 """Numbers of data.json, with their names on the page and their formats."""
-LENGTHS: dict[str, Shape] = {
-    **dict.fromkeys(STATISTICS, is_number),
-    "histogram": list_of(lambda bar: list_of(is_count)(bar) and len(bar) == 2),
-}
 
 
 class Gathered:
@@ -75,28 +41,22 @@ class Gathered:
         self, path: Path | str, *, now: float | None = None, sample_step: int | None = None
     ) -> None:
         directory = RunDirectory.open(path)
-        self.path = directory.path
-        self.name, self.record = directory.name, read_record(directory)
-        self.status = status_of(self.record) if self.record else "unknown"
+        self.path, self.name = directory.path, directory.name
         self.now = time.time() if now is None else now
-        self.metrics = directory.read_metrics()
+        files = read_run(directory)
+        self.record, self.metrics, self.log = files.record, files.metrics, files.log
+        self.config, self.environment, self.data = files.config, files.environment, files.data
+        self.status = self.record.present_status if self.record else "unknown"
         self.seconds = working_seconds(self.record, self.metrics, now=self.now)
-        self.config = read_config(directory)
-        self.environment = self.config.pop("environment", {})
-        self.environment.pop("seal", None)
-        self.data = read_data(directory)
-        files = [file for file in directory.samples.glob("step_*.jsonl") if step_of(file) >= 0]
-        opened = {file for file in files if step_of(file) == sample_step}
-        shown = sorted({*spread(sorted(files, key=step_of)), *opened}, key=step_of)
+        opened = [step for step in files.samples if step == sample_step]
+        by_file = {file: step for step, file in files.samples.items()}
+        shown = sorted({*(by_file[file] for file in spread([*by_file])), *opened})
         # Step → responses, with `pieces`: the text of each token, if the tokenizer is known.
         self.samples = {
-            step_of(file): lines for file in shown if (lines := read_lines(file, known=SAMPLE))
+            step: lines for step in shown if (lines := read_samples(files.samples[step]))
         }
-        self.sample_steps = len(files)
+        self.sample_steps = len(files.samples)
         add_pieces(self.samples, directory.path / "tokenizer")
-        self.log = read_lines(directory.log, known={"defaults": is_mapping})
-        if self.record is not None:
-            self.log = [line for line in self.log if line.get("run_id") == self.record.run_id]
         # Settings that are not at their default, with that default.
         self.changed: dict[str, Any] = {}
         for line in self.log:
@@ -106,35 +66,6 @@ class Gathered:
     @property
     def step(self) -> int:
         return max((line["step"] for line in self.metrics), default=0)
-
-
-def read_config(directory: RunDirectory) -> dict[str, Any]:
-    """Return the contents of config.yaml; what can't be read is warned of."""
-    if not directory.config.exists():
-        return {}
-    try:
-        return without_wrong(
-            read(directory.config)[0], {"environment": is_mapping}, str(directory.config)
-        )
-    except ConfigError as error:
-        warn(f"the settings are omitted: {error}")
-        return {}
-
-
-def read_data(directory: RunDirectory) -> dict[str, dict[str, Any]]:
-    """Return the contents of data.json; what can't be read is warned of."""
-    if not directory.data.exists():
-        return {}
-    try:
-        found = {**json.loads(directory.data.read_text(encoding="utf-8"))}
-    except (OSError, ValueError, TypeError, RecursionError):
-        warn(f"{directory.data} is not a JSON object, and is omitted")
-        return {}
-    found = without_wrong(found, dict.fromkeys(found, is_mapping), str(directory.data))
-    return {
-        name: without_wrong(numbers, LENGTHS, f"{directory.data}, {name},")
-        for name, numbers in found.items()
-    }
 
 
 def spread(files: Sequence[Path]) -> list[Path]:
@@ -151,7 +82,7 @@ def working_seconds(
     times = [line["time"] for line in metrics]
     if record is None or not record.sessions:
         return max(times) - min(times) if times else 0.0
-    end = now if status_of(record) == "running" else record.ended
+    end = now if record.present_status == "running" else record.ended
     times += [end] if end else []
     total = 0.0
     for start, following in zip(record.sessions, [*record.sessions[1:], float("inf")], strict=True):

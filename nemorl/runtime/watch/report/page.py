@@ -19,9 +19,9 @@ from markupsafe import Markup
 from nemorl.checks import is_number, require
 from nemorl.runtime.config.tree import flat
 from nemorl.runtime.config.yaml_io import dump
-from nemorl.runtime.store.directory import RunDirectory, step_of, to_json
+from nemorl.runtime.store.directory import RunDirectory, to_json
 from nemorl.runtime.store.files import write_atomically
-from nemorl.runtime.store.record import read_record, status_of
+from nemorl.runtime.store.record import RunRecord
 from nemorl.runtime.watch.curves import RUNS, VARIABLES, Course, svg
 from nemorl.runtime.watch.metrics import (
     SECTIONS,
@@ -68,7 +68,7 @@ def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
     files = [file for run in directories for file in (run.metrics, run.log)]
     seen: list[int] | None = None
     with suppress(KeyboardInterrupt):
-        while any((it := read_record(run)) and status_of(it) == "running" for run in directories):
+        while any(map(is_running, directories)):
             now, start = [file.stat().st_size for file in files if file.exists()], time.monotonic()
             if now != seen:
                 write_page(read_runs(runs), output, refresh=WATCH_SECONDS)
@@ -78,10 +78,16 @@ def watch_runs(runs: Runs, output: Path | str | None = None) -> None:
     write_page(read_runs(runs), output)
 
 
+def is_running(directory: RunDirectory) -> bool:
+    """Return whether a process works on a run."""
+    record = RunRecord.read(directory)
+    return record is not None and record.present_status == "running"
+
+
 def read_runs(runs: Runs) -> list[Gathered]:
     """Return what the reports of some runs show."""
     paths = paths_of(runs)
-    steps = [{step_of(file) for file in (path / "samples").glob("step_*.jsonl")} for path in paths]
+    steps = [{*RunDirectory(path).sample_files()} for path in paths]
     common = max(set.intersection(*steps), default=None)
     found = [Gathered(path, sample_step=common) for path in paths]
     if len({run.name for run in found}) < len(found):

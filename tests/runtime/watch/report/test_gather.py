@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.record import RunRecord, begin_record, read_record, write_record
+from nemorl.runtime.store.record import RunRecord
 from nemorl.runtime.watch.report import gather as module
 from nemorl.runtime.watch.report.gather import Gathered, pieces, spread, working_seconds
 from tests.runtime.runs import grpo_config, start
@@ -87,7 +87,7 @@ def test_a_part_that_is_missing_or_damaged_is_left_out(run, tmp_path, missing, d
 
 def test_only_the_log_of_this_run(run, tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
-    record = begin_record(directory, algorithm="sft")
+    record = RunRecord.begin(directory, algorithm="sft")
     lines = [{"run_id": name, "message": name} for name in ("another", record.run_id)]
     directory.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert [line["message"] for line in Gathered(directory.path).log] == [record.run_id]
@@ -120,9 +120,9 @@ def test_time_is_that_of_the_processes():
 
 def test_a_run_in_progress_counts_until_now(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
-    record = begin_record(directory, algorithm="sft")
+    record = RunRecord.begin(directory, algorithm="sft")
     found = Gathered(directory.path, now=record.sessions[0] + 90)
     assert found.status == "running" and found.seconds == pytest.approx(90)
-    write_record(directory, replace(record, status="failed", ended=time.time() + 5))
+    replace(record, status="failed", ended=time.time() + 5).write(directory)
     assert Gathered(directory.path, now=record.sessions[0] + 90).seconds < 20
-    assert read_record(directory).status == "failed"
+    assert RunRecord.read(directory).status == "failed"

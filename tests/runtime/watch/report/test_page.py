@@ -12,7 +12,7 @@ import pytest
 import nemorl
 from nemorl.runtime.cli import main as cli
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.record import begin_record, write_record
+from nemorl.runtime.store.record import RunRecord
 from nemorl.runtime.watch.report import gather
 from nemorl.runtime.watch.report import page as module
 from nemorl.runtime.watch.report.gather import Gathered
@@ -139,9 +139,9 @@ def test_hostile_text_stays_text(run, tmp_path):
     folder's name.
     """
     directory = RunDirectory.create(tmp_path / EVIL.replace("/", "⁄").replace("\x00", "")[:80], "")
-    record = begin_record(directory, algorithm="grpo")
+    record = RunRecord.begin(directory, algorithm="grpo")
     evil = replace(record, algorithm=EVIL, status="failed", error=EVIL, run_id=EVIL)
-    write_record(directory, evil)
+    evil.write(directory)
     directory.append_metrics(1, {EVIL: 1.0, "reward/" + EVIL: 2.0, "loss": 1.0})
     directory.append_metrics(2, {EVIL: 1.0, "loss": 2.0})
     texts = {"prompt": EVIL, "response": EVIL + "\ud800", "chosen": [{"role": EVIL}]}
@@ -162,17 +162,17 @@ def test_hostile_text_stays_text(run, tmp_path):
 
 def test_a_run_in_progress_a_failed_and_an_interrupted_one(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
-    record = begin_record(directory, algorithm="sft")
+    record = RunRecord.begin(directory, algorithm="sft")
     page = page_of(directory)
     assert "A snapshot of a run in progress" in page.text
     assert "No step has been finished yet." in page.text
     assert "#samples" not in str(page.all("a"))
     directory.append_metrics(7, {"loss": float("nan")})
     failed = replace(record, status="failed", error="ValueError: no <more>", total_steps=70)
-    write_record(directory, failed)
+    failed.write(directory)
     page = page_of(directory)
     assert "The run failed at step 7. ValueError: no <more>" in page.text and "7 of 70" in page.text
-    write_record(directory, replace(record, status="interrupted"))
+    replace(record, status="interrupted").write(directory)
     assert "--run.resume" in page_of(directory).text
 
 
@@ -232,7 +232,7 @@ def test_a_message_without_text():
 
 def test_the_same_warning_is_shown_once(tmp_path):
     directory = RunDirectory.create(tmp_path / "run", "")
-    record = begin_record(directory, algorithm="sft")
+    record = RunRecord.begin(directory, algorithm="sft")
     line = {"run_id": record.run_id, "level": "WARNING", "message": "thin ice", "step": 3}
     directory.log.write_text((json.dumps(line) + "\n") * 5)
     text = page_of(directory).text
@@ -378,7 +378,7 @@ def test_none_twice_the_same_or_too_many_runs_are_refused(tmp_path, names):
 @pytest.mark.parametrize("ending", ["finished", "Ctrl-C"])
 def test_a_watched_run_refreshes_until_its_end(tmp_path, monkeypatch, ending):
     directory = RunDirectory.create(tmp_path / "run", "")
-    record = begin_record(directory, algorithm="sft")
+    record = RunRecord.begin(directory, algorithm="sft")
     pages: list[Page] = []
 
     def sleep(seconds: float) -> None:
@@ -388,7 +388,7 @@ def test_a_watched_run_refreshes_until_its_end(tmp_path, monkeypatch, ending):
         if len(pages) == 3 and ending == "Ctrl-C":
             raise KeyboardInterrupt
         if len(pages) == 3:
-            write_record(directory, replace(record, status="finished"))
+            replace(record, status="finished").write(directory)
 
     monkeypatch.setattr(module.time, "sleep", sleep)
     assert cli.main(["report", str(directory.path), "--watch"]) == 0

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from nemorl.runtime.store.directory import RunDirectory
-from nemorl.runtime.store.record import begin_record
+from nemorl.runtime.store.record import RunRecord
 from nemorl.runtime.watch.report import page
 from nemorl.runtime.watch.report.gather import Gathered
 
@@ -66,7 +66,7 @@ def a_run(path: Path) -> RunDirectory:
     """Write a run with something in each file."""
     directory = RunDirectory.create(path, "")
     directory.samples.mkdir()
-    record = begin_record(directory, algorithm="sft")
+    record = RunRecord.begin(directory, algorithm="sft")
     for name, value in FILES.items():
         value = value | {"run_id": record.run_id} if name == "log.jsonl" else value
         if value is not None:

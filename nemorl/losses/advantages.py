@@ -130,7 +130,7 @@ def pass_at_k(rewards: PerResponse, group_id: ResponseIds, *, k: int) -> PerResp
 def max_rl(rewards: PerResponse, group_id: ResponseIds) -> PerResponse:
     """Return A = (R − group mean) / group mean, and 0 where the mean is not above 0.
 
-    For rewards of at least 0. Its gradient estimates that of −Σ_{k < n} (1 − p)^k / k, the
+    For rewards of at least 0. Its gradient estimates the gradient of −Σ_{k < n} (1 − p)^k / k, the
     log-likelihood log p of a right answer truncated by the group's size n.
     Source: Tajwar et al., "Maximum Likelihood Reinforcement Learning" (2026); TRL
     `scale_rewards="mean"`.

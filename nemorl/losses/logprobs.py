@@ -166,7 +166,7 @@ def filter_logits(
     """Return the logits that are sampled from: divided by `temperature`, -inf outside the support.
 
     In vLLM's order: temperature; `min_p` keeps tokens with at least min_p times the largest
-    probability; `top_k` keeps the k largest (0 = off) and those that equal the last of them;
+    probability; `top_k` keeps the k largest (0 = off) and any that equal the last of them;
     `top_p` keeps the fewest largest tokens whose mass, within what is left, reaches top_p, of equal
     ones the last. (Hugging Face applies min_p last; of equal ones vLLM keeps as many, but leaves to
     its sort which.) Options that are off cost nothing. `keep`: a token per row that is never

@@ -226,7 +226,7 @@ def shared_out(sizes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def owned(tensors: Iterable[tuple[str, Tensor]], names: Container[str]) -> Iterator[Tensor]:
-    """Yield those of some names, in order, and go through all."""
+    """Yield the tensors of some names, in order, and go through all."""
     for name, tensor in tensors:
         if name in names:
             yield tensor

@@ -59,7 +59,7 @@ class TrainerConfig:
     context parallelism.
     """
     logprob_chunk: int = 1024
-    """Tokens whose logits are in memory at a time; those of a whole batch never are."""
+    """Tokens whose logits are in memory at a time; the logits of a whole batch never are."""
     device: str | None = None
     """Device: cpu, cuda, cuda:1, …; with several ranks cpu or cuda, of which each takes one GPU.
     Default: the first GPU if there is one.

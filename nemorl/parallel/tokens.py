@@ -26,8 +26,8 @@ class Work:
     position_ids: Int[Tensor, "_ _"]
     buckets: SegmentBuckets | None
     targets: Int[Tensor, "tokens"]
-    """Indices, into the flattened microbatch, of the tokens whose log-probability is computed. With
-    context parallelism the indices of the states that predict them.
+    """Places of the results in the flattened microbatch: the indices of the tokens whose
+    log-probability is computed. With context parallelism, of the states that predict them.
     """
     states: Int[Tensor, "tokens"]
     """Indices, into the flattened `input_ids`, of the hidden states that predict these tokens."""

@@ -13,9 +13,9 @@ from nemorl.rollout.processes import judged_in_processes
 NUMBER = re.compile(
     r"(?:(?<![0-9A-Za-z)\]}])[-−])?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?:[eE][-−+]?\d{1,9}(?!\w))?"
 )
-"""Its sign, - or − (U+2212), is no minus or hyphen: it stands behind no digit, letter or closing
-bracket. Commas stand alone, between digits. Of a longer exponent `Decimal` could not hold the
-number."""
+"""A sign, - or − (U+2212), does not follow a digit, letter or closing bracket, where it would be a
+minus or hyphen. Commas stand alone, between digits. `Decimal` could not hold a longer exponent.
+"""
 
 Function = TypeVar("Function", bound=Callable[..., float])
 

@@ -86,7 +86,7 @@ class Decoding:
         self.waiting.clear()
 
     def preempt(self) -> None:
-        """Have the cache of unfinished sequences computed anew, from their tokens so far."""
+        """Drop the cache of unfinished sequences, to compute it again from their tokens so far."""
         self.waiting.extendleft([one] for one in reversed(self.active))
         self.active, self._batch = [], None
 

@@ -74,7 +74,7 @@ class Completion:
     text: str
     """Without special tokens, up to a stop string."""
     policy_versions: tuple[int, ...] = ()
-    """Of the weights that sampled each token."""
+    """Version of the weights that sampled each token."""
     routed_experts: "Tensor | None" = field(default=None, compare=False, repr=False)
     """`[positions, layers, topk]`: the experts that computed each token of prompt and response, but
     for the last one, which was only drawn. None of a model without experts, or from an engine that
@@ -224,7 +224,7 @@ class Weights(WeightSource):
 
     version: int
     tensors: "Iterable[tuple[str, Tensor]]"
-    """Tensors by Hugging Face name; those of an iterator are kept, to be read again."""
+    """Tensors by Hugging Face name; an iterator's are kept, to be read again."""
 
     def __post_init__(self) -> None:
         if iter(self.tensors) is self.tensors:

@@ -35,7 +35,7 @@ ENDED = (
 )
 GARBLED = "it wrote something other than an answer to the connection of its process"
 HEADER = struct.Struct("!QI")
-"""Of a message from or to a worker: the call's number, and the size of what follows. A worker's
+"""Head of a message from or to a worker: the call's number, the size of what follows. A worker's
 message of size 0 says that the call begins.
 """
 NUMBER_SIZE = 8
@@ -90,7 +90,7 @@ class _Worker:
         self.pid, self.connection = pid, connection
         connection.setblocking(False)
         self.number, self.deadline, self.begun, self.call = 0, inf, False, b""
-        """Of its call; 0: it has none."""
+        """Number, deadline and message of its call, and whether it has begun; number 0: none."""
         self.grace = 0.0
         """Seconds by which stalls may still extend the deadline. A call may cause them."""
         self.answered = False

@@ -70,7 +70,7 @@ LATE = object()
 
 @dataclass(frozen=True)
 class Other:
-    """A result that is no number, as errors show it."""
+    """A result other than a number, as errors show it."""
 
     shown: str
 

@@ -30,7 +30,7 @@ class Slot:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     experts: list[Tensor] = field(default_factory=list)
-    """`[tokens, layers, topk]`: those that computed prompt and response so far, if recorded."""
+    """`[tokens, layers, topk]`: experts that computed prompt and response so far, if recorded."""
     finish_reason: FinishReason | None = None
 
     @property

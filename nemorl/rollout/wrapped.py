@@ -298,7 +298,7 @@ def evaluating(model: nn.Module, precision: str) -> Iterator[None]:
 
 
 def _has(target: Any, name: str) -> bool:
-    """Whether it has a method of its own, not that of the Protocol that it derives from."""
+    """Whether it has a method of its own, not the one of the Protocol that it derives from."""
     cls = target if isinstance(target, type) else type(target)
     method = getattr(target, name, None)
     return callable(method) and getattr(cls, name, None) is not getattr(GenerationBackend, name)

@@ -77,7 +77,7 @@ def _pieces(
 ) -> tuple[list[Piece], list[Tensor]]:
     """Return this rank's pieces of the optimizer's state. Ranks with the same take turns.
 
-    In the order of its parameters: that of its own table would be another one after a load.
+    In the order of its parameters: its own table has another one after a load.
     """
     names = {id(parameter): name for name, parameter in live_tensors(model).items()}
     pieces: list[Piece] = []

@@ -206,7 +206,7 @@ class Stage(core.GPTModel):
         return functional.linear(self._read(hidden, cached.states), self._head_weight())
 
     def _embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the tokens' embeddings, of which that of padding is not trained, as in Hugging
+        """Return the tokens' embeddings, of which the padding token's is not trained, as in Hugging
         Face's models.
         """
         hidden = self.embedding(input_ids=input_ids, position_ids=position_ids)
@@ -279,7 +279,7 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=not on_gpu,
         perform_initialization=False,
-        # Without fusions, whose kernels are those of Transformer Engine and Apex.
+        # Without fusions, whose kernels belong to Transformer Engine and Apex.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -303,9 +303,9 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
 def experts(hf: Any, plan: ParallelPlan) -> dict[str, Any]:
     """Return megatron-core's settings for the mixture of experts that a configuration has, if any.
 
-    Each token goes through those of the largest logits, weighted by the softmax over these, or
-    (norm_topk_prob off) over all. megatron-core's losses that balance them are of a microbatch:
-    that of trainer.router_aux_loss_coef is in `routing`.
+    Each token goes through the experts with the largest logits, weighted by the softmax over these,
+    or (norm_topk_prob off) over all. megatron-core's losses that balance them are of a microbatch:
+    the loss of trainer.router_aux_loss_coef is in `routing`.
     """
     if hf.model_type not in EXPERTS:
         return {}

@@ -1,4 +1,4 @@
-"""Which experts compute a token: those of the router's largest logits, or those that the sampler
+"""Which experts compute a token: those with the router's largest logits, or those that the sampler
 chose (router replay, arXiv 2510.11370), weighted by the router all the same. And a loss that
 balances their load (arXiv 2101.03961, as Hugging Face has it).
 """
@@ -142,7 +142,7 @@ def follow_rows(layers: nn.ModuleList) -> None:
     """Have the routers of a stage's layers get what `packed_seq_params` has of the tokens."""
     for index, layer in enumerate(layers):
         if hasattr(layer.mlp, "router"):
-            # Before each pass of the layer: it may be recomputed after those of other microbatches.
+            # Before each pass of the layer: it may be recomputed after other microbatches.
             layer.register_forward_pre_hook(partial(_give, index), with_kwargs=True)
 
 

@@ -59,7 +59,7 @@ class Backends:
                 config.trainer.backend,
                 "add it",
             )
-            seed_generators(config.run.seed)  # those that a reward or a loop may use
+            seed_generators(config.run.seed)  # the generators that a reward or a loop may use
             if model is not None:
                 check_vocabulary(model, launch.tokenizer)
             yield trainer

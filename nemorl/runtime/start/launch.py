@@ -157,7 +157,7 @@ def launched(
 def _require_same_rows(
     config: BaseConfig, directory: RunDirectory, train: Rows, saved: list[Digest], *rows: list[Row]
 ) -> None:
-    """Raise ValueError for rows that differ from those of before, or warn where that is accepted;
+    """Raise ValueError for rows that differ from the earlier ones, or warn where that is accepted;
     name changed settings that the rows depend on.
     """
     sources = sources_of(config.data.train if train is None else train)

@@ -69,7 +69,7 @@ def open_run(
 def run(config: BaseConfig, **given: Any) -> TrainResult:
     """Run the algorithm that `config` is of, in the folder `config.run.dir`, and return its result.
 
-    The arguments are those of `open_run`. With `config.run.resume` the run goes on from its last
+    Takes the arguments of `open_run`. With `config.run.resume` the run goes on from its last
     checkpoint; a validation that failed is not made up for. After ranks have died or hung, it
     begins up to `runtime.max_restarts` times again, with new ranks and from the last checkpoint;
     the callbacks see all attempts.

@@ -276,7 +276,7 @@ def load_backend(path: Path, name: str, backend: Any) -> None:
 def verify(path: Path, *, largest: float = math.inf) -> dict[Path, Checksum]:
     """Return the checksums of a checkpoint's files.
 
-    Raises CheckpointError unless all have their size, and those of up to `largest` bytes their
+    Raises CheckpointError unless all have their size, and files of up to `largest` bytes their
     CRC-32.
     """
     with _as_checkpoint_error(path):

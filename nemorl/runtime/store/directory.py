@@ -192,7 +192,7 @@ class RunDirectory:
 
     def truncate(self, step: int) -> None:
         """Remove metrics and samples of steps after `step`, which a resumed run writes again; warn
-        where those of `step` are missing.
+        where the metrics of `step` are missing.
         """
         kept = [line for line in self.read_metrics() if line["step"] <= step]
         if step > 0 and not any(line["step"] == step for line in kept):

@@ -36,7 +36,7 @@ class NotWritten(OSError):
 @contextmanager
 def writing(what: str, path: Path | str) -> Iterator[None]:
     """Raise NotWritten, with `what` was to be written to `path`, for an error of the system in the
-    block: those of a full disk name no file.
+    block: the error of a full disk names no file.
     """
     try:
         yield

@@ -54,7 +54,7 @@ from nemorl.warn import warn
 class Launch:
     """What is read and checked once, also where a run begins again with new ranks."""
 
-    config: Any
+    config: BaseConfig
     devices: Devices
     directory: RunDirectory
     folder: str

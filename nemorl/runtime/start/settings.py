@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,8 +24,10 @@ from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.store.directory import RunDirectory
 from nemorl.warn import warn
 
+Config = TypeVar("Config", bound=BaseConfig)
 
-def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | None) -> Any:
+
+def as_given(config: Config, *, train: Rows, validation: Rows, reward: Reward | None) -> Config:
     """Return the config with the names of what was given in Python. A reward without a name is
     noted, so that a resume without it is an error.
     """
@@ -45,10 +47,11 @@ def as_given(config: Any, *, train: Rows, validation: Rows, reward: Reward | Non
         part if isinstance(part, str) else getattr(part, "__name__", type(part).__name__)
         for part in parts
     )
-    return replace(config, reward=named(reward) or f"{GIVEN} ({functions})")
+    changed: Any = {"reward": named(reward) or f"{GIVEN} ({functions})"}
+    return replace(config, **changed)
 
 
-def kept(config: Any) -> Any:
+def kept(config: Config) -> Config:
     """Return the config as config.yaml keeps it, without what is about one start of the run."""
     return replace(config, run=replace(config.run, resume=False, accept_changed_data=False))
 
@@ -77,7 +80,7 @@ def warn_of_spinning() -> None:
         )
 
 
-def within_positions(config: Any, of_model: Any) -> Any:
+def within_positions(config: Config, of_model: Any) -> Config:
     """Return the config with data.max_total_sequence_length lowered to the model's positions."""
     positions = getattr(of_model, "max_position_embeddings", None)
     wanted = config.data.max_total_sequence_length
@@ -90,7 +93,7 @@ def within_positions(config: Any, of_model: Any) -> Any:
     return replace(config, data=replace(config.data, max_total_sequence_length=positions))
 
 
-def with_response_length(config: Any) -> Any:
+def with_response_length(config: Config) -> Config:
     """Return the config with generation.max_new_tokens set, unless it was given, to leave room for
     a prompt.
     """
@@ -143,7 +146,7 @@ def generation_config(
     )
 
 
-def changes(path: str | Path, config: Any) -> list[str]:
+def changes(path: str | Path, config: BaseConfig) -> list[str]:
     """Return the settings, other than the run's length, that numbers depend on and that differ from
     those in a file.
     """

@@ -76,7 +76,7 @@ def load_causal_lm(
                     f"its {key} is {list(found)}, where config.json wants {list(wanted)}"
                 )
             if head == "lm":
-                refuse_scalar_head(report["unexpected_keys"])
+                refuse_scalar_head(report.get("unexpected_keys", ()))
             # transformers would fill them with random numbers, and only warn.
             if missing := sorted(report["missing_keys"] - set(SCORE * lacks_head)):
                 names = ", ".join(missing[:3])

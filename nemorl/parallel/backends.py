@@ -1,16 +1,20 @@
-"""What training backends say of themselves, by name, without importing them. Free of torch."""
+"""What training backends say of themselves, by name, before they are imported, and checks by it.
+Free of torch.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nemorl.checks import checked_by
+from nemorl.checks import checked_by, refuse_unused, require
 from nemorl.parallel.dtensor import limits as dtensor
 from nemorl.parallel.limits import TrainingLimits, TrainingSections
 from nemorl.parallel.megatron import limits as megatron
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
 
+FOR_EXPERTS = ("router_replay", "router_aux_loss_coef")
+"""Settings of the section trainer for mixtures of experts."""
 LIMITS: dict[str, TrainingLimits] = {"dtensor": dtensor, "megatron": megatron}
 """Light modules of the built-in backends, and what registered classes say."""
 
@@ -48,3 +52,27 @@ def limits_of(name: str) -> TrainingLimits:
     (True, False)
     """
     return LIMITS.get(name) or OwnLimits(object)
+
+
+def check_training(
+    config: TrainingSections, model: Any, plan: ParallelPlan, limits: TrainingLimits
+) -> None:
+    """Raise ValueError for settings, or a model on these devices, that a backend can't train.
+
+    The arguments are the ones of `TrainingLimits.check`, which is called as well.
+    """
+    head, heads = getattr(config, "head", "lm"), limits.traits.heads
+    requirement = f"must be {' or '.join(heads)} with trainer.backend {config.trainer.backend}"
+    remedy = f"take --trainer.backend {able(lambda traits: head in traits.heads)}"
+    require(head in heads, "head", requirement, head, remedy)
+    if not limits.traits.experts:
+        names = able(lambda traits: traits.experts)
+        requirement, remedy = f"needs trainer.backend {names}", f"add --trainer.backend {names}"
+        refuse_unused("trainer", config.trainer, requirement, remedy, names=FOR_EXPERTS)
+    elif model is not None and not getattr(model, "num_local_experts", None):
+        requirement = "is for models with experts"
+        refuse_unused("trainer", config.trainer, requirement, "remove it", names=FOR_EXPERTS)
+    limits.check(config, model, plan)
+    sizes = ("num_attention_heads", "intermediate_size", "vocab_size")
+    if all(hasattr(model, name) for name in sizes):
+        plan.check(model, traits=limits.traits)

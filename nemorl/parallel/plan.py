@@ -170,7 +170,7 @@ class ParallelPlan:
         if experts and self.tp > 1 and not self.sequence_parallel:
             yield f"experts with parallel.tp {self.tp} need parallel.sequence_parallel"
         if self.pp > 1 and not traits.pipelines:
-            yield f"parallel.pp {self.pp} is for trainer.backend {_pipelining()}"
+            yield f"parallel.pp {self.pp} is for trainer.backend megatron"
         elif model.num_hidden_layers % self.num_stages:
             stages = f"pp {self.pp}" + f" · vpp {self.vpp}" * (self.vpp > 1)
             yield (
@@ -195,7 +195,7 @@ class ParallelPlan:
             if any(replace(self, cp=1, pp=1, vpp=1).problems(model, traits=traits)):
                 remedy = "change parallel.ep, or remove it"
             elif self.pp > 1 and not traits.pipelines:
-                remedy = f"add --trainer.backend {_pipelining()}, or remove it"
+                remedy = "add --trainer.backend megatron, or remove it"
             elif any(replace(self, cp=1).problems(model, traits=traits)):
                 remedy = self._pipelines(model.num_hidden_layers)
         raise ValueError(f"parallel must suit the model, but {'; '.join(found)}: {remedy}")
@@ -208,10 +208,3 @@ class ParallelPlan:
         if interleaved:
             remedy = f"{remedy} with this vpp, or remove vpp" if pps else "remove parallel.vpp"
         return remedy
-
-
-def _pipelining() -> str:
-    """Return the names of the training backends that pipeline layers."""
-    from nemorl.parallel.backends import able
-
-    return able(lambda traits: traits.pipelines)

@@ -19,6 +19,7 @@ from nemorl.losses.value import value_loss
 from nemorl.models.causal_lm import load_causal_lm, on_meta
 from nemorl.models.source import ModelSource
 from nemorl.parallel.backend import ForwardOutput
+from nemorl.parallel.backends import check_training
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
@@ -29,7 +30,6 @@ from nemorl.parallel.config import (
 from nemorl.parallel.dtensor import head
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.build import load_folder
-from nemorl.parallel.limits import check_training
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.backend import source_of
 from nemorl.parallel.plan import ParallelPlan

@@ -25,6 +25,7 @@ from nemorl.models.hub import check_supported
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.attention import ATTENTION_NAME, segment_attention
 from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.parallel.backends import check_training
 from nemorl.parallel.checkpoint import CheckpointWriter, Saved
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
@@ -38,7 +39,6 @@ from nemorl.parallel.dtensor.pieces import gathering
 from nemorl.parallel.fingerprint import check_base, fingerprint
 from nemorl.parallel.head import planned
 from nemorl.parallel.layout import Layout, cut
-from nemorl.parallel.limits import check_training
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.optimizer import make_optimizer
 from nemorl.parallel.profiling import close_profile, profile_folder

@@ -26,6 +26,7 @@ from nemorl.models.pretrained import weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, require_shapes
 from nemorl.parallel.accumulation import Accumulating
 from nemorl.parallel.backend import ForwardOutput, LossFn
+from nemorl.parallel.backends import check_training
 from nemorl.parallel.checkpoint import (
     CheckpointWriter,
     Contents,
@@ -36,7 +37,6 @@ from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.parallel.fingerprint import check_base, hash_of, sample_of
 from nemorl.parallel.layout import Layout, cut
-from nemorl.parallel.limits import check_training
 from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.megatron import limits
 from nemorl.parallel.megatron.engine import Engine, Order

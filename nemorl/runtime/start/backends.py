@@ -12,9 +12,8 @@ from torch import nn
 from nemorl.checks import own_methods, require
 from nemorl.models.pretrained import check_vocabulary, model_folder
 from nemorl.parallel.backend import FullTrainingBackend
-from nemorl.parallel.backends import limits_of
+from nemorl.parallel.backends import check_training, limits_of
 from nemorl.parallel.config import BackendConfig, OptimizerConfig, ProfileConfig
-from nemorl.parallel.limits import check_training
 from nemorl.parallel.profiling import profile_folder
 from nemorl.runtime.ranks.trainer import make_trainer
 from nemorl.runtime.run.loop import OpenRun

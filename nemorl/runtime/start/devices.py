@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemorl.checks import refuse_unused, require
-from nemorl.parallel.backends import limits_of
-from nemorl.parallel.limits import check_training
+from nemorl.parallel.backends import check_training, limits_of
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.traits import Machine
 from nemorl.runtime.config.base import BaseConfig

@@ -149,13 +149,10 @@ def test_what_a_backend_can_t_do_for_another_model_is_said_before_one_is_loaded(
     ("given", "message"),
     [
         ({"traits": {"experts": True}}, r"Odd.traits must be a TrainingTraits, .*write traits = "),
-        (
-            {"check": lambda config, model, plan: None},
-            r"Odd.check must be a static method, .*: d",
-        ),
+        ({"check": lambda config, model, plan: None}, r"Odd.check must be a static method, .*: d"),
         ({"traits": TrainingTraits(generates=True)}, "traits say generates must .* no open_engine"),
     ],
-    ids=str,
+    ids=["traits", "check", "methods"],
 )
 def test_a_wrong_description_is_refused_when_a_backend_is_registered(given, message):
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import (
@@ -36,6 +42,7 @@ from nemorl.runtime.engines.routing import (
 )
 
 WINDOW, MAX_RESTARTS, REPLICAS = 4, 2, 3
+SIZES = st.lists(st.integers(1, 2 * WINDOW), min_size=1, max_size=6)
 
 
 @dataclass
@@ -45,7 +52,17 @@ class Engine:
     up: bool = False
     version: int | None = None
     finished: dict[int, int] = field(default_factory=dict)
-    """How many samples of each of its requests are finished."""
+    """How many samples of each of its unfinished requests are finished."""
+    answers: dict[int, int] = field(default_factory=dict)
+    """What it says of its other requests' finished samples with each answer that is on its way."""
+    overstated: bool = False
+    """The answer that came last said more than is true by now: another one has overtaken it, or a
+    request was cancelled."""
+
+    @property
+    def open(self):
+        """Its requests without a reply."""
+        return {*self.finished, *self.answers}
 
 
 class RoutingLaws(RuleBasedStateMachine):
@@ -63,6 +80,22 @@ class RoutingLaws(RuleBasedStateMachine):
         self.version = self.barrier = None
         self.count, self.asleep = 0, False
 
+    @initialize(up=st.integers(0, REPLICAS), sizes=SIZES)
+    def begin(self, up, sizes):
+        """Most laws are about replicas that have weights, and requests."""
+        if up:
+            self.publish(0, 0)
+        for process in list(self.engines)[:up]:
+            self.be_ready(process)
+        self.arrive(sizes)
+
+    def be_ready(self, process):
+        if not self.engines[process].up:
+            self.engines[process].up = True
+            self.happened(Started(process))
+        self.engines[process].version = self.version
+        self.happened(Supplied(process, self.version))
+
     def happened(self, event):
         before = self.state
         open = [dict(one.open) for one in before.replicas]
@@ -76,14 +109,17 @@ class RoutingLaws(RuleBasedStateMachine):
             case Give(process, number):
                 engine = self.engines[process]
                 assert engine.up and not self.asleep and engine.version == self.version is not None
-                assert self.unfinished(engine) < WINDOW
+                assert len(engine.open) < WINDOW
+                assert engine.overstated or self.unfinished(engine) < WINDOW
                 assert number == min(self.admitted())
                 engine.finished[number] = 0
                 self.given[number] = process
             case Cancel(number):
                 engine = self.engines.get(self.given.pop(number))
                 if engine:
-                    del engine.finished[number]
+                    engine.finished.pop(number, None)
+                    engine.answers.pop(number, None)
+                    engine.overstated = False
             case Reply(number, result):
                 del self.open[number]
                 assert number not in self.replies
@@ -110,45 +146,68 @@ class RoutingLaws(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(found)))
 
     @property
+    def at_work(self):
+        return [process for process, engine in self.engines.items() if engine.finished]
+
+    @property
     def given_up(self):
         return [rank for rank, deaths in self.deaths.items() if deaths > MAX_RESTARTS]
 
-    @rule(n=st.integers(1, 2 * WINDOW))
-    def arrive(self, n):
-        self.open[self.count] = n
-        self.count += 1
-        self.happened(Arrived(n))
+    @rule(sizes=SIZES)
+    def arrive(self, sizes):
+        for n in sizes:
+            self.open[self.count] = n
+            self.count += 1
+            self.happened(Arrived(n))
 
     @precondition(lambda self: self.count)
     @rule(data=st.data())
     def cancel(self, data):
         """Also a request that has had its reply."""
         number = data.draw(st.integers(0, self.count - 1))
-        self.happened(Cancelled(number))
         self.open.pop(number, None)
+        self.happened(Cancelled(number))
 
-    @precondition(lambda self: self.given)
-    @rule(data=st.data())
-    def compute(self, data):
-        """Of any request, all samples but one may be finished without a word."""
-        number = self.some(data, self.given)
-        most = self.open[number] - 1
-        finished = self.engines[self.given[number]].finished
-        finished[number] = data.draw(st.integers(finished[number], most))
-
-    @precondition(lambda self: self.given)
-    @rule(data=st.data(), right=st.booleans())
-    def answer(self, data, right):
-        number = self.some(data, self.given)
-        process = self.given.pop(number)
-        engine = self.engines[process]
-        del engine.finished[number]
-        if right:
-            self.deaths[process.rank] = 0
-            self.happened(Answered(process, number, "samples", sum(engine.finished.values())))
+    @precondition(lambda self: self.at_work)
+    @rule(data=st.data(), whole=st.booleans())
+    def compute(self, data, whole):
+        """Of any request, all samples but one may be finished without a word; with the last one its
+        answer is on its way.
+        """
+        engine = self.engines[self.some(data, self.at_work)]
+        number = self.some(data, engine.finished)
+        if whole:
+            del engine.finished[number]
+            engine.answers[number] = sum(engine.finished.values())
         else:
-            self.happened(Answered(process, number, ValueError("no")))
-        assert number in self.replies and number not in self.open
+            most = self.open[number] - 1
+            engine.finished[number] = data.draw(st.integers(engine.finished[number], most))
+
+    @precondition(lambda self: any(engine.answers for engine in self.engines.values()))
+    @rule(data=st.data())
+    def answer(self, data):
+        """Answers may come in another order than they were given in."""
+        process = self.some(data, [id for id, one in self.engines.items() if one.answers])
+        engine = self.engines[process]
+        number = self.some(data, engine.answers)
+        partial = engine.answers.pop(number)
+        engine.overstated = partial > sum(engine.finished.values())
+        del self.given[number]
+        self.deaths[process.rank] = 0
+        self.happened(Answered(process, number, "samples", partial))
+        assert self.replies[number] == "samples" and number not in self.open
+
+    @precondition(lambda self: self.at_work)
+    @rule(data=st.data())
+    def refuse(self, data):
+        """It finds that no replica can answer this."""
+        process = self.some(data, self.at_work)
+        engine, error = self.engines[process], ValueError("no")
+        number = self.some(data, engine.finished)
+        del engine.finished[number], self.given[number]
+        engine.overstated = False
+        self.happened(Answered(process, number, error))
+        assert self.replies[number] is error and number not in self.open
 
     @precondition(lambda self: self.gone and self.count)
     @rule(data=st.data(), which=st.sampled_from(["answered", "broke", "started", "supplied"]))
@@ -166,6 +225,17 @@ class RoutingLaws(RuleBasedStateMachine):
         )
         assert self.state == before
 
+    @precondition(lambda self: self.engines and self.count)
+    @rule(data=st.data())
+    def answer_unasked(self, data):
+        """What a process answers that it was not asked changes nothing."""
+        process = self.some(data, self.engines)
+        number = data.draw(st.integers(0, self.count - 1))
+        if number not in self.engines[process].open:
+            before = self.state
+            self.happened(Answered(process, number, "unasked", 1))
+            assert self.state == before
+
     @precondition(lambda self: any(not engine.up for engine in self.engines.values()))
     @rule(data=st.data())
     def start(self, data):
@@ -181,12 +251,16 @@ class RoutingLaws(RuleBasedStateMachine):
         self.happened(Broke(process, OSError("it died")))
         assert process not in self.engines
 
-    @rule(version=st.integers(0, 3))
-    def publish(self, version):
+    @rule(version=st.integers(0, 3), lacking=st.integers(0, REPLICAS))
+    def publish(self, version, lacking):
+        """So many replicas get these weights later, or never."""
         self.version = version
         for engine in self.engines.values():
             engine.version = None
         self.happened(Published(version))
+        up = [process for process, engine in self.engines.items() if engine.up]
+        for process in up[lacking:]:
+            self.be_ready(process)
 
     @precondition(lambda self: any(engine.up for engine in self.engines.values()))
     @rule(data=st.data(), old=st.booleans())
@@ -199,29 +273,27 @@ class RoutingLaws(RuleBasedStateMachine):
             self.engines[process].version = self.version
             self.happened(Supplied(process, self.version))
 
-    @precondition(lambda self: self.state.settled)
-    @rule(emptied=st.booleans())
-    def sleep(self, emptied):
-        self.asleep = True
-        for engine in self.engines.values():
-            engine.version = None if emptied else engine.version
-        self.happened(Asleep(True, emptied))
+    @precondition(lambda self: self.engines and self.version is not None)
+    @rule(data=st.data())
+    def come_back(self, data):
+        """It starts, if it has not, and gets the newest weights."""
+        self.be_ready(self.some(data, self.engines))
 
-    @rule()
-    def wake(self):
-        self.asleep = False
-        self.happened(Asleep(False))
+    @rule(to=st.sampled_from(["wake", "sleep", "forget"]))
+    def rest(self, to):
+        """Engines sleep once all have started; to forget is to give up the weights, too."""
+        if to == "wake" or self.state.settled:
+            self.asleep = to != "wake"
+            for engine in self.engines.values():
+                engine.version = None if to == "forget" else engine.version
+            self.happened(Asleep(self.asleep, to == "forget"))
 
-    @rule()
-    def close(self):
-        self.barrier = self.count
-        self.happened(Held(True))
+    @rule(value=st.booleans())
+    def hold(self, value):
+        self.barrier = self.count if value else None
+        self.happened(Held(value))
 
-    @rule()
-    def reopen(self):
-        self.barrier = None
-        self.happened(Held(False))
-
+    @precondition(lambda self: self.open)
     @rule()
     def stop(self):
         error = RuntimeError("stopped")
@@ -241,28 +313,41 @@ class RoutingLaws(RuleBasedStateMachine):
     def no_engine_with_room_is_idle_while_a_request_may_begin(self):
         if self.admitted() and not self.asleep and self.version is not None:
             ready = [one for one in self.engines.values() if one.version == self.version]
-            assert all(engine.finished for engine in ready)
+            assert all(engine.open for engine in ready)
+
+    @invariant()
+    def engines_without_the_newest_weights_are_known(self):
+        lacking = [id for id, one in self.engines.items() if one.up and one.version is None]
+        assert sorted(self.state.lacking) == sorted(lacking)
+
+    @invariant()
+    def engines_have_at_least_as_much_to_do_as_is_known(self):
+        for one in self.state.replicas:
+            engine = self.engines.get(one.process, Engine())
+            assert one.open.keys() == engine.open and one.unfinished >= len(engine.open)
+            assert engine.overstated or one.unfinished >= self.unfinished(engine)
 
     @invariant()
     def a_replica_is_given_up_after_its_deaths_in_a_row(self):
         found = [one.process.rank for one in self.state.replicas if one.status == "given up"]
         assert found == self.given_up
+        assert [one.deaths for one in self.state.replicas] == list(self.deaths.values())
         assert (self.state.over is not None) == (len(found) == REPLICAS)
         if self.state.over:
             assert not self.open and "has ended 3 times in a row" in str(self.state.over)
 
     def teardown(self):
         """Once all goes well, every request has its reply."""
-        self.reopen()
-        self.wake()
-        self.publish(7)
-        for process, engine in list(self.engines.items()):
-            engine.up, engine.version = True, 7
-            self.happened(Started(process))
-            self.happened(Supplied(process, 7))
+        self.hold(False)
+        self.rest("wake")
+        self.publish(7, REPLICAS)
+        for process in list(self.engines):
+            self.be_ready(process)
         while self.given:
             number, process = next(iter(self.given.items()))
-            del self.given[number], self.engines[process].finished[number]
+            del self.given[number]
+            self.engines[process].finished.pop(number, None)
+            self.engines[process].answers.pop(number, None)
             self.happened(Answered(process, number, "samples", 0))
         assert not self.open and self.state.drained
 
@@ -323,6 +408,17 @@ def test_finished_samples_of_a_cancelled_request_leave_no_room():
     assert decide(state, Cancelled(1))[1] == (Cancel(1),)
 
 
+def test_an_answer_that_was_overtaken_makes_no_room_for_more_requests_than_the_window_has():
+    """It says that two samples of a request are finished, whose own answer came before it."""
+    state, process = ready(1, window=4), ProcessId(0, 0)
+    for n in (3, 1, 1, 1, 1, 1, 1, 1):
+        state, _ = decide(state, Arrived(n))
+    state, actions = decide(state, Answered(process, 0, "samples", 0))
+    assert actions == (Reply(0, "samples"), *(Give(process, number) for number in (2, 3, 4)))
+    state, actions = decide(state, Answered(process, 1, "samples", 2))
+    assert actions == (Reply(1, "samples"), Give(process, 5))
+
+
 def test_the_requests_of_a_process_that_died_come_before_all_that_wait():
     state = ready(1, window=2)
     for _ in range(4):
@@ -334,6 +430,25 @@ def test_the_requests_of_a_process_that_died_come_before_all_that_wait():
     state, _ = decide(state, Started(new))
     state, actions = decide(state, Supplied(new, 0))
     assert actions == (Give(new, 0), Give(new, 1))
+
+
+@pytest.mark.parametrize(
+    ("result", "status"), [("samples", "starting"), (ValueError("no"), "given up")]
+)
+def test_an_answer_ends_a_row_of_deaths_and_an_error_does_not(result, status):
+    died = OSError("gone")
+    first, second = ProcessId(0, 0), ProcessId(0, 1)
+    state = ready(2)
+    for event in (
+        Broke(first, died),
+        Started(second),
+        Supplied(second, 0),
+        Arrived(),
+        Answered(second, 0, result),
+        Broke(second, died),
+    ):
+        state, _ = decide(state, event)
+    assert state.replicas[0].status == status
 
 
 def test_a_replica_that_dies_while_engines_sleep_is_started_when_they_wake():

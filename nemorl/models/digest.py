@@ -56,7 +56,7 @@ def differences(
 ) -> str:
     """Return which tensors differ, in words; nothing if none does.
 
-    A number that is not finite counts as equal: an engine refuses to sample from it.
+    NaN and infinity count as equal to each other, and as different from all other numbers.
 
     >>> differences({"a": torch.ones(2)}, {"a": torch.tensor([1.0, 3.0])})
     "'a' has 3 where 1 was sent"
@@ -64,9 +64,27 @@ def differences(
     wrong = []
     for name, values in dict(found).items():
         expected, values = sent[name].float().cpu(), values.float().cpu()
-        other = (values != expected) & values.isfinite()
+        other = (values != expected) & (values.isfinite() | expected.isfinite())
         if other.any():
             at = int(other.nonzero()[0])
             wrong.append(f"{name!r} has {float(values[at]):g} where {float(expected[at]):g}")
     shown = [f"{one} was sent" for one in wrong[:5]]
     return ", ".join(shown) + f" and {len(wrong) - 5} more" * (len(wrong) > 5)
+
+
+class WeightsDiffer(RuntimeError):
+    """An engine that took an update holds other weights than it was sent."""
+
+
+def check_held(holder: str, sent: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise WeightsDiffer where a holder of weights has other sampled numbers than were sent."""
+    if wrong := differences(sent, found):
+        raise WeightsDiffer(f"{holder} must hold the weights that came, but it does not: {wrong}")
+
+
+def misfits(wrong: Sequence[str]) -> ValueError:
+    """Return the error of weights that are not those of a generator's model."""
+    return ValueError(
+        f"weights must be those of the generator's model, but {', '.join(wrong)}: use the same"
+        " model on both sides"
+    )

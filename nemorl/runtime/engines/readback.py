@@ -48,6 +48,8 @@ def readings(
     packed = getattr(model, "packed_modules_mapping", None) or {}
     fused = {part: (name, i) for name, all_ in packed.items() for i, part in enumerate(all_)}
     columns_of: dict[nn.Module, Tensor] = {}
+    head, untied = modules.get("lm_head"), "lm_head.weight" in shapes
+    transposed = _transposes(modules, shapes)
     for name, shape in shapes.items():
         path, _, leaf = name.rpartition(".")
         layer, part = modules.get(path), None
@@ -58,16 +60,44 @@ def readings(
         if layer is None:
             continue
         at = grid(shape, version)
-        values = _values(layer, leaf, part, shape, at, columns_of)
-        if values is not None:
+        values = _values_if_plain(layer, leaf, part, shape, at, columns_of)
+        square = len(shape) == 2 and shape[0] == shape[1]
+        if values is not None and not (transposed and square and isinstance(layer, LinearBase)):
             yield name, name, values.flatten().tolist()
-        head = modules.get("lm_head")
-        tied = isinstance(layer, VocabParallelEmbedding) and layer is not head and leaf == "weight"
-        if tied and isinstance(head, ParallelLMHead) and head.weight is layer.weight:
-            # It may compute with a repacked copy of its own.
-            values = _values(head, leaf, None, shape, at, columns_of)
-            if values is not None:
-                yield f"lm_head.weight, tied to {name}", name, values.flatten().tolist()
+        if isinstance(head, ParallelLMHead) and not untied and _embeds(layer, leaf, head):
+            # It may compute with a copy, repacked or of its own.
+            values = _values_if_plain(head, leaf, None, shape, at, columns_of)
+            if values is None:
+                values = torch.full((len(at[0]), len(at[1])), torch.nan)
+            yield f"lm_head.weight, tied to {name}", name, values.flatten().tolist()
+
+
+def _embeds(layer: nn.Module, leaf: str, head: ParallelLMHead) -> bool:
+    """Return whether a layer has the input embeddings of the head's tokens."""
+    embeds = isinstance(layer, VocabParallelEmbedding) and leaf == "weight" and layer is not head
+    return embeds and layer.org_vocab_size == head.org_vocab_size
+
+
+def _transposes(modules: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[int]]) -> bool:
+    """Return whether the model transposes matrices as it loads them, as GPT-2 does: its square ones
+    do not show it.
+    """
+    for name, shape in shapes.items():
+        path, _, leaf = name.rpartition(".")
+        layer = modules.get(path)
+        if isinstance(layer, LinearBase) and leaf == "weight" and len(shape) == 2:
+            whole = (layer.output_size, layer.input_size)
+            if tuple(shape) == whole[::-1] != whole:
+                return True
+    return False
+
+
+def _values_if_plain(*args: Any) -> Tensor | None:
+    """Return `_values`; None also where the tensor has another form than is known here."""
+    try:
+        return _values(*args)
+    except (AttributeError, IndexError, RuntimeError, ValueError):
+        return None
 
 
 def _values(
@@ -93,6 +123,8 @@ def _values(
     if cuts is None or not isinstance(layer.quant_method, PLAIN):
         return None
     of_rows, of_columns = cuts
+    if leaf == "weight" and (len(shape) != 2 or _width(layer) != of_columns[2]):
+        return None  # the model changes it as it loads it
     held = _held(rows, of_rows), _held(columns, of_columns)
     if multiplies and hasattr(layer, "cpu_linear"):
         table = _columns(layer, held[1], columns_of)
@@ -140,12 +172,20 @@ def _columns(layer: Any, held: list[int], columns_of: dict[nn.Module, Tensor]) -
     its numbers are finite. Parts of a fused layer share them.
     """
     if layer not in columns_of:
-        width = layer.input_size_per_partition
-        units = torch.zeros(len(held), width, dtype=layer.weight.dtype, device=layer.weight.device)
+        units = torch.zeros(
+            len(held), _width(layer), dtype=layer.weight.dtype, device=layer.weight.device
+        )
         for i, column in enumerate(held):
             units[i, max(column, 0)] = 1
         columns_of[layer] = layer.quant_method.apply(layer, units, None).t()
     return columns_of[layer]
+
+
+def _width(layer: Any) -> int:
+    """Return how many columns of a matrix this worker has."""
+    if isinstance(layer, LinearBase):
+        return getattr(layer, "input_size_per_partition", layer.input_size)
+    return layer.embedding_dim
 
 
 def _held(places: Sequence[int], cut: Cut) -> list[int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemorl.checks import require
 from nemorl.models.adapters import merged_tensors
-from nemorl.models.digest import differences, sampled
+from nemorl.models.digest import WeightsDiffer, differences, misfits, sampled
 from nemorl.runtime.engines.spec import Place
 
 BUCKET_BYTES = 2**26
@@ -64,10 +64,7 @@ def checked_weights(
         elif not wrong:
             yield name, tensor
     if wrong := wrong + [f"{name!r} is missing" for name in missing]:
-        raise ValueError(
-            f"weights must be those of the generator's model, but {', '.join(wrong)}: use the same"
-            " model on both sides"
-        )
+        raise misfits(wrong)
 
 
 def choose_transport(
@@ -138,10 +135,6 @@ class Receipt:
             )
 
 
-class WeightsDiffer(RuntimeError):
-    """An engine that took an update holds other weights than it was sent."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightSender:
     """Gives engines the weights of an iterator; may be pickled and called in another process.
@@ -199,12 +192,18 @@ class WeightSender:
 
     def _receipt(self, sent: Mapping[str, Tensor]) -> Receipt:
         wrong, unproved = {}, set[str]()
-        for rank, readings in self.readings.items():
-            found = {name: torch.tensor(values) for name, (_, values) in readings.items()}
-            expected = {name: sent[source] for name, (source, _) in readings.items()}
+        for rank in self.actors:
+            readings = self.readings.get(rank) or {}
+            expected = {name: sent[source].float().cpu() for name, (source, _) in readings.items()}
+            read = {name: torch.tensor(values) for name, (_, values) in readings.items()}
+            # NaN: no worker has read the number.
+            found = {
+                name: torch.where(one.isnan(), expected[name], one) for name, one in read.items()
+            }
             if differing := differences(expected, found):
                 wrong[rank] = differing
-            unproved |= {name for name in sent if name not in found or found[name].isnan().all()}
+            unproved |= sent.keys() - read.keys()
+            unproved |= {readings[name][0] for name, values in read.items() if values.isnan().any()}
         return Receipt(
             version=self.version,
             failed={},

@@ -1,13 +1,16 @@
 """The receipt of weights: an engine that holds others than it was sent is found out, by name."""
 
+from math import isnan, nan
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from nemorl.models.digest import differences, sampled
+from nemorl.models.digest import WeightsDiffer, differences, sampled
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.config.generation import GenerationConfig
-from nemorl.runtime.engines.weights import WeightsDiffer
+from nemorl.runtime.engines.weights import WeightSender
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update
 from tests.runtime.engines.shared import SharedEngine
@@ -40,7 +43,119 @@ def test_differences_are_named_and_counted():
     found = {name: values + 1 for name, values in sent.items()}
     said = differences(sent, found)
     assert said.startswith("'w0' has 1 where 0 was sent") and said.endswith(" and 3 more")
-    assert differences(sent, {"w1": torch.tensor([1.0, torch.nan, torch.inf, 1.0])}) == ""
+
+
+@pytest.mark.parametrize("found", [0.0, torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_differs_from_one_that_is(found):
+    sent = {"a": torch.ones(4)}
+    assert differences(sent, {"a": torch.tensor([1.0, 1.0, found, 1.0])}).startswith("'a' has ")
+    broken = {"a": torch.tensor([1.0, torch.nan, torch.inf, 1.0])}
+    assert differences(broken, broken) == ""
+    assert "has 1 where nan was sent" in differences(broken, sent)
+
+
+def receipt_of(readings, sent=None):
+    """The receipt of two engines, of which one has read these numbers and the other one nothing."""
+    sent = {"a": torch.ones(4), "b": torch.ones(2)} if sent is None else sent
+    options = {"places": {}, "expected": {}, "dtype": torch.float32, "readings": readings}
+    return WeightSender(actors=dict.fromkeys(readings or [0, 1]), **options)._receipt(sent)
+
+
+def test_what_was_not_read_is_not_proved():
+    whole = {"a": ("a", [1.0] * 4), "b": ("b", [1.0] * 2)}
+    head = ("lm_head.weight, tied to a", ("a", [1.0, nan, 1.0, 1.0]))
+    assert receipt_of({}).unproved == {"a", "b"}
+    assert receipt_of({0: whole}).unproved == set()
+    assert receipt_of({0: whole, 1: {"a": whole["a"]}}).unproved == {"b"}
+    half = receipt_of({0: {**whole, "b": ("b", [nan, 1.0])}})
+    assert (half.unproved, half.wrong) == ({"b"}, {})
+    assert receipt_of({0: {**whole, head[0]: head[1]}}).unproved == {"a"}
+    assert (
+        receipt_of({0: {**whole, "b": ("b", [nan, 2.0])}}).wrong[0] == "'b' has 2 where 1 was sent"
+    )
+    assert "'b' has inf" in receipt_of({0: {**whole, "b": ("b", [torch.inf, 1.0])}}).wrong[0]
+
+
+def bare(kind, weight, **attributes):
+    """A layer of vLLM's without its group of processes."""
+    layer = kind.__new__(kind)
+    nn.Module.__init__(layer)
+    layer.weight = nn.Parameter(weight)
+    rows, width = weight.shape
+    sizes = {"output_size": rows, "input_size": width}
+    sizes |= {"org_vocab_size": rows, "embedding_dim": width, "tp_rank": 0, "tp_size": 1}
+    for name, value in {**sizes, **attributes}.items():
+        setattr(layer, name, value)
+    return layer
+
+
+def linear(weight):
+    from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+
+    return bare(ReplicatedLinear, weight, quant_method=UnquantizedLinearMethod())
+
+
+def table(weight, kind=None, **attributes):
+    from vllm.model_executor.layers import vocab_parallel_embedding as module
+
+    places = SimpleNamespace(org_vocab_start_index=0, org_vocab_end_index=len(weight))
+    attributes = {"quant_method": module.UnquantizedEmbeddingMethod(), **attributes}
+    kind = kind or module.VocabParallelEmbedding
+    return bare(kind, weight, shard_indices=places, **attributes)
+
+
+def read(model, **sent):
+    from nemorl.runtime.engines.readback import readings
+
+    shapes = {name.replace("_weight", ".weight"): tuple(one.shape) for name, one in sent.items()}
+    return {name: values for name, _, values in readings(model, shapes, 0)}
+
+
+def test_a_head_with_a_parameter_of_its_own_is_read_where_none_was_sent():
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    weight = torch.rand(42, 16)
+    model = nn.Module()
+    model.embed, model.lm_head = table(weight), table(weight + 1, ParallelLMHead)
+    found = read(model, embed_weight=weight)
+    sent = sampled(weight)
+    assert found["embed.weight"] == sent.tolist()
+    assert found["lm_head.weight, tied to embed.weight"] == sampled(weight + 1).tolist()
+    assert list(read(model, embed_weight=weight, lm_head_weight=weight)) == [
+        "embed.weight",
+        "lm_head.weight",
+    ]
+    model.lm_head.quant_method = None  # as where it is quantized
+    found = read(model, embed_weight=weight)
+    assert all(map(isnan, found["lm_head.weight, tied to embed.weight"]))
+
+
+def test_matrices_that_are_transposed_on_loading_are_not_read():
+    """GPT-2's: the square ones look as all others do."""
+    wide, square, plain = torch.rand(32, 96), torch.rand(64, 64), torch.rand(32, 96)
+    model = nn.Module()
+    model.wide, model.square, model.plain = map(linear, (wide.t(), square.t(), plain))
+    model.table = table(torch.rand(32, 32))
+    assert list(read(model, plain_weight=plain, square_weight=square)) == [
+        "plain.weight",
+        "square.weight",
+    ]
+    found = read(
+        model,
+        wide_weight=wide,
+        square_weight=square,
+        plain_weight=plain,
+        table_weight=plain[:, :32],
+    )
+    assert list(found) == ["plain.weight", "table.weight"]
+
+
+def test_a_tensor_that_can_not_be_read_is_left_out():
+    wide = torch.rand(32, 96)
+    model = nn.Module()
+    model.broken, model.plain = linear(wide), linear(wide)
+    del model.broken.tp_rank
+    assert list(read(model, broken_weight=wide, plain_weight=wide)) == ["plain.weight"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from nemorl.models.adapters import has_adapters
 from nemorl.models.causal_lm import decoder_of, end_tokens, head_weight
-from nemorl.models.digest import differences, sampled
+from nemorl.models.digest import check_held, misfits, sampled
 from nemorl.models.hub import check_supported
 from nemorl.models.source import ModelSource
 from nemorl.rollout.attention import decoding
@@ -73,7 +73,8 @@ class TorchGenerationBackend(ScheduledBackend):
         with self._scheduler.updating(version, in_flight):
             if self._decoding is not None:
                 self._decoding.preempt()
-            copy_weights(self._model, weights if first is None else chain([first], weights))
+            weights = weights if first is None else chain([first], weights)
+            copy_weights(self._model, weights, version)
         return version
 
     def sleep(self) -> None:
@@ -132,18 +133,19 @@ def shared(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr()
 
 
-def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
     """Copy into a model what is not the same memory already.
 
-    Raises: ValueError for weights of another model; RuntimeError for a tensor that does not hold
-    what came once all are copied, as where a later one is the same memory.
+    Raises: ValueError for weights of another model, or not all of them; WeightsDiffer for a tensor
+    that does not hold what came once all are copied, as where a later one is the same memory.
     """
     own, adapted = model.state_dict(keep_vars=True), has_adapters(model)
+    came: set[int] = set()
     sent: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in weights:
             if adapted and name in own and shared(own[name], tensor):
-                break  # merged adapters are for others
+                return  # merged adapters are for others
             if adapted:
                 raise ValueError(
                     "a generator whose model has adapters must share it with the trainer, but"
@@ -151,15 +153,14 @@ def copy_weights(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Non
                 )
             if name not in own or own[name].shape != tensor.shape:
                 expected = f"has shape {tuple(own[name].shape)}" if name in own else "lacks it"
-                raise ValueError(
-                    f"weights must be those of the generator's model, but {name!r} does not fit"
-                    f" (shape {tuple(tensor.shape)}; the model {expected})"
-                )
+                fit = f"(shape {tuple(tensor.shape)}; the model {expected})"
+                raise misfits([f"{name!r} does not fit {fit}"])
+            came.add(own[name].data_ptr())
             if not shared(own[name], tensor):
                 own[name].copy_(tensor)
-                sent[name] = sampled(tensor).to(own[name])
-        found = {name: sampled(own[name]) for name in sent}
-    if wrong := differences(sent, found):
-        raise RuntimeError(
-            f"the generator's copy must hold the weights that came, but it does not: {wrong}"
-        )
+                sent[name] = sampled(tensor, version).to(own[name])
+        found = {name: sampled(own[name], version) for name in sent}
+    lacking = [name for name, one in model.named_parameters() if one.data_ptr() not in came]
+    if lacking:
+        raise misfits([f"{name!r} is missing" for name in lacking])
+    check_held("the generator's copy", sent, found)

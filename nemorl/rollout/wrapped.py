@@ -118,7 +118,7 @@ class WrappedBackend(ScheduledBackend):
             update = self.inner.update_weights
             update(state, **_accepted(update, {"version": version}))
             if isinstance(self.model, nn.Module):
-                copy_weights(self.model, state.items())
+                copy_weights(self.model, state.items(), version)
         return version
 
     def sleep(self) -> None:

@@ -6,6 +6,7 @@ import signal
 import pytest
 import torch
 
+from nemorl.models.digest import sampled
 from nemorl.rollout import torch_backend as module
 from nemorl.rollout.decoding import Decoding
 from nemorl.rollout.generation import SamplingParams
@@ -155,3 +156,35 @@ def test_the_host_waits_once_for_a_token(monkeypatch):
     ]
     backend.generate(random_prompts(5), params)
     assert len(found) > 10 and all(each == {"tolist": 1} for each in found)
+
+
+@pytest.mark.parametrize("lost", ["model.norm.weight", None])
+def test_a_copy_needs_every_tensor(lost):
+    """None: all are lost."""
+    model, other = tiny_model(tied=False), tiny_model(tied=False, seed=1)
+    backend = made(model)
+    kept = [one for one in other.named_parameters() if lost is not None and one[0] != lost]
+    with pytest.raises(ValueError, match=r"must be those of .*'model.norm.weight' is missing"):
+        update(backend, kept, 1)
+    assert backend.policy_version is None
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_head_comes_once(name):
+    model, other = tiny_model(tied=True), tiny_model(tied=True, seed=1)
+    first = "model.embed_tokens.weight"
+    weights = {name if key == first else key: one for key, one in other.named_parameters()}
+    update(made(model), weights.items(), 1)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_each_version_of_a_copy_is_compared_in_other_places(monkeypatch):
+    seen = []
+
+    def recorded(tensor, version):
+        seen.append(version)
+        return sampled(tensor, version)
+
+    monkeypatch.setattr(module, "sampled", recorded)
+    update(made(tiny_model()), tiny_model(seed=1).named_parameters(), 3)
+    assert set(seen) == {3}

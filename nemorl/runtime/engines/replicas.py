@@ -220,7 +220,8 @@ class Replicas:
     def sleep(self) -> None:
         """Give memory back; no replica may start and take memory meanwhile. Requests pause."""
         if self.spec.sleep_level:
-            self._router.do(self._sleep())
+            with self._supply.paused():  # not between two calls of an update
+                self._router.do(self._sleep())
 
     async def _sleep(self) -> None:
         await self._router.until(lambda state: state.settled)

@@ -65,7 +65,11 @@ class Router:
 
         Raises: ClusterLost.
         """
-        job = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            job = asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # the event loop is closed
+            work.close()
+            raise
         try:
             while not wait([job], TICK_S).done:
                 self.check()

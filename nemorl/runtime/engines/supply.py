@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
+from nemorl.models.digest import WeightsDiffer
 from nemorl.rollout.generation import InFlight, Weights, WeightSource
 from nemorl.runtime.config.generation import GenerationConfig
-from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses
+from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, tell
 from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, Held, Published, Stopped, Supplied
 from nemorl.runtime.engines.spec import EngineSpec
-from nemorl.runtime.engines.weights import (
-    Receipt,
-    WeightsDiffer,
-    WeightSender,
-    expected_weights,
-)
-from nemorl.warn import warn
+from nemorl.runtime.engines.weights import Receipt, WeightSender, expected_weights
 
 
 class Supply:
@@ -70,30 +66,40 @@ class Supply:
                 router.send(Stopped(RuntimeError(failed)))
             raise
         finally:
-            router.send(Held(False))
+            with suppress(RuntimeError):  # it has been shut down meanwhile
+                router.send(Held(False))
 
     def now(self) -> bool:
-        """Send the newest weights to replicas without any; return whether there were such."""
+        """Send the newest weights to replicas without any, unless they sleep; return whether there
+        were such.
+        """
         with self._sending:
+            if self._router.state.asleep:
+                return False
             lacking = self._router.state.lacking
             processes = [one for id in lacking if (one := self._processes.running.get(id))]
             if processes:
                 self._send({one.id.rank: one for one in processes})
             return bool(processes)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Have nothing sent inside the block, which begins once what is under way has ended."""
+        with self._sending:
+            yield
+
     def others(self) -> None:
         """Send weights to replicas that came back. It may fail while others have weights, but for
         an engine that holds others than it was sent.
         """
         try:
-            if not self._router.state.asleep:
-                self.now()
+            self.now()
         except Exception as error:
             if isinstance(error, WeightsDiffer) or not self._router.state.supplied:
                 raise
             if str(error) not in self._told:
                 self._told.add(str(error))
-                warn(
+                tell(
                     f"a replica that came back has no weights yet, because sending failed: {error}"
                 )
 

@@ -2,6 +2,7 @@
 twice, they begin in order of arrival, and only where there is room and the newest weights.
 """
 
+import gc
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -482,3 +483,12 @@ def test_nobody_waits_for_a_router_that_is_closed():
         router.loop.close()
         with pytest.raises(RuntimeError, match="shut down meanwhile"):
             waiting.result(timeout=30)
+
+
+def test_a_router_that_is_closed_leaves_no_coroutine_behind(recwarn):
+    router = Router(routing(1, window=1, max_restarts=0), lambda action: None, lambda: None)
+    router.close()
+    with pytest.raises(RuntimeError, match="Event loop is closed"):
+        router.send(Arrived())
+    gc.collect()
+    assert not [one for one in recwarn if "never awaited" in str(one.message)]

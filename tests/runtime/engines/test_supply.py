@@ -1,0 +1,130 @@
+"""When replicas get weights: a source that records, in the place of a sender and its engines."""
+
+import json
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from nemorl.rollout.generation import WeightSource
+from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses
+from nemorl.runtime.engines.replicas import Replicas
+from nemorl.runtime.engines.router import Router
+from nemorl.runtime.engines.routing import Asleep, ProcessId, Started, routing
+from nemorl.runtime.engines.spec import EngineSpec
+from nemorl.runtime.engines.supply import Supply
+from nemorl.runtime.engines.weights import Receipt
+from tests.tiny_models import tiny_model
+
+FIRST, SECOND = ProcessId(0, 0), ProcessId(1, 0)
+
+
+class Source(WeightSource):
+    """Of version 1; `sends` happens in the place of sending."""
+
+    def __init__(self, sends):
+        self.sends = sends
+
+    def newest(self):
+        return 1, iter(())
+
+    def send(self, use, *, dtype=None):
+        self.sends()
+        return Receipt(version=1, failed={})
+
+
+def bare(kind, **attributes):
+    """An object that has nothing but these attributes."""
+    made = object.__new__(kind)
+    vars(made).update(attributes)
+    return made
+
+
+@pytest.fixture
+def supply():
+    running = {id: bare(EngineProcess, id=id, actor=None, place=None) for id in (FIRST, SECOND)}
+    files = {"config.json": json.dumps(tiny_model().config.to_dict()).encode()}
+    router = Router(routing(2, window=1, max_restarts=0), lambda action: None, lambda: None)
+    spec, processes = bare(EngineSpec, files=files, dtype="float32"), bare(EngineProcesses)
+    processes.running = running
+    yield Supply(GenerationConfig(backend="vllm"), spec, processes, router)
+    if not router.loop.is_closed():
+        router.close()
+
+
+def test_one_that_came_back_and_gets_no_weights_ends_nothing_while_others_have_theirs(
+    supply, monkeypatch
+):
+    """Also where warnings are errors; the user is told once."""
+
+    def fails():
+        raise ConnectionError("the line is cut")
+
+    told = []
+    monkeypatch.setattr("nemorl.runtime.engines.supply.tell", told.append)
+    router = supply._router
+    router.send(Started(FIRST))
+    supply.update(Source(lambda: None))
+    supply._source = Source(fails)
+    router.send(Started(SECOND))
+    supply.others()
+    supply.others()
+    (message,) = told
+    assert message.endswith("has no weights yet, because sending failed: the line is cut")
+    monkeypatch.undo()
+    supply._told.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        supply.others()
+    assert router.state.lacking == (SECOND,)
+    router.note(Asleep(True, emptied=True))
+    router.note(Asleep(False))
+    with pytest.raises(ConnectionError):  # none has any
+        supply.others()
+
+
+def test_the_error_of_an_update_that_was_shut_down_meanwhile_is_not_hidden(supply):
+    def ends():
+        supply._router.close()
+        raise ConnectionError("the trainer is gone")
+
+    supply._router.send(Started(FIRST))
+    with pytest.raises(ConnectionError, match="the trainer is gone"):
+        supply.update(Source(ends))
+
+
+def test_engines_do_not_fall_asleep_between_two_calls_of_an_update(supply):
+    events, begun, ask = [], threading.Event(), threading.Event()
+
+    def slow():
+        begun.set()
+        assert ask.wait(60)
+        events.append("sent")
+
+    async def everywhere(method):
+        events.append(method)
+
+    router = supply._router
+    router.send(Started(FIRST))
+    router.send(Started(SECOND))
+    supply.update(Source(lambda: None))
+    router.note(Asleep(True, emptied=True))
+    router.note(Asleep(False))
+    supply._source = Source(slow)
+    engines = bare(Replicas, spec=SimpleNamespace(sleep_level=2), _router=router, _supply=supply)
+    engines._processes = SimpleNamespace(everywhere=everywhere)
+    sends = threading.Thread(target=supply.others)
+    sleeps = threading.Thread(target=engines.sleep)
+    sends.start()
+    assert begun.wait(60)
+    sleeps.start()
+    sleeps.join(0.3)
+    assert events == []
+    ask.set()
+    sends.join(60)
+    sleeps.join(60)
+    assert events == ["sent", "sleep"] and router.state.asleep
+    assert not supply.now()  # they have none, and are not to be woken
+    assert events == ["sent", "sleep"]

@@ -21,6 +21,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
 from nemorl.models.causal_lm import load_causal_lm, on_meta, refuse_scalar_head
+from nemorl.models.digest import sampled
 from nemorl.models.hub import CONFIG, loading
 from nemorl.models.pretrained import weight_files, weights_folder
 from nemorl.models.tensor_files import TensorFiles, require_shapes
@@ -47,7 +48,7 @@ from nemorl.parallel.megatron.routing import (
 )
 from nemorl.parallel.megatron.weights import Shapes
 from nemorl.parallel.profiling import close_profile, profile_folder
-from nemorl.parallel.world import is_started_as_rank
+from nemorl.parallel.world import DTYPES, is_started_as_rank
 from nemorl.rollout.generation import Completion
 
 
@@ -239,9 +240,16 @@ class MegatronBackend(Accumulating):
         with _runtime(self.device):
             return self._engine.follow(order)
 
-    def take_weights(self, weights: dict[str, Tensor]) -> None:
-        """Train and generate with these whole tensors from now on."""
+    def take_weights(self, weights: dict[str, Tensor], version: int) -> dict[str, Tensor]:
+        """Train and generate with these whole tensors from now on.
+
+        Returns `sampled` numbers of the parameters that are computed with, in their type.
+        """
         self._fill([self._stages], partial(_box, weights))
+        parameters = dict(self._stages.named_parameters())
+        dtype = DTYPES[self.world.plan.param_dtype]
+        whole = self.conversion.whole(lambda name: parameters[name], dtype)
+        return {name: sampled(tensor, version).cpu() for name, tensor in whole}
 
     def _in_float32(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype == torch.float32 or self.optimizer is None:

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from nemorl.models.causal_lm import end_tokens
-from nemorl.models.digest import differences, sampled
+from nemorl.models.digest import check_held, sampled
 from nemorl.parallel.megatron.engine import Order
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
 from nemorl.runtime.config.generation import TRAITS
-from nemorl.runtime.engines.weights import WeightsDiffer, checked_weights
+from nemorl.runtime.engines.weights import checked_weights
 from nemorl.runtime.run.weight_sync import TrainerWeights
 
 STEP_S = 0.05
@@ -68,15 +68,14 @@ class RankedGenerator(ScheduledBackend):
         with self._scheduler.updating(version, in_flight):
             self._order = replace(self._order, anew=True)
             if not same:
-                self._take(dict(checked_weights(weights, self._expected)))
+                self._take(dict(checked_weights(weights, self._expected)), version)
         return version
 
-    def _take(self, weights: dict[str, Tensor]) -> None:
+    def _take(self, weights: dict[str, Tensor], version: int) -> None:
         """Have the ranks take these weights. Raises WeightsDiffer where they hold others then."""
-        self.trainer.take_weights(weights)
-        found = {name: sampled(tensor) for name, tensor in self.trainer.weights()}
-        if wrong := differences({name: sampled(one) for name, one in weights.items()}, found):
-            raise WeightsDiffer(f"the ranks must hold the weights that came, but {wrong}")
+        found = self.trainer.take_weights(weights, version)
+        sent = {name: sampled(weights[name], version).to(one.dtype) for name, one in found.items()}
+        check_held("the ranks", sent, found)
 
     def sleep(self) -> None:
         with self._scheduler.lock:

@@ -203,8 +203,8 @@ class RankedTrainer:
     def decode(self, order: Any) -> tuple[dict[int, list[Completion]], float]:
         return self._call("decode", order)
 
-    def take_weights(self, weights: dict[str, Tensor]) -> None:
-        self._call("take_weights", weights)
+    def take_weights(self, weights: dict[str, Tensor], version: int) -> dict[str, Tensor]:
+        return self._call("take_weights", weights, version)
 
     def offload(self, *, keep_weights: bool = False) -> None:
         self._call("offload", keep_weights=keep_weights)

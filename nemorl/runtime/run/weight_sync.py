@@ -37,7 +37,10 @@ class SendsWeights(Protocol):
 
 
 class TrainerWeights(WeightSource):
-    """The newest weights of a trainer: always those after its last whole step.
+    """The newest weights of a trainer, those after its last step.
+
+    A step that raises midway may have changed some of them: they are sent as they are, under the
+    version of the step before.
 
     They are read between two of the trainer's calls, whichever thread reads: from the first
     TrainerWeights on, `train_step`, `optim_step`, `load_checkpoint` and the trainer's other methods

@@ -92,9 +92,9 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
     from transformers import AutoModelForCausalLM
 
     from nemorl import SamplingParams
+    from nemorl.rollout.config import GenerationConfig
     from nemorl.rollout.generation import Weights
     from nemorl.rollout.wrapped import blocking
-    from nemorl.runtime.config.generation import GenerationConfig
     from nemorl.runtime.engines.backend import VLLMGenerationBackend
     from nemorl.runtime.engines.weights import WeightSender, expected_weights, own_place
     from nemorl.runtime.run.weight_sync import sync_weights

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nemorl.parallel.config import ProfileConfig as ProfileConfig
     from nemorl.parallel.config import TrainerConfig as TrainerConfig
     from nemorl.parallel.plan import ParallelPlan as ParallelPlan
+    from nemorl.rollout.config import GenerationConfig as GenerationConfig
     from nemorl.rollout.conversation import Conversation as Conversation
     from nemorl.rollout.conversation import Episode as Episode
     from nemorl.rollout.conversation import Failure as Failure
@@ -62,7 +63,6 @@ if TYPE_CHECKING:
     from nemorl.runtime.config.dpo import KTOLoss as KTOLoss
     from nemorl.runtime.config.dpo import ORPOLoss as ORPOLoss
     from nemorl.runtime.config.dpo import SimPOLoss as SimPOLoss
-    from nemorl.runtime.config.generation import GenerationConfig as GenerationConfig
     from nemorl.runtime.config.grpo import CISPOLoss as CISPOLoss
     from nemorl.runtime.config.grpo import ClippedLoss as ClippedLoss
     from nemorl.runtime.config.grpo import GapConfig as GapConfig
@@ -146,7 +146,7 @@ _NAMES = {
     "nemorl.runtime.config.run": ["RunConfig"],
     "nemorl.runtime.config.sft": ["SFTConfig"],
     "nemorl.runtime.config.tree": ["load_config"],
-    "nemorl.runtime.config.generation": ["GenerationConfig"],
+    "nemorl.rollout.config": ["GenerationConfig"],
     "nemorl.runtime.cli.inference": ["evaluate", "export", "generate"],
     "nemorl.runtime.run.loop": ["OpenRun", "Step"],
     "nemorl.runtime.start.open_run": ["open_run", "run"],

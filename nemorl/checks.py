@@ -163,6 +163,11 @@ def as_number(value: Any) -> float:
     return number if abs(number) <= LARGEST else math.nan
 
 
+def all_but(cls: Any, *used: str) -> tuple[str, ...]:
+    """Return the fields of a dataclass without some."""
+    return tuple(item.name for item in fields(cls) if item.name not in used)
+
+
 def refuse_unused(
     section: str, config: Any, requirement: str, remedy: str, *, names: Iterable[str] | None = None
 ) -> None:

@@ -473,8 +473,8 @@ NO_RUN = (
 FLAGS = {
     NO_RUN: "report no/run",
     r"gpus must be at least 1, but it is 0": "plan --model {place.model} --gpus 0",
-    r"tp must divide the 4 GPUs, but it is 3: change"
-    r" it or gpus": "plan --model {place.model} --gpus 4 --tp 3",
+    r"gpus must allow a plan.*: the degrees given do not multiply to a divisor"
+    r" of 4": "plan --model {place.model} --gpus 4 --tp 3",
     r"gpu_memory must hold a plan, but it is 0\.0001.*the smallest"
     r" needs .* GB": "plan --model {place.model} --gpus 2 --gpu-memory 0.0001",
     r"data\.train must be given, but it is None: add --data\.train FILE": "data inspect",

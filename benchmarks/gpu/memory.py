@@ -27,11 +27,11 @@ PLAN = ParallelPlan(param_dtype="bfloat16", activation_checkpointing="full", dp_
 
 
 def measurements(small: bool) -> Measurements:
-    work = PlanConfig(model="", gpus=1, seq_len=128 if small else 8192)
+    work = PlanConfig(gpus=1, seq_len=128 if small else 8192)
     kinds = {
         "SFT": work,
-        "LoRA-SFT": replace(work, lora_rank=16),
-        "GRPO with a reference": replace(work, reference=True),
+        "LoRA-SFT": replace(work, lora=LoRAConfig(rank=16)),
+        "GRPO with a reference": replace(work, keep_reference=True),
     }
     for kind, settings in kinds.items():
         yield kind, partial(largest, kind, settings, small)
@@ -65,11 +65,11 @@ def largest(kind: str, work: PlanConfig, small: bool) -> Iterator[Row]:
             random_model(config, device),
             work.seq_len,
             parallel=PLAN,
-            lora=LoRAConfig(rank=work.lora_rank),
-            keep_reference=work.reference,
+            lora=work.lora,
+            keep_reference=work.keep_reference,
         )
         data = batch_of([work.seq_len // 8] * 16)
-        step = partial(made.train_step, data, policy_loss if work.reference else loss_fn)
+        step = partial(made.train_step, data, policy_loss if work.keep_reference else loss_fn)
         step()
         begin = time.time_ns()
         if not small:

@@ -4,6 +4,7 @@ Free of torch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from nemorl.checks import checked_by, refuse_unused, require
@@ -61,10 +62,33 @@ def check_training(
 
     The arguments are the ones of `TrainingLimits.check`, which is called as well.
     """
-    head, heads = getattr(config, "head", "lm"), limits.traits.heads
-    requirement = f"must be {' or '.join(heads)} with trainer.backend {config.trainer.backend}"
-    remedy = f"take --trainer.backend {able(lambda traits: head in traits.heads)}"
-    require(head in heads, "head", requirement, head, remedy)
+    missing = [name for name in limits.traits.packages if find_spec(name) is None]
+    requirement = f"needs {' and '.join(missing)}, which must be installed"
+    remedy = "do so (for megatron: pip install 'nemorl[megatron]')"
+    require(not missing, "trainer.backend", requirement, config.trainer.backend, remedy)
+    check_settings(config, model, plan, limits)
+    sizes = ("num_attention_heads", "intermediate_size", "vocab_size")
+    if all(hasattr(model, name) for name in sizes):
+        plan.check(model, traits=limits.traits)
+
+
+def check_settings(
+    config: TrainingSections, model: Any, plan: ParallelPlan, limits: TrainingLimits
+) -> None:
+    """Raise ValueError as `check_training`, whatever is installed and whatever suits the model."""
+    head, heads, rank = getattr(config, "head", "lm"), limits.traits.heads, config.lora.rank
+    sharded = limits.traits.shards == "parameters"
+    heads_of = f"take --trainer.backend {able(lambda traits: head in traits.heads)}"
+    other = "remove it, or take --trainer.backend dtensor"
+    ranks = "parallel.dp_shard has more data parallel ranks, which share the optimizer's state"
+    for field, value, fits, wanted, remedy in (
+        ("head", head, head in heads, " or ".join(heads), heads_of),
+        ("lora.rank", rank, limits.traits.adapters or not rank, 0, other),
+        ("parallel.dp_replicate", plan.dp_replicate, sharded or plan.dp_replicate == 1, 1, ranks),
+        ("parallel.cpu_offload", plan.cpu_offload, sharded or not plan.cpu_offload, "off", other),
+    ):
+        requirement = f"must be {wanted} with trainer.backend {config.trainer.backend}"
+        require(fits, field, requirement, value, remedy)
     if not limits.traits.experts:
         names = able(lambda traits: traits.experts)
         requirement, remedy = f"needs trainer.backend {names}", f"add --trainer.backend {names}"
@@ -73,6 +97,3 @@ def check_training(
         requirement = "is for models with experts"
         refuse_unused("trainer", config.trainer, requirement, "remove it", names=FOR_EXPERTS)
     limits.check(config, model, plan)
-    sizes = ("num_attention_heads", "intermediate_size", "vocab_size")
-    if all(hasattr(model, name) for name in sizes):
-        plan.check(model, traits=limits.traits)

@@ -11,6 +11,8 @@ class TrainingTraits:
     The defaults are the ones of a class that says nothing.
     """
 
+    packages: tuple[str, ...] = ()
+    """Packages that it imports and nemorl does not require."""
     needs_ranks: bool = False
     """Whether it runs on ranks in other processes, even on a single one."""
     pipelines: bool = False

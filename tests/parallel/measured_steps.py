@@ -25,7 +25,7 @@ from nemorl.losses.masks import token_mean_weights
 from nemorl.losses.types import LossOutput, needs
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.parallel.backend import ForwardOutput
-from nemorl.parallel.config import BackendConfig, LoRAConfig, ModelConfig, TrainerConfig
+from nemorl.parallel.config import BackendConfig, ModelConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.plan import ParallelPlan
@@ -37,25 +37,26 @@ BACKENDS: dict[str, Any] = {"dtensor": DTensorBackend, "megatron": MegatronBacke
 
 def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[int, int]:
     """This rank's peak bytes in the second optimizer step, and what it sends in the third."""
-    trainer = TrainerConfig(
+    trainer = replace(
+        work.trainer,
         device="cpu",
         train_micro_batch_size=work.micro_batch_rows,
-        logprob_chunk=work.logprob_chunk,
-        sequence_packing=work.packed,
-        packed_row_tokens=work.seq_len if work.packed else None,
+        packed_row_tokens=work.seq_len if work.trainer.sequence_packing else None,
     )
-    model = ModelConfig(path=str(folder), from_scratch=not work.lora_rank)
-    lora = LoRAConfig(rank=work.lora_rank, target_modules=work.lora_target_modules)
     config = BackendConfig(
-        model=model, trainer=trainer, parallel=plan, lora=lora, keep_reference=work.reference
+        model=ModelConfig(path=str(folder), from_scratch=not work.lora.rank),
+        trainer=trainer,
+        parallel=plan,
+        lora=work.lora,
+        keep_reference=work.keep_reference,
     )
     batch = _batch(2 * work.micro_batch_rows * plan.data_ranks, work)
     loss_fn = _loss_with_entropy if work.entropy else nll_loss
     with Allocations() as recorded:
         # Adapters are for a trained model: here one that is handed over, as no weights lie in the
         # folder.
-        backend = BACKENDS[work.backend](
-            load_causal_lm(str(folder), from_scratch=True) if work.lora_rank else None
+        backend = BACKENDS[work.trainer.backend](
+            load_causal_lm(str(folder), from_scratch=True) if work.lora.rank else None
         )
         backend.setup(config)
         backend.train_step(batch, loss_fn)
@@ -70,7 +71,9 @@ def measure_steps(folder: Path, plan: ParallelPlan, work: PlanConfig) -> tuple[i
 
 def _batch(rows: int, work: PlanConfig) -> TokenBatch:
     """Rows of the workload's width; for packing four times as many of a quarter's length."""
-    length, count = (work.seq_len // 4, 4 * rows) if work.packed else (work.seq_len, rows)
+    length, count = (
+        (work.seq_len // 4, 4 * rows) if work.trainer.sequence_packing else (work.seq_len, rows)
+    )
     ids = torch.randint(2, 40, (count, length), generator=torch.Generator().manual_seed(0)).tolist()
     mask = [False] + [True] * (length - 1)
     batch = collate([Example(input_ids=row, loss_mask=mask, response_mask=mask) for row in ids])

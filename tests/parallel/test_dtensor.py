@@ -29,11 +29,11 @@ from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.algorithms import policy_loss, sft
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.grpo import GRPOConfig, KLConfig, OffPolicyConfig
 from tests.host_waits import HostWaits
 from tests.parallel.batches import nll_loss, random_batch

@@ -28,10 +28,10 @@ from nemorl.parallel.dtensor.lora import adapter_tensors
 from nemorl.parallel.fingerprint import fingerprint
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from tests.parallel.batches import nll_loss, random_batch
 from tests.rollout.updates import update
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer

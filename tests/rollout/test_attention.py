@@ -5,9 +5,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from nemorl.rollout.attention import ATTENTION_NAME, cached_attention, decoding
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
 

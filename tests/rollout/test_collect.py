@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.collect import Prompts, Rollouts, collect, join, kind_of, select, to_token_batch
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import EnvironmentReturn, FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed, uniform
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

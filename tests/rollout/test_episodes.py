@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Failure, Outcome, Turn, examples_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.episodes import converse
 from nemorl.rollout.generation import Completion, SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

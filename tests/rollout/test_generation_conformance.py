@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from nemorl.parallel.config import BackendConfig, TrainerConfig
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import GenerationBackend, SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.ranks.generator import RankedGenerator
 from tests.examples import load_example
 from tests.rollout.updates import update

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.stops import StopStrings
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from tests.tiny_models import ALPHABET, tiny_model, tiny_tokenizer
 
 SPECIAL = [f"<{n}>" for n in range(8)]

@@ -8,10 +8,10 @@ import torch
 
 from nemorl.models.digest import sampled
 from nemorl.rollout import torch_backend as module
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.decoding import Decoding
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from tests.host_waits import HostWaits
 from tests.rollout.updates import update
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer

@@ -1,6 +1,5 @@
 """What trainer.backend megatron is and can't do, before anything starts. Free of torch."""
 
-from importlib.util import find_spec
 from typing import Any
 
 from nemorl.checks import require
@@ -19,6 +18,7 @@ SUPPORTED: dict[str, Any] = {
 }
 """Values that a model's configuration must have."""
 traits = TrainingTraits(
+    packages=("megatron", "psutil"),
     needs_ranks=True,
     pipelines=True,
     experts=True,
@@ -33,25 +33,12 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     """Raise ValueError for settings that have no effect here or are not supported, and for a model
     with other parts.
     """
-    missing = [name for name in ("megatron", "psutil") if find_spec(name) is None]
-    install = "pip install 'nemorl[megatron]'"
-    requirement = "must be installed for megatron"
-    require(not missing, "trainer.backend", requirement, "megatron", install)
     dtensor = "remove it, or take --trainer.backend dtensor"
     offloads = config.trainer.offload_during_generation
     in_bfloat16 = plan.param_dtype == "bfloat16"
     for field, value, fits, requirement, remedy in (
-        ("lora.rank", config.lora.rank, not config.lora.rank, "be 0", dtensor),
-        (
-            "parallel.dp_replicate",
-            plan.dp_replicate,
-            plan.dp_replicate == 1,
-            "be 1",
-            "parallel.dp_shard has more data parallel ranks, which share the optimizer's state",
-        ),
         ("parallel.compile", plan.compile, not plan.compile, "be off", dtensor),
         ("trainer.offload_during_generation", offloads, not offloads, "be off", dtensor),
-        ("parallel.cpu_offload", plan.cpu_offload, not plan.cpu_offload, "be off", dtensor),
         (
             "parallel.reduce_dtype",
             plan.reduce_dtype,

@@ -2,21 +2,22 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemorl.checks import require
 from nemorl.models.hub import loading
-from nemorl.parallel.backends import limits_of
-from nemorl.parallel.config import TrainerConfig
+from nemorl.parallel.backends import check_settings, limits_of
+from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, seconds, step_traffic
 from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Memory, Step
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
+from nemorl.rollout.config import GenerationConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,13 +42,21 @@ class Candidate:
     @property
     def flags(self) -> str:
         """The settings that make a run use this plan."""
-        parts = []
-        for item in fields(ParallelPlan):
-            value = getattr(self.plan, item.name)
-            if value != item.default:
-                flag = f"--parallel.{item.name.replace('_', '-')}"
-                parts.append(flag if value is True else f"{flag} {value}")
-        return " ".join(parts)
+        return _flags(parallel=self.plan)
+
+
+def _flags(**sections: Any) -> str:
+    """Return the flags of what is not a run's default in sections."""
+    found = []
+    for section, config in sections.items():
+        for item in fields(config):
+            value = getattr(config, item.name)
+            if value not in (item.default, {}):
+                name = f"no-{item.name}" if value is False else item.name
+                values = value if isinstance(value, tuple) else (value,)
+                found.append(f"--{section}.{name}".replace("_", "-"))
+                found += [str(each) for each in values if not isinstance(each, bool)]
+    return " ".join(found)
 
 
 @dataclass(frozen=True)
@@ -66,23 +75,31 @@ class Planned:
 
 def find_plans(config: PlanConfig) -> Planned:
     """Find every plan for the model, in order. Raises ValueError where none suits it."""
-    model, steps, refused = read_shape(config.model), [], dict[str, None]()
-    traits = limits_of(config.backend).traits
+    model, steps, refused = read_shape(config.model.path), [], dict[str, None]()
+    backend, limits = config.trainer.backend, limits_of(config.trainer.backend)
     require(
-        traits.experts or not model.num_local_experts,
-        "backend",
-        f"must be megatron for {model.model_type}, a mixture of experts, which {config.backend}"
+        limits.traits.experts or not model.num_local_experts,
+        "trainer.backend",
+        f"must be megatron for {model.model_type}, a mixture of experts, which {backend}"
         " neither trains nor plans",
-        config.backend,
-        "add --backend megatron",
+        backend,
+        "add --trainer.backend megatron",
     )
     for plan in candidates(config, model):
-        problems = list(plan.problems(model, traits=traits))
+        run = BackendConfig(trainer=config.trainer, lora=config.lora, parallel=plan)
+        problems = list(plan.problems(model, traits=limits.traits))
+        try:
+            check_settings(run, None, plan, limits)
+        except ValueError as error:
+            problems.append(str(error))
         refused |= dict.fromkeys(problems)
         if not problems:
             steps.append(Step(model, plan, config))
     if not steps:
-        given = f"the degrees given do not multiply to a divisor of {config.gpus}"
+        given = (
+            f"the degrees given do not multiply to a divisor of {config.gpus}, with tp within"
+            f" {config.gpus_per_node} and a pipeline if there is vpp"
+        )
         reason = "; ".join(refused) or given
         raise ValueError(f"gpus must allow a plan that suits the model, but none does: {reason}")
     found, room = list(map(estimate, steps)), GB * config.gpu_memory * (1 - config.reserve)
@@ -94,7 +111,7 @@ def find_plans(config: PlanConfig) -> Planned:
 
 def read_shape(name: str) -> ModelShape:
     """Read the sizes of a folder, a config.json or a model on the hub."""
-    with loading(name, field="model"):
+    with loading(name):
         path = Path(name)
         if not path.exists():
             from huggingface_hub import hf_hub_download
@@ -107,44 +124,40 @@ def read_shape(name: str) -> ModelShape:
 
 def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
     """Yield the plans that the settings allow, even if they don't suit the model."""
-    gpus, traits = config.gpus, limits_of(config.backend).traits
+    gpus, asked, traits = config.gpus, config.parallel, limits_of(config.trainer.backend).traits
     for tp, pp, cp, shard in product(
-        _degrees(1 if config.lora_rank else config.tp, gpus),
-        _degrees(config.pp if traits.pipelines else 1, gpus),
-        _degrees(config.cp, gpus),
-        _degrees(config.dp_shard, gpus),
+        _degrees(asked.tp, gpus, free=not config.lora.rank),
+        _degrees(asked.pp, gpus, free=traits.pipelines),
+        _degrees(asked.cp, gpus),
+        _degrees(asked.dp_shard, gpus),
     ):
         replicate, left = divmod(gpus, tp * pp * cp * shard)
-        copies = config.dp_replicate if traits.shards == "parameters" else 1
-        allowed = copies in (None, replicate)
-        if left or tp > config.gpus_per_node or not replicate or not allowed:
+        copies = _degrees(asked.dp_replicate, gpus, free=traits.shards == "parameters")
+        if left or tp > config.gpus_per_node or replicate not in copies:
             continue
-        if config.vpp > 1 and pp == 1:
+        if asked.vpp > 1 and pp == 1:
             continue
         divides = cp == 1 or model.num_attention_heads % (tp * cp) == 0
-        eps = [config.ep or 1]
+        eps = [asked.ep or 1]
         if model.num_local_experts:
-            eps = _degrees(config.ep, shard * cp * tp)
+            eps = _degrees(asked.ep, shard * cp * tp)
         for ep, checkpointing in product(eps, RECOMPUTED):
-            if config.activation_checkpointing in (None, checkpointing):
+            if asked.activation_checkpointing in (None, checkpointing):
                 yield ParallelPlan(
-                    dp_replicate=replicate,
-                    dp_shard=shard,
-                    tp=tp,
-                    pp=pp,
-                    vpp=config.vpp,
-                    ep=ep,
-                    cp=cp,
-                    cp_method=config.cp_method or ("ulysses" if divides else "allgather"),
-                    param_dtype=config.param_dtype,
-                    activation_checkpointing=checkpointing,  # type: ignore[arg-type]
-                    cpu_offload=config.cpu_offload,
+                    **asdict(asked)
+                    | {
+                        **{"dp_replicate": replicate, "dp_shard": shard},
+                        **{"tp": tp, "pp": pp, "ep": ep, "cp": cp},
+                        "cp_method": asked.cp_method or ("ulysses" if divides else "allgather"),
+                        "activation_checkpointing": checkpointing,
+                    }
                 )
 
 
-def _degrees(given: int | None, number: int) -> list[int]:
-    """Return the divisors of a number, or the one that is asked for."""
-    return [n for n in range(1, number + 1) if number % n == 0 and given in (None, n)]
+def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
+    """Return the divisors of a number, or the one that is given, or 1 unless they are free."""
+    wanted = given or (None if free else 1)
+    return [n for n in range(1, number + 1) if number % n == 0 and wanted in (None, n)]
 
 
 def estimate(step: Step) -> Candidate:
@@ -155,7 +168,7 @@ def estimate(step: Step) -> Candidate:
         stages = pipeline = [Stage(step, index) for index in range(step.plan.pp)]
         traffic = max((stage.traffic() for stage in pipeline), key=lambda sent: sent.total)
     moments = [stage.training_memory() for stage in stages]
-    if step.work.colocated_generation:
+    if step.work.engines:
         moments += [step.generation_memory(stage.states()) for stage in stages]
     return Candidate(
         step.plan,
@@ -186,7 +199,7 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
     model = found.step.model
     active = f" ({quantity(model.active_parameters())} per token)" * bool(model.num_local_experts)
     title = (
-        f"{config.model}: {quantity(model.num_parameters())} parameters{active}{trains} on"
+        f"{config.model.path}: {quantity(model.num_parameters())} parameters{active}{trains} on"
         f" {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB"
     )
     console.print(Text(title, style="bold"))
@@ -202,7 +215,7 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
         f" (--reserve {config.reserve:g}). sent: GB per GPU and optimizer step. time: of a step,"
         " estimated, relative to the first."
     )
-    if config.cpu_offload or config.offload_during_generation:
+    if _offloads(config):
         console.print("host: GB of a machine's main memory, besides what processes need.")
     if any(candidate.plan.cp_method == "allgather" for candidate in shown):
         console.print("cp *: by cp_method allgather.")
@@ -211,42 +224,38 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
     if not found.fitting:
         raise ValueError(nothing_fits(config, found.too_large[0]))
     console.print(f"\nrecommended, of {len(found.fitting)} that fit:")
-    flags = " ".join(filter(None, [found.fitting[0].flags, *other_flags(config)]))
+    flags = " ".join(filter(None, [found.fitting[0].flags, other_flags(config)]))
     console.print(Text(flags, style="bold green"), soft_wrap=True)
 
 
-def other_flags(config: PlanConfig) -> Iterator[str]:
-    """Yield the settings of a run, besides its plan, that the estimate is for."""
-    if config.backend != TrainerConfig.backend:
-        yield f"--trainer.backend {config.backend}"
-    yield f"--trainer.train-micro-batch-size {config.micro_batch_rows}"
-    if config.packed:
-        yield f"--trainer.sequence-packing --trainer.packed-row-tokens {config.seq_len}"
-    if config.logprob_chunk != 1024:
-        yield f"--trainer.logprob-chunk {config.logprob_chunk}"
-    if config.colocated_generation:
-        sequences, replicas = config.generation_sequences, config.gpus // config.generation_tp
-        yield f"--generation.backend vllm --generation.max-batch-size {sequences}"
-        yield f"--generation.num-replicas {replicas}" if config.gpus > 1 else ""
-    if config.offload_during_generation:
-        yield "--trainer.offload-during-generation"
-    if config.generation_tp > 1:
-        yield f"--generation.tensor-parallel-size {config.generation_tp}"
-    if config.lora_rank:
-        yield f"--lora.rank {config.lora_rank}"
-    if config.lora_target_modules:
-        yield f"--lora.target-modules {' '.join(config.lora_target_modules)}"
+def other_flags(config: PlanConfig) -> str:
+    """Return the settings of a run, besides its plan, that the estimate is for."""
+    trainer = replace(
+        config.trainer,
+        train_micro_batch_size=config.micro_batch_rows,
+        micro_batch_tokens=None,
+        packed_row_tokens=config.row_tokens if config.trainer.sequence_packing else None,
+    )
+    generation = GenerationConfig()
+    if config.engines:
+        replicas = config.gpus // config.generation.tensor_parallel_size
+        generation = replace(config.generation, num_replicas=replicas)
+    return _flags(trainer=trainer, lora=config.lora, generation=generation)
+
+
+def _offloads(config: PlanConfig) -> bool:
+    return config.parallel.cpu_offload or config.trainer.offload_during_generation
 
 
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     """Return what the smallest plan lacks, and which settings take less memory."""
-    given, needed = config.gpu_memory, smallest.fullest.total
-    generates, traits = config.colocated_generation, limits_of(config.backend).traits
-    offloads = config.offload_during_generation or config.cpu_offload
+    given, needed, generates = config.gpu_memory, smallest.fullest.total, config.engines
+    traits = limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"
-    remedies = ["--cpu-offload"] * sharded + ["--lora-rank 16"] * traits.adapters
-    remedies += ["--offload-during-generation"] * (sharded and generates and not offloads)
-    remedies += ["fewer --generation-sequences"] * generates
+    remedies = ["--parallel.cpu-offload"] * sharded + ["--lora.rank 16"] * traits.adapters
+    offload = sharded and generates and not _offloads(config)
+    remedies += ["--trainer.offload-during-generation"] * offload
+    remedies += ["a smaller --generation.max-batch-size"] * generates
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"
@@ -280,8 +289,8 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         for title, name in PARTS.items()
         if any(getattr(each.fullest, name) for each in shown)
     }
-    host = ["host"] * (config.cpu_offload or config.offload_during_generation)
-    traits = limits_of(config.backend).traits
+    host = ["host"] * _offloads(config)
+    traits = limits_of(config.trainer.backend).traits
     unused = ["repl"] * (traits.shards == "optimizer") + ["pp"] * (not traits.pipelines)
     unused += [
         name for name in ("vpp", "ep") if all(getattr(each.plan, name) == 1 for each in shown)

@@ -91,11 +91,11 @@ def seconds(step: Step, traffic: Traffic) -> float:
     head = model.vocab_size * model.hidden_size
     embedding = 0 if model.tie_word_embeddings else head
     weights = (model.active_parameters() - embedding - head) / plan.pp + head
-    attention = 2 * model.num_hidden_layers * model.q_size * step.width / (4 if work.packed else 1)
-    attention /= plan.pp
+    attention = 2 * model.num_hidden_layers * model.q_size * step.width / plan.pp
+    attention /= 4 if work.trainer.sequence_packing else 1
     # Two operations forward, two for the inputs' gradient, two for the trained weights'.
     small = step.adapter_parameters()
-    passes = 4 * weights + 6 * (small + attention) if work.lora_rank else 6 * (weights + attention)
+    passes = 4 * weights + 6 * (small + attention) if work.lora.rank else 6 * (weights + attention)
     again = RECOMPUTED[plan.activation_checkpointing] * 6 * (weights + small + attention)
     whole = step.traits.shards == "optimizer"  # nothing is gathered: recomputes attention alone
     if whole and plan.activation_checkpointing == "selective":
@@ -117,7 +117,7 @@ def seconds(step: Step, traffic: Traffic) -> float:
     waiting += traffic.pipeline / speed(plan.num_ranks)
     if whole:
         hidden, waiting = 0, waiting + hidden
-    if work.offload_during_generation:  # there and back; weights come once more, for the engine
-        states = step.states()
+    if work.trainer.offload_during_generation:
+        states = step.states()  # there and back; weights come once more, for the engine
         waiting += (2 * states.total + states.parameters) / HOST_BANDWIDTH
     return max(compute / FLOPS[plan.param_dtype], hidden) + waiting

@@ -81,7 +81,7 @@ class Stage:
             parameters=size * numbers,
             gradients=gradient * numbers,
             optimizer=(main + 2 * STATE) * own,
-            reference=size * numbers * step.work.reference,
+            reference=size * numbers * step.work.keep_reference,
         )
 
     def kept_per_layer(self, *, recomputed: str) -> int:
@@ -99,7 +99,7 @@ class Stage:
         upcast = STATE * hidden // step.token_split() if size < STATE else 0
         norms = 2 * (3 * stream + upcast)
         head_norms = 2 * STATE * (q + kv) if model.qk_norm else 0
-        reordered = 1.5 * (not step.work.packed or plan.cp > 1)
+        reordered = 1.5 * (not step.work.trainer.sequence_packing or plan.cp > 1)
         # The output of attention, and its logsumexp, which "selective" computes again.
         output = 0 if recomputed == "selective" else q * size
         attention = (q * (2 + reordered) + kv + 2 * step.kept_keys()) * size + output

@@ -44,17 +44,17 @@ class Step:
     model: ModelShape
     plan: ParallelPlan
     work: PlanConfig
-    """Rows, adapters and the like; its settings of plans don't count."""
+    """Rows, adapters and the like; its section parallel does not count."""
 
     @property
     def traits(self) -> TrainingTraits:
         """Traits of the training backend."""
-        return limits_of(self.work.backend).traits
+        return limits_of(self.work.trainer.backend).traits
 
     @property
     def width(self) -> int:
         """Tokens of a row, with the padding that the plan needs."""
-        return -(-self.work.seq_len // self.plan.row_multiple) * self.plan.row_multiple
+        return -(-self.work.row_tokens // self.plan.row_multiple) * self.plan.row_multiple
 
     @property
     def tokens(self) -> int:
@@ -79,15 +79,15 @@ class Step:
 
     def adapted(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of each matrix of a layer that gets an adapter."""
-        names = (self.work.lora_target_modules or LINEAR) if self.work.lora_rank else ()
+        names = (self.work.lora.target_modules or LINEAR) if self.work.lora.rank else ()
         shapes = {name.split(".")[1]: shape for name, shape, *_ in self.model.linear()}
         return {name: shape for name, shape in shapes.items() if name in names}
 
     def adapters(self) -> Iterator[Matrix]:
         """Yield a layer's adapters: from each matrix's inputs to the rank, and to its outputs."""
         for name, (rows, columns) in self.adapted().items():
-            yield Matrix(f"{name}.lora_A.weight", (self.work.lora_rank, columns))
-            yield Matrix(f"{name}.lora_B.weight", (rows, self.work.lora_rank))
+            yield Matrix(f"{name}.lora_A.weight", (self.work.lora.rank, columns))
+            yield Matrix(f"{name}.lora_B.weight", (rows, self.work.lora.rank))
 
     def adapter_parameters(self) -> int:
         return self.model.num_hidden_layers * sum(each.size for each in self.adapters())
@@ -102,12 +102,12 @@ class Step:
 
     def trained(self) -> int:
         """Return the parameters that a device trains."""
-        return self._adapter_shard() if self.work.lora_rank else self.kept()
+        return self._adapter_shard() if self.work.lora.rank else self.kept()
 
     @property
     def copied(self) -> bool:
         """Whether there is a frozen copy."""
-        return self.work.reference and not self.work.lora_rank
+        return self.work.keep_reference and not self.work.lora.rank
 
     def states(self) -> Memory:
         """Return what a device keeps from step to step."""
@@ -121,12 +121,12 @@ class Step:
 
     def generation_memory(self, states: Memory) -> Memory:
         """Return the memory while an engine in bfloat16 samples beside a trainer's states."""
-        model, work = self.model, self.work
-        kv_heads = max(1, model.num_key_value_heads // work.generation_tp)
+        model, work, tp = self.model, self.work, self.work.generation.tensor_parallel_size
+        kv_heads = max(1, model.num_key_value_heads // tp)
         cache = 4 * model.num_hidden_layers * kv_heads * model.head_dim
-        cache *= work.generation_sequences * work.seq_len
-        generation = 2 * model.num_parameters() // work.generation_tp + cache
-        if not work.offload_during_generation:
+        cache *= work.generation.max_batch_size * work.seq_len
+        generation = 2 * model.num_parameters() // tp + cache
+        if not work.trainer.offload_during_generation:
             return replace(states, generation=generation)
         # Weights are handed over one by one.
         largest = max(matrix.size for matrix in (*model.layer(), *model.ends()))
@@ -139,7 +139,7 @@ class Step:
         pinned: beside GPUs all is pinned but the optimizer of cpu_offload, and torch gives out
         pinned memory in powers of two.
         """
-        if not (self.plan.cpu_offload or self.work.offload_during_generation):
+        if not (self.plan.cpu_offload or self.work.trainer.offload_during_generation):
             return 0
 
         def held(matrices: Iterable[Matrix]) -> int:
@@ -147,7 +147,7 @@ class Step:
             return sum(1 << (size - 1).bit_length() if pinned else size for size in sizes)
 
         trained = 2 if self.plan.cpu_offload else 3
-        copies = 1 if self.work.lora_rank else trained + self.work.reference
+        copies = 1 if self.work.lora.rank else trained + self.work.keep_reference
         layer = copies * held(self.model.layer()) + trained * held(self.adapters())
         whole = self.model.num_hidden_layers * layer + copies * held(self.model.ends())
         return whole + 2 * STATE * self.trained() * self.plan.cpu_offload
@@ -186,13 +186,13 @@ class Step:
         head = model.vocab_size // plan.tp * model.hidden_size
         adapter = sum(matrix.size for matrix in self.adapters())
         cast = size if size < STATE else 0
-        if self.work.lora_rank and not plan.needs_ranks:
+        if self.work.lora.rank and not plan.needs_ranks:
             # A product keeps the frozen matrix's cast that its backward needs; autocast does not.
             again = plan.activation_checkpointing != "none"
             kept = 0 if again else cast * model.num_hidden_layers * layer
             begins = cast * (adapter + again * layer)
             return kept + cast * head, kept, begins, adapter * STATE, 0
-        if self.work.lora_rank:
+        if self.work.lora.rank:
             # The buffer that FSDP2 gathers last stays until the next forward pass: the head's, or
             # the last layer's, where a tied head was gathered first.
             layer += adapter
@@ -222,7 +222,7 @@ class Step:
         """
         model, plan, size = self.model, self.plan, self.dtype_size
         (q, kv, inner), hidden = self.heads_width, model.hidden_size
-        autocast, frozen = not plan.needs_ranks and size < STATE, self.work.lora_rank > 0
+        autocast, frozen = not plan.needs_ranks and size < STATE, self.work.lora.rank > 0
         adapted = self.adapted().keys()
         reads = set(adapted if frozen else LINEAR)
         into = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
@@ -232,12 +232,13 @@ class Step:
         head_norms = (q + kv) * (STATE + (0 if frozen else size)) if model.qk_norm else 0
         # Attention's output in its own order and in the rows'; adapters under autocast cast it
         # back and forth.
-        reordered = plan.cp_method == "ulysses" if plan.cp > 1 else self.work.packed
+        packed = self.work.trainer.sequence_packing
+        reordered = plan.cp_method == "ulysses" if plan.cp > 1 else packed
         twice = (reordered or (frozen and autocast)) and "o_proj" in reads
         attention = (q * (2 + twice) + 2 * self.kept_keys()) * size
         attention += 4 * (model.num_attention_heads // plan.tp)
         feed_forward = (3 + ("down_proj" in reads)) * inner * size
-        between = len(adapted) * self.work.lora_rank * size
+        between = len(adapted) * self.work.lora.rank * size
         return self.tokens * (norms + head_norms + attention + feed_forward + between)
 
     def kept_per_layer(self) -> int:
@@ -265,7 +266,7 @@ class Step:
 
     def logits_memory(self) -> int:
         """Return a chunk of logits in float32 with the arrays of softmax and gradient."""
-        rows = min(self.work.logprob_chunk, self.tokens)
+        rows = min(self.work.trainer.logprob_chunk, self.tokens)
         arrays = 2 + (self.plan.tp > 1) * 2 + self.work.entropy * 2
         return STATE * rows * (self.model.vocab_size // self.plan.tp) * arrays
 
@@ -298,5 +299,5 @@ def kept_products(step: Step) -> int:
         width = rows if axis else rows // step.plan.tp
         with_bias += width * bias
         without += [width] * (not bias)
-        without += [step.work.lora_rank, width] * (name.split(".")[1] in adapted)
+        without += [step.work.lora.rank, width] * (name.split(".")[1] in adapted)
     return step.heads_width[0] + with_bias + sum(without[::2])

@@ -21,6 +21,7 @@ from nemorl.checks import closest, require
 from nemorl.data.datasets import load_rows, prompt_of
 from nemorl.data.rows import for_rows
 from nemorl.data.sources import first_rows
+from nemorl.parallel.planner.config import PlanConfig
 from nemorl.runtime.cli.commands import COMMANDS
 from nemorl.runtime.cli.settings import (
     AnswerConfig,
@@ -305,7 +306,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
         tree = yaml_layer(cls, tree, path, trust)
-    shown = set(COMMON)
+    shown = set(leaves(cls) if cls is PlanConfig else COMMON)
     for section in unions(cls):
         for name in peek(args, f"--{section}"):
             tree = layer(cls, tree, {section: {"name": name}})

@@ -2,17 +2,17 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from nemorl.checks import at_least, refuse_unused, require, valid_seed
+from nemorl.checks import all_but, at_least, refuse_unused, require, valid_seed
 from nemorl.parallel.config import ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.data import DataConfig
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.tree import defaults, flat, leaves, located, to_dict
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.config.yaml_io import read
@@ -27,10 +27,6 @@ OF_RUN = (
 """Settings that `eval` and `generate` take from the run that --model names."""
 
 
-def _all_but(cls: type[Any], *used: str) -> tuple[str, ...]:
-    return tuple(item.name for item in fields(cls) if item.name not in used)
-
-
 PROMPTS = ("prompt_column", "prompt_template", "system_prompt", "chat")
 
 
@@ -40,9 +36,9 @@ class AnswerConfig:
 
     unused: ClassVar[dict[str, tuple[str, ...]]] = {
         "model": ("from_scratch",),
-        "data": _all_but(DataConfig, *PROMPTS),
-        "trainer": _all_but(TrainerConfig, "device"),
-        "parallel": _all_but(ParallelPlan, "param_dtype"),
+        "data": all_but(DataConfig, *PROMPTS),
+        "trainer": all_but(TrainerConfig, "device"),
+        "parallel": all_but(ParallelPlan, "param_dtype"),
         "generation": ("colocated", "sleep_level", "weight_transport", "trainer_gpus"),
     }
     """Settings that are refused and not shown, by section."""
@@ -117,7 +113,7 @@ class EvalConfig(AnswerConfig):
     """Answer the rows of data.validation and judge the answers by a reward."""
 
     unused: ClassVar[dict[str, tuple[str, ...]]] = AnswerConfig.unused | {
-        "data": _all_but(DataConfig, *PROMPTS, "validation", "validation_split", "answer_column")
+        "data": all_but(DataConfig, *PROMPTS, "validation", "validation_split", "answer_column")
     }
 
     output: str | None = None

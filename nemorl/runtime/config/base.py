@@ -17,8 +17,8 @@ from nemorl.parallel.config import (
     check_lora,
 )
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.config.data import DataConfig
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.run import RunConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 

@@ -577,7 +577,6 @@ def _entry(name: str, known: Collection[str]) -> tuple[str, str, str | Absent] |
 
 def _key(ours: str | Absent, known: Collection[str]) -> str:
     keys = [] if isinstance(ours, Absent) else settings_in(ours)
-    keys += [_last(key) for key in keys]  # of plan, whose settings are in no section
     return next((key for key in keys if key in known), "")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nemorl.checks import require
 from nemorl.models.causal_lm import end_tokens
 from nemorl.models.source import ModelSource
+from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import (
     Completion,
     InFlight,
@@ -24,7 +25,6 @@ from nemorl.rollout.generation import (
     seeded,
     text_before,
 )
-from nemorl.runtime.config.generation import TRAITS, GenerationConfig
 from nemorl.runtime.engines import limits
 from nemorl.runtime.engines.spec import engine_spec
 from nemorl.runtime.engines.weights import started

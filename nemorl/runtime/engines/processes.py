@@ -17,9 +17,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemorl.checks import require
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cluster.connection import connect, release
 from nemorl.runtime.cluster.placement import DRIVER, Bundle, RayVirtualCluster, ResourcesError
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.engine import environment
 from nemorl.runtime.engines.router import Router

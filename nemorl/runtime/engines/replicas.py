@@ -15,8 +15,8 @@ from weakref import WeakSet
 import ray
 from ray.exceptions import RayError, RayTaskError
 
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, SamplingParams, WeightSource
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, check_apart, tell
 from nemorl.runtime.engines.router import TICK_S, Router
 from nemorl.runtime.engines.routing import (

@@ -12,8 +12,8 @@ from typing import Any
 from nemorl.checks import require
 from nemorl.models.hub import copy_code, has_own_code
 from nemorl.models.source import ModelSource
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import FinishReason
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.store.files import writing
 from nemorl.runtime.store.temporary import temporary_folder
 from nemorl.warn import warn

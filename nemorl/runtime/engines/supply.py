@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 import torch
 
 from nemorl.models.digest import WeightsDiffer
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, Weights, WeightSource
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, tell
 from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, Held, Published, Stopped, Supplied

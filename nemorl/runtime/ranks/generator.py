@@ -11,9 +11,9 @@ from torch import Tensor
 from nemorl.models.causal_lm import end_tokens
 from nemorl.models.digest import check_held, sampled
 from nemorl.parallel.megatron.engine import Order
+from nemorl.rollout.config import TRAITS
 from nemorl.rollout.generation import InFlight, WeightSource, check_in_flight
 from nemorl.rollout.scheduler import Request, ScheduledBackend
-from nemorl.runtime.config.generation import TRAITS
 from nemorl.runtime.engines.weights import checked_weights
 from nemorl.runtime.run.weight_sync import TrainerWeights
 

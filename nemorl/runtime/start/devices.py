@@ -8,9 +8,9 @@ from typing import Any
 from nemorl.checks import refuse_unused, require
 from nemorl.parallel.backends import check_training, limits_of
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.traits import Machine
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks.environment import is_follower, torchrun_size
 from nemorl.runtime.start.registry import check_generation

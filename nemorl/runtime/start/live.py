@@ -9,10 +9,10 @@ from typing import Any
 from nemorl.checks import require
 from nemorl.models.hub import EXPERTS, check_supported
 from nemorl.models.source import ModelSource
+from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.rounds import blocking
 from nemorl.rollout.traits import GenerationTraits
-from nemorl.runtime.config.generation import TRAITS, GenerationConfig
 from nemorl.runtime.config.tree import dump_yaml, to_dict
 from nemorl.runtime.config.trust import seal_of
 from nemorl.runtime.run.callbacks import Callback, closing

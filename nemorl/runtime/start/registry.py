@@ -11,10 +11,10 @@ from nemorl.checks import checked_by, closest, require
 from nemorl.parallel.backends import LIMITS, OwnLimits
 from nemorl.parallel.traits import TrainingTraits
 from nemorl.rollout.answers import GIVEN, REWARDS, require_reward
+from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.traits import GenerationTraits, Machine
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.dpo import DPOConfig
-from nemorl.runtime.config.generation import TRAITS, GenerationConfig
 from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.sft import SFTConfig
 from nemorl.runtime.config.tree import add_own

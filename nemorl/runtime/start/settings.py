@@ -13,10 +13,10 @@ from nemorl.models.adapters import base_of
 from nemorl.models.hub import CONFIG, read_config
 from nemorl.openmp import SPINS
 from nemorl.rollout.answers import GIVEN
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import EnvironmentInterface
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.tree import construct, flat, to_dict, yaml_layer
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run.data import Reward, Rows

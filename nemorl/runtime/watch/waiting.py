@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from rich.console import Console
 
 from nemorl.parallel.plan import ParallelPlan
-from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.watch.log import event
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import nemorl
 from nemorl.models.hub import check_supported
+from nemorl.parallel.backends import check_training
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.megatron import limits
@@ -135,10 +136,10 @@ def test_pipelines_are_megatrons():
 
 
 def test_it_says_how_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(limits, "find_spec", lambda name: None)
+    monkeypatch.setattr("nemorl.parallel.limits.find_spec", lambda name: None)
     off = BackendConfig()
     with pytest.raises(ValueError, match=r"must be installed.*pip install 'nemorl\[megatron\]'"):
-        limits.check(off, None, off.parallel)
+        check_training(off, None, off.parallel, limits)
 
 
 def test_what_generates_on_the_ranks_of_another_backend():

@@ -28,6 +28,7 @@ from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import NODE_BANDWIDTH, RECOMPUTED
 from nemorl.parallel.planner.model_shape import SIZES
 from nemorl.parallel.traits import TrainingTraits
+from nemorl.runtime.cli.api import from_keywords
 from nemorl.runtime.cli.main import main, parse
 
 MODELS = {
@@ -36,6 +37,10 @@ MODELS = {
     "30b-a3b": ("qwen3_moe", 4, (2048, 6144, 48, 32, 151936)),
     "8x7b": ("mixtral", 8, (4096, 14336, 32, 32, 32000)),
 }
+
+
+ENGINES: dict[str, Any] = {"generation__backend": "vllm"}
+MEGATRON: dict[str, Any] = {"trainer__backend": "megatron"}
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +57,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def config_of(models: Path, name: str = "70b", **options: Any) -> PlanConfig:
+    """Settings by the last part of their names, as `nemorl.train` takes them."""
+    return from_keywords(PlanConfig, "plan", {"model__path": str(models / name), **options})
+
+
 def find(models: Path, name: str = "70b", **options: Any) -> Planned:
-    return find_plans(PlanConfig(model=str(models / name), **options))
+    return find_plans(config_of(models, name, **options))
 
 
 def best(models: Path, name: str = "70b", **options: Any) -> Candidate:
@@ -63,7 +73,7 @@ def best(models: Path, name: str = "70b", **options: Any) -> Candidate:
 def shown(models: Path, name: str, *, width: int = 80, **options: Any) -> str:
     """What `print_plans` prints."""
     output = io.StringIO()
-    config = PlanConfig(model=str(models / name), **options)
+    config = config_of(models, name, **options)
     print_plans(config, find_plans(config), Console(file=output, width=width))
     return output.getvalue()
 
@@ -131,7 +141,7 @@ def test_what_does_not_divide_is_said(models: Path):
 
 
 def test_ulysses_gives_way_to_gathering_where_heads_do_not_divide(models: Path):
-    plans = candidates(PlanConfig(model="7b", gpus=8, tp=1), read_shape(str(models / "7b")))
+    plans = candidates(config_of(models, "7b", gpus=8, tp=1), read_shape(str(models / "7b")))
     methods = {plan.cp: plan.cp_method for plan in plans}
     assert methods == {1: "ulysses", 2: "ulysses", 4: "ulysses", 8: "allgather"}
 
@@ -148,12 +158,12 @@ def test_more_devices_with_the_same_batch_wait_less_but_send_no_less(models: Pat
 
 def test_a_generator_counts_where_it_fills_more_than_training(models: Path):
     options: dict[str, Any] = {"gpus": 16, "gpu_memory": 141}
-    beside = find(models, **options, colocated_generation=True)
+    beside = find(models, **options, **ENGINES)
     assert beside.too_large[0].fullest.generation > 141e9, "one engine holds all 70 B weights"
     alone = find(models, **options).fitting
     assert not any(each.fullest.generation for each in alone)
     without = {each.plan: each.fullest.total for each in alone}
-    split = find(models, **options, colocated_generation=True, generation_tp=8).fitting
+    split = find(models, **options, **ENGINES, tensor_parallel_size=8).fitting
     assert split and all(each.fullest.total >= without[each.plan] for each in split)
 
 
@@ -191,47 +201,53 @@ def test_where_nothing_fits_the_smallest_are_shown(
     assert "full" in output.out
     message = (
         r"gpu_memory must hold a plan, but it is 80, of which 72.0 GB may be used: the smallest"
-        r" needs 1\d\d\.\d GB \(.*\); try --cpu-offload, --lora-rank 16,"
+        r" needs 1\d\d\.\d GB \(.*\); try --parallel.cpu-offload, --lora.rank 16,"
     )
     assert re.search(message, output.err)
-    flags += " --backend megatron"
+    flags += " --trainer.backend megatron"
     assert main(["plan", "--model", str(models / "70b"), *flags.split()]) == 2
     assert re.search(r"; try more --gpus, or a shorter --seq-len \(", capsys.readouterr().err)
 
 
 BAD = {
-    "--model no/folder": "model must be a folder with a Hugging Face model or a hub name",
+    "--model no/folder": "model.path must be a folder with a Hugging Face model or a hub name",
     "--model bad.json": "'bad.json' could not be loaded",
     "--model mamba.json": "must be one of llama",
     "--gpus 0": "gpus must be at least 1",
     "--gpu-memory 0": "gpu_memory must be positive",
-    "--cp 3": "cp must divide the 8 GPUs, but it is 3",
+    "--cp 3": "the degrees given do not multiply to a divisor of 8, with tp within 8",
     "--cp 4 --dp-shard 4": "the degrees given do not multiply to a divisor of 8",
-    "--gpus 16 --tp 16": "tp must be at most the 8 GPUs",
-    "--generation-tp 2": "generation_tp needs colocated_generation",
-    "--offload-during-generation": "offload_during_generation needs colocated_generation",
-    "--offload-during-generation --colocated-generation --cpu-offload": "is not for cpu_offload",
-    "--lora-rank 8 --tp 2": "lora_rank must be 0 with tp above 1, but it is 8",
-    "--lora-target-modules q_proj": "lora_target_modules needs lora_rank",
-    "--lora-rank 8 --lora-target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
-    "--reserve 1": "reserve must lie in",
-    "--pp 2": "pp is not for backend dtensor, but it is 2",
-    "--vpp 2": "vpp is not for backend dtensor, but it is 2",
-    "--backend megatron --vpp 2 --pp 1": "vpp must be 1 without a pipeline, but it is 2: remove it",
-    "--backend megatron --vpp 2 --gpus 1": "vpp must be 1 without a pipeline",
-    "--backend megatron --vpp 3": "parallel.pp 2 · vpp 3 does not divide the model's num_h",
-    "--backend megaton": "backend must be of dtensor, megatron, but it is 'megaton': name one",
-    "--ep 2": "ep is not for backend dtensor, but it is 2",
-    "--backend megatron --ep 2": "parallel.ep 2 does not divide any number of experts",
-    "--model 8x7b": "backend must be megatron for mixtral, a mixture of experts, which dtensor",
-    "--model 8x7b --backend megatron --ep 16 --gpus 16": "parallel.ep 16 does not divide the model",
-    "--backend megatron --lora-rank 8": "lora_rank is not for backend megatron, but it is 8",
-    "--backend megatron --cpu-offload": "cpu_offload is not for backend megatron",
-    "--backend megatron --colocated-generation --offload-during-generation": (
-        "offload_during_generation is not for backend megatron"
+    "--gpus 16 --tp 16": "do not multiply to a divisor of 16, with tp within 8 and",
+    "--tensor-parallel-size 2": "generation.tensor_parallel_size is not for torch, which computes",
+    "--generation.backend vllm --tensor-parallel-size 3": "must divide the 8 GPUs, but it is 3",
+    "--offload-during-generation": "trainer.offload_during_generation needs engines on these GPUs",
+    "--offload-during-generation --generation.backend vllm --no-colocated": "needs engines on",
+    "--offload-during-generation --generation.backend vllm --cpu-offload": (
+        "trainer.offload_during_generation is not for parallel.cpu_offload"
     ),
-    "--backend megatron --pp 3 --gpus 9": "parallel.pp 3 does not divide the model's num_hidden",
-    "--backend megatron --pp 2 --vpp 3": "parallel.pp 2 · vpp 3 does not divide the model's num_h",
+    "--lora.rank 8 --tp 2": "lora.rank must be 0 with parallel.tp above 1, but it is 8",
+    "--target-modules q_proj": "lora.target_modules needs lora.rank",
+    "--lora.rank 8 --target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
+    "--lora.rank 8 --lora.dropout 0.1": "unknown setting --lora.dropout: plan does without it",
+    "--reserve 1": "reserve must lie in",
+    "--pp 2": "parallel.pp 2 is for trainer.backend megatron",
+    "--vpp 2": "and a pipeline if there is vpp",
+    "--trainer.backend megatron --vpp 2 --pp 1": "and a pipeline if there is vpp",
+    "--trainer.backend megatron --vpp 2 --gpus 1": "and a pipeline if there is vpp",
+    "--trainer.backend megatron --vpp 3": "parallel.pp 2 · vpp 3 does not divide the model's num_h",
+    "--trainer.backend megaton": "unknown training backend 'megaton'; did you mean megatron?",
+    "--ep 2": "parallel.ep 2 does not divide any number of experts",
+    "--trainer.backend megatron --ep 2": "parallel.ep 2 does not divide any number of experts",
+    "--model 8x7b": "trainer.backend must be megatron for mixtral, a mixture of experts, which",
+    "--model 8x7b --trainer.backend megatron --ep 16 --gpus 16": "parallel.ep 16 does not divide",
+    "--trainer.backend megatron --lora.rank 8": "lora.rank must be 0 with trainer.backend megatron",
+    "--trainer.backend megatron --dp-replicate 2": "parallel.dp_replicate must be 1 with trainer.b",
+    "--trainer.backend megatron --cpu-offload": "parallel.cpu_offload must be off with trainer.b",
+    "--trainer.backend megatron --generation.backend vllm --offload-during-generation": (
+        "trainer.offload_during_generation must be off with trainer.backend megatron"
+    ),
+    "--trainer.backend megatron --pp 3 --gpus 9": "parallel.pp 3 does not divide the model's num_h",
+    "--trainer.backend megatron --pp 2 --vpp 3": "parallel.pp 2 · vpp 3 does not divide the",
 }
 
 
@@ -252,14 +268,27 @@ def test_a_registered_backend_is_planned_by_its_traits(
     class Mine:
         traits = TrainingTraits(pipelines=True, shards="optimizer")
 
-    options: dict[str, Any] = {"backend": "mine", "gpus": 16, "gpu_memory": 2000, "pp": 4}
-    with pytest.raises(ValueError, match=r"backend must be of .*, but it is 'mine'"):
-        find(models, **options)
+    options: dict[str, Any] = {"trainer__backend": "mine", "gpus": 16, "gpu_memory": 2000, "pp": 4}
     monkeypatch.setitem(LIMITS, "mine", OwnLimits(Mine))
     assert all(each.plan.pp == 4 for each in find(models, **options).fitting)
     assert "--trainer.backend mine" in shown(models, "70b", width=200, **options)
-    with pytest.raises(ValueError, match="ep is not for backend mine, but it is 2"):
+    with pytest.raises(ValueError, match="ep 2 does not divide any number of experts"):
         find(models, **options | {"ep": 2})
+    with pytest.raises(ValueError, match=r"cpu_offload must be off with trainer\.backend mine"):
+        find(models, **options | {"cpu_offload": True})
+
+
+def test_packed_rows_are_as_wide_as_the_trainer_makes_them(models: Path):
+    wide, two = (
+        config_of(models, gpus=8, **options)
+        for options in (
+            {"micro_batch_tokens": 8192},
+            {"micro_batch_tokens": 8192, "packed_row_tokens": 4096},
+        )
+    )
+    assert (wide.row_tokens, wide.micro_batch_rows) == (8192, 1)
+    assert (two.row_tokens, two.micro_batch_rows) == (4096, 2)
+    assert config_of(models, gpus=8, seq_len=512).row_tokens == 512
 
 
 def test_it_needs_no_torch(models: Path):
@@ -275,8 +304,8 @@ assert not {{"torch", "transformers"}} & set(sys.modules)
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"cpu_offload": True}, {"lora_rank": 16}, {"seq_len": 131072}),
-        *({"backend": "megatron"}, {"backend": "megatron", "name": "30b-a3b", "gpus": 64}),
+        *({}, {"cpu_offload": True}, {"lora__rank": 16}, {"seq_len": 131072}),
+        *({**MEGATRON}, {**MEGATRON, "name": "30b-a3b", "gpus": 64}),
     ],
     ids=str,
 )
@@ -307,19 +336,19 @@ def test_main_memory_is_that_of_a_machine(models: Path):
 
 
 def test_offloading_leaves_engines_room(models: Path):
-    options: dict[str, Any] = {"gpus": 8, "colocated_generation": True}
+    options: dict[str, Any] = {"gpus": 8, **ENGINES}
     said = shown(models, "7b", offload_during_generation=True, **options)
     assert "--trainer.offload-during-generation" in said and "host" in said
-    with pytest.raises(ValueError, match=r"try --cpu.* --offload-during-generation, fewer"):
-        shown(models, "7b", generation_sequences=512, **options)
+    with pytest.raises(ValueError, match=r"try --parallel.cpu.* --trainer.offload-.*, a smaller"):
+        shown(models, "7b", max_batch_size=512, **options)
 
 
 def test_adapters_leave_room(models: Path):
-    whole, adapted = find(models, gpus=8), find(models, gpus=8, lora_rank=16)
+    whole, adapted = find(models, gpus=8), find(models, gpus=8, lora__rank=16)
     assert not whole.fitting and adapted.fitting
     assert all(each.plan.tp == 1 for each in (*adapted.fitting, *adapted.too_large))
     targets = ("q_proj", "v_proj")
-    output = shown(models, "70b", width=200, gpus=8, lora_rank=16, lora_target_modules=targets)
+    output = shown(models, "70b", width=200, gpus=8, lora__rank=16, target_modules=targets)
     assert "32.8 M in adapters that train" in output
     config = run_with(output.strip().splitlines()[-1])
     assert config.lora.rank == 16 and config.lora.target_modules == targets
@@ -328,7 +357,7 @@ def test_adapters_leave_room(models: Path):
 def test_frozen_matrices_take_two_thirds_of_the_time(models: Path):
     options: dict[str, Any] = {"gpus": 1, "gpu_memory": 2000, "seq_len": 1024}
     options["activation_checkpointing"] = "none"
-    adapted, whole = best(models, lora_rank=8, **options), best(models, **options)
+    adapted, whole = best(models, lora__rank=8, **options), best(models, **options)
     assert 0.66 < adapted.seconds / whole.seconds < 0.7
 
 
@@ -340,7 +369,7 @@ def test_groups_that_do_not_divide_a_machine_lie_across(models: Path):
 
 
 def test_engines_come_with_their_settings(models: Path):
-    output = shown(models, "7b", width=120, gpus=8, colocated_generation=True, generation_tp=2)
+    output = shown(models, "7b", width=120, gpus=8, **ENGINES, tensor_parallel_size=2)
     engines = run_with(output.strip().splitlines()[-1], "grpo").generation
     assert engines.backend == "vllm" and engines.num_replicas == 4
     assert engines.tensor_parallel_size == 2 and engines.max_batch_size == 64
@@ -348,14 +377,14 @@ def test_engines_come_with_their_settings(models: Path):
 
 def test_pipelines_are_megatrons(models: Path):
     options: dict[str, Any] = {"gpus": 16, "gpu_memory": 300}
-    found = find(models, backend="megatron", **options)
+    found = find(models, **MEGATRON, **options)
     degrees = {each.plan.pp for each in (*found.fitting, *found.too_large)}
     assert degrees == {1, 2, 4, 8, 16} and found.fitting[0].plan.dp_replicate == 1
     assert {each.plan.pp for each in find(models, **options).fitting} == {1}
-    interleaved = find(models, backend="megatron", vpp=2, **options)
+    interleaved = find(models, **MEGATRON, vpp=2, **options)
     degrees = {(each.plan.pp, each.plan.vpp) for each in interleaved.fitting}
     assert degrees == {(2, 2), (4, 2), (8, 2)}
-    output = shown(models, "70b", width=120, pp=4, vpp=2, backend="megatron", **options)
+    output = shown(models, "70b", width=120, pp=4, vpp=2, **MEGATRON, **options)
     config = run_with(output.strip().splitlines()[-1])
     assert (config.parallel.pp, config.parallel.vpp) == (4, 2)
     assert config.trainer.backend == "megatron"
@@ -366,7 +395,7 @@ def test_pipelines_are_megatrons(models: Path):
 )
 def test_experts_are_divided(name: str, whole: float, active: float, models: Path):
     """Sizes as the models' cards say them."""
-    options: dict[str, Any] = {"backend": "megatron", "gpus": 16, "gpu_memory": 2000}
+    options: dict[str, Any] = {**MEGATRON, "gpus": 16, "gpu_memory": 2000}
     output = shown(models, name, width=120, ep=8, **options)
     assert f"{whole:.2f} B parameters ({active:.2f} B per token)" in output
     config = run_with(output.strip().splitlines()[-1])
@@ -380,10 +409,9 @@ def test_experts_are_divided(name: str, whole: float, active: float, models: Pat
 
 
 def test_a_pipeline_is_idle_while_it_fills_and_drains(models: Path):
-    options: dict[str, Any] = {"gpus": 8, "pp": 8, "backend": "megatron", "gpu_memory": 2000}
+    options: dict[str, Any] = {"gpus": 8, "pp": 8, **MEGATRON, "gpu_memory": 2000}
     times = {}
     for count in (1, 2, 4, 64):  # microbatches
-        work = PlanConfig(model=str(models / "70b"), batch_rows=count, **options)
-        times[count] = find_plans(work).fitting[0].seconds
+        times[count] = best(models, batch_rows=count, **options).seconds
     turns = {count: seconds / times[1] * 8 for count, seconds in times.items()}
     assert turns == pytest.approx({1: 8, 2: 9, 4: 11, 64: 71}, rel=0.02)

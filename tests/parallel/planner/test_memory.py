@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from nemorl.models.adapters import live_tensors
+from nemorl.parallel.config import LoRAConfig
 from nemorl.parallel.dtensor import mesh
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
@@ -18,6 +19,7 @@ from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Step
 from nemorl.parallel.planner.model_shape import SIZES as NAMES
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
+from nemorl.runtime.cli.api import from_keywords
 from tests.parallel.measured_steps import measure_steps
 from tests.ranks import run_ranks
 from tests.tiny_models import EXPERTS, KINDS
@@ -112,7 +114,8 @@ def test_models_that_do_not_train_are_refused(name: str):
 
 
 def workload(**options: Any) -> PlanConfig:
-    return PlanConfig(**{"model": "", "gpus": 1, **options})
+    """Settings by the last part of their names, as `nemorl.train` takes them."""
+    return from_keywords(PlanConfig, "plan", {"gpus": 1, **options})
 
 
 def shards_of_1024(cases: list[tuple[dict[str, Any], ParallelPlan]]) -> list[int]:
@@ -146,10 +149,11 @@ def test_the_shards_of_a_70_b_model_on_1024_devices(layers: int):
         assert found[0] == pytest.approx(4 * 70.55e9 / 1024, rel=1e-3)
 
 
-WORK = workload(micro_batch_rows=2, seq_len=256, packed=False, logprob_chunk=128)
-PACKED = replace(WORK, packed=True)
-SHORT = workload(seq_len=64, packed=False, logprob_chunk=64)
-LORA = replace(WORK, lora_rank=8)
+WORK = workload(train_micro_batch_size=2, seq_len=256, sequence_packing=False, logprob_chunk=128)
+PACKED = replace(WORK, trainer=replace(WORK.trainer, sequence_packing=True))
+SHORT = workload(seq_len=64, sequence_packing=False, logprob_chunk=64)
+RANK = LoRAConfig(rank=8)
+LORA = replace(WORK, lora=RANK)
 BFLOAT16 = ParallelPlan(param_dtype="bfloat16")
 FULL = ParallelPlan(activation_checkpointing="full")
 
@@ -162,16 +166,16 @@ ALONE = {
     "entropy and reference": (
         "llama",
         ParallelPlan(),
-        replace(WORK, entropy=True, reference=True),
+        replace(WORK, entropy=True, keep_reference=True),
     ),
-    "LoRA": ("llama", ParallelPlan(), replace(LORA, reference=True)),
+    "LoRA": ("llama", ParallelPlan(), replace(LORA, keep_reference=True)),
     "LoRA, bfloat16, full": ("qwen2", replace(FULL, param_dtype="bfloat16"), LORA),
     "LoRA of some layers, bfloat16": (
         "llama",
         BFLOAT16,
-        replace(LORA, lora_target_modules=("q_proj", "v_proj")),
+        replace(LORA, lora=replace(RANK, target_modules=("q_proj", "v_proj"))),
     ),
-    "LoRA, packed": ("qwen3", ParallelPlan(), replace(PACKED, lora_rank=8)),
+    "LoRA, packed": ("qwen3", ParallelPlan(), replace(PACKED, lora=RANK)),
 }
 
 
@@ -210,7 +214,7 @@ RARE = {
     "TP without SP": ("llama", replace(TP, sequence_parallel=False), WORK),
     "CP by gathering": ("llama", replace(CP, cp_method="allgather"), WORK),
     "offload of wide layers": ("mistral", OFFLOAD, SHORT),
-    "LoRA of wide layers": ("mistral", SHARDED, replace(SHORT, lora_rank=8)),
+    "LoRA of wide layers": ("mistral", SHARDED, replace(SHORT, lora=RANK)),
     "LoRA, HSDP": ("llama", HSDP, LORA),
     "LoRA, CP": ("llama", CP, LORA),
     "LoRA, offload": ("llama", OFFLOAD, LORA),
@@ -237,7 +241,11 @@ def test_the_peaks_of_two_ranks_and_what_they_send(cases: dict[str, Any], tmp_pa
         assert step_traffic(step).total == pytest.approx(sent, rel=0.15), name
 
 
-MEGATRON = replace(WORK, backend="megatron")
+def on_megatron(work: PlanConfig) -> PlanConfig:
+    return replace(work, trainer=replace(work.trainer, backend="megatron"))
+
+
+MEGATRON = on_megatron(WORK)
 PP = ParallelPlan(dp_shard=1, pp=2)
 STAGES = {
     "PP": ("llama", PP, MEGATRON),
@@ -256,8 +264,8 @@ RARE_STAGES = {
         replace(PP, vpp=2, param_dtype="bfloat16", activation_checkpointing="full"),
         MEGATRON,
     ),
-    "PP, packed, reference": ("qwen3", PP, replace(MEGATRON, packed=True, reference=True)),
-    "PP of short rows": ("mistral", PP, replace(SHORT, backend="megatron")),
+    "PP, packed, reference": ("qwen3", PP, replace(on_megatron(PACKED), keep_reference=True)),
+    "PP of short rows": ("mistral", PP, on_megatron(SHORT)),
     "TP without SP": ("llama", replace(TP, sequence_parallel=False), MEGATRON),
     "CP": ("llama", CP, MEGATRON),
     "experts, DP": ("mixtral", SHARDED, MEGATRON),
@@ -266,7 +274,7 @@ RARE_STAGES = {
     "EP, bfloat16, packed": (
         "mixtral",
         replace(SHARDED, ep=2, param_dtype="bfloat16"),
-        replace(MEGATRON, packed=True),
+        on_megatron(PACKED),
     ),
     "EP, full": (
         "qwen3_moe",
@@ -330,9 +338,11 @@ def test_what_offloading_takes_of_main_memory():
     assert replace(step, plan=replace(plan, cpu_offload=False)).host_memory() == 0
     shard = 4 * step.model.shard_parameters(plan)
     assert step.host_memory(pinned=False) == 4 * shard
-    with_reference = replace(step.work, reference=True)
+    with_reference = replace(step.work, keep_reference=True)
     assert replace(step, work=with_reference).host_memory(pinned=False) == 5 * shard
-    adapted = replace(step, work=replace(with_reference, lora_rank=16)).host_memory(pinned=False)
+    adapted = replace(step, work=replace(with_reference, lora=LoRAConfig(rank=16))).host_memory(
+        pinned=False
+    )
     assert shard < adapted < 1.02 * shard, "the reference is the model without its adapters"
     # A shard of [1024, 8192] numbers is a power of two as it is, one of [3584, 8192] is rounded up
     # from 117 MB to 134.
@@ -344,14 +354,13 @@ def test_what_offloading_takes_of_main_memory():
 
 @pytest.mark.parametrize("kind, targets", [("llama", ()), ("qwen3", ("q_proj", "down_proj"))])
 def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...], tmp_path: Path):
-    from nemorl.parallel.config import LoRAConfig
     from nemorl.parallel.dtensor.lora import add_adapters
 
     folder, shape = small_folder(tmp_path, kind)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     add_adapters(model, LoRAConfig(rank=8, target_modules=targets))
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
-    work = workload(seq_len=8, lora_rank=8, lora_target_modules=targets)
+    work = workload(seq_len=8, lora__rank=8, target_modules=targets)
     step = Step(shape, ParallelPlan(), work)
     numbers = sum(rows * columns for rows, columns in trained.values())
     assert numbers == step.trained() == step.adapter_parameters()
@@ -361,7 +370,7 @@ def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...],
 
 def test_a_generator_takes_weights_and_a_cache():
     shape, plan = model_shape(LLAMA_70B), ParallelPlan(dp_shard=64)
-    engine = {"colocated_generation": True, "generation_tp": 8, "generation_sequences": 1000}
+    engine = {"generation__backend": "vllm", "tensor_parallel_size": 8, "max_batch_size": 1000}
     step = Step(shape, plan, workload(gpus=64, seq_len=1, **engine))
     memory = step.generation_memory(step.states())
     assert memory.generation == 2 * shape.num_parameters() // 8 + 2 * 80 * 128 * 2 * 1000
@@ -371,9 +380,9 @@ def test_a_generator_takes_weights_and_a_cache():
 def test_a_generator_has_the_device_while_the_model_is_offloaded():
     """But for the largest weight, which is handed over in float32."""
     shape, plan = model_shape(LLAMA_70B), ParallelPlan(dp_shard=8)
-    options = {"colocated_generation": True, "generation_tp": 8, "reference": True}
+    options = {"generation__backend": "vllm", "tensor_parallel_size": 8, "keep_reference": True}
     beside = Step(shape, plan, workload(gpus=8, **options))
-    alone = replace(beside, work=replace(beside.work, offload_during_generation=True))
+    alone = replace(beside, work=workload(gpus=8, offload_during_generation=True, **options))
     one, other = (step.generation_memory(step.states()) for step in (beside, alone))
     assert other.total == one.generation + 4 * 8192 * max(28672, shape.vocab_size)
     shard = 4 * shape.shard_parameters(plan)
@@ -381,7 +390,7 @@ def test_a_generator_has_the_device_while_the_model_is_offloaded():
     assert beside.training_memory() == alone.training_memory()
     assert beside.host_memory() == 0 and alone.host_memory(pinned=False) == 4 * shard
     assert 4 * shard < alone.host_memory() < 6 * shard
-    adapted = replace(alone, work=replace(alone.work, lora_rank=16))
+    adapted = replace(alone, work=replace(alone.work, lora=LoRAConfig(rank=16)))
     assert adapted.host_memory(pinned=False) == 4 * adapted.kept() + 8 * adapted.trained()
     # There and back, and the parameters once more for the engine.
     more = seconds(alone, step_traffic(alone)) - seconds(beside, step_traffic(beside))
@@ -389,7 +398,7 @@ def test_a_generator_has_the_device_while_the_model_is_offloaded():
 
 
 def test_rows_are_padded_to_what_the_plan_can_split():
-    work = workload(micro_batch_rows=2, seq_len=10)
+    work = workload(train_micro_batch_size=2, seq_len=10)
     step = Step(model_shape(LLAMA_70B), ParallelPlan(tp=2, cp=2), work)
     assert step.width == 16 and step.tokens == 2 * 16 // 2
     assert replace(step, plan=ParallelPlan(tp=2, sequence_parallel=False)).tokens == 20

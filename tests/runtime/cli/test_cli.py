@@ -167,7 +167,7 @@ def test_help_shows_the_usual_settings_then_sections(capsys, monkeypatch):
         assert "--loss.token-gradient" in own and "--loss.dual-clip" not in own
     assert "--temperature" not in shown("eval", "--help")
     assert "--generation.temperature" in shown("eval", "--help")
-    assert "--tp" in shown("plan", "--help")
+    assert "--parallel.tp" in shown("plan", "--help")
 
 
 def test_help_says_each_default_once(capsys, monkeypatch):

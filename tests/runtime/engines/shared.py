@@ -16,8 +16,8 @@ from torch import nn
 
 from nemorl.models.adapters import merged_tensors
 from nemorl.models.source import ModelSource
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.actor import EngineActor
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.engine import Engine, environment

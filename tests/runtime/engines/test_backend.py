@@ -9,10 +9,10 @@ from peft import LoraConfig
 
 import nemorl
 from nemorl.losses.logprobs import filter_logits
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.routing import Asleep
 from nemorl.runtime.start.devices import Devices

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from nemorl.models.digest import WeightsDiffer, differences, sampled
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.torch_backend import TorchGenerationBackend
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.weights import WeightSender
 from tests.ray_session import ray_cpus
 from tests.rollout.updates import update

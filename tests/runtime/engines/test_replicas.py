@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from nemorl import OptimizerConfig
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.processes import check_apart
 from nemorl.runtime.engines.spec import Place

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import WeightSource
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas
 from nemorl.runtime.engines.router import Router

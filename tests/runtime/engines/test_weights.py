@@ -15,7 +15,7 @@ import torch
 from nemorl.models.adapters import merged_tensors
 from nemorl.parallel.config import BackendConfig, TrainerConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
-from nemorl.runtime.config.generation import GenerationConfig
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.engines import weights as module
 from nemorl.runtime.engines.backend import VLLMGenerationBackend
 from nemorl.runtime.engines.spec import Place

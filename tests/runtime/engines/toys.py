@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import SamplingParams, Weights
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.engines.processes import EngineProcesses
 from nemorl.runtime.engines.replicas import Replicas, Request
 from nemorl.runtime.engines.spec import EngineSpec

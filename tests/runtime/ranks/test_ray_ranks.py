@@ -18,9 +18,9 @@ import torch
 from nemorl.losses.types import finalize
 from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
 from nemorl.runtime.cluster.placement import ResourcesError
 from nemorl.runtime.config.base import BaseConfig
-from nemorl.runtime.config.generation import GenerationConfig
 from nemorl.runtime.config.runtime import RuntimeConfig
 from nemorl.runtime.ranks import actors
 from nemorl.runtime.ranks.actors import RayRanks

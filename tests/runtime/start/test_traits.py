@@ -13,10 +13,10 @@ from nemorl.parallel import backends
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.traits import TrainingTraits
+from nemorl.rollout import config as generation
 from nemorl.rollout.generation import Completion
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.rollout.traits import GenerationTraits, Machine
-from nemorl.runtime.config import generation
 from nemorl.runtime.start import registry
 from nemorl.runtime.start.devices import Devices
 from tests.runtime.runs import addition_rows, digits, grpo_config, sft_config, start

@@ -29,6 +29,7 @@ from nemorl.runtime.cli.settings import (
     ExportConfig,
     print_settings_of_run,
     settings_of_run,
+    used_by_plan,
 )
 from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig, require_files, require_rows
@@ -305,7 +306,7 @@ def parse(command: str, args: Sequence[str]) -> Any:
         of_run = settings_of_run(cls, model, trust, rewarded=bool(peek(args, "--reward")))
     tree = layer(cls, tree, nested(of_run))
     for path in paths:
-        tree = yaml_layer(cls, tree, path, trust)
+        tree = yaml_layer(cls, tree, path, trust, used=used_by_plan if cls is PlanConfig else dict)
     shown = set(leaves(cls) if cls is PlanConfig else COMMON)
     for section in unions(cls):
         for name in peek(args, f"--{section}"):

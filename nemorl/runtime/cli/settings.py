@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -11,11 +11,14 @@ import tyro
 from nemorl.checks import all_but, at_least, refuse_unused, require, valid_seed
 from nemorl.parallel.config import ModelConfig, TrainerConfig
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.planner.config import PlanConfig
 from nemorl.rollout.config import GenerationConfig
+from nemorl.runtime.config.base import BaseConfig
 from nemorl.runtime.config.data import DataConfig
-from nemorl.runtime.config.tree import defaults, flat, leaves, located, to_dict
+from nemorl.runtime.config.tree import defaults, flat, leaves, located, to_dict, unused
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.config.yaml_io import read
+from nemorl.runtime.start.registry import ALGORITHMS
 from nemorl.runtime.store.directory import RunDirectory
 
 OF_RUN = (
@@ -106,6 +109,24 @@ def print_settings_of_run(of_run: Mapping[str, Any], config: AnswerConfig) -> No
     final = flat(to_dict(config)) | {"reward_kwargs": getattr(config, "reward_kwargs", None)}
     if kept := [f"{key} {value!r}" for key, value in of_run.items() if final[key] == value]:
         print(f"settings of the run {config.model.path}: {', '.join(kept)}", file=sys.stderr)
+
+
+def used_by_plan(file: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what `plan` uses of a file for training: no other settings of runs, and no default of
+    theirs where `plan` has none.
+    """
+    own, hidden, usual = defaults(PlanConfig), unused(PlanConfig), flat(defaults(BaseConfig))
+    free = {key: usual.get(key) for key, value in flat(own).items() if value is None}
+    of_runs = {each.name for algorithm in ALGORITHMS.values() for each in fields(algorithm.config)}
+    found = {name: value for name, value in file.items() if name in own or name not in of_runs}
+    for name, section in found.items():
+        if isinstance(section, Mapping):
+            found[name] = {
+                key: value
+                for key, value in section.items()
+                if (full := f"{name}.{key}") not in hidden and free.get(full, ...) != value
+            }
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -211,15 +211,21 @@ def _add_variant(cls: type, section: str, name: str, variant: type) -> None:
 
 
 def yaml_layer(
-    cls: type, tree: Mapping[str, Any], path: str | Path, trust: Trust
+    cls: type,
+    tree: Mapping[str, Any],
+    path: str | Path,
+    trust: Trust,
+    *,
+    used: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> dict[str, Any]:
-    """Return `layer` of a YAML file; errors name the file and line.
+    """Return `layer` of what is `used` of a YAML file; errors name the file and line.
 
     Raises: ConfigError, besides, for code that the file names and that `trust` does not allow.
     """
     mapping, lines = read(path)
     with located(path, lines):
-        trust.require(mapping, mapping)
+        file, mapping = mapping, used(mapping)
+        trust.require(mapping, file)
         mapping.pop("environment", None)
         printed = set()
         for section in own_sections(cls):

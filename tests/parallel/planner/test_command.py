@@ -24,12 +24,13 @@ from nemorl.parallel.planner.command import (
     print_plans,
     read_shape,
 )
-from nemorl.parallel.planner.config import PlanConfig
+from nemorl.parallel.planner.config import OpenPlan, PlanConfig
 from nemorl.parallel.planner.cost import NODE_BANDWIDTH, RECOMPUTED
 from nemorl.parallel.planner.model_shape import SIZES
 from nemorl.parallel.traits import TrainingTraits
 from nemorl.runtime.cli.api import from_keywords
 from nemorl.runtime.cli.main import main, parse
+from nemorl.runtime.config.tree import dump_yaml
 
 MODELS = {
     "7b": ("qwen2", 4, (3584, 18944, 28, 28, 152064)),
@@ -276,6 +277,29 @@ def test_a_registered_backend_is_planned_by_its_traits(
         find(models, **options | {"ep": 2})
     with pytest.raises(ValueError, match=r"cpu_offload must be off with trainer\.backend mine"):
         find(models, **options | {"cpu_offload": True})
+
+
+def test_a_file_for_training_is_a_workload(models: Path, tmp_path: Path):
+    """Degrees that it leaves at their defaults are free; code that it names is of no interest."""
+    run = run_with(
+        "--parallel.tp 2 --trainer.micro-batch-tokens 9000 --lora.rank 0 --parallel.compile"
+        " --generation.backend vllm --reward mine:fn"
+        " --optimizer.lr 1 --parallel.param-dtype bfloat16",
+        "grpo",
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(dump_yaml(run) + "environment: {seal: 00}\n")
+    flags = ["--model", str(models / "7b"), "--gpus", "16", "--config", str(path)]
+    config = parse("plan", flags)
+    asked = OpenPlan(tp=2, param_dtype="bfloat16", compile=True)
+    assert config.parallel == asked and config.engines and config.micro_batch_rows == 2
+    found = find_plans(config)
+    plans = [each.plan for each in (*found.fitting, *found.too_large)]
+    assert {plan.tp for plan in plans} == {2} and len({plan.cp for plan in plans}) > 1
+    assert all(plan.compile for plan in plans)
+    path.write_text("parallel: {tpp: 2}\n")
+    with pytest.raises(ValueError, match=r"line 1: unknown key parallel\.tpp"):
+        parse("plan", flags)
 
 
 def test_packed_rows_are_as_wide_as_the_trainer_makes_them(models: Path):

@@ -130,7 +130,7 @@ def test_it_runs_if_the_command_line_says_so(elsewhere: Path, command: str, flag
         "report copy",
         "export --run copy --output exported",
         "data inspect --model.path model --data.train rows.jsonl",
-        "plan --model model --gpus 1 --gpu-memory 80",
+        "plan --config mine.yaml --gpus 1 --gpu-memory 80",
         f"{EVAL} --print-config=true",
         f"{RESUME} --print-config",
         f"{CONFIG} --print-config",

@@ -165,7 +165,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 SECTIONS = {
     "async_rl": "generation and training take turns: remove it, and translate the synchronous file",
-    "value": "there is no critic",
+    "value": "nemorl grpo has no critic; a script may train one (docs/extending.md)",
     "teacher": "there is no distillation in grpo, sft and dpo",
     "on_policy_distillation": "there is no distillation in grpo, sft and dpo",
     "reward_penalties": "write penalties as a reward of your own, and remove it",

@@ -741,7 +741,7 @@ ATTACKS = {
         "grpo: {}\nasync_rl: {sampler: {name: in_order}}",
         "async_rl generation and training take turns",
     ),
-    "a critic": ("grpo: {}\nvalue: {model_name: m}", "value there is no critic"),
+    "a critic": ("grpo: {}\nvalue: {model_name: m}", "value nemorl grpo has no critic"),
     "penalties": (
         "grpo: {}\nreward_penalties: {penalize_empty_final_answer: true}",
         "reward_penalties write penalties",

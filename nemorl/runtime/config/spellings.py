@@ -19,7 +19,8 @@ class Absent(NamedTuple):
 
 
 TURNS = Absent(
-    "nemorl grpo samples one response per prompt, without tools; write a loop of several turns",
+    "nemorl grpo ends a conversation after one response, without tools; write a loop of several"
+    " turns",
     "extending.md#several-turns",
 )
 ASYNC = Absent(
@@ -34,8 +35,9 @@ QUANTIZED = Absent(
 )
 FLOAT16 = Absent("set parallel.param_dtype to bfloat16 or float32", "parallelism.md#memory")
 CRITIC = Absent(
-    "there is no critic: advantages compare the responses of a group (advantage.baseline)",
-    "grpo.md#presets",
+    "nemorl grpo compares the responses of a group (advantage.baseline) and has no critic; a loop"
+    ' of your own may train one, run.backend(…, head="scalar")',
+    "extending.md#several-models",
 )
 REWARD_MODEL = Absent(
     "there is no model of rewards; call yours in a reward function", "extending.md#a-reward"

@@ -241,15 +241,9 @@ class MegatronBackend(Accumulating):
             return self._engine.follow(order)
 
     def take_weights(self, weights: dict[str, Tensor], version: int) -> dict[str, Tensor]:
-        """Train and generate with these whole tensors from now on.
-
-        Returns `sampled` numbers of the parameters that are computed with, in their type.
-        """
+        """Take whole tensors to train and generate with, and return `_sampled` numbers of them."""
         self._fill([self._stages], partial(_box, weights))
-        parameters = dict(self._stages.named_parameters())
-        dtype = DTYPES[self.world.plan.param_dtype]
-        whole = self.conversion.whole(lambda name: parameters[name], dtype)
-        return {name: sampled(tensor, version).cpu() for name, tensor in whole}
+        return _sampled(self, version)
 
     def _in_float32(self, parameter: nn.Parameter) -> Tensor:
         if parameter.dtype == torch.float32 or self.optimizer is None:
@@ -313,6 +307,14 @@ def _runtime(device: torch.device) -> AbstractContextManager[None]:
     from nemorl.parallel.megatron.cpu import runtime
 
     return runtime(device)
+
+
+def _sampled(backend: MegatronBackend, version: int) -> dict[str, Tensor]:
+    """Return `sampled` numbers of the parameters that the ranks compute with, by their names."""
+    parameters = dict(backend._stages.named_parameters())
+    dtype = DTYPES[backend.world.plan.param_dtype]
+    whole = backend.conversion.whole(lambda name: parameters[name], dtype)
+    return {name: sampled(tensor, version).cpu() for name, tensor in whole}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,8 @@ class CriticConfig(nr.GRPOConfig):
 
     critic_lr: float = 1e-4
     """Learning rate of the critic."""
+    critic_own_ranks: bool = False
+    """Whether the critic has ranks of its own, as many as the policy."""
 
 
 @nr.needs(values=True)
@@ -37,7 +39,8 @@ def main(config: CriticConfig) -> nr.TrainResult:
     loss_fn = nr.policy_loss(policy.reinforce)
     optimizer = replace(config.optimizer, lr=config.critic_lr)
     with nr.open_run(config) as run:
-        critic = run.backend("critic", head="scalar", optimizer=optimizer)
+        own = config.critic_own_ranks
+        critic = run.backend("critic", head="scalar", optimizer=optimizer, own_ranks=own)
         prompts, size = run.prompts(), config.num_generations_per_prompt
         for step in run.steps(config.max_num_steps):
             responses = step.sample(prompts.next(config.num_prompts_per_step), n=size)

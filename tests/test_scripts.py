@@ -21,6 +21,7 @@ CASES = {
     "a loss of one's own and vllm": ("custom_loss", TWO_UPDATES + VLLM),
     "two models": ("two_models", []),
     "two models on two devices": ("two_models", TWO),
+    "two models on devices of their own": ("two_models", [*TWO, "--critic-own-ranks=true"]),
     "two models and vllm": ("two_models", VLLM),
 }
 FAST = ("one device", "two models")

@@ -162,6 +162,7 @@ class OpenRun:
         head: Literal["lm", "scalar"] = "lm",
         trains: bool = True,
         optimizer: OptimizerConfig | None = None,
+        own_ranks: bool = False,
     ) -> Any:
         """Load another model beside `run.trainer`, on the same devices, and return its backend.
 
@@ -176,10 +177,12 @@ class OpenRun:
             head: "scalar" gives a value per token in place of logprobs.
             trains: whether it has an optimizer, and is saved.
             optimizer: None for `config.optimizer`; its schedule is over `num_updates` steps.
+            own_ranks: whether Ray places as many ranks for it as the policy has.
         Raises: ValueError for a name that is taken, or that the last checkpoint does not hold.
         """
         self._open()
-        order = BackendOrder(name=name, model=model, head=head, trains=trains, optimizer=optimizer)
+        given = {"model": model, "head": head, "optimizer": optimizer, "own_ranks": own_ranks}
+        order = BackendOrder(name=name, trains=trains, **given)  # type: ignore[arg-type]
         begun = self._steps is not None and self._steps.begun
         self._models.check(order, begun=begun, num_updates=self.num_updates)
         order = self._maker.prepared(self, order)
@@ -284,15 +287,8 @@ class OpenRun:
     def view(self) -> Run:
         """The run as its callbacks see it."""
         parts = self._live()
-        return Run(
-            self.config,
-            parts.trainer,
-            parts.generator,
-            self.tokenizer,
-            self.state,
-            self.directory,
-            self._models.trained,
-        )
+        live = parts.trainer, parts.generator, self.tokenizer, self.state
+        return Run(self.config, *live, self.directory, self._models.trained)
 
     def begin(self) -> None:
         """Begin the loop: all parts are there now, those of the last checkpoint among them."""

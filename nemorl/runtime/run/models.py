@@ -21,6 +21,7 @@ class BackendOrder:
     head: Literal["lm", "scalar"]
     trains: bool
     optimizer: OptimizerConfig | None
+    own_ranks: bool = False
     initial: nn.Module | None = None
     """A copy of the policy's model, where that was given in memory, to begin with."""
 

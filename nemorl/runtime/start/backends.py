@@ -28,7 +28,7 @@ from nemorl.runtime.watch.waiting import waiting_for_ranks
 
 @dataclass(frozen=True)
 class Backends:
-    """The backends of a run, the policy's and others: on ranks, all are on the same ones."""
+    """The backends of a run, the policy's and others: on its ranks, or on ranks of their own."""
 
     launch: Launch
     run: OpenRun
@@ -69,6 +69,8 @@ class Backends:
         """
         if isinstance(order.model, nn.Module):
             self.launch.devices.check_given(order.model)
+        if order.own_ranks:
+            self.launch.devices.check_more_ranks()
         config, settings = self._other_config(order), self.launch.config
         order = replace(order, initial=self._copy_for(order))
         given: Any = order.initial if order.model is None else order.model
@@ -92,7 +94,9 @@ class Backends:
         """Set up another backend, of a prepared order, and shut it down at the end. No random
         number is drawn: whenever it is loaded, a run has the same ones.
         """
-        if self.ranks is not None:
+        if order.own_ranks:
+            backend = ranks_of(self.launch, order.name)
+        elif self.ranks is not None:
             backend = self.ranks.beside(order.name)
         else:
             given = order.model if isinstance(order.model, nn.Module) else order.initial
@@ -209,12 +213,16 @@ class Backends:
                 )
 
 
-def ranks_of(launch: Launch) -> Any:
-    """Return the policy's backend on ranks, of which none is started yet; None in one process."""
+def ranks_of(launch: Launch, name: str = "") -> Any:
+    """Return a backend on ranks, of which none is started yet; None in one process.
+
+    name: of a backend besides the policy, whose logs are in a folder of that name.
+    """
     if not launch.devices.ranked:
         return None
     make = training_backend_class(launch.config.trainer.backend)
-    return make_trainer(launch.config, make, launch.devices.plan, launch.directory.path / "logs")
+    logs = launch.directory.path / "logs" / name
+    return make_trainer(launch.config, make, launch.devices.plan, logs)
 
 
 def has_method(launch: Launch, trainer: Any, name: str) -> bool:

@@ -145,6 +145,18 @@ class Devices:
         finally:
             release()
 
+    def check_more_ranks(self) -> None:
+        """Raise ValueError where another model can't have ranks of its own."""
+        engines, field = self.config.generation, "own_ranks"
+        remedy = "remove it: the model then shares the policy's devices"
+        placed = self.ranked and not self.torchrun
+        require(placed, field, "needs ranks that Ray places", True, remedy)
+        shared = self.on_gpus and engines.traits.engines and engines.colocated
+        apart = "needs engines on GPUs of their own (generation.colocated false), as Ray does not"
+        require(
+            not shared, field, f"{apart} place ranks that share GPUs with engines", True, remedy
+        )
+
     def check_given(self, model: Any) -> None:
         """Raise ValueError for a model in memory where ranks have to load their parts of it."""
         require(

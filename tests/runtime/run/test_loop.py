@@ -422,6 +422,8 @@ def test_which_models_a_run_may_have(tmp_path: Path):
         for taken in ("policy", "initial", "a/b", ""):
             with pytest.raises(ValueError, match="name must be letters, digits and underscores"):
                 run.backend(taken)
+        with pytest.raises(ValueError, match="own_ranks needs ranks that Ray places, but it is"):
+            run.backend("apart", own_ranks=True)
         with pytest.raises(ValueError, match=r"must name a backend that does not train \(init"):
             run.release("policy")
         before = initial.get_logprobs(BATCH).values

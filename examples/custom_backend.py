@@ -155,7 +155,7 @@ class TransformersBackend:
     async def update_weights(self, source: WeightSource, *, in_flight: str = "keep") -> int:
         version, weights = source.newest()
         with self.scheduler.updating(version, in_flight):
-            copy_weights(self.model, weights)
+            copy_weights(self.model, weights, version)
         return version
 
     def sleep(self) -> None:

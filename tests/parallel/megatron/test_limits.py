@@ -136,7 +136,7 @@ def test_pipelines_are_megatrons():
 
 
 def test_it_says_how_to_install(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("nemorl.parallel.limits.find_spec", lambda name: None)
+    monkeypatch.setattr("nemorl.parallel.backends.find_spec", lambda name: None)
     off = BackendConfig()
     with pytest.raises(ValueError, match=r"must be installed.*pip install 'nemorl\[megatron\]'"):
         check_training(off, None, off.parallel, limits)

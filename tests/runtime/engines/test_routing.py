@@ -486,6 +486,8 @@ def test_nobody_waits_for_a_router_that_is_closed():
 
 
 def test_a_router_that_is_closed_leaves_no_coroutine_behind(recwarn):
+    gc.collect()  # of other tests
+    recwarn.clear()
     router = Router(routing(1, window=1, max_restarts=0), lambda action: None, lambda: None)
     router.close()
     with pytest.raises(RuntimeError, match="Event loop is closed"):

@@ -130,7 +130,7 @@ def test_what_a_backend_can_t_do_for_another_model_is_said_before_one_is_loaded(
     config = grpo_config(tmp_path / "run", run={"async_save": True})
     config = replace(config, model=nemorl.ModelConfig(path=str(folder / "model")))
     model: dict = {"model": folder / "model"}
-    head = "head must be lm with trainer.backend plain, .* --trainer.backend dtensor or small"
+    head = r"head must be lm with trainer.backend plain, .* --trainer.backend dtensor or .*small"
     for name, options, message in (
         ("plain", {"head": "scalar", **model}, head),
         ("small", {"head": "scalar", **model}, "must have the method compute for a scalar head"),

@@ -4,8 +4,9 @@ plain copy of the same bytes in memory, in turn.
     python benchmarks/weight_sync.py [--megabytes 10 100 1000] [--no-engine] [--small]
 
 transport: from the trainer's tensors until another process has them as tensors. sync: until an
-engine computes with them; on a CPU vLLM repacks each matrix, whoever brings the weights. first
-token: from the end of a train step, through the sync, until the engine has answered with a token.
+engine computes with them; on a CPU vLLM repacks each matrix, whoever brings the weights. receipt:
+its part in which the engine's weights are read back. first token: from the end of a train step,
+through the sync, until the engine has answered with a token.
 """
 
 import os
@@ -121,6 +122,10 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
         for target, (_, tensor) in zip(copies, weights, strict=True):
             target.copy_(tensor)
 
+    def receipt() -> None:
+        (replica,) = generator._running.running()
+        ray.get(replica.actor.call.remote("read_weights", trainer.step, sender.expected))
+
     def first_token() -> None:
         sync_weights(trainer, generator)
         generator.generate([[5] * 16], params)
@@ -131,6 +136,7 @@ def measure(megabytes: int, options: Options) -> tuple[int, dict[str, list[float
         round_ = {"copy": seconds(copy), "transport": seconds(lambda: sender(0, weights))}
         if options.engine:
             round_["sync"] = seconds(lambda: blocking(generator.update_weights(source)))
+            round_["receipt"] = seconds(receipt)
             round_["first token"] = seconds(first_token)
         for name, value in round_.items() if number else ():
             times.setdefault(name, []).append(value)

@@ -22,7 +22,7 @@ from nemorl.checks import closest
 from nemorl.openmp import spinning_variables
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
-from nemorl.runtime.engines.spec import EngineSpec, Sample, vocabulary_hash
+from nemorl.runtime.engines.spec import EngineSpec, Numbers, Sample, vocabulary_hash
 from nemorl.runtime.store.temporary import temporary_folder
 
 REPORT_TOKENS = 16
@@ -249,11 +249,10 @@ class Engine:
 
     def finish_weights(
         self, version: int, shapes: dict[str, tuple[int, ...]]
-    ) -> dict[str, tuple[str, list[float]]]:
+    ) -> dict[str, tuple[str, Numbers]]:
         """Use the new weights, also for unfinished samples, whose cache is computed again.
 
-        Returns what is read back of the weights of these shapes, as `readings` has it, of all
-        workers together.
+        Returns what `read_weights` does.
         """
         self._llm.collective_rpc("finish_weight_update")
         self._llm.set_weight_version(str(version))
@@ -262,13 +261,22 @@ class Engine:
                 "the engine's cache must be empty before new weights are used, but vLLM keeps a"
                 " part of it: start it again"
             )
-        found: dict[str, tuple[str, list[float]]] = {}
+        found = self.read_weights(version, shapes)
+        self.usable = True
+        return found
+
+    def read_weights(
+        self, version: int, shapes: dict[str, tuple[int, ...]]
+    ) -> dict[str, tuple[str, Numbers]]:
+        """Return what is read back of the weights of these shapes, as `readings` has it, of all
+        workers together.
+        """
+        found: dict[str, tuple[str, Numbers]] = {}
         for worker in self._llm.collective_rpc("nemorl_read_weights", args=(shapes, version)):
             for name, source, values in worker:
                 before = found.get(name, (source, values))[1]
                 pairs = zip(before, values, strict=True)
-                found[name] = source, [b if math.isnan(a) else a for a, b in pairs]
-        self.usable = True
+                found[name] = source, [b if a is None else a for a, b in pairs]
         return found
 
     def sleep(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import isnan, prod
 from typing import Any
 
 import torch
@@ -23,14 +24,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from nemorl.models.digest import grid
+from nemorl.runtime.engines.spec import Numbers
 
 PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 Cut = tuple[int, int, int]
 """Where a worker's rows (or columns) of a matrix begin in its own tensor and in the whole one, and
 their number.
 """
-Reading = tuple[str, str, list[float]]
-"""What was read, the name of the weight that it was made from, and its `sampled` numbers."""
+Reading = tuple[str, str, Numbers]
+"""What was read, the name of the weight that it was made from, and its numbers."""
 
 
 @torch.no_grad()
@@ -38,11 +40,12 @@ def readings(
     model: nn.Module, shapes: Mapping[str, Sequence[int]], version: int
 ) -> Iterator[Reading]:
     """Yield the numbers that this worker computes with, of all weights of these names and shapes
-    that can be read; NaN where another worker has them.
+    that can be read.
 
     Unquantized layers can be read, also fused, padded, cut and repacked ones: a repacked matrix
-    is multiplied with unit vectors, which gives its columns. Experts, quantized layers, and what
-    vLLM's model stores under other names or changes as it loads it can't.
+    is multiplied with unit vectors, which gives its columns, but for rows with infinity or NaN.
+    Experts, quantized layers, and what vLLM's model stores under other names or changes as it loads
+    it can't.
     """
     modules = dict(model.named_modules())
     packed = getattr(model, "packed_modules_mapping", None) or {}
@@ -63,13 +66,11 @@ def readings(
         values = _values_if_plain(layer, leaf, part, shape, at, columns_of)
         square = len(shape) == 2 and shape[0] == shape[1]
         if values is not None and not (transposed and square and isinstance(layer, LinearBase)):
-            yield name, name, values.flatten().tolist()
+            yield name, name, values
         if isinstance(head, ParallelLMHead) and not untied and _embeds(layer, leaf, head):
             # It may compute with a copy, repacked or of its own.
             values = _values_if_plain(head, leaf, None, shape, at, columns_of)
-            if values is None:
-                values = torch.full((len(at[0]), len(at[1])), torch.nan)
-            yield f"lm_head.weight, tied to {name}", name, values.flatten().tolist()
+            yield f"lm_head.weight, tied to {name}", name, values or [None] * prod(map(len, at))
 
 
 def _embeds(layer: nn.Module, leaf: str, head: ParallelLMHead) -> bool:
@@ -92,7 +93,7 @@ def _transposes(modules: Mapping[str, nn.Module], shapes: Mapping[str, Sequence[
     return False
 
 
-def _values_if_plain(*args: Any) -> Tensor | None:
+def _values_if_plain(*args: Any) -> Numbers | None:
     """Return `_values`; None also where the tensor has another form than is known here."""
     try:
         return _values(*args)
@@ -107,8 +108,8 @@ def _values(
     shape: Sequence[int],
     at: tuple[list[int], list[int]],
     columns_of: dict[nn.Module, Tensor],
-) -> Tensor | None:
-    """Return `[rows, columns]` of the layer's tensor at these places; None if it can't be read."""
+) -> Numbers | None:
+    """Return the layer's numbers at these rows and columns; None if it can't be read."""
     parameter, (rows, columns) = getattr(layer, leaf, None), at
     if not isinstance(parameter, Tensor):
         return None
@@ -118,7 +119,7 @@ def _values(
         if not plain or tuple(parameter.shape) != tuple(shape) or len(shape) > 2:
             return None
         matrix = parameter.view(-1, shape[-1] if len(shape) > 1 else 1)
-        return matrix[rows][:, columns].float().cpu()
+        return matrix[rows][:, columns].float().flatten().tolist()
     cuts = _cuts(layer, part, shape)
     if cuts is None or not isinstance(layer.quant_method, PLAIN):
         return None
@@ -126,7 +127,8 @@ def _values(
     if leaf == "weight" and (len(shape) != 2 or _width(layer) != of_columns[2]):
         return None  # the model changes it as it loads it
     held = _held(rows, of_rows), _held(columns, of_columns)
-    if multiplies and hasattr(layer, "cpu_linear"):
+    repacked = multiplies and hasattr(layer, "cpu_linear")
+    if repacked:
         table = _columns(layer, held[1], columns_of)
     elif leaf == "weight":
         table = parameter[:, [max(i, 0) for i in held[1]]]
@@ -134,9 +136,10 @@ def _values(
         table = parameter[:, None]
     if table.shape[0] < of_rows[0] + of_rows[2]:
         return None
-    values = table[[max(i, 0) for i in held[0]]].float().cpu()
-    elsewhere = torch.tensor(held[0])[:, None].lt(0) | torch.tensor(held[1])[None].lt(0)
-    return values.masked_fill(elsewhere, torch.nan)
+    values = table[[max(i, 0) for i in held[0]]].float().flatten().tolist()
+    here = [row >= 0 and column >= 0 for row in held[0] for column in held[1]]
+    found = zip(values, here, strict=True)
+    return [one if own and not (repacked and isnan(one)) else None for one, own in found]
 
 
 def _cuts(layer: Any, part: int | None, shape: Sequence[int]) -> tuple[Cut, Cut] | None:

@@ -194,16 +194,15 @@ class WeightSender:
         wrong, unproved = {}, set[str]()
         for rank in self.actors:
             readings = self.readings.get(rank) or {}
-            expected = {name: sent[source].float().cpu() for name, (source, _) in readings.items()}
-            read = {name: torch.tensor(values) for name, (_, values) in readings.items()}
-            # NaN: no worker has read the number.
-            found = {
-                name: torch.where(one.isnan(), expected[name], one) for name, one in read.items()
-            }
+            expected, found = dict[str, Tensor](), dict[str, Tensor]()
+            unproved |= sent.keys() - readings.keys()
+            for name, (source, values) in readings.items():
+                expected[name] = sent[source].float().cpu()
+                pairs = zip(expected[name].tolist(), values, strict=True)
+                found[name] = torch.tensor([a if b is None else b for a, b in pairs])
+                unproved |= {source} if None in values else set()
             if differing := differences(expected, found):
                 wrong[rank] = differing
-            unproved |= sent.keys() - read.keys()
-            unproved |= {readings[name][0] for name, values in read.items() if values.isnan().any()}
         return Receipt(
             version=self.version,
             failed={},

@@ -16,11 +16,11 @@ WITHOUT_EFFECT = (
     *("position_ids", "use_cache"),
 )
 """Keywords that layers pass on, from which no attention is computed."""
-UNSUPPORTED = (
-    *("is_causal", "output_attentions", "s_aux", "softcap"),
-    *("cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q"),
-)
-"""Keywords that must be None or off; `is_causal` may be on."""
+UNSUPPORTED = {
+    "is_causal": (None, True),
+    **dict.fromkeys(("output_attentions", "s_aux", "softcap"), (None, False)),
+}
+"""Keywords that would change numbers, but for these values."""
 LAYERS = ("full_attention", "sliding_attention")
 """Types of layers whose masks follow from their keywords."""
 
@@ -93,7 +93,8 @@ def check_options(options: Mapping[str, Any], *, width: int) -> None:
         if name == "sliding_window":
             fits, wanted = value is None or value >= width, f"be None or at least {width}"
         elif name in UNSUPPORTED:
-            fits, wanted = value is None or value is (name == "is_causal"), "be None"
+            fits = any(value is each for each in UNSUPPORTED[name])
+            wanted = f"be {' or '.join(map(str, UNSUPPORTED[name]))}"
         elif name in WITHOUT_EFFECT:
             continue
         else:

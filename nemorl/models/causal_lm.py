@@ -140,7 +140,7 @@ def refuse_scalar_head(unused: Iterable[str]) -> None:
     """
     if found := sorted({*unused} & {*SCORE}):
         raise ValueError(
-            f"it is no language model, because its weights have a scalar head ({', '.join(found)})"
+            f"it is not a language model: its weights have a scalar head ({', '.join(found)})"
         )
 
 

@@ -83,8 +83,8 @@ def check_held(holder: str, sent: Mapping[str, Tensor], found: Mapping[str, Tens
 
 
 def misfits(wrong: Sequence[str]) -> ValueError:
-    """Return the error of weights that are not those of a generator's model."""
+    """Return the error of weights that do not fit a generator's model."""
     return ValueError(
-        f"weights must be those of the generator's model, but {', '.join(wrong)}: use the same"
+        f"weights must fit the generator's model, but {', '.join(wrong)}: use the same"
         " model on both sides"
     )

@@ -90,12 +90,13 @@ class Accumulating(ABC):
 
     def _require_head(self, needs: Needs) -> None:
         """Raise ValueError unless the model's head gives what is needed."""
-        head, remedy = "lm", "set up the backend with head='scalar'"
-        if is_scalar(self.model):
-            head, remedy = "scalar", "a loss declares it with @nemorl.needs(values=True)"
-        fits = needs.values == (head == "scalar")
-        requirement = f"can't be had of a model with head {head!r}"
-        require(fits, " and ".join(needs.outputs), requirement, "needed", remedy)
+        wanted, head = ("scalar", "lm") if needs.values else ("lm", "scalar")
+        remedy = "load the backend with that head"
+        if not needs.values:
+            remedy += ", or declare @nemorl.needs(values=True)"
+        requirement = f"must be {wanted} for {' and '.join(needs.outputs)}"
+        fits = needs.values == is_scalar(self.model)
+        require(fits, "the model's head", requirement, head, remedy)
 
     def train_step(self, batch: TokenBatch, loss_fn: LossFn) -> Metrics:
         """Take an optimizer step on a batch alone: `forward_backward`, then `optim_step`.

@@ -29,9 +29,6 @@ class ForwardOutput:
     the loss's `Needs` names are computed; reading another raises AttributeError, which says how to
     declare it.
 
-    needs: what was asked for, if the backend says it; by which an error knows whether the loss did
-    not declare an output or the backend did not compute it.
-
     >>> import torch
     >>> ForwardOutput(torch.zeros(1, 2)).token_logprobs.tolist()
     [[0.0, 0.0]]
@@ -50,27 +47,18 @@ class ForwardOutput:
         entropy: PerToken | None = None,
         *,
         values: PerToken | None = None,
-        needs: Needs | None = None,
     ) -> None:
-        self.needs = needs
         found = {"token_logprobs": token_logprobs, "entropy": entropy, "values": values}
         vars(self).update({name: each for name, each in found.items() if each is not None})
 
     def __getattr__(self, name: str) -> Any:
         # Only for what `__init__` did not get.
         if name in REMEDIES:
-            raise AttributeError(_missing(name, vars(self).get("needs")))
+            raise AttributeError(
+                f"the loss did not say that it needs {name}: {REMEDIES[name]}. If it did, its"
+                f" training backend has to make ForwardOutput({name}=…)"
+            )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _missing(name: str, needs: Needs | None) -> str:
-    """Return why an output is not there."""
-    undeclared = f"the loss did not say that it needs {name}: {REMEDIES[name]}"
-    uncomputed = f"the training backend did not compute {name}, which the loss needs"
-    uncomputed += f": its train_step has to make ForwardOutput({name}=…)"
-    if needs is None:
-        return f"either {undeclared}; or {uncomputed}"
-    return uncomputed if name in needs.outputs else undeclared
 
 
 LossFn = Callable[[ForwardOutput, TokenBatch], LossOutput]

@@ -63,9 +63,12 @@ def check_training(
     The arguments are the ones of `TrainingLimits.check`, which is called as well.
     """
     missing = [name for name in limits.traits.packages if find_spec(name) is None]
-    requirement = f"needs {' and '.join(missing)}, which must be installed"
-    remedy = "do so (for megatron: pip install 'nemorl[megatron]')"
-    require(not missing, "trainer.backend", requirement, config.trainer.backend, remedy)
+    backend, packages = config.trainer.backend, " and ".join(missing)
+    if missing:
+        raise ValueError(
+            f"trainer.backend {backend} must be installed, but {packages} can't be imported: pip"
+            f" install {packages} (for megatron: pip install 'nemorl[megatron]')"
+        )
     check_settings(config, model, plan, limits)
     sizes = ("num_attention_heads", "intermediate_size", "vocab_size")
     if all(hasattr(model, name) for name in sizes):

@@ -43,8 +43,9 @@ QUIET_S = 0.1
 
 @contextmanager
 def profiled(config: ProfileConfig, *, step: int, rank: int, last: bool = True) -> Iterator[None]:
-    """Record a part of optimizer step `step` (from 1), the block, if it is one of `config.steps`;
-    last: whether the step ends with it.
+    """Record the block as part of optimizer step `step` (from 1), if `config.steps` includes it.
+
+    last: whether the step ends with the block.
 
     One recording holds all of these steps and what goes on between them, such as steps of a model
     without `config.steps`; it is then in `config.dir` as rank0_steps10-12.json. Where the run ends

@@ -12,7 +12,6 @@ from torch import Tensor
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch, collate
 from nemorl.data.datasets import as_messages, prompt_of
-from nemorl.data.rows import origin_of
 from nemorl.losses.logprobs import LogprobKind
 from nemorl.rollout.conversation import Conversation, Episode, Failure, Outcome, examples_of
 from nemorl.rollout.environment import ONE_TURN, EnvironmentInterface, reward_tensor
@@ -147,32 +146,30 @@ def collect(
         groups=prompts.groups or range(len(prompts)),
     )
     judge = environment if isinstance(environment, EnvironmentInterface) else None
-    name = type(environment).__name__ if judge else name_of(environment)
-    what = f"environment {name!r}" if judge else f"episode {name!r}"
+    what = f"{'environment' if judge else 'episode'} {name_of(environment)!r}"
     outcomes = _outcomes(conversations, what)
     completions = [each.turns[0].completion for each in conversations]
     size = len(outcomes)
-    texts = ["\n".join(str(m["content"]) for m in prompts.messages(i)) for i in range(len(prompts))]
-    given = reward_tensor([outcome.reward for outcome in outcomes], size, what)
+    messages = map(prompts.messages, range(len(prompts)))
+    texts = [
+        "\n".join(str(m["content"]) for m in log) for log in messages for _ in range(sampling.n)
+    ]
     changed: Mapping[str, Any] = {
-        "rewards": given,
+        "rewards": reward_tensor([outcome.reward for outcome in outcomes], size, what),
         "components": {
             key: [each.components[key] for each in outcomes]
             for key in (outcomes[0].components if outcomes else ())
         },
-        "texts": [text for text in texts for _ in range(sampling.n)],
+        "texts": texts,
         "truncated": [completion.truncated for completion in completions],
     }
-    texts, metrics = changed["texts"], dict[str, float]()
+    metrics: Mapping[str, float] = {}
     if judge is not None:
         changed, metrics = judge.global_post_process_and_metrics(changed)
-    rewards = changed["rewards"]
-    if rewards is not given or not given.isfinite().all():
-        rewards = reward_tensor(rewards, size, what)
     return Rollouts(
         conversations=conversations,
         texts=texts,
-        rewards=rewards,
+        rewards=reward_tensor(changed["rewards"], size, what),
         kind=kind_of(sampling),
         metrics={key: float(value) for key, value in metrics.items()},
         components={
@@ -184,13 +181,12 @@ def collect(
 
 def _outcomes(conversations: Sequence[Conversation], what: str) -> list[Outcome]:
     """Return how episodes ended. Raises what one raised, or a ValueError for several turns."""
-    failed = [each for each in conversations if isinstance(each.outcome, Failure)]
-    for each in failed:
-        assert isinstance(each.outcome, Failure)
-        row, count = origin_of(each.row, each.group), len(conversations)
-        first = f"This ended {len(failed)} of {count} conversations, the first about {row}."
-        each.outcome.error.add_note(first)
-        raise each.outcome.error
+    if failed := [(c, c.outcome.error) for c in conversations if isinstance(c.outcome, Failure)]:
+        first, error = failed[0]
+        row = getattr(first.row, "origin", "") or f"the row of group {first.group}"
+        ended = f"{len(failed)} of {len(conversations)} conversations"
+        error.add_note(f"This ended {ended}, the first about {row}.")
+        raise error
     found = [each.outcome for each in conversations if isinstance(each.outcome, Outcome)]
     if not all(each.turns for each in conversations):
         raise ValueError(f"{what} must sample a response: await policy.sample(policy.prompt)")

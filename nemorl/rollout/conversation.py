@@ -45,7 +45,7 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """All that one episode had of the model, in order, and how it ended."""
+    """The turns of one episode with the model, and how it ended."""
 
     row: Mapping[str, Any]
     group: int
@@ -109,5 +109,5 @@ def _example(turns: Sequence[Turn]) -> Example:
 def with_last(
     experts: Int[Tensor, "computed layers topk"] | None,
 ) -> Int[Tensor, "tokens layers topk"] | None:
-    """Add the last token, for which the sampler chose none."""
+    """Append −1 for the last token, for which the sampler chose no experts."""
     return None if experts is None else pad(experts, (0, 0, 0, 0, 0, 1), value=-1)

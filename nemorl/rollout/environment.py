@@ -59,7 +59,7 @@ class EnvironmentReturn:
 
 @runtime_checkable
 class EnvironmentInterface(Protocol):
-    """Judge responses. An episode of it is one turn, and one `step` judges those of a batch."""
+    """Judge responses: one turn for each conversation, and one `step` for a batch."""
 
     def step(
         self, message_log_batch: Sequence[MessageLog], metadata: Sequence[Metadata]
@@ -194,7 +194,7 @@ class FunctionalRewardWrapper:
         results: list[Callable[[], Any]]
         if self.signature.awaited:
             found = self._loop.run(self._awaited(calls, texts))
-            results = [partial(lambda value: value, each) for each in found]
+            results = [lambda each=each: each for each in found]  # type: ignore[misc]
         elif self._processes is None:
             results = [partial(self.fn, **call) for call in calls]
         else:

@@ -24,8 +24,10 @@ from nemorl.rollout.rounds import Rounds
 from nemorl.rollout.signature import is_async, name_of
 from nemorl.user_code import exit_is_error
 
-Asked = tuple[Sequence[int], SamplingParams, int]
-"""A prompt, how it is sampled, and which of the samples is the conversation's."""
+Request = tuple[tuple[int, ...], SamplingParams]
+"""A prompt, and how it is sampled."""
+Asked = tuple[tuple[int, ...], SamplingParams, int]
+"""A request, and which of its samples is the conversation's."""
 
 
 class Sampler:
@@ -79,7 +81,7 @@ def converse(
     raises ends all.
     """
     rounds, name = Rounds(), name_of(environment)
-    ask = partial(rounds.ask, partial(_generated, generator))
+    ask = partial(rounds.ask, partial(_generated, generator, {}))
     if isinstance(environment, EnvironmentInterface):
         episode = episode_of(environment, rounds)
     else:
@@ -134,20 +136,23 @@ def episode_of(environment: EnvironmentInterface, rounds: Rounds) -> Episode:
     return episode
 
 
-def _generated(generator: GenerationBackend, asked: Sequence[Asked]) -> list[Completion]:
-    """Answer what is asked, with one request for the members of a group."""
-    counts = dict[tuple[tuple[int, ...], SamplingParams], int]()
-    keys = [(tuple(prompt), params) for prompt, params, _ in asked]
-    for key, (*_, member) in zip(keys, asked, strict=True):
-        counts[key] = max(counts.get(key, 0), member + 1)
-    requests = [replace(params, n=n) for (_, params), n in counts.items()]
-    found = generator.generate([prompt for prompt, _ in counts], requests)
-    name, count = type(generator).__name__, sum(counts.values())
+def _generated(
+    generator: GenerationBackend,
+    drawn: dict[Request, list[Completion]],
+    asked: Sequence[Asked],
+) -> list[Completion]:
+    """Answer what is asked, with one request for the members of a group, whose samples `drawn`
+    keeps for members that ask later.
+    """
+    new = [one for one in dict.fromkeys((p, params) for p, params, _ in asked) if one not in drawn]
+    prompts, params = [prompt for prompt, _ in new], [params for _, params in new]
+    found = generator.generate(prompts, params) if new else []
+    name, count = type(generator).__name__, sum(each.n for each in params)
     fits, remedy = f"must return {count} completions", "return `n` for each prompt"
     require(len(found) == count, f"{name}.generate", fits, len(found), remedy)
     rest = iter(found)
-    samples = {key: [next(rest) for _ in range(n)] for key, n in counts.items()}
-    return [samples[key][member] for key, (*_, member) in zip(keys, asked, strict=True)]
+    drawn |= {one: [next(rest) for _ in range(one[1].n)] for one in new}
+    return [drawn[prompt, params][member] for prompt, params, member in asked]
 
 
 def _judged(

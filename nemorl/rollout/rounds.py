@@ -32,7 +32,8 @@ class EventLoop:
         if _has_loop() and asyncio.get_running_loop() is self._inside:
             work.close()
             raise RuntimeError(
-                "an async reward must not call the environment that it belongs to: await it there"
+                "an async reward must not call the environment that it belongs to: await the"
+                " function instead"
             )
         with self._lock:
             self._inside = self._runner.get_loop()

@@ -85,7 +85,7 @@ def read_signature(
                 " the * or /; a decorator needs functools.wraps"
             )
     by_place = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-    named = [*by_place, *(p.name for p in parameters if p.kind == p.KEYWORD_ONLY)]
+    named = [p.name for p in parameters if p.kind != p.VAR_KEYWORD]
     prompt = next((n for n in PROMPT if n in named), None)
     response = next((n for n in RESPONSE if n in named), None)
     if response is None:

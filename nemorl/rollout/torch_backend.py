@@ -54,8 +54,8 @@ class TorchGenerationBackend(ScheduledBackend):
         )
 
     async def update_weights(self, source: WeightSource, *, in_flight: InFlight = "keep") -> int:
-        """Copy what is not the same memory already. Weights that are the same memory need no
-        receipt; of copies, sampled numbers are compared with what came.
+        """Copy the weights that are not the same memory already, and compare sampled numbers of
+        each copy with what came.
 
         Raises: RuntimeError for "wait" where requests are in flight and it is the same memory: the
         old weights are gone.

@@ -151,7 +151,8 @@ def test_a_failure_is_the_conversations_own_until_a_batch_needs_it(generator):
     assert found[3].outcome.reason == "KeyError: 'lost'" and len(found[3].turns) == 1
     with pytest.raises(KeyError, match="lost") as error:
         collect(generator, sometimes, PROMPTS, SAMPLING, seed=1)
-    assert error.value.__notes__ == ["This ended 3 of 9 conversations, the first about row 2."]
+    ended = "This ended 3 of 9 conversations, the first about the row of group 1."
+    assert error.value.__notes__ == [ended]
 
 
 @pytest.mark.parametrize(
@@ -357,3 +358,28 @@ def test_a_failure_is_named_before_what_else_is_wrong(generator):
 def test_each_prompt_has_a_group(groups):
     with pytest.raises(ValueError, match="groups must have an entry for each of the 3 rows"):
         replace(PROMPTS, groups=groups)
+
+
+def test_members_that_ask_one_after_the_other_share_a_request(generator):
+    """Each sample is drawn once, whenever the conversations come to it."""
+    turn = asyncio.Semaphore(1)
+
+    async def in_turn(row, policy) -> Outcome:
+        async with turn:
+            return await one_turn(row, policy)
+
+    drawn = []
+
+    class Drawn(Counting):
+        def generate(self, prompts, sampling_params):
+            drawn.extend(params.n for params in sampling_params)
+            return super().generate(prompts, sampling_params)
+
+    backend = Drawn(model=generator.model, tokenizer=TOKENIZER)
+    backend.setup(GenerationConfig())
+    found = collect(backend, in_turn, PROMPTS, SAMPLING, seed=1)
+    expected = collect(generator, one_turn, PROMPTS, SAMPLING, seed=1)
+    assert drawn == [3, 3, 3]
+    assert [one.token_ids for one in found.completions] == [
+        one.token_ids for one in expected.completions
+    ]

@@ -306,7 +306,7 @@ class DTensorBackend(Accumulating):
             if self.world.data_group is not None:
                 dist.all_reduce(placed, group=self.world.data_group)
             outputs[name] = layout.restore(placed.to(batch.input_ids.device))
-        return ForwardOutput(**outputs, needs=needs)
+        return ForwardOutput(**outputs)
 
     def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
         return planned(part, wanted, self.world, share=self.config.trainer.share_prompts)
@@ -345,7 +345,7 @@ def _forward(
         lower = config.parallel.param_dtype == "bfloat16"
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=lower):
             found = plain_outputs(model, batch, work, **options)
-    return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)), needs=needs)
+    return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)))
 
 
 def _give_back(model: Any, found: Found, config: BackendConfig) -> None:

@@ -210,7 +210,7 @@ class MegatronBackend(Accumulating):
                 placed = layout.place(values, self.world.data_rank)
             placed = self._pipeline.from_last_stage(placed).to(batch.input_ids.device)
             outputs[name] = layout.restore(placed)
-        return ForwardOutput(**outputs, needs=needs)
+        return ForwardOutput(**outputs)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors, gathered one by one: all ranks go through them together.

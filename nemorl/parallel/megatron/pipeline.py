@@ -124,7 +124,7 @@ class Pipeline:
         non_loss_data: bool = False,
     ) -> Any:
         whole = inputs.whole(found, rows)
-        outputs = ForwardOutput(**dict(zip(needs.outputs, whole, strict=True)), needs=needs)
+        outputs = ForwardOutput(**dict(zip(needs.outputs, whole, strict=True)))
         if loss_fn is None:
             return outputs
         output = loss_fn(outputs, rows)

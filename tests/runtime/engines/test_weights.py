@@ -82,7 +82,7 @@ def test_all_that_does_not_fit_is_listed_and_nothing_comes_after_it():
     expected = {"a": (2,), "b": (3,), "c": (4,), "d": (5,)}
     shapes = [("a", 2), ("b", 9), ("c", 4), ("extra", 1), ("a", 2)]
     came = []
-    with pytest.raises(ValueError, match="weights must be those of") as error:
+    with pytest.raises(ValueError, match="weights must fit the generator's model") as error:
         for name, _ in checked_weights([(n, torch.zeros(size)) for n, size in shapes], expected):
             came.append(name)
     assert came == ["a"]

@@ -32,7 +32,7 @@ def of_type(model_type: str, **options):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (("gemma2", {"sliding_window": 64}), "attention's softcap must be None or False, but it is 50"),
+        (("gemma2", {"sliding_window": 64}), "softcap must be None or False, but it is 50"),
         (("gpt_oss", {"num_local_experts": 2, "sliding_window": 64}), "attention's s_aux must be"),
         (("mistral", {"sliding_window": 11}), "sliding_window must be None or at least 12, .* 11"),
     ],

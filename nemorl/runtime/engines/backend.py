@@ -27,7 +27,7 @@ from nemorl.rollout.generation import (
 )
 from nemorl.runtime.engines import limits
 from nemorl.runtime.engines.spec import engine_spec
-from nemorl.runtime.engines.weights import started
+from nemorl.runtime.engines.weights import current_device, started
 
 if TYPE_CHECKING:
     from nemorl.runtime.engines.replicas import Replicas, Request
@@ -114,7 +114,8 @@ class VLLMGenerationBackend:
         holds others than it was sent; then nothing is generated until an update succeeds.
         """
         check_in_flight(in_flight)
-        return await asyncio.wrap_future(started(partial(self._update, source, in_flight)))
+        update = partial(self._update, source, in_flight)
+        return await asyncio.wrap_future(started(update, current_device()))
 
     def _update(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
         with self._lock:

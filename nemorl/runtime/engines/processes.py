@@ -26,7 +26,7 @@ from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, ProcessId, Started
 from nemorl.runtime.engines.spec import EngineSpec, Place
 from nemorl.runtime.engines.weights import own_place
-from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout, death
+from nemorl.runtime.store.errors import WorkerDied, WorkerTimeout, death, with_log
 from nemorl.runtime.store.temporary import temporary_folder
 from nemorl.warn import warn
 
@@ -52,6 +52,9 @@ class EngineProcess:
 
     def died(self, said: str) -> WorkerDied:
         return death(self.name, said, self.log)
+
+    def refused(self, said: str) -> WorkerDied:
+        return WorkerDied(with_log(f"{self.name} did not take the new weights: {said}", self.log))
 
 
 class EngineProcesses:

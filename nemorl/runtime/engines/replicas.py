@@ -6,11 +6,9 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from weakref import WeakSet
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -38,7 +36,7 @@ from nemorl.runtime.engines.routing import (
 )
 from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample
 from nemorl.runtime.engines.supply import Supply
-from nemorl.runtime.engines.weights import started
+from nemorl.runtime.engines.weights import current_device, started
 
 SHUT_DOWN = "the generation backend was shut down before it answered"
 
@@ -59,12 +57,8 @@ class Replicas:
         self._open: dict[int, tuple[Request, asyncio.Future[tuple[Sample, ...]]]] = {}
         """Requests without an answer, by number."""
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._asked: set[Future[Any]] = set()
-        """Requests that came by `sample`."""
-        self._tended: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
-        """Callers' event loops that look after replicas."""
-        self._supplying: Future[None] = Future()
-        self._supplying.set_result(None)
+        self._device = current_device()
+        self._tending: asyncio.Task[None] | None = None
         self._usage: defaultdict[int, defaultdict[str, float]]
         self._usage = defaultdict(lambda: defaultdict(float))
         """Tokens, restarts and busy seconds of each replica since the last metrics."""
@@ -80,6 +74,7 @@ class Replicas:
             self._router.do(self._processes.start_all(self._router))
             # On the trainer's thread: each thread has a current device of its own.
             check_apart(config, [one.place for one in self.running() if one.place])
+            self._router.do(self._begin())
         except BaseException:
             self.shutdown()
             raise
@@ -93,40 +88,40 @@ class Replicas:
     def generate(self, requests: Sequence[Request]) -> list[tuple[Sample, ...]]:
         """Return the samples of each request, in order. After an error nothing goes on."""
         self._supply.now()
-        return self._router.do(self._answers(requests), meanwhile=self._supply.now)
+        return self._router.do(self._answers(requests))
 
     async def sample(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[Sample, ...]:
         """Return the samples of one prompt, for a task of any event loop."""
         answers = self._answers([(prompt, params)])
         future = asyncio.run_coroutine_threadsafe(answers, self._router.loop)
-        self._asked.add(future)
-        future.add_done_callback(self._asked.discard)
-        loop = asyncio.get_running_loop()
-        if loop not in self._tended:
-            self._tended.add(loop)
-            loop.call_soon(self._tend, loop)
         return (await asyncio.wrap_future(future))[0]
 
-    def _tend(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Do on a caller's event loop now and then what `generate` does while it waits."""
-        router = self._router
-        if not self._asked or router.loop.is_closed():
-            self._tended.discard(loop)
-            return
-        try:
-            router.check()
-            if router.state.lacking and self._supplying.done():
-                self._supplying = started(self._supply.others)  # the event loop must go on
-                self._supplying.add_done_callback(self._supplied)
-        except Exception as error:
-            router.loop.call_soon_threadsafe(router.note, Stopped(error))
-        loop.call_later(TICK_S, self._tend, loop)
+    async def _begin(self) -> None:
+        self._tending = asyncio.create_task(self._tend())
 
-    def _supplied(self, supplying: Future[None]) -> None:
-        """End all requests with the error, if there was one."""
-        if (error := supplying.exception()) and not self._router.loop.is_closed():
-            error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            self._router.loop.call_soon_threadsafe(self._router.note, Stopped(error))
+    async def _end(self) -> None:
+        if self._tending is not None:
+            self._tending.cancel()
+            await asyncio.gather(self._tending, return_exceptions=True)
+        await self._processes.end_all()
+
+    async def _tend(self) -> None:
+        """Look after replicas that came back, and whether Ray is there, while requests are open. An
+        error ends all requests.
+        """
+        router = self._router
+        while True:
+            await asyncio.sleep(TICK_S)
+            try:
+                if self._open:
+                    await asyncio.to_thread(router.check)
+                if self._open and router.state.lacking:  # the event loop must go on
+                    await asyncio.wrap_future(started(self._supply.others, self._device))
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                said = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                router.note(Stopped(said))
 
     def update_weights(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
         """Give all that are up the newest weights, as `Supply.update` does."""
@@ -259,7 +254,7 @@ class Replicas:
         try:
             with suppress(Exception):  # the cluster may be gone
                 self._router.send(Stopped(RuntimeError(SHUT_DOWN)))
-                self._router.do(self._processes.end_all())
+                self._router.do(self._end())
             self._router.close()
         finally:
             self._processes.release()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import wait
 from typing import Any, TypeVar
@@ -57,11 +56,8 @@ class Router:
 
         self.do(noted())
 
-    def do(self, work: Coroutine[Any, Any, T], meanwhile: Callable[[], Any] | None = None) -> T:
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine on the event loop, for another thread.
-
-        Args:
-            meanwhile: is called every TICK_S.
 
         Raises: ClusterLost.
         """
@@ -75,16 +71,10 @@ class Router:
                 self.check()
                 if self.loop.is_closed():
                     raise RuntimeError("the engines were shut down meanwhile")
-                if meanwhile is not None:
-                    meanwhile()
             return job.result()
         except BaseException:
             job.cancel()
             raise
-
-    def pause(self) -> None:
-        time.sleep(TICK_S)
-        self.check()
 
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)

@@ -36,8 +36,8 @@ class Supply:
         self._source: WeightSource = Weights(version=0, tensors=())
         self._sending, self._version = threading.RLock(), 0
         self._told: set[str] = set()
-        self._receipts: list[Receipt] = []
-        """Receipts since the last metrics."""
+        self._receipt: Receipt | None = None
+        """The last one since the last metrics."""
 
     def update(self, source: WeightSource, in_flight: InFlight = "keep") -> int:
         """Give all replicas that are up the newest weights, and return their version; the others
@@ -50,15 +50,15 @@ class Supply:
         try:
             if in_flight == "wait":
                 router.send(Held(True))
-                router.do(router.until(lambda state: state.drained), meanwhile=self.others)
+                router.do(router.until(lambda state: state.drained))
             with self._sending:
                 self._source = source
                 router.send(Published(source.newest()[0]))
             while not router.state.supplied:
+                router.do(router.until(lambda state: bool(state.over or state.lacking)))
                 if router.state.over:
                     raise router.state.over
-                if not self.now():
-                    router.pause()
+                self.now()
             return self._version
         except BaseException as error:
             failed = f"an update of the weights failed while the request was in flight: {error}"
@@ -69,18 +69,14 @@ class Supply:
             with suppress(RuntimeError):  # it has been shut down meanwhile
                 router.send(Held(False))
 
-    def now(self) -> bool:
-        """Send the newest weights to replicas without any, unless they sleep; return whether there
-        were such.
-        """
+    def now(self) -> None:
+        """Send the newest weights to replicas without any, unless they sleep."""
         with self._sending:
-            if self._router.state.asleep:
-                return False
-            lacking = self._router.state.lacking
+            state = self._router.state
+            lacking = () if state.asleep else state.lacking
             processes = [one for id in lacking if (one := self._processes.running.get(id))]
             if processes:
                 self._send({one.id.rank: one for one in processes})
-            return bool(processes)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -89,8 +85,8 @@ class Supply:
             yield
 
     def others(self) -> None:
-        """Send weights to replicas that came back. It may fail while others have weights, but for
-        an engine that holds others than it was sent.
+        """Send weights to replicas that came back. A failure is a warning while another replica has
+        weights; WeightsDiffer is raised.
         """
         try:
             self.now()
@@ -100,7 +96,8 @@ class Supply:
             if str(error) not in self._told:
                 self._told.add(str(error))
                 tell(
-                    f"a replica that came back has no weights yet, because sending failed: {error}"
+                    "a replica that came back has no weights yet, and nemorl goes on trying:"
+                    f" sending failed: {error}"
                 )
 
     def _send(self, processes: dict[int, EngineProcess]) -> None:
@@ -117,25 +114,20 @@ class Supply:
         self._router.check()
         receipt.check()
         for rank, said in receipt.failed.items():
-            self._router.send(Broke(processes[rank].id, processes[rank].died(said)))
+            self._router.send(Broke(processes[rank].id, processes[rank].refused(said)))
         if not receipt.failed:
-            self._receipts.append(receipt)
-            self._version = receipt.version
+            self._receipt, self._version = receipt, receipt.version
             if receipt.version < (self._router.state.version or 0):  # an old checkpoint was loaded
                 self._router.send(Published(receipt.version))
             for one in processes.values():
                 self._router.send(Supplied(one.id, receipt.version))
 
     def metrics(self) -> dict[str, float]:
-        """Return how many versions engines proved to have since the last call, and of how many
-        weights of the last one.
-        """
-        receipts, self._receipts = self._receipts, []
-        if not receipts:
+        """Return how many weights the last update since the last call proved to be the engines'."""
+        last, self._receipt = self._receipt, None
+        if last is None:
             return {}
-        last = receipts[-1]
         return {
-            "weights/versions_proved": float(len({one.version for one in receipts})),
             "weights/proved": float(last.num_weights - len(last.unproved)),
             "weights/unproved": float(len(last.unproved)),
         }

@@ -20,6 +20,7 @@ from nemorl.checks import require
 from nemorl.models.adapters import merged_tensors
 from nemorl.models.digest import WeightsDiffer, differences, misfits, sampled
 from nemorl.runtime.engines.spec import Place
+from nemorl.runtime.store.errors import reason_of
 
 BUCKET_BYTES = 2**26
 """While engines load a bucket of about so much, the next one is gathered."""
@@ -230,7 +231,7 @@ class WeightSender:
             except ray.exceptions.RayTaskError as error:
                 reasons[rank] = f"{type(error.cause).__name__}: {error.cause}"
             except ray.exceptions.RayError as error:
-                reasons[rank] = str(error)
+                reasons[rank] = reason_of(str(error))
         if reasons:
             self.failed.update(reasons)
             raise EnginesFailed(reasons)
@@ -346,17 +347,21 @@ def unpacked(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
         yield name, torch.from_numpy(data).view(dtype).view(shape)
 
 
-def started(function: Callable[[], T]) -> Future[T]:
-    """Call it in a daemon thread, on this thread's current device."""
+def current_device() -> int | str | None:
+    """Return this thread's current device; None where there is none."""
+    module = torch.get_device_module(DEVICE)
+    return module.current_device() if module.is_available() else None
+
+
+def started(function: Callable[[], T], device: int | str | None) -> Future[T]:
+    """Call it in a daemon thread whose current device is `device`."""
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()  # who awaits it may be cancelled; the thread goes on
-    module = torch.get_device_module(DEVICE)
-    current = module.current_device() if module.is_available() else None
 
     def run() -> None:
         try:
-            if current is not None:
-                module.set_device(current)
+            if device is not None:
+                torch.get_device_module(DEVICE).set_device(device)
             done.set_result(function())
         except BaseException as error:
             done.set_exception(error)
@@ -370,7 +375,7 @@ def _in_time(function: Callable[[], None], timeout_s: float, failed: Mapping[int
 
     Raises TimeoutError that says which engines failed meanwhile.
     """
-    done = started(function)
+    done = started(function, current_device())
     if not wait([done], timeout_s).done:
         why = "".join(f"; replica {rank} failed: {reason}" for rank, reason in failed.items())
         raise TimeoutError(

@@ -59,9 +59,13 @@ def raised(error: Mapping[str, str], rank: int) -> Exception:
 
 def death(who: str, said: str, log: Path | None, doing: str = "") -> WorkerDied:
     """Return the error for a worker that died, from Ray's account of it, with its log's end."""
+    return WorkerDied(with_log(f"{who} died{doing}: {reason_of(said)}", log))
+
+
+def with_log(text: str, log: Path | None) -> str:
+    """Return what is wrong with a worker, with its log's end."""
     lines = last_lines(log) if log else []
-    text = f"{who} died{doing}: {reason_of(said)}"
-    return WorkerDied("\n  | ".join([f"{text}; its log ends:", *lines] if lines else [text]))
+    return "\n  | ".join([f"{text}; its log ends:", *lines] if lines else [text])
 
 
 def reason_of(told: str) -> str:

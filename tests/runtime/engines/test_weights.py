@@ -462,7 +462,7 @@ def test_replicas_on_gpus(transport):
 
 def test_a_thread_keeps_its_result_from_whoever_stops_waiting():
     go = threading.Event()
-    done = module.started(lambda: go.wait(30))
+    done = module.started(lambda: go.wait(30), None)
     assert not done.cancel()
     go.set()
     assert done.result(timeout=30)

@@ -59,7 +59,7 @@ def demonstration(folder: Path, *flags: str) -> list[str]:
     """Return the flags with which a model that knows nothing learns to add 1."""
     from grpo_loop import demonstration as lessons
 
-    return lessons(folder, "--critic-lr=1e-3", *flags)
+    return lessons(folder, "--critic-lr=1e-3", "--run.save-period=5", *flags)
 
 
 if __name__ == "__main__":

@@ -651,7 +651,7 @@ DATA = [
         too_long="drop",
     ),
     file(
-        r'has no splits, so split must be "train", got \'test\': name the file',
+        r"has no splits, but the split 'test' is asked for: remove the setting, or name the file",
         "rows.jsonl",
         LINE,
         split="test",

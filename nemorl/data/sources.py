@@ -181,8 +181,8 @@ def _load_dataset(source: str | Path, split: str, data_files: Any) -> Any:
 def _require_train(split: str, source: Any) -> None:
     if split != "train":
         raise ValueError(
-            f'{name_of(source)} has no splits, so split must be "train", got {split!r}: name the'
-            " file of that split"
+            f"{name_of(source)} has no splits, but the split {split!r} is asked for: remove the"
+            " setting, or name the file of that split"
         )
 
 

@@ -297,6 +297,8 @@ class BackendConfig:
     """
 
     def __post_init__(self) -> None:
+        fits, remedy = self.head in ("lm", "scalar"), "scalar gives a value per token"
+        require(fits, "head", "must be lm or scalar", self.head, remedy)
         check_lora(self.lora, self.model)
         if not self.trains:
             rank, requirement = self.lora.rank, "must be 0 for a model that does not train"

@@ -162,8 +162,8 @@ class ParallelPlan:
                 yield f"parallel.tp {self.tp} does not divide the model's {name} {size}"
         experts = getattr(model, "num_local_experts", None) or 0
         if self.ep > 1 and (not experts or experts % self.ep):
-            has = f"the model's num_local_experts {experts}" if experts else "any number of experts"
-            yield f"parallel.ep {self.ep} does not divide {has}"
+            divides = f"does not divide the model's num_local_experts {experts}"
+            yield f"parallel.ep {self.ep} {divides if experts else 'is for mixtures of experts'}"
         width = getattr(model, "moe_intermediate_size", None) or self.tp
         if experts and self.ep == 1 and width % self.tp:
             yield f"parallel.tp {self.tp} does not divide the model's moe_intermediate_size {width}"

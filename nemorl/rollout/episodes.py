@@ -86,7 +86,7 @@ def converse(
         episode = episode_of(environment, rounds)
     else:
         written = "must be an EnvironmentInterface or an episode, async def episode(row, policy)"
-        remedy = "make a reward function an environment with FunctionalRewardWrapper"
+        remedy = "write async def, or wrap a reward function in FunctionalRewardWrapper"
         require(is_async(environment), "environment", written, environment, remedy)
         episode = environment
 

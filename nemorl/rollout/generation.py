@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from nemorl.checks import at_least, require, valid_seed
+from nemorl.checks import at_least, require, short, valid_seed
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +142,11 @@ def checked_requests(
             raise ValueError(
                 f"prompts must have at least one token, but prompt {index} is empty: begin it with"
                 " a special token"
+            )
+        if isinstance(prompt[0], str):
+            raise ValueError(
+                f"prompts must be token ids, but prompt {index} is {short(prompt)}: tokenizer(text)"
+                '["input_ids"] gives those of a text'
             )
         if not 0 <= min(prompt) <= max(prompt) < vocab_size:
             raise ValueError(

@@ -1,6 +1,7 @@
 """Conversations: episodes, environments as episodes, and their tokens."""
 
 import asyncio
+import inspect
 import pickle
 from contextlib import suppress
 from dataclasses import replace
@@ -12,7 +13,7 @@ from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.conversation import Failure, Outcome, Turn, examples_of
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.episodes import converse
-from nemorl.rollout.generation import Completion, SamplingParams
+from nemorl.rollout.generation import Completion, SamplingParams, checked_requests
 from nemorl.rollout.random import derive_seed
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -383,3 +384,9 @@ def test_members_that_ask_one_after_the_other_share_a_request(generator):
     assert [one.token_ids for one in found.completions] == [
         one.token_ids for one in expected.completions
     ]
+
+
+def test_a_prompt_that_is_text_is_refused():
+    check = inspect.unwrap(checked_requests)  # without the types, which the tests check
+    with pytest.raises(ValueError, match=r"must be token ids, but prompt 0 is .*\[\"input_ids\"\]"):
+        check(["1+2="], SAMPLING, vocab_size=42, max_positions=64)

@@ -200,7 +200,8 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
     active = f" ({quantity(model.active_parameters())} per token)" * bool(model.num_local_experts)
     title = (
         f"{config.model.path}: {quantity(model.num_parameters())} parameters{active}{trains} on"
-        f" {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB"
+        f" {config.gpus} GPU{'s' * (config.gpus > 1)} of {config.gpu_memory:g} GB, rows of"
+        f" {config.row_tokens} tokens"
     )
     console.print(Text(title, style="bold"))
     lines, width = table(config, shown), console.width
@@ -252,10 +253,12 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     given, needed, generates = config.gpu_memory, smallest.fullest.total, config.engines
     traits = limits_of(config.trainer.backend).traits
     sharded = traits.shards == "parameters"
-    remedies = ["--parallel.cpu-offload"] * sharded + ["--lora.rank 16"] * traits.adapters
+    remedies = ["--parallel.cpu-offload"] * (sharded and not config.parallel.cpu_offload)
+    remedies += ["--lora.rank 16"] * (traits.adapters and not config.lora.rank)
     offload = sharded and generates and not _offloads(config)
     remedies += ["--trainer.offload-during-generation"] * offload
-    remedies += ["a smaller --generation.max-batch-size"] * generates
+    fewer = "a smaller --generation.max-batch-size", "a larger --generation.tensor-parallel-size"
+    remedies += [*fewer, "--generation.no-colocated"] * generates
     return (
         f"gpu_memory must hold a plan, but it is {given:g}, of which"
         f" {given * (1 - config.reserve):.1f} GB may be used: the smallest needs"

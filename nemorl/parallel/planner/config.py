@@ -82,7 +82,8 @@ class PlanConfig:
     entropy: bool = False
     """Whether the loss has an entropy term."""
     keep_reference: bool = False
-    """Whether a frozen copy of the model is kept, for a KL term or DPO (not with LoRA)."""
+    """Whether there is a reference model, for a KL term or DPO: a frozen copy, but with LoRA the
+    model without its adapters."""
     reserve: float = 0.1
     """Share of the memory left to the CUDA context, NCCL's buffers and fragmentation."""
     show: int = 10

@@ -153,7 +153,8 @@ def policy_loss(
     except TypeError as error:
         raise TypeError(
             f"policy_loss must call {name_of(term)}(token_logprobs, prev_logprobs, advantages,"
-            f" loss_weights, …) with the constants {sorted(constants)}, but {error}"
+            f" loss_weights, …) with the constants {sorted(constants)}, but {error}: its parameters"
+            f" are {', '.join(signature(term).parameters)}"
         ) from None
     loss_fn = partial(
         _policy_loss,

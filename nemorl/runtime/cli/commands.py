@@ -116,9 +116,11 @@ def generate(config: GenerateConfig) -> None:
 def export(config: ExportConfig) -> None:
     """Export a checkpoint, and say how to try it."""
     from nemorl.runtime.cli import inference
+    from nemorl.runtime.store.state import POLICY
 
     path = inference.export_config(config)
-    print(f'exported to {path}; try it: nemorl generate --model {path} --prompt "…"')
+    hint = f'; try it: nemorl generate --model {path} --prompt "…"'
+    print(f"exported to {path}{hint if config.backend == POLICY else ''}")
 
 
 def report(config: ReportConfig) -> None:

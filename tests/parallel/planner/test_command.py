@@ -237,8 +237,8 @@ BAD = {
     "--trainer.backend megatron --vpp 2 --gpus 1": "and a pipeline if there is vpp",
     "--trainer.backend megatron --vpp 3": "parallel.pp 2 · vpp 3 does not divide the model's num_h",
     "--trainer.backend megaton": "unknown training backend 'megaton'; did you mean megatron?",
-    "--ep 2": "parallel.ep 2 does not divide any number of experts",
-    "--trainer.backend megatron --ep 2": "parallel.ep 2 does not divide any number of experts",
+    "--ep 2": "parallel.ep 2 is for mixtures of experts",
+    "--trainer.backend megatron --ep 2": "parallel.ep 2 is for mixtures of experts",
     "--model 8x7b": "trainer.backend must be megatron for mixtral, a mixture of experts, which",
     "--model 8x7b --trainer.backend megatron --ep 16 --gpus 16": "parallel.ep 16 does not divide",
     "--trainer.backend megatron --lora.rank 8": "lora.rank must be 0 with trainer.backend megatron",
@@ -273,7 +273,7 @@ def test_a_registered_backend_is_planned_by_its_traits(
     monkeypatch.setitem(LIMITS, "mine", OwnLimits(Mine))
     assert all(each.plan.pp == 4 for each in find(models, **options).fitting)
     assert "--trainer.backend mine" in shown(models, "70b", width=200, **options)
-    with pytest.raises(ValueError, match="ep 2 does not divide any number of experts"):
+    with pytest.raises(ValueError, match="ep 2 is for mixtures of experts"):
         find(models, **options | {"ep": 2})
     with pytest.raises(ValueError, match=r"cpu_offload must be off with trainer\.backend mine"):
         find(models, **options | {"cpu_offload": True})

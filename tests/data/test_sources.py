@@ -161,7 +161,7 @@ def test_errors_say_what_is_wrong(tmp_path):
             lambda: load_rows(jsonl, prompt_column="qestion"),
             r"has the columns question; did you mean question\?",
         ),
-        (lambda: load_rows(jsonl, split="test"), "has no splits.*got 'test'"),
+        (lambda: load_rows(jsonl, split="test"), "has no splits, but the split 'test' is"),
         (lambda: load_rows(ROWS, split="test"), "has no splits"),
         (lambda: load_rows(Module(), split="test"), "split of a DataModule"),
         (

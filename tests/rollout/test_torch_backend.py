@@ -164,7 +164,7 @@ def test_a_copy_needs_every_tensor(lost):
     model, other = tiny_model(tied=False), tiny_model(tied=False, seed=1)
     backend = made(model)
     kept = [one for one in other.named_parameters() if lost is not None and one[0] != lost]
-    with pytest.raises(ValueError, match=r"must be those of .*'model.norm.weight' is missing"):
+    with pytest.raises(ValueError, match=r"must fit the .*'model.norm.weight' is missing"):
         update(backend, kept, 1)
     assert backend.policy_version is None
 

@@ -72,7 +72,7 @@ def test_settings_that_would_do_nothing(plan, options, message):
             {"num_hidden_layers": 4},
             "pp 2 · vpp 3 does not divide .* 4: remove parallel.vpp",
         ),
-        ({"dp_shard": 2, "ep": 2}, {}, "ep 2 does not divide any number of experts: .* remove it"),
+        ({"dp_shard": 2, "ep": 2}, {}, "parallel.ep 2 is for mixtures of experts: .* remove it"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:parallel asks for")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from nemorl.runtime.config import tree
 from nemorl.runtime.config.grpo import GRPOConfig
@@ -16,21 +15,24 @@ from nemorl.runtime.start import registry
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def forget_own(known: dict[str, Any]) -> None:
-    """Take back what was added to the variants of sections of GRPO."""
-    for section, hint in known.items():
-        GRPOConfig.__annotations__[section] = hint
-        GRPOConfig.__dataclass_fields__[section].type = hint
-    tree._adapter.cache_clear()
+@contextmanager
+def forgetting_own() -> Iterator[None]:
+    """Take back at the end what was added to the variants of sections of GRPO, so that other tests
+    see the names of nemorl alone.
+    """
+    known = {name: GRPOConfig.__annotations__[name] for name in ("loss", "advantage")}
+    try:
+        yield
+    finally:
+        for section, hint in known.items():
+            GRPOConfig.__annotations__[section] = hint
+            GRPOConfig.__dataclass_fields__[section].type = hint
+        tree._adapter.cache_clear()
 
 
 @contextmanager
 def visiting() -> Iterator[None]:
-    """As for a script in examples/.
-
-    What it registers is taken back, so that other tests see the names of nemorl alone.
-    """
-    owned = {name: GRPOConfig.__annotations__[name] for name in ("loss", "advantage")}
+    """As for a script in examples/; what it registers is taken back."""
     tables = [
         getattr(registry, table)
         for table in ("ALGORITHMS", "TRAINING_BACKENDS", "GENERATION_BACKENDS")
@@ -38,13 +40,13 @@ def visiting() -> Iterator[None]:
     before = [dict(table) for table in tables]
     sys.path.insert(0, str(EXAMPLES))
     try:
-        yield
+        with forgetting_own():
+            yield
     finally:
         sys.path.remove(str(EXAMPLES))
         for table, known in zip(tables, before, strict=True):
             table.clear()
             table.update(known)
-        forget_own(owned)
 
 
 def load_example(name: str) -> ModuleType:

@@ -58,7 +58,7 @@ class AnswerConfig:
         at_least(1, n=self.n)
         for section, names in self.unused.items():
             given = getattr(self, section)
-            refuse_unused(section, given, "is for training", "remove it", names=names)
+            refuse_unused(section, given, "is not used by this command", "remove it", names=names)
         require(
             not self.generation.traits.on_trainer,
             "generation.backend",

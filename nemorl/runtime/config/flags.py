@@ -186,7 +186,7 @@ def _refuse(cls: type, name: str, names: Mapping[str, str], spelled: str, value:
         write=lambda key: f"{flag_of(names[key])}{value}",
     )
     if name in unused(cls):
-        hint = f": {command_of(cls)} does without it, as it is for training"
+        hint = f": {command_of(cls)} does not use it"
     if hint or spelled.startswith("--"):
         hint = hint or "; --help all lists the settings"
         raise ConfigError(f"unknown setting {spelled}{hint}", name)

@@ -22,6 +22,7 @@ from nemorl.checks import closest
 from nemorl.openmp import spinning_variables
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.random import derive_seed
+from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
 from nemorl.runtime.engines.spec import EngineSpec, Numbers, Sample, vocabulary_hash
 from nemorl.runtime.store.temporary import temporary_folder
 
@@ -390,7 +391,7 @@ def _reason(error: BaseException) -> str:
         text = cause
     if "Unsupported CPU attention configuration" in text:
         text += (
-            ": vLLM on CPUs needs heads of 32, 64, 80, 96, 112, 128, 192 or 256 entries; use"
+            f": vLLM on CPUs needs heads of {', '.join(map(str, VLLM_CPU_HEADS))} entries; use"
             " generation.backend torch"
         )
     return text if len(text) < 500 else f"{text[:500]} …"  # some list all names that are right

@@ -33,8 +33,8 @@ def check(config: GenerationConfig, model: Any, machine: Machine) -> None:
         require(
             needed <= there or (not machine.gpus and what == "GPUs"),
             "generation.num_replicas",
-            f"times the devices and cores of each must need at most the {there} {what} that this"
-            " machine has for engines",
+            f"times what a replica takes must be at most the {there} {what} that this machine has"
+            " for engines",
             needed,
             "lower it, tensor_parallel_size or cpus_per_replica, or use a cluster (RAY_ADDRESS)",
         )

@@ -107,7 +107,7 @@ class EngineProcesses:
             if id not in self.running:
                 begin = time.monotonic()
                 await self._start(id)
-                tell(f"replica {id.rank} is back after {time.monotonic() - begin:.1f} s")
+                warn_softly(f"replica {id.rank} is back after {time.monotonic() - begin:.1f} s")
                 self._router.note(Started(id))
             await self._watch(self.running[id])
         except Exception as error:
@@ -225,15 +225,13 @@ def engine_bundles(config: GenerationConfig, *, cuda: bool) -> dict[str, list[Bu
     return {"trainer": [Bundle(cpus=0, gpus=1, node=DRIVER)] * taken, **bundles}
 
 
-def check_apart(
-    config: GenerationConfig, engines: Sequence[Place], own: Place | None = None
-) -> None:
+def check_apart(config: GenerationConfig, engines: Sequence[Place]) -> None:
     """Raise a ValueError where engines that never sleep are on the GPU of this process, unless no
     GPU of this machine trains (`trainer_gpus` is 0).
     """
     if config.colocated or config.trainer_gpus == 0:
         return
-    own = own or own_place()
+    own = own_place()
     ours = any(one.node == own.node and set(one.gpus) & set(own.gpus) for one in engines)
     require(
         not ours,
@@ -244,7 +242,7 @@ def check_apart(
     )
 
 
-def tell(message: str) -> None:
+def warn_softly(message: str) -> None:
     """Warn, also where warnings are errors: these would end the router's work."""
     with suppress(Warning):
         warn(message)

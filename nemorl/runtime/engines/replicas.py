@@ -15,7 +15,12 @@ from ray.exceptions import RayError, RayTaskError
 
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, SamplingParams, WeightSource
-from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, check_apart, tell
+from nemorl.runtime.engines.processes import (
+    EngineProcess,
+    EngineProcesses,
+    check_apart,
+    warn_softly,
+)
 from nemorl.runtime.engines.router import TICK_S, Router
 from nemorl.runtime.engines.routing import (
     Action,
@@ -31,7 +36,7 @@ from nemorl.runtime.engines.routing import (
     Reply,
     Start,
     Stopped,
-    Tell,
+    Warn,
     routing,
 )
 from nemorl.runtime.engines.spec import Answer, EngineSpec, Sample
@@ -169,8 +174,8 @@ class Replicas:
                 self._processes.end(id)
             case Start(id):
                 self._processes.start(id)
-            case Tell(message):
-                tell(message)
+            case Warn(message):
+                warn_softly(message)
 
     def _reply(self, number: int, result: Any) -> None:
         future = self._open[number][1] if number in self._open else None

@@ -1,6 +1,7 @@
 """Which replica answers which request: a function of a frozen state and an event.
 
-It knows no process, clock or weights: `replicas` feeds it events and executes its actions.
+It starts no process, reads no clock and sends no weights: `replicas` feeds it events and
+executes its actions.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Replica:
     samples: int = 0
     """Samples of these requests."""
     partial: int = 0
-    """How many of these samples are finished, as it said last."""
+    """How many of these samples are finished, as last reported."""
     deaths: int = 0
     """Ends of its processes in a row, without an answer."""
 
@@ -298,13 +299,13 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Warn:
     """Warn the user."""
 
     message: str
 
 
-Action = Give | Cancel | Reply | End | Start | Tell
+Action = Give | Cancel | Reply | End | Start | Warn
 
 
 def decide(state: Routing, event: Event) -> tuple[Routing, tuple[Action, ...]]:
@@ -399,21 +400,21 @@ def _broke(state: Routing, broken: Replica, error: Exception) -> tuple[Routing, 
     reason = str(error) or repr(error)
     following = ProcessId(rank, broken.process.start + 1)
     actions: list[Action] = [End(broken.process), *map(Cancel, broken.open)]
-    told, over = f"replica {rank} is started again: {reason}", None
+    message, over = f"replica {rank} is started again: {reason}", None
     status: Literal["starting", "down", "given up"] = "down" if state.asleep else "starting"
     if deaths > state.max_restarts:
         status = "given up"
-        told = (
+        message = (
             f"replica {rank} has ended {deaths} times in a row without finishing a prompt"
             f" (generation.max_restarts is {state.max_restarts}), the last time because {reason}"
         )
         if all(one.status == "given up" for one in state.replicas if one is not broken):
-            over = ChildProcessError(told)
-        told = f"the run goes on without it: {told}"
+            over = ChildProcessError(message)
+        message = f"the run goes on without it: {message}"
     elif not state.asleep:
         actions.append(Start(following))
     if over is None:
-        actions.append(Tell(told))
+        actions.append(Warn(message))
     waiting = state.waiting
     for request in broken.open.values():
         waiting = waiting.put(request)

@@ -11,7 +11,7 @@ import torch
 from nemorl.models.digest import WeightsDiffer
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.generation import InFlight, Weights, WeightSource
-from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, tell
+from nemorl.runtime.engines.processes import EngineProcess, EngineProcesses, warn_softly
 from nemorl.runtime.engines.router import Router
 from nemorl.runtime.engines.routing import Broke, Held, Published, Stopped, Supplied
 from nemorl.runtime.engines.spec import EngineSpec
@@ -95,7 +95,7 @@ class Supply:
                 raise
             if str(error) not in self._told:
                 self._told.add(str(error))
-                tell(
+                warn_softly(
                     "a replica that came back has no weights yet, and nemorl goes on trying:"
                     f" sending failed: {error}"
                 )

@@ -59,7 +59,7 @@ class Models:
         require(
             order.name.isidentifier() and order.name not in taken,
             "name",
-            f"must be letters, digits and underscores, and none of {', '.join(taken)}",
+            f"must be a Python name, and none of {', '.join(taken)}, which are taken",
             order.name,
             "choose another; the policy is run.trainer",
         )
@@ -70,7 +70,6 @@ class Models:
             order.name,
             "move it above the loop",
         )
-
         require(
             order.trains or order.optimizer is None,
             "optimizer",

@@ -14,10 +14,9 @@ from nemorl.rollout.answers import REWARDS
 from nemorl.rollout.environment import FunctionalRewardWrapper
 from nemorl.rollout.environments import make_environment
 from nemorl.runtime.cli import main as cli
-from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import dump_yaml, from_dict, load_config
 from nemorl.runtime.start.settings import environment_of
-from tests.examples import forget_own
+from tests.examples import forgetting_own
 from tests.runtime.runs import numbers, start
 from tests.tiny_models import tiny_model
 
@@ -56,14 +55,13 @@ A_NUMBER = 3
 @pytest.fixture(autouse=True)
 def only_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A file with functions in the working folder; what is registered is gone afterwards."""
-    known = {name: GRPOConfig.__annotations__[name] for name in ("loss", "advantage")}
     rewards = dict(REWARDS)
     (tmp_path / "my_pieces.py").write_text(FILE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "my_pieces", raising=False)
-    yield
-    forget_own(known)
+    with forgetting_own():
+        yield
     REWARDS.clear()
     REWARDS.update(rewards)
 

@@ -223,5 +223,5 @@ def test_settings_of_answers_by_name(folder: Path):
     assert by_name == by_section and len(by_name) == 1
     with pytest.raises(ValueError, match="did you mean max_new_tokens"):
         nemorl.generate(model=folder, prompt="1", max_new_token=4)
-    with pytest.raises(ValueError, match=r"trainer\.sequence_packing is for training"):
+    with pytest.raises(ValueError, match=r"trainer\.sequence_packing is not used by this command"):
         nemorl.evaluate(folder, "rows.jsonl", trainer={"sequence_packing": True})

@@ -516,7 +516,7 @@ BAD = [
     ),
     (
         ["eval", *NEEDED["eval"], "--generation.colocated"],
-        "unknown setting --generation.colocated: eval does without it, as it is for training",
+        "unknown setting --generation.colocated: eval does not use it",
     ),
     (["--import"], "--import must name a module: nemorl --import MODULE COMMAND"),
     (["--import", "--help"], "--import must name a module: nemorl --import MODULE COMMAND"),

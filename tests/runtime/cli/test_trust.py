@@ -15,7 +15,7 @@ from nemorl.runtime.config.grpo import GRPOConfig
 from nemorl.runtime.config.tree import own_sections
 from nemorl.runtime.config.trust import FUNCTIONS, key_file, seal_of
 from nemorl.runtime.start.registry import ALGORITHMS
-from tests.examples import forget_own
+from tests.examples import forgetting_own
 from tests.runtime.cli.test_commands import QUIET
 from tests.runtime.runs import addition_rows
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -35,11 +35,10 @@ MINE = "--reward ./of_mine.py:right --loss ./of_mine.py:loss"
 @contextmanager
 def in_a_new_process(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """As far as code of the user's goes, which this process imports anew."""
-    known = {name: GRPOConfig.__annotations__[name] for name in FUNCTIONS[1:]}
     patch.setattr(sys, "path", list(sys.path))
     sys.modules.pop("of_mine", None)
-    yield
-    forget_own(known)
+    with forgetting_own():
+        yield
 
 
 @pytest.fixture(scope="module")

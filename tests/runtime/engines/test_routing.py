@@ -37,7 +37,7 @@ from nemorl.runtime.engines.routing import (
     Started,
     Stopped,
     Supplied,
-    Tell,
+    Warn,
     decide,
     routing,
 )
@@ -132,7 +132,7 @@ class RoutingLaws(RuleBasedStateMachine):
                 assert not self.asleep and process.rank not in {one.rank for one in self.engines}
                 assert process not in self.gone
                 self.engines[process] = Engine()
-            case Tell(message):
+            case Warn(message):
                 self.told.append(message)
 
     def unfinished(self, engine):
@@ -426,8 +426,8 @@ def test_the_requests_of_a_process_that_died_come_before_all_that_wait():
         state, _ = decide(state, Arrived())
     old, new = ProcessId(0, 0), ProcessId(0, 1)
     state, actions = decide(state, Broke(old, OSError("gone")))
-    told = Tell("replica 0 is started again: gone")
-    assert actions == (End(old), Cancel(0), Cancel(1), Start(new), told)
+    warning = Warn("replica 0 is started again: gone")
+    assert actions == (End(old), Cancel(0), Cancel(1), Start(new), warning)
     state, _ = decide(state, Started(new))
     state, actions = decide(state, Supplied(new, 0))
     assert actions == (Give(new, 0), Give(new, 1))
@@ -455,7 +455,7 @@ def test_an_answer_ends_a_row_of_deaths_and_an_error_does_not(result, status):
 def test_a_replica_that_dies_while_engines_sleep_is_started_when_they_wake():
     state, _ = decide(ready(2), Asleep(True))
     state, actions = decide(state, Broke(ProcessId(1, 0), OSError("gone")))
-    assert [type(action) for action in actions] == [End, Tell] and not state.settled
+    assert [type(action) for action in actions] == [End, Warn] and not state.settled
     _, actions = decide(state, Asleep(False))
     assert actions == (Start(ProcessId(1, 1)),)
 

@@ -25,6 +25,7 @@ from nemorl.runtime.run.callbacks import check_callbacks
 from nemorl.runtime.run.data import warn_of_unknown
 from nemorl.runtime.run.signals import Terminated
 from nemorl.runtime.store import checkpoint
+from tests.examples import forgetting_own
 from tests.parallel.batches import random_batch
 from tests.runtime.runs import (
     TRAINER,
@@ -420,7 +421,7 @@ def test_which_models_a_run_may_have(tmp_path: Path):
     with opened(grpo_config(tmp_path / "run")) as run:
         initial = run.backend("initial", trains=False)
         for taken in ("policy", "initial", "a/b", ""):
-            with pytest.raises(ValueError, match="name must be letters, digits and underscores"):
+            with pytest.raises(ValueError, match="name must be a Python name, and none of"):
                 run.backend(taken)
         with pytest.raises(ValueError, match="own_ranks needs ranks that Ray places, but it is"):
             run.backend("apart", own_ranks=True)
@@ -550,8 +551,9 @@ def test_an_exit_in_code_of_one_s_own_is_an_error(
     )
     section = {} if where == "callback" else {where: {"name": f"{tmp_path}/{name}.py:{where}"}}
     tree = to_dict(grpo_config(tmp_path / "run")) | section
-    config = from_dict(nemorl.GRPOConfig, tree)
-    with pytest.raises(RuntimeError, match=f"must not end the run, but it {said}"):
+    ending = pytest.raises(RuntimeError, match=f"must not end the run, but it {said}")
+    with forgetting_own(), ending:
+        config = from_dict(nemorl.GRPOConfig, tree)
         start(config, callbacks=[Exits()] if where == "callback" else [])
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 

@@ -43,7 +43,7 @@ class EngineProcess:
     place: Place | None = None
     """None: it is not up yet."""
     busy_s: float = 0.0
-    """Seconds of computing, as it said last."""
+    """Seconds of computing, as last reported."""
 
     @property
     def name(self) -> str:

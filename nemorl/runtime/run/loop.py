@@ -171,7 +171,7 @@ class OpenRun:
         such as a teacher, may come at any time and is never saved.
 
         Args:
-            name: letters, digits and underscores; "policy" is `run.trainer`.
+            name: a Python name; "policy" is `run.trainer`.
             model: folder, hub name or loaded model; None: the policy's, untrained. Where that was
                 given in memory, None is for calls before `run.trainer` is used.
             head: "scalar" gives a value per token in place of logprobs.

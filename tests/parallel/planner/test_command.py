@@ -229,7 +229,7 @@ BAD = {
     "--lora.rank 8 --tp 2": "lora.rank must be 0 with parallel.tp above 1, but it is 8",
     "--target-modules q_proj": "lora.target_modules needs lora.rank",
     "--lora.rank 8 --target-modules q_proj wq": "must be of q_proj, k_proj, v_proj, o_proj,",
-    "--lora.rank 8 --lora.dropout 0.1": "unknown setting --lora.dropout: plan does without it",
+    "--lora.rank 8 --lora.dropout 0.1": "unknown setting --lora.dropout: plan does not use it",
     "--reserve 1": "reserve must lie in",
     "--pp 2": "parallel.pp 2 is for trainer.backend megatron",
     "--vpp 2": "and a pipeline if there is vpp",

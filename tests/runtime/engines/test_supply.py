@@ -63,7 +63,7 @@ def test_one_that_came_back_and_gets_no_weights_ends_nothing_while_others_have_t
         raise ConnectionError("the line is cut")
 
     told = []
-    monkeypatch.setattr("nemorl.runtime.engines.supply.tell", told.append)
+    monkeypatch.setattr("nemorl.runtime.engines.supply.warn_softly", told.append)
     router = supply._router
     router.send(Started(FIRST))
     supply.update(Source(lambda: None))

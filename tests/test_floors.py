@@ -14,6 +14,7 @@ from nemorl.runtime.start.registry import GENERATION_BACKENDS, TRAINING_BACKENDS
 PACKAGE = Path(__file__).parent.parent / "nemorl"
 
 FLOORS = {
+    "accelerator": 0,
     "checks": 0,
     "openmp": 0,
     "user_code": 0,

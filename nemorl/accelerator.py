@@ -1,6 +1,6 @@
 """Questions about devices that are answered by what a device is, not by its maker's name."""
 
-from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -15,7 +15,7 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def module_of(device: torch.device) -> ModuleType:
+def module_of(device: torch.device) -> Any:
     """Return torch's module for an accelerator's kind, such as `torch.cuda`, with `synchronize`,
     `empty_cache` and the counters of memory.
     """

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from nemorl.accelerator import is_accelerator
+
 
 def to_device(values: Any, device: torch.device) -> Any:
     """Return a pytree with its tensors on a device.
@@ -20,6 +22,6 @@ def to_device(values: Any, device: torch.device) -> Any:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda" and tensor.device.type == "cpu":
+    if is_accelerator(device) and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()  # torch keeps it until the copy is done
     return tensor.to(device, non_blocking=True)

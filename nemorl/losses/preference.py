@@ -37,9 +37,9 @@ def sequence_logprobs(
     """Return each sequence's Σ_t log π over its tokens in `mask`, or their mean with `average`.
 
     A row is one sequence. With `segment_ids` (0 = padding, 1.. = the sequences of a row) the result
-    is [num_sequences], the number of segments in the batch, row by row. A sequence without any
-    token has 0. Raises: ValueError if only one of segment_ids and num_sequences is given, and for
-    another number of segments.
+    is [num_sequences], the segments of the batch, row by row, and zeros where it has fewer. A
+    sequence without any token has 0. Raises: ValueError if only one of segment_ids and
+    num_sequences is given, and for more segments.
     Source: TRL, NeMo RL `preference_average_log_probs`.
 
     >>> logprobs = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, -5.0, -6.0]])
@@ -59,8 +59,8 @@ def sequence_logprobs(
     else:
         in_row = segment_ids.amax(-1)
         require_all(
-            in_row.sum() == num_sequences,
-            "num_sequences must be the number of segments in segment_ids, but it is"
+            in_row.sum() <= num_sequences,
+            "num_sequences must be at least the number of segments in segment_ids, but it is"
             f" {num_sequences}: pass int(segment_ids.amax(-1).sum())",
         )
         before = in_row.cumsum(-1) - in_row

@@ -245,4 +245,15 @@ def finalize(metrics: Metrics) -> dict[str, float]:
     >>> finalize({"x": Mean(torch.tensor(3.0), torch.tensor(2.0))})
     {'x': 1.5}
     """
-    return {name: metric.finalize() for name, metric in metrics.items()}
+    return {name: metric.finalize() for name, metric in in_main_memory(metrics).items()}
+
+
+def in_main_memory(metrics: Metrics) -> Metrics:
+    """Return metrics with their tensors in main memory; the host waits for the device once."""
+    leaves, spec = pytree.tree_flatten(dict(metrics))
+    leaves = [x.detach() for x in leaves]
+    away = [x for x in leaves if x.device.type != "cpu"]
+    here = iter(torch.stack(away).cpu() if away else ())
+    return pytree.tree_unflatten(
+        [x if x.device.type == "cpu" else next(here) for x in leaves], spec
+    )

@@ -6,6 +6,8 @@ from math import prod
 import torch
 from torch import Tensor
 
+from nemorl.data.transfer import to_device
+
 SIDE = 8
 """A receipt of weights has so many rows and columns of each matrix, as many as most models are cut
 into by tensor parallelism, and the square of it of each vector.
@@ -48,7 +50,8 @@ def sampled(tensor: Tensor, version: int = 0, side: int = SIDE) -> Tensor:
     rows, columns = grid(tensor.shape, version, side)
     matrix = tensor.detach().reshape(-1, tensor.shape[-1] if tensor.ndim > 1 else 1)
     # A copy of rows first: an index of both is far slower.
-    return matrix[torch.tensor(rows, device=tensor.device)][:, columns].flatten()
+    at = to_device((torch.tensor(rows), torch.tensor(columns)), tensor.device)
+    return matrix.index_select(0, at[0]).index_select(1, at[1]).flatten()
 
 
 def differences(

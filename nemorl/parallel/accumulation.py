@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
-from nemorl.losses.types import Metrics, Needs, merge, needs_of
+from nemorl.losses.types import Metrics, Needs, in_main_memory, merge, needs_of
 from nemorl.models.causal_lm import is_scalar
 from nemorl.parallel.backend import ForwardOutput, LossFn, require_loss_weights
 from nemorl.parallel.config import BackendConfig
@@ -166,5 +165,4 @@ class Accumulating(ABC):
         own = {**metrics, **measured} if first else measured
         if self.world.size == 1:
             return own
-        own = pytree.tree_map_only(Tensor, lambda x: x.detach().cpu(), own)
-        return functools.reduce(merge, self.world.gather_objects(own))
+        return functools.reduce(merge, self.world.gather_objects(in_main_memory(own)))

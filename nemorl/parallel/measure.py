@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import torch
 
+from nemorl.accelerator import is_accelerator, module_of
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Max, Mean, Metrics, Sum
 
@@ -125,14 +126,14 @@ class StepMeter:
         self.started = 0.0
 
     def begin(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if is_accelerator(self.device):
+            module_of(self.device).synchronize(self.device)
             gpu_peaks.restart(self.device)
         self.started = time.perf_counter()
 
     def end(self, batches: Sequence[TokenBatch], *, copied: float = 0) -> Metrics:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if is_accelerator(self.device):
+            module_of(self.device).synchronize(self.device)
 
         def number(value: float) -> torch.Tensor:
             return torch.tensor(value, dtype=torch.float64)
@@ -159,10 +160,10 @@ class GpuPeaks:
 
     def restart(self, device: torch.device) -> None:
         """Restart PyTorch's counter; `take` keeps the peak before."""
-        device = _numbered(device)
-        peak = torch.cuda.max_memory_allocated(device)
+        device, module = _numbered(device), module_of(device)
+        peak = module.max_memory_allocated(device)
         self.before[device] = max(self.before.get(device, 0), peak)
-        torch.cuda.reset_peak_memory_stats(device)
+        module.reset_peak_memory_stats(device)
 
     def take(self) -> int:
         """Return the peak on the current device since the last call, and restart the counter."""
@@ -172,7 +173,9 @@ class GpuPeaks:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    if device.index is None:
+        device = torch.device(device.type, module_of(device).current_device())
+    return device
 
 
 gpu_peaks = GpuPeaks()
@@ -181,8 +184,8 @@ gpu_peaks = GpuPeaks()
 
 def peak_memory(device: torch.device) -> int:
     """Return peak bytes: of a GPU's tensors since `begin`, else of this process's main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):
+        return module_of(device).max_memory_allocated(device)
     status = Path("/proc/self/status")
     if not status.exists():
         return psutil.Process().memory_info().rss
@@ -193,7 +196,7 @@ def peak_memory(device: torch.device) -> int:
 
 def peak_flops(device: torch.device) -> float | None:
     """Return a GPU's bfloat16 operations per second, None if `PEAK_FLOPS` lacks it."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = module_of(device).get_device_name(device)
     return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from nemorl.accelerator import is_accelerator, module_of
 from nemorl.models.causal_lm import usable_device
 from nemorl.parallel.plan import ParallelPlan
 
@@ -107,19 +108,22 @@ def start_process_group(
 ) -> torch.device:
     """Initialize torch.distributed from the environment; return this rank's device."""
     kind = torch.device(device_name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if kind.type == "cuda" and kind.index is None:
+    if is_accelerator(kind) and kind.index is None:
         # Where each process sees only its own GPU, that is number 0.
-        alone = torch.cuda.device_count() == 1
-        kind = torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", 0)))
+        alone = module_of(kind).device_count() == 1
+        kind = torch.device(kind.type, 0 if alone else int(os.environ.get("LOCAL_RANK", 0)))
     device = usable_device(str(kind))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if is_accelerator(device):
+        module_of(device).set_device(device)
     if not dist.is_initialized():
         store, rank, size = next(_meet() if _on_one_machine() else rendezvous("env://"))
         # When torchrun restarts the ranks, its store still has the addresses of the old ones.
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
         store = dist.PrefixStore(f"restart_{restarts}", store)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = "gloo"
+        if is_accelerator(device):
+            own = dist.get_default_backend_for_device(device)
+            backend = f"cpu:gloo,{device.type}:{own}"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
     return device
 

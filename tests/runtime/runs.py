@@ -15,6 +15,7 @@ from typing import Any
 import nemorl
 from nemorl.runtime.config.tree import from_dict
 from nemorl.runtime.run.callbacks import Callback
+from tests.emulated_gpu import NAME, emulated
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TRAINER = nemorl.TrainerConfig(device="cpu")
@@ -159,6 +160,10 @@ class KillInCheckpoint(Callback):
 
 
 def main(settings: dict[str, Any]) -> None:
+    if settings.pop("emulated", False):
+        with emulated():
+            main({**settings, "device": NAME})
+        return
     make = {"grpo": grpo_config, "sft": sft_config, "dpo": dpo_config}[settings["algorithm"]]
     options = settings.get("options", {})
     if "kl" in options:
@@ -169,6 +174,7 @@ def main(settings: dict[str, Any]) -> None:
     if settings["algorithm"] == "dpo":
         validation = preference_rows(8, seed=1)
         options["loss"] = from_dict(nemorl.DPOConfig, {"loss": options.get("loss", "dpo")}).loss
+    options["trainer"] = nemorl.TrainerConfig(device=settings.get("device", "cpu"))
     config = make(
         Path(settings["folder"]),
         steps=settings["steps"],

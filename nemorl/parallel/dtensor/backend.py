@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from nemorl.accelerator import is_accelerator, module_of
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
@@ -113,8 +114,8 @@ class DTensorBackend(Accumulating):
         plan = config.parallel.on(1)
         require(not plan.needs_ranks, "parallel", NEEDS_A_RANK, plan, START_A_RANK)
         self.device = usable_device(config.trainer.device)
-        if self.device.type == "cuda" and self.device.index is not None:
-            torch.cuda.set_device(self.device)  # by which engines know what GPU trains
+        if is_accelerator(self.device) and self.device.index is not None:
+            module_of(self.device).set_device(self.device)  # by which engines know what GPU trains
         self.world = World(plan=plan, device=self.device)
         model: Any = self._given
         if model is None:

@@ -26,7 +26,7 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": dtypes}
     if plan.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     ends = [decoder.embed_tokens, decoder.norm, head]
     if not is_tied(model):
         fully_shard(ends.pop(0), **options, reshard_after_forward=True)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from nemorl.accelerator import is_accelerator, module_of
+
 
 class Offloaded:
     """Moves the memory of tensors to main memory, pinned where they are a GPU's, and back.
@@ -28,16 +30,18 @@ class Offloaded:
         taken = {}
         for storage in (local_part(tensor).untyped_storage() for tensor in tensors):
             if storage.nbytes() and storage._cdata not in taken:
-                on_gpu = storage.device.type == "cuda"
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=on_gpu)
+                pinned = is_accelerator(storage.device)
+                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
                 taken[storage._cdata] = storage, copy.copy_(_bytes(storage), non_blocking=True)
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        devices = {storage.device for storage, _ in taken.values()}
+        modules = [module_of(device) for device in devices if is_accelerator(device)]
+        for module in modules:
+            module.synchronize()
         for storage, _ in taken.values():
             storage.resize_(0)
         self._away |= taken
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        for module in modules:
+            module.empty_cache()
 
     def restore(self) -> None:
         """Move everything back, bit for bit. May be repeated after an error for lack of memory."""

@@ -21,9 +21,6 @@ try:
         get_gpt_layer_local_spec as get_gpt_layer_local_spec,
     )
     from megatron.core.optimizer import OptimizerConfig as OptimizerConfig
-    from megatron.core.optimizer.clip_grads import (
-        clip_grad_by_total_norm_fp32 as clip_grad_by_total_norm_fp32,
-    )
     from megatron.core.optimizer.distrib_optimizer import (
         DistributedOptimizer as DistributedOptimizer,
     )

@@ -1,4 +1,4 @@
-"""A CPU where megatron-core asks for CUDA. On a GPU nothing is changed."""
+"""Another device where megatron-core asks for CUDA. On a GPU nothing is changed."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -10,19 +10,21 @@ from torch.overrides import TorchFunctionMode
 
 from nemorl.parallel.megatron.core import random, token_dispatcher
 
-CPU = torch.device("cpu")
 
+class _CudaIs(TorchFunctionMode):
+    """Creates tensors on a device where code says "cuda"; types are named as those on GPUs."""
 
-class _CudaIsCpu(TorchFunctionMode):
-    """Creates tensors on the CPU where code says "cuda"; its types are named as those on GPUs."""
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
-            return args[0]
+            return args[0].to(self.device)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if kwargs and torch.device(kwargs.get("device") or CPU).type == "cuda":
-            kwargs = {**kwargs, "device": CPU}
+            return f"torch.cuda.{func(*args).rpartition('.')[2]}"
+        if kwargs and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs = {**kwargs, "device": self.device}
         return func(*args, **(kwargs or {}))
 
 
@@ -51,9 +53,9 @@ def runtime(device: torch.device) -> Iterator[None]:
     Its generators for dropout are not used: the models have none.
     """
     with ExitStack() as stack:
-        if device.type == "cpu":
+        if device.type != "cuda":
             for place, name, function in (
-                (torch.cuda, "current_device", lambda: CPU),
+                (torch.cuda, "current_device", lambda: device),
                 (torch.cuda, "synchronize", lambda *_: None),
                 (torch.cuda, "Stream", _Stream),
                 (torch.cuda, "current_stream", _Stream),
@@ -63,5 +65,5 @@ def runtime(device: torch.device) -> Iterator[None]:
                 (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
             ):
                 stack.enter_context(patch.object(place, name, function))
-            stack.enter_context(_CudaIsCpu())
+            stack.enter_context(_CudaIs(device))
         yield

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from nemorl.accelerator import is_accelerator
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
 from nemorl.models.hub import EXPERTS
 from nemorl.parallel.attention import SegmentBuckets, segment_attention
@@ -248,10 +249,9 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
 
     rotary_factor: of both cosine and sine, by which scores grow twice.
     """
-    plan, heads = world.plan, hf.num_attention_heads
+    plan, heads, on_gpu = world.plan, hf.num_attention_heads, is_accelerator(world.device)
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
     dtype = DTYPES[plan.param_dtype]
-    on_gpu = world.device.type == "cuda"
     return core.TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,

@@ -58,7 +58,6 @@ class ShardedAdamW:
             data_parallel_group_idx=0,
             distributed_optimizer_instance_id=0,
         )
-        part.grad_stats_parallel_group = dist.group.WORLD
         part.tp_group = core.parallel_state.get_tensor_model_parallel_group()
         return part
 
@@ -75,17 +74,20 @@ class ShardedAdamW:
     def reduce(self) -> Float[Tensor, ""]:
         """Sum the gradients over ranks, and return the norm of the whole one; a collective call."""
         core.finalize_model_grads(self.models, None)
-        norms = []
+        squares = torch.zeros((), device=self.device)
         for part in self.parts:
             part.prepare_grads()
-            norms.append(torch.as_tensor(part.get_grad_norm(), dtype=torch.float32))
-        return torch.stack(norms).norm().to(self.device)
+            # megatron-core's own norm would read each gradient's from the device.
+            own = nn.utils.get_total_norm(part.get_main_grads_for_grad_norm(), foreach=True)
+            squares = squares + own.to(self.device).square()
+        dist.all_reduce(squares)
+        return squares.sqrt()
 
     def step(self, norm: Float[Tensor, ""], lr: float) -> None:
         """Clip the gradient, whose norm is given, and take a step; a collective call."""
         for part in self.parts:
             if (limit := self.config.max_grad_norm) is not None:
-                core.clip_grad_by_total_norm_fp32(part.get_parameters(), limit, float(norm))
+                nn.utils.clip_grads_with_norm_(part.get_parameters(), limit, norm, foreach=True)
             for group in part.param_groups:
                 group["lr"] = lr
         for part in self.parts:

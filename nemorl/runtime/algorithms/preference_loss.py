@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemorl.data.batch import TokenBatch
 from nemorl.data.packing import num_segments
+from nemorl.data.padding import round_up
 from nemorl.losses import preference
 from nemorl.losses.masks import sequence_mean_weights, token_mean_weights
 from nemorl.losses.preference import sequence_logprobs
@@ -64,7 +65,8 @@ def preference_loss(
     its tokens' logprobs, or with `average` their mean.
     """
     assert part.loss_weights is not None
-    options: dict[str, Any] = {"num": num_sequences(part)}  # read from the device once
+    # As many as there can be, in pairs: to count them the host would wait for the device.
+    options: dict[str, Any] = {"num": round_up(part.input_ids.numel(), 2)}
     scores = by_sequence(output.token_logprobs, part, average=average, **options)
     data = [scores] if single else [scores[0::2], scores[1::2]]
     if needs_reference:
@@ -140,7 +142,7 @@ def by_sequence(
 ) -> Float[Tensor, "sequences"]:
     """Return the sum or mean of the values over each response's trained tokens.
 
-    num: `num_sequences(part)`, where it is known.
+    num: so many results, with zeros at the end. Default: one for each response.
     """
     return sequence_logprobs(
         values,

@@ -14,7 +14,7 @@ from nemorl.checks import at_least, require
 from nemorl.data.order import RowOrder
 from nemorl.data.rows import Row
 from nemorl.data.statistics import Lengths
-from nemorl.losses.types import Metric, merge
+from nemorl.losses.types import Metric, finalize, merge
 from nemorl.parallel.config import OptimizerConfig
 from nemorl.rollout.collect import Prompts, Rollouts, collect
 from nemorl.rollout.conversation import Episode
@@ -492,10 +492,9 @@ class Step:
         if self._tokens:
             measured = self.run.generator.metrics().items()
             self.log({f"generation/{name}": value for name, value in measured})
-        found = {
-            name: value.finalize() if isinstance(value, Metric) else float(value)
-            for name, value in self._logged.items()
-        }
+        logged = self._logged.items()
+        read = finalize({name: value for name, value in logged if isinstance(value, Metric)})
+        found = {name: float(read.get(name, value)) for name, value in logged}  # type: ignore[arg-type]
         seconds = time.perf_counter() - self._begin
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}
         tokens = self._tokens or found.get("num_tokens", 0.0)

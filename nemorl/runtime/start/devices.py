@@ -65,7 +65,7 @@ class Devices:
             config.generation.backend,
             "add --trainer.backend megatron, or remove it",
         )
-        gpus = _num_gpus() if num_gpus is None else num_gpus
+        gpus = _num_gpus(config.trainer.device) if num_gpus is None else num_gpus
         check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
         on_gpus = config.trainer.device != "cpu" and gpus > 0
         offloads = config.trainer.offload_during_generation
@@ -247,7 +247,13 @@ def this_machine() -> Machine:
     return Machine(gpus=_num_gpus(), cluster=bool(os.environ.get("RAY_ADDRESS")))
 
 
-def _num_gpus() -> int:
+def _num_gpus(device: str | None = None) -> int:
+    """Return the number of GPUs of a device's kind; of NVIDIA's for a CPU."""
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = (device or "cuda").partition(":")[0]
+    try:
+        module = torch.get_device_module("cuda" if kind == "cpu" else kind)
+    except RuntimeError:  # which `check_device` explains
+        return 0
+    return module.device_count() if module.is_available() else 0

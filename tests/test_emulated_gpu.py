@@ -1,0 +1,404 @@
+"""Whole runs on an emulated GPU: they equal the CPU's, mix no devices, and wait as often as
+docs/performance.md says.
+"""
+
+import re
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nemorl
+from nemorl.losses.types import finalize
+from nemorl.models.causal_lm import load_causal_lm
+from nemorl.parallel.config import (
+    BackendConfig,
+    LoRAConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.megatron.backend import MegatronBackend
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.runtime.run.callbacks import Callback
+from tests.emulated_gpu import DEVICE, NAME, Emulated, Waits, counted, emulated, gpu
+from tests.parallel.batches import nll_loss, random_batch
+from tests.ranks import run_ranks
+from tests.runtime.run.test_resume import assert_equal_outcomes, in_a_process
+from tests.runtime.runs import (
+    addition_rows,
+    dpo_config,
+    grpo_config,
+    numbers,
+    preference_rows,
+    sft_config,
+    start,
+)
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+pytestmark = pytest.mark.xdist_group("emulated")  # once torch has the device it keeps it
+ROOT = Path(__file__).parent.parent
+
+
+def bound(what: str) -> int:
+    """The number of waits that docs/performance.md promises."""
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    found = re.search(rf"^\| {re.escape(what)} \| (\d+) ", text, re.MULTILINE)
+    assert found, what
+    return int(found[1])
+
+
+class TestTheDevice:
+    """It must catch what it is for."""
+
+    def test_it_computes_and_refuses_to_mix_devices(self):
+        with emulated():
+            ours = torch.arange(6.0, device=NAME).view(2, 3)
+            assert (ours @ ours.t()).cpu().tolist() == [[5.0, 14.0], [14.0, 50.0]]
+            assert (ours * torch.tensor(2.0)).sum().item() == 30  # as on CUDA
+            with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+                ours + torch.ones(2, 3)
+
+    @pytest.mark.parametrize(
+        ("what", "count"),
+        {
+            "ours.sum().item()": 1,
+            "ours.tolist()": 1,
+            "bool(ours.any())": 1,
+            "ours.nonzero()": 1,
+            "ours[ours > 1]": 1,
+            "ours[[0, 1]]": 1,
+            "ours.cpu()": 1,
+            "ours.unique()": 1,
+            "torch.tensor([1.0, 2.0], device=NAME)": 1,
+            "torch.ones(3).to(NAME)": 1,
+            "torch.ones(3).to(NAME, non_blocking=True)": 1,
+            "torch.ones(3).pin_memory().to(NAME)": 1,
+            "torch.ones(3).pin_memory().to(NAME, non_blocking=True)": 0,
+            "ours.masked_fill(ours > 1, 0.0)": 0,
+            "ours.where(ours > 1, 0.0).sum() + 1": 0,
+            "torch.zeros(3, device=NAME)": 0,
+            "ours.index_select(0, ours.long())": 0,
+        }.items(),
+    )
+    def test_it_counts_waits(self, what: str, count: int):
+        with emulated() as waits:
+            ours = torch.arange(3.0, device=NAME)
+            eval(what, {"torch": torch, "ours": ours, "NAME": NAME})
+        assert waits.total == count, waits.found
+
+    def test_it_has_autocast_memory_and_copies(self):
+        with emulated():
+            ours = torch.nn.Parameter(torch.ones(4, 4).to(NAME))
+            with torch.autocast(NAME, dtype=torch.bfloat16):
+                assert (ours @ ours).dtype == torch.bfloat16
+                assert torch.nn.functional.linear(ours, ours).dtype == torch.bfloat16
+            storage = ours.untyped_storage()
+            assert storage.nbytes() == 64 and storage.device == DEVICE
+            storage.resize_(0)
+            assert ours.raw.untyped_storage().nbytes() == 0  # type: ignore[attr-defined]
+
+    def test_outside_the_block_it_is_not_there(self):
+        assert not torch.get_device_module(NAME).is_available()
+        assert not isinstance(torch.ones(2), Emulated)
+
+
+def on(device: str) -> Any:
+    return emulated() if device == NAME else nullcontext()
+
+
+FLOAT32 = ParallelPlan(param_dtype="float32")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "padded": {},
+    "microbatches": {"train_micro_batch_size": 1},
+    "packed": {"sequence_packing": True, "micro_batch_tokens": 40},
+    "shared prompts": {"sequence_packing": True, "prompts": True},
+    "recomputed": {"activation_checkpointing": "full"},
+    "LoRA": {"lora": LoRAConfig(rank=4, alpha=8.0)},
+    "foreach": {"implementation": "foreach"},
+}
+
+
+def batch_of(seed: int, *, prompts: bool) -> Any:
+    """A batch, with `prompts` of responses to the same ones."""
+    batch = random_batch([9, 2, 30, 17, 5, 12, 30, 8], seed=seed)
+    if not prompts:
+        return batch
+    ids, response = batch.input_ids.clone(), batch.response_mask.clone()
+    ids[:, :6], response[:, :6] = ids[:1, :6], False
+    return replace(batch, input_ids=ids, response_mask=response)
+
+
+def trained(device: str, folder: Path, layout: dict[str, Any]) -> dict[str, Any]:
+    """All numbers of steps, with logprobs, a checkpoint, offloading and exported weights between
+    them; on the emulated device the waits of each step, too.
+    """
+    options = dict(layout)
+    prompts = options.pop("prompts", False)
+    implementation = options.pop("implementation", "fused")
+    plan = ParallelPlan(
+        param_dtype=options.pop("param_dtype", "float32"),
+        activation_checkpointing=options.pop("activation_checkpointing", "none"),
+    )
+    config = BackendConfig(
+        parallel=plan,
+        lora=options.pop("lora", LoRAConfig()),
+        trainer=TrainerConfig(device=device, **options),
+        optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.5, implementation=implementation),
+        keep_reference=True,
+    )
+    with on(device):
+        backend = DTensorBackend(tiny_model(scale=2.0))
+        backend.setup(config)
+        found: dict[str, Any] = {"metrics": [], "logprobs": []}
+        for number in range(3):
+            batch = batch_of(number, prompts=prompts)
+            if number == 1:
+                backend.save_checkpoint(folder / device, background=True)
+                backend.wait_for_checkpoint()
+            if number == 2:
+                backend.offload()
+                assert all(p.untyped_storage().nbytes() == 0 for p in backend._model.parameters())
+                backend.load_checkpoint(folder / device)
+            with counted() as step:
+                found["metrics"].append(numbers(finalize(backend.train_step(batch, nll_loss))))
+            with counted() as scoring:
+                found["logprobs"].append(backend.get_logprobs(batch).values)
+            assert step.total <= bound("an optimizer step, with its metrics"), step.places
+            assert scoring.total <= bound("`get_logprobs`, of a whole batch"), scoring.places
+        found["logprobs"].append(backend.get_reference_logprobs(batch).values)
+        found["weights"] = {name: value.cpu().clone() for name, value in backend.weights()}
+        backend.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_equals_the_cpus_and_waits_no_more_than_promised(layout: str, tmp_path: Path):
+    cpu, ours = (trained(device, tmp_path, LAYOUTS[layout]) for device in ("cpu", NAME))
+    torch.testing.assert_close(ours, cpu, rtol=2e-5, atol=2e-5)
+
+
+def test_bfloat16_equals_the_cpus_within_its_rounding(tmp_path: Path):
+    """Each is as far from float32, give or take: kernels round in other places."""
+    options = {"param_dtype": "bfloat16", "sequence_packing": True}
+    exact, cpu, ours = (
+        trained(device, tmp_path / kind, layout)["logprobs"]
+        for device, kind, layout in (
+            ("cpu", "exact", {"sequence_packing": True}),
+            ("cpu", "cpu", options),
+            (NAME, "ours", options),
+        )
+    )
+    for one, other, best in zip(ours, cpu, exact, strict=True):
+        assert 0 < (one - best).abs().mean() <= 2 * (other - best).abs().mean()
+
+
+def test_the_host_waits_for_nothing_between_microbatches():
+    with emulated():
+        backend = DTensorBackend(tiny_model())
+        layout = TrainerConfig(device=NAME, train_micro_batch_size=2)
+        backend.setup(BackendConfig(trainer=layout, parallel=FLOAT32))
+        found = []
+        for lengths in ([5, 6], [5, 6, 7, 8, 9, 10, 5, 6, 7, 8]):
+            with counted() as waits:
+                backend.train_step(random_batch(lengths), nll_loss)
+            found.append(waits.total)
+    assert found[1] - found[0] == 4 * bound("a microbatch, of any loss")
+
+
+class StepWaits(Callback):
+    """The waits of each step, from which checkpoints are left out."""
+
+    def __init__(self) -> None:
+        self.found: list[Waits] = []
+
+    def on_step_begin(self, trainer: Any, step: int) -> None:
+        gpu.waits = Waits()
+
+    def on_step_end(self, trainer: Any, step: int, metrics: dict[str, float]) -> None:
+        self.found.append(gpu.waits)
+        gpu.waits = Waits()
+
+
+RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sft": (sft_config, {}),
+    "grpo": (grpo_config, {}),
+    "grpo with KL": (grpo_config, {"kl": nemorl.KLConfig(coef=0.1)}),
+    "grpo offloaded": (grpo_config, {}),
+    "dpo": (dpo_config, {}),
+}
+SCORED = {"sft": 0, "grpo": 1, "grpo with KL": 2, "dpo": 1}
+"""Batches of which a step computes log-probabilities."""
+PASSES = "tolist"
+
+
+def run(kind: str, device: str, folder: Path) -> tuple[Any, StepWaits]:
+    make, options = RUNS[kind]
+    waits, pairs = StepWaits(), make is dpo_config
+    offloads = {"offload_during_generation": True} if kind == "grpo offloaded" else {}
+    offloads = offloads if device == NAME else {}
+    config = make(
+        folder,
+        steps=3,
+        run={"save_period": 2, "val_period": 2, "export": True},
+        trainer=TrainerConfig(device=device, **offloads),
+        parallel=FLOAT32,
+        **options,
+    )
+    with on(device):
+        rows = preference_rows(8, seed=1) if pairs else addition_rows(8)
+        return start(config, validation=rows, callbacks=[waits]), waits
+
+
+def evaluated(model: Path, device: str) -> Any:
+    with on(device):
+        settings = {"trainer": {"device": device}, "parallel": {"param_dtype": "float32"}}
+        return nemorl.evaluate(str(model), addition_rows(8), "exact_match", **settings)
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_equals_the_cpus(kind: str, tmp_path: Path):
+    cpu, _ = run(kind, "cpu", tmp_path / "cpu")
+    ours, waits = run(kind, NAME, tmp_path / "ours")
+    for mine, theirs in zip(ours.history, cpu.history, strict=True):
+        assert numbers(mine) == pytest.approx(numbers(theirs), rel=1e-4, abs=1e-5)
+    exported = [load_causal_lm(str(result.paths.hf)).state_dict() for result in (ours, cpu)]
+    # AdamW moves a weight without a gradient as far as rounding says.
+    torch.testing.assert_close(*exported, rtol=1e-4, atol=2e-4)
+    if kind == "sft":
+        settings = ((cpu, "cpu"), (ours, NAME))
+        one, other = (evaluated(result.paths.hf, device) for result, device in settings)
+        assert one == other
+    step = bound("an optimizer step, with its metrics")
+    batch = bound("`get_logprobs`, of a whole batch")
+    first = waits.found[0]  # without validation
+    if kind != "grpo offloaded":
+        most = step + SCORED[kind] * batch + first.found[PASSES]
+        assert first.total <= most, first.places
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", *(pytest.param(each, marks=pytest.mark.slow) for each in ("sft", "dpo"))]
+)
+def test_a_killed_run_goes_on_bit_for_bit(algorithm: str, forked: Path, tmp_path: Path):
+    options = {"algorithm": algorithm, "emulated": True}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    python = forked / "python"
+    in_a_process(python, folder=str(whole), resume=False, **options)
+    first = {"folder": str(parts), "resume": False, "kill": "between", "at": 3}
+    in_a_process(python, killed=True, **first, **options)
+    in_a_process(python, folder=str(parts), resume=True, **options)
+    assert_equal_outcomes(parts, whole)
+
+
+def sampled(device: str, params: SamplingParams, *, precision: str = "float32") -> Any:
+    """Responses to prompts of different lengths, and waits by kind."""
+    with on(device):
+        engine = TorchGenerationBackend(
+            model=tiny_model(scale=2.0).to(device), tokenizer=tiny_tokenizer(), precision=precision
+        )
+        engine.setup(GenerationConfig(max_batch_size=4))
+        prompts = [tuple(range(2, 2 + length)) for length in (3, 9, 4, 1, 6, 2)]
+        with counted() as waits:
+            found = engine.generate(prompts, replace(params, seed=3, n=2))
+        engine.shutdown()
+    return found, waits
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_new_tokens=7),
+        SamplingParams(temperature=0.8, top_k=9, top_p=0.9, min_p=0.01, max_new_tokens=7),
+        SamplingParams(stop_strings=("1",), max_new_tokens=12),
+    ],
+    ids=["greedy", "filters", "stop strings"],
+)
+def test_the_embedded_engine_waits_once_a_token(params: SamplingParams, monkeypatch):
+    passes = []
+    draw = TorchGenerationBackend._draw
+    monkeypatch.setattr(
+        TorchGenerationBackend,
+        "_draw",
+        lambda self, work: (passes.append(work), draw(self, work))[1],
+    )
+    cpu, _ = sampled("cpu", params)
+    passes.clear()
+    ours, waits = sampled(NAME, params)
+    for mine, theirs in zip(ours, cpu, strict=True):
+        assert mine.token_ids == theirs.token_ids
+        assert mine.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+    assert waits.total == bound("a pass of the embedded engine: a token of all sequences") * len(
+        passes
+    ), waits.places
+
+
+PLANS = {
+    "dtensor dp 2": ("dtensor", {"dp_shard": 2}),
+    "dtensor dp 2, bfloat16": ("dtensor", {"dp_shard": 2, "param_dtype": "bfloat16"}),
+    "dtensor tp 2": ("dtensor", {"tp": 2}),
+    "dtensor cp 2": ("dtensor", {"cp": 2}),
+    "megatron dp 2": ("megatron", {"dp_shard": 2}),
+    "megatron tp 2": ("megatron", {"tp": 2}),
+    "megatron pp 2": ("megatron", {"pp": 2}),
+}
+
+
+def on_rank(name: str, device: str, folder: Path) -> Any:
+    backend_name, degrees = PLANS[name]
+    with on(device):
+        backend: Any = {"dtensor": DTensorBackend, "megatron": MegatronBackend}[backend_name]()
+        backend.setup(
+            BackendConfig(
+                model=ModelConfig(path=str(folder)),
+                trainer=TrainerConfig(
+                    device=device, backend=backend_name, train_micro_batch_size=2
+                ),
+                optimizer=OptimizerConfig(lr=1e-2),
+                parallel=ParallelPlan(**{"param_dtype": "float32", **degrees}),
+            )
+        )
+        metrics, waits = [], []
+        for lengths in ([9, 2, 30, 17], [9, 2, 30, 17] * 3):
+            with counted() as found:
+                metrics.append(
+                    numbers(finalize(backend.train_step(random_batch(lengths), nll_loss)))
+                )
+            waits.append(found)
+        logprobs = backend.get_logprobs(random_batch([9, 4])).values
+        backend.save_checkpoint(folder / name / device)
+        weights = {key: value.cpu().clone() for key, value in backend.weights()}
+        backend.shutdown()
+    return metrics, logprobs, weights, waits
+
+
+OFTEN = ("dtensor dp 2", "dtensor tp 2", "megatron pp 2")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in OFTEN else pytest.param(n, marks=pytest.mark.slow) for n in PLANS]
+)
+def test_ranks_equal_the_cpus(name: str, tmp_path: Path):
+    tiny_model(scale=2.0).save_pretrained(tmp_path)
+    # With a process group that the backend makes, for both of the devices.
+    cpu, ours = (
+        run_ranks(2, on_rank, name, device, tmp_path, process_group=device == "cpu")
+        for device in ("cpu", NAME)
+    )
+    tolerance = 0.1 if "bfloat16" in name else 2e-5
+    for mine, theirs in zip(ours, cpu, strict=True):
+        torch.testing.assert_close(mine[:3], theirs[:3], rtol=tolerance, atol=tolerance)
+        first, second = mine[3]
+        hops = 4 * (name == "megatron pp 2")  # megatron-core's stages send each other shapes
+        more = 2 * bound("a microbatch, of any loss") + 2 * hops
+        assert second.total - first.total <= more, (dict(first.places), dict(second.places))
+        assert first.total <= bound("an optimizer step of a rank, with its metrics") + 2 * hops, (
+            first.places
+        )

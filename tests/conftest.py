@@ -40,6 +40,9 @@ import nemorl  # noqa: E402, F401  (before torch: see nemorl.openmp)
 # isort: split
 import torch  # noqa: E402  (after the hook, so that nothing can slip in before it)
 
+# Autograd asks once, in the first backward pass, which devices there are.
+from tests.emulated_gpu import NAME, emulated  # noqa: E402
+
 torch.set_num_threads(1)  # the tensors are tiny: threads only cost time
 
 # `make test` runs 50 examples a law, `make test-all` 200 (HYPOTHESIS_PROFILE=thorough).
@@ -66,6 +69,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if ("vllm" in item.nodeid or "runtime/engines" in item.nodeid) and not HAS_VLLM:
             item.add_marker(pytest.mark.skip(reason="needs vLLM"))
+        if "accelerator" in getattr(item, "fixturenames", ()):
+            # Once torch has the emulated device it keeps it: in one of the test processes.
+            item.add_marker(pytest.mark.xdist_group("emulated"))
     items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
 
 
@@ -74,6 +80,16 @@ def forked() -> Iterator[Path]:
     """A folder with a `python` and a `nemorl` that start at once (see tests/forked.py)."""
     with forked_python() as folder:
         yield folder
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def accelerator(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """A GPU, and the emulated one that stands in for it on any machine."""
+    if request.param == "cuda":
+        yield torch.device("cuda")
+        return
+    with emulated():
+        yield torch.device(NAME)
 
 
 @pytest.fixture(autouse=True)

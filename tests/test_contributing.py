@@ -18,11 +18,13 @@ ELSEWHERE = {
 
 
 def gpu_tests(tree: ast.Module) -> Iterator[int]:
-    """Yield of each test that is marked gpu how many it is with its parameters."""
+    """Yield of each test that is marked gpu, itself or by `accelerator`, how many it is with its
+    parameters.
+    """
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             marks = [ast.unparse(each) for each in node.decorator_list]
-            if "pytest.mark.gpu" in marks:
+            if "pytest.mark.gpu" in marks or "accelerator" in {x.arg for x in node.args.args}:
                 given = [each for each in node.decorator_list if isinstance(each, ast.Call)]
                 yield len(ast.literal_eval(given[0].args[1])) if given else 1
 

@@ -17,11 +17,12 @@ from benchmarks.gpu.__main__ import Options
 
 ROOT = Path(__file__).parent.parent
 ROWS = {
+    "first": 6,
     "correct": 10,
     "train": 3,
-    "head": 3,
     "generate": 2,
     "memory": 4,
+    "head": 3,
 }
 """Parts, and how many values their small forms measure at least."""
 
@@ -47,7 +48,7 @@ def test_a_part_runs_on_a_cpu(name: str, forked: Path):
     assert not [row for row in rows if "failed" in row], done.stderr[-4000:]
     values = [row for row in rows if "value" in row]
     assert len(values) >= ROWS[name] and all(row["value"] >= 0 for row in values)
-    if name in ("correct", "memory"):
+    if name in ("first", "correct", "memory"):
         assert not [row for row in values if row["met"] is False]
 
 
@@ -76,6 +77,30 @@ def test_a_part_that_takes_too_long_or_dies_keeps_its_rows():
     assert dead == [first, {"what": "the rest", "failed": "the process ended with code 7"}]
 
 
+def test_a_minute_gives_a_first_page_and_says_what_it_leaves_out(tmp_path: Path, monkeypatch):
+    begun = []
+
+    def measured(command, limit_s):
+        begun.append((command[3], limit_s))
+        now[0] += 35.0
+        yield {"device": "a GPU", "versions": {}}
+        yield part.row("speed", 2.0, at_least=1)
+
+    now = [0.0]
+    monkeypatch.setattr(__main__.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(__main__, "rows", measured)
+    page = tmp_path / "page.md"
+    old = {"a GPU": {"parts": {"train": [part.row("old", 3.0)]}}}
+    page.with_suffix(".json").write_text(json.dumps(old))
+    assert __main__.main(Options(minutes=1, write=page)) == 0
+    assert begun == [("first", 40.0), ("head", 25.0)]
+    text = page.read_text()
+    assert "| first | speed | 2 | ≥ 1: met |  |" in text and "| train | old | 3 |" in text
+    left = "| all of it | skipped |  | needs 60 s, and 25 are left: raise --minutes |"
+    assert all(f"| {name} {left}" in text for name in ("correct", "generate", "memory", "weights"))
+    assert text.index("| first ") < text.index("| correct ") < text.index("| head ")
+
+
 def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path, monkeypatch):
     def interrupted(command, limit_s):
         assert 0 < limit_s <= 60 * 25
@@ -88,7 +113,7 @@ def test_an_interrupted_run_keeps_what_it_had(tmp_path: Path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         __main__.main(Options(write=tmp_path / "page.md"))
     text = (tmp_path / "page.md").read_text()
-    assert "| correct | speed | 2 | ≥ 1: met |  |" in text and "others use it" in text
+    assert "| first | speed | 2 | ≥ 1: met |  |" in text and "others use it" in text
 
 
 def test_without_a_gpu_it_ends_with_a_sentence(tmp_path: Path, capsys, monkeypatch):

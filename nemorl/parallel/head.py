@@ -54,7 +54,7 @@ class RankInputs:
             return cls({**values, "head_inputs": head, "segment_buckets": work.buckets}, work)
         context = ContextState(work.split, work.buckets)
         if world.plan.cp_method == "allgather":
-            dtype = DTYPES[world.plan.param_dtype]
+            dtype = DTYPES[world.plan.precision]
             rows = (batch.segment_ids, batch.position_ids)
             context = ContextState.with_bias(*rows, work.split, dtype)
         return cls({**values, "head_inputs": head, "context": context}, work)

@@ -49,8 +49,10 @@ class ParallelPlan:
     """
     sequence_parallel: bool = True
     """With tp: norms and residuals are split over the row's tokens instead of being repeated."""
-    param_dtype: Precision = "float32"
-    """What the model computes in. Parameters and optimizer are kept in float32 either way."""
+    param_dtype: Precision | None = None
+    """What the model computes in. Parameters and optimizer are kept in float32 either way. Default:
+    bfloat16 on a GPU, float32 on a CPU.
+    """
     reduce_dtype: Precision = "float32"
     """What gradients are summed over devices in."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -108,6 +110,12 @@ class ParallelPlan:
         return next(size for size in range(self.pp, count + 1) if not 0 < count % size < self.pp)
 
     @property
+    def precision(self) -> Precision:
+        """What the model computes in, once `with_precision` has filled it in."""
+        assert self.param_dtype is not None
+        return self.param_dtype
+
+    @property
     def needs_ranks(self) -> bool:
         """Whether it takes processes started as ranks, even a single one, for FSDP2."""
         own = self.compile or self.cpu_offload or self.activation_checkpointing == "selective"
@@ -142,6 +150,15 @@ class ParallelPlan:
         requirement = f"must divide the {sharing} devices of dp_shard · cp · tp"
         require(not sharing % self.ep, "parallel.ep", requirement, self.ep, "raise dp_shard")
         return plan
+
+    def with_precision(self, *, accelerator: bool) -> "ParallelPlan":
+        """Return the plan with param_dtype filled in, for an accelerator or a CPU.
+
+        >>> ParallelPlan().with_precision(accelerator=True).param_dtype
+        'bfloat16'
+        """
+        usual: Precision = "bfloat16" if accelerator else "float32"
+        return replace(self, param_dtype=self.param_dtype or usual)
 
     def problems(self, model: Any, *, traits: TrainingTraits = TRAITS) -> Iterator[str]:
         """Yield a sentence per number that does not divide, for a model's (Hugging Face)

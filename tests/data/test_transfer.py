@@ -1,9 +1,22 @@
 """Copies for which the host does not wait."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 import pytest
 import torch
 
 from nemorl.data.transfer import to_device
+
+
+@contextmanager
+def sync_errors() -> Iterator[None]:
+    """Raise where CUDA's host waits."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_gpu_reads_from_pinned_memory_while_the_host_goes_on(monkeypatch: pytest.MonkeyPatch):
@@ -19,12 +32,11 @@ def test_a_gpu_reads_from_pinned_memory_while_the_host_goes_on(monkeypatch: pyte
         done.clear()
 
 
-@pytest.mark.gpu
-def test_what_arrives_is_what_was_sent():
+def test_what_arrives_is_what_was_sent(accelerator: torch.device):
+    """CUDA says where the host waits."""
     sent = [torch.randn(1000), torch.arange(3), torch.ones(0), torch.tensor(True)]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        found = to_device(sent, torch.device("cuda"))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    on_cuda = accelerator.type == "cuda"
+    with sync_errors() if on_cuda else nullcontext():
+        found = to_device(sent, accelerator)
+    assert {x.device.type for x in found} == {accelerator.type}
     assert all(torch.equal(x.cpu(), y) for x, y in zip(found, sent, strict=True))

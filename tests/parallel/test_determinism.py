@@ -8,6 +8,7 @@ import torch
 from nemorl.parallel.determinism import deterministic_kernels
 from nemorl.rollout.generation import SamplingParams
 from nemorl.rollout.sampling import Slot, SlotTensors, sample_tokens
+from nemorl.rollout.scheduler import Request
 
 
 def settings():
@@ -46,13 +47,15 @@ def test_the_last_of_several_blocks_restores_what_was_before():
     assert settings() == before
 
 
-@pytest.mark.gpu
-def test_sampling_with_every_filter_has_such_kernels_on_a_gpu():
-    """The numbers of one long row and of many rows go through different scans in torch."""
-    filters = {"temperature": 0.7, "top_k": 40_000, "top_p": 0.9, "min_p": 1e-6}
+def check_sampling(device: torch.device) -> None:
+    """Draw five times with every filter. The numbers of one long row and of many rows go through
+    different scans in torch.
+    """
+    params = SamplingParams(temperature=0.7, top_k=40_000, top_p=0.9, min_p=1e-6, seed=3)
     for num_rows in (1, 7):
-        logits = torch.randn(num_rows, 150_000, generator=torch.Generator().manual_seed(0)).cuda()
-        slots = [Slot(0, i, SamplingParams(**filters), 3, 0, 8) for i in range(num_rows)]
+        cpu = torch.randn(num_rows, 150_000, generator=torch.Generator().manual_seed(0))
+        logits, request = cpu.to(device), Request(prompt=[0], params=params)
+        slots = [Slot(request, sample, limit=8) for sample in range(num_rows)]
         with deterministic_kernels():
             first, *others = (
                 sample_tokens(logits, SlotTensors.of(slots, logits.device)) for _ in range(5)
@@ -60,7 +63,16 @@ def test_sampling_with_every_filter_has_such_kernels_on_a_gpu():
         assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
+def test_sampling_with_every_filter_has_such_kernels():
+    check_sampling(torch.device("cpu"))
+
+
+def test_sampling_with_every_filter_has_such_kernels_on_a_gpu(accelerator: torch.device):
+    check_sampling(accelerator)
+
+
 @pytest.mark.gpu
 def test_what_can_not_be_is_an_error_on_a_gpu():
+    """CUDA's own kernels; `test_it_is_on_and_then_as_before` checks the settings on a CPU."""
     with deterministic_kernels(), pytest.raises(RuntimeError, match="histc"):
         torch.histc(torch.ones(4, device="cuda"))

@@ -210,13 +210,13 @@ def test_use_before_and_after():
         backend.get_logprobs(random_batch([4]))
 
 
-@pytest.mark.gpu
-def test_a_gpu_gives_the_numbers_of_the_cpu():
-    """Logprobs, one optimizer step and greedy answers, with packed rows."""
+def test_a_gpu_gives_the_numbers_of_the_cpu(accelerator: torch.device):
+    """Logprobs, one optimizer step and greedy answers, with packed rows, in float32."""
     outcomes = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", str(accelerator)):
         trainer = set_up(
             tiny_model(scale=2.0),
+            parallel=ParallelPlan(param_dtype="float32"),
             trainer={"device": device, "sequence_packing": True},
             optimizer=OptimizerConfig(lr=1e-3),
         )

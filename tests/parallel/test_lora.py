@@ -26,7 +26,7 @@ from nemorl.parallel.config import (
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.parallel.dtensor.lora import adapter_tensors
 from nemorl.parallel.fingerprint import fingerprint
-from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.plan import ParallelPlan, Precision
 from nemorl.rollout.collect import Prompts, collect, to_token_batch
 from nemorl.rollout.config import GenerationConfig
 from nemorl.rollout.environment import FunctionalRewardWrapper
@@ -416,11 +416,11 @@ def test_merging_ahead_and_in_place_give_the_same():
         assert torch.equal(tensor, ahead[name])
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_gpu_gives_the_numbers_of_the_cpu(precision):
-    outcomes = []
-    for device in ("cpu", "cuda"):
+def test_a_gpu_gives_the_numbers_of_the_cpu(precision: Precision, accelerator: torch.device):
+    """In bfloat16 after one step: what is rounded otherwise grows from step to step."""
+    outcomes, steps = [], 5 if precision == "float32" else 1
+    for device in ("cpu", str(accelerator)):
         made = DTensorBackend(tiny_model(scale=2.0))
         made.setup(
             BackendConfig(
@@ -432,7 +432,7 @@ def test_a_gpu_gives_the_numbers_of_the_cpu(precision):
             )
         )
         batch = random_batch(LENGTHS)
-        losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(5)]
+        losses = [finalize(made.train_step(batch, nll_loss))["loss"] for _ in range(steps)]
         logprobs = (made.get_logprobs(batch).values, made.get_reference_logprobs(batch).values)
         outcomes.append((losses, logprobs, made._base))
     (losses, logprobs, base), (gpu_losses, gpu_logprobs, gpu_base) = outcomes

@@ -184,6 +184,7 @@ def test_two_who_restart_one_counter(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu():
+    """CUDA's own counters, which the test before this one simulates on a CPU."""
     meter = StepMeter(tiny_model().config, torch.device("cuda"), 1)
     before = torch.ones(100_000_000, device="cuda")
     del before

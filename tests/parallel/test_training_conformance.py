@@ -103,6 +103,7 @@ def make(backend_name: str) -> Callable[..., TrainingBackend]:
         seed: int = 0,
         **settings,
     ) -> TrainingBackend:
+        settings = {"param_dtype": "float32", **settings}  # on GPUs, too
         of_plan = {field.name for field in fields(ParallelPlan)} & settings.keys()
         plan = ParallelPlan(**{name: settings.pop(name) for name in of_plan})
         config = BackendConfig(

@@ -15,7 +15,6 @@ from typing import Any
 import nemorl
 from nemorl.runtime.config.tree import from_dict
 from nemorl.runtime.run.callbacks import Callback
-from tests.emulated_gpu import NAME, emulated
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 TRAINER = nemorl.TrainerConfig(device="cpu")
@@ -161,6 +160,8 @@ class KillInCheckpoint(Callback):
 
 def main(settings: dict[str, Any]) -> None:
     if settings.pop("emulated", False):
+        from tests.emulated_gpu import NAME, emulated
+
         with emulated():
             main({**settings, "device": NAME})
         return

@@ -116,6 +116,7 @@ class DTensorBackend(Accumulating):
         self.device = usable_device(config.trainer.device)
         if is_accelerator(self.device) and self.device.index is not None:
             module_of(self.device).set_device(self.device)  # by which engines know what GPU trains
+        plan = plan.with_precision(accelerator=is_accelerator(self.device))
         self.world = World(plan=plan, device=self.device)
         model: Any = self._given
         if model is None:
@@ -343,7 +344,7 @@ def _forward(
     if world.sharded:
         found = sharded_outputs(model, world, batch, work, **options)
     else:
-        lower = config.parallel.param_dtype == "bfloat16"
+        lower = world.plan.precision == "bfloat16"
         with torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=lower):
             found = plain_outputs(model, batch, work, **options)
     return ForwardOutput(**dict(zip(needs.outputs, found, strict=True)))

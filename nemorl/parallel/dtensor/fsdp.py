@@ -22,7 +22,7 @@ def apply_fsdp(model: Any, mesh: Any, plan: ParallelPlan) -> None:
     """
     decoder, head = model.get_decoder(), head_of(model)
     dtypes = MixedPrecisionPolicy(
-        param_dtype=DTYPES[plan.param_dtype], reduce_dtype=DTYPES[plan.reduce_dtype]
+        param_dtype=DTYPES[plan.precision], reduce_dtype=DTYPES[plan.reduce_dtype]
     )
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": dtypes}
     if plan.cpu_offload:

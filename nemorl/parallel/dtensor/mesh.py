@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from nemorl.accelerator import is_accelerator
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import SLOWEST_SAVE, World, start_process_group
 
@@ -21,7 +22,7 @@ def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None
 
     timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
     device = start_process_group(device_name, timeout=timeout)
-    plan = plan.on(dist.get_world_size())
+    plan = plan.on(dist.get_world_size()).with_precision(accelerator=is_accelerator(device))
     key = plan, device, timeout, dist.group.WORLD
     if key in _JOINED:
         return _JOINED[key]

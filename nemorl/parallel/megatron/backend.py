@@ -312,7 +312,7 @@ def _runtime(device: torch.device) -> AbstractContextManager[None]:
 def _sampled(backend: MegatronBackend, version: int) -> dict[str, Tensor]:
     """Return `sampled` numbers of the parameters that the ranks compute with, by their names."""
     parameters = dict(backend._stages.named_parameters())
-    dtype = DTYPES[backend.world.plan.param_dtype]
+    dtype = DTYPES[backend.world.plan.precision]
     whole = backend.conversion.whole(lambda name: parameters[name], dtype)
     return {name: sampled(tensor, version).cpu() for name, tensor in whole}
 

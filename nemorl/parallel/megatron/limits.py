@@ -35,14 +35,14 @@ def check(config: TrainingSections, model: Any, plan: ParallelPlan) -> None:
     """
     dtensor = "remove it, or take --trainer.backend dtensor"
     offloads = config.trainer.offload_during_generation
-    in_bfloat16 = plan.param_dtype == "bfloat16"
+    may_be_bfloat16 = plan.param_dtype != "float32"  # None: the device is not known yet
     for field, value, fits, requirement, remedy in (
         ("parallel.compile", plan.compile, not plan.compile, "be off", dtensor),
         ("trainer.offload_during_generation", offloads, not offloads, "be off", dtensor),
         (
             "parallel.reduce_dtype",
             plan.reduce_dtype,
-            in_bfloat16 or plan.reduce_dtype == "float32",
+            may_be_bfloat16 or plan.reduce_dtype == "float32",
             "be float32 unless parallel.param_dtype is bfloat16",
             "remove it",
         ),

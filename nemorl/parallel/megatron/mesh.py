@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemorl.accelerator import is_accelerator
 from nemorl.parallel.megatron.core import parallel_state, random
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.world import SLOWEST_SAVE, World, start_process_group
@@ -24,7 +25,7 @@ def join(plan: ParallelPlan, device_name: str | None, *, timeout_s: float | None
     """
     timeout_s = timeout_s or DEFAULT_TIMEOUT_S
     device = start_process_group(device_name, timeout=timedelta(seconds=timeout_s))
-    plan = plan.on(dist.get_world_size())
+    plan = plan.on(dist.get_world_size()).with_precision(accelerator=is_accelerator(device))
     key = plan.tp, plan.pp, plan.cp, plan.ep, device, timeout_s, dist.group.WORLD
     if key not in _JOINED:
         _leave()

@@ -251,7 +251,7 @@ def transformer_config(hf: Any, world: World, *, rotary_factor: float = 1.0) -> 
     """
     plan, heads, on_gpu = world.plan, hf.num_attention_heads, is_accelerator(world.device)
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // heads
-    dtype = DTYPES[plan.param_dtype]
+    dtype = DTYPES[plan.precision]
     return core.TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,

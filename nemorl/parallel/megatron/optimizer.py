@@ -29,7 +29,7 @@ class ShardedAdamW:
         self.models = [
             core.DistributedDataParallel(stage.config, settings, stage) for stage in stages
         ]
-        dtype = DTYPES[world.plan.param_dtype]
+        dtype = DTYPES[world.plan.precision]
         self._settings = core.OptimizerConfig(
             bf16=dtype == torch.bfloat16, params_dtype=dtype, use_distributed_optimizer=True
         )

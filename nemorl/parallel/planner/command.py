@@ -143,7 +143,7 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
             eps = _degrees(asked.ep, shard * cp * tp)
         for ep, checkpointing in product(eps, RECOMPUTED):
             if asked.activation_checkpointing in (None, checkpointing):
-                yield ParallelPlan(
+                plan = ParallelPlan(
                     **asdict(asked)
                     | {
                         **{"dp_replicate": replicate, "dp_shard": shard},
@@ -152,6 +152,7 @@ def candidates(config: PlanConfig, model: ModelShape) -> Iterator[ParallelPlan]:
                         "activation_checkpointing": checkpointing,
                     }
                 )
+                yield plan.with_precision(accelerator=True)
 
 
 def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:

@@ -32,8 +32,8 @@ class OpenPlan:
     """None: ulysses where heads divide."""
     sequence_parallel: bool = True
     """With tp: split norms and residuals, too."""
-    param_dtype: Precision = "bfloat16"
-    """What the model computes in."""
+    param_dtype: Precision | None = None
+    """What the model computes in. Default: bfloat16."""
     reduce_dtype: Precision = "float32"
     """What gradients are summed over devices in."""
     activation_checkpointing: Literal["none", "selective", "full"] | None = None

@@ -49,7 +49,7 @@ def step_traffic(step: Step) -> Traffic:
     ranks, (embedding, norm, *head) = shard_ranks(plan), model.ends()
     # The head's parameters stay from forward to backward, and a tied embedding's with them.
     once = norm.shard(plan) + (head or [embedding])[0].shard(plan)
-    gathered = BYTES[plan.param_dtype] * (2 * step.kept() - once)
+    gathered = BYTES[plan.precision] * (2 * step.kept() - once)
     gradients = BYTES[plan.reduce_dtype] * step.trained()
 
     # Arrays of all the device's tokens; an all-reduce counts as two. Selective checkpointing keeps
@@ -120,4 +120,4 @@ def seconds(step: Step, traffic: Traffic) -> float:
     if work.trainer.offload_during_generation:
         states = step.states()  # there and back; weights come once more, for the engine
         waiting += (2 * states.total + states.parameters) / HOST_BANDWIDTH
-    return max(compute / FLOPS[plan.param_dtype], hidden) + waiting
+    return max(compute / FLOPS[plan.precision], hidden) + waiting

@@ -69,7 +69,7 @@ class Step:
 
     @property
     def dtype_size(self) -> int:
-        return BYTES[self.plan.param_dtype]
+        return BYTES[self.plan.precision]
 
     @property
     def heads_width(self) -> tuple[int, int, int]:

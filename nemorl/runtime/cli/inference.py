@@ -1,5 +1,6 @@
 """Using a model without training it: `evaluate`, `generate` and `export`."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from nemorl.runtime.cli.settings import (
 from nemorl.runtime.config.tree import layer, nested
 from nemorl.runtime.config.trust import Trust
 from nemorl.runtime.run.data import Reward, Rows, read_rows
-from nemorl.runtime.start.devices import this_machine
+from nemorl.runtime.start.devices import check_device, computes_on_accelerator, this_machine
 from nemorl.runtime.start.registry import check_generation, get_generation_backend
 from nemorl.runtime.start.settings import model_config_of
 from nemorl.runtime.store import checkpoint
@@ -220,7 +221,11 @@ def _loaded(
     model = config.model
     folder = model_folder(model.path)
     trust: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    check_generation(config.generation, model_config_of(folder, **trust), this_machine())
+    machine, device = this_machine(), config.trainer.device
+    check_generation(config.generation, model_config_of(folder, **trust), machine)
+    check_device(device, ranked=False, has_gpus=machine.gpus > 0)
+    address = os.environ.get("RAY_ADDRESS") if config.generation.traits.engines else None
+    accelerated = computes_on_accelerator(device, gpus=machine.gpus, address=address)
     tokenizer = with_chat_template(
         load_tokenizer(model.tokenizer or folder, **trust),
         model.chat_template,
@@ -230,9 +235,9 @@ def _loaded(
     token_ids = to_prompts(rows, tokenizer)
     backend: Any = get_generation_backend(config.generation.backend)
     generator = backend(
-        model=ModelSource(folder, device=config.trainer.device, **trust),
+        model=ModelSource(folder, device=device, **trust),
         tokenizer=tokenizer,
-        precision=config.parallel.param_dtype,
+        precision=config.parallel.with_precision(accelerator=accelerated).precision,
     )
     try:
         with waiting_for_engines(config.generation):

@@ -23,7 +23,7 @@ from nemorl.runtime.start.registry import get_training_backend, training_backend
 from nemorl.runtime.start.settings import model_config_of
 from nemorl.runtime.store.rng import RandomState, seed_generators
 from nemorl.runtime.store.state import POLICY
-from nemorl.runtime.watch.waiting import waiting_for_ranks
+from nemorl.runtime.watch.waiting import waiting, waiting_for_ranks
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,7 @@ class Backends:
         trainer = self.ranks or get_training_backend(config.trainer.backend, launch.model)
         setup = self._policy_config()
         self._require_methods(trainer, self._needs_of_policy(setup))
-        waiting: AbstractContextManager[None] = nullcontext()
-        if self.ranks is not None:
-            who = "processes of torchrun" if launch.devices.torchrun else "Ray actors"
-            waiting = waiting_for_ranks(launch.devices.plan, who, quiet=launch.quiet)
-        with self._set_up(trainer, setup, waiting):
+        with self._set_up(trainer, setup, waiting_for_trainer(launch)):
             model = getattr(trainer, "model", None)
             require(
                 model is not None or not run.generates,
@@ -211,6 +207,19 @@ class Backends:
                     f" {config.trainer.backend!r} has none: add it, or omit what needs it"
                     f"{' (--reference precomputed)' * hasattr(config, 'reference')}"
                 )
+
+
+def waiting_for_trainer(launch: Launch) -> AbstractContextManager[None]:
+    """Return `waiting` for the set-up of the policy's backend; in one process on a CPU nothing is
+    said.
+    """
+    devices = launch.devices
+    if devices.ranked:
+        who = "processes of torchrun" if devices.torchrun else "Ray actors"
+        return waiting_for_ranks(devices.plan, who, quiet=launch.quiet)
+    if devices.accelerated:
+        return waiting(f"training on a GPU ({devices.plan.precision})", quiet=launch.quiet)
+    return nullcontext()
 
 
 def ranks_of(launch: Launch, name: str = "") -> Any:

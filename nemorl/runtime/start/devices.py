@@ -26,9 +26,9 @@ class Devices:
     """
 
     plan: ParallelPlan
-    """Without an open degree."""
+    """Without an open degree, and with the precision that the devices take."""
     config: BaseConfig = field(default_factory=BaseConfig)
-    """Settings of the run."""
+    """Settings of the run, with that precision."""
     ranked: bool
     """Whether the model is on ranks in other processes; a single rank counts."""
     torchrun: bool = False
@@ -37,6 +37,8 @@ class Devices:
     """Whether it has started them again after a failure."""
     on_gpus: bool = False
     """Whether this machine's GPUs train."""
+    accelerated: bool = False
+    """Whether GPUs train, be they this machine's or a Ray cluster's."""
     machine: Machine = field(default_factory=lambda: Machine(gpus=0))
     """What there is for generation."""
 
@@ -57,6 +59,13 @@ class Devices:
         ranked = torchrun or plan.needs_ranks or limits.traits.needs_ranks
         on_cluster = ranked and not torchrun and bool(environ.get("RAY_ADDRESS"))
         check_used(plan, config.runtime, torchrun=torchrun, ranked=ranked)
+        gpus = _num_gpus(config.trainer.device) if num_gpus is None else num_gpus
+        check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
+        address, device = environ["RAY_ADDRESS"] if on_cluster else None, config.trainer.device
+        accelerated = computes_on_accelerator(device, gpus=gpus, address=address)
+        plan = plan.with_precision(accelerator=accelerated)
+        parallel = replace(config.parallel, param_dtype=plan.param_dtype)
+        config = replace(config, parallel=parallel)
         check_training(config, None, plan, limits)
         require(
             limits.traits.generates or not config.generation.traits.on_trainer,
@@ -65,12 +74,10 @@ class Devices:
             config.generation.backend,
             "add --trainer.backend megatron, or remove it",
         )
-        gpus = _num_gpus(config.trainer.device) if num_gpus is None else num_gpus
-        check_device(config.trainer.device, ranked=ranked, has_gpus=on_cluster or gpus > 0)
-        on_gpus = config.trainer.device != "cpu" and gpus > 0
+        on_gpus = device != "cpu" and gpus > 0
         offloads = config.trainer.offload_during_generation
         require(
-            not offloads or on_gpus or (on_cluster and config.trainer.device != "cpu"),
+            not offloads or on_gpus or (on_cluster and device != "cpu"),
             "trainer.offload_during_generation",
             "needs a GPU that trains: on a CPU everything is in main memory",
             offloads,
@@ -97,6 +104,7 @@ class Devices:
             torchrun=torchrun,
             restarted=int(environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0,
             on_gpus=on_gpus,
+            accelerated=accelerated,
         )
         taken = placed + (found.local_gpus if given is None else given)
         machine = Machine(gpus=gpus, taken=taken, cluster=bool(environ.get("RAY_ADDRESS")))
@@ -119,6 +127,8 @@ class Devices:
         if model is not None:
             check_training(self.config, model, self.plan, limits_of(self.config.trainer.backend))
             check_generation(self.config.generation, model, self.machine)
+            if self.accelerated:
+                warn_of_quadratic_memory(self.config, model, self.plan)
 
     def check_cluster(self, config: BaseConfig, engines: GenerationConfig) -> None:
         """Raise ValueError where the Ray cluster at RAY_ADDRESS has no room for ranks and engines
@@ -210,6 +220,37 @@ def check_device(device: str | None, *, ranked: bool, has_gpus: bool) -> None:
         raise ValueError(f"trainer.{error}") from error
 
 
+def computes_on_accelerator(device: str | None, *, gpus: int, address: str | None) -> bool:
+    """Return whether a trainer.device, or None for the best there is, is an accelerator.
+
+    gpus: this machine's. address: of the Ray cluster that places what computes, which is asked
+    where this machine has none.
+    """
+    import torch
+
+    from nemorl.accelerator import is_accelerator
+
+    if device is not None:
+        return is_accelerator(torch.device(device))
+    return gpus > 0 or (address is not None and _cluster_has_gpus(address))
+
+
+def warn_of_quadratic_memory(config: BaseConfig, model: Any, plan: ParallelPlan) -> None:
+    """Warn where PyTorch has no attention kernel on GPUs that takes memory linear in the length."""
+    heads = getattr(model, "num_attention_heads", None)
+    kv_heads = getattr(model, "num_key_value_heads", None) or heads
+    if heads is None or heads == kv_heads or plan.precision == "bfloat16":
+        return
+    longest = config.data.max_total_sequence_length
+    longest = min(longest, getattr(model, "max_position_embeddings", None) or longest)
+    gigabytes = 4 * longest**2 * heads / plan.tp / 1e9
+    warn(
+        f"parallel.param_dtype float32 on a GPU takes attention memory that grows with the square"
+        f" of the length, as the model's {heads} heads share {kv_heads} of keys and values:"
+        f" {gigabytes:.3g} GB a layer for {longest} tokens. Add --parallel.param-dtype bfloat16"
+    )
+
+
 def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
     """Raise ValueError for more ranks than this machine has GPUs or (0 GPUs) cores for, or more
     cores for each than it has.
@@ -245,6 +286,18 @@ def check_size(num_ranks: int, runtime: RuntimeConfig, *, gpus: int) -> None:
 def this_machine() -> Machine:
     """Return what there is for generation where nothing trains."""
     return Machine(gpus=_num_gpus(), cluster=bool(os.environ.get("RAY_ADDRESS")))
+
+
+def _cluster_has_gpus(address: str) -> bool:
+    import ray
+
+    from nemorl.runtime.cluster.connection import connect, release
+
+    connect(address)
+    try:
+        return bool(ray.cluster_resources().get("GPU"))
+    finally:
+        release()
 
 
 def _num_gpus(device: str | None = None) -> int:

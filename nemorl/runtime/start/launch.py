@@ -106,7 +106,7 @@ def launched(
     RunDirectory.check_missing(config.run)
     devices, name = Devices.of(config), algorithm_of(config)
     devices.check_given(model)
-    config = as_given(config, train=train, validation=validation, reward=reward)
+    config = as_given(devices.config, train=train, validation=validation, reward=reward)
     environment, loggers = environment_of(config, reward), chosen_loggers(config.run.loggers)
     rows, held_out = read_data(
         config.data, train=train, validation=validation, seed=config.run.seed

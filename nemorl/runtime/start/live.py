@@ -70,7 +70,7 @@ class Live:
             blocking(generator.update_weights(TrainerWeights(trainer)))
             length = min(8, config.data.max_total_sequence_length // 2)
             prompt = [token % vocab_size for token in range(length)]
-            precision = config.parallel.param_dtype
+            precision = config.parallel.precision
             check_agreement(trainer, generator, prompt, precision=precision, num_tokens=length)
         return Parts(
             trainer=trainer,
@@ -175,7 +175,7 @@ def live_generator(
         generator = backend(
             model=ModelSource(trainer.model, device=device),
             tokenizer=launch.tokenizer,
-            precision=config.parallel.param_dtype,
+            precision=config.parallel.precision,
         )
     try:
         with waiting_for_engines(engines, quiet=launch.quiet):

@@ -45,4 +45,4 @@ def waiting_for_ranks(
     spread = [f"{name} {degree}" for name, degree in degrees.items() if degree and degree > 1]
     devices = f"{plan.num_ranks} device{'s' * (plan.num_ranks > 1)}"
     how = ", ".join(spread) or "one rank"
-    return waiting(f"training on {devices} ({how}; {plan.param_dtype}), {who}", quiet=quiet)
+    return waiting(f"training on {devices} ({how}; {plan.precision}), {who}", quiet=quiet)

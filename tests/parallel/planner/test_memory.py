@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.parallel.measured_steps import measure_steps
 from tests.ranks import run_ranks
 from tests.tiny_models import EXPERTS, KINDS
 
+Plan = partial(ParallelPlan, param_dtype="float32")
 SIZES = dict(zip(NAMES, (128, 512, 4, 8, 4096), strict=True))
 SMALL = {
     **SIZES,
@@ -137,9 +139,9 @@ def shards_of_1024(cases: list[tuple[dict[str, Any], ParallelPlan]]) -> list[int
 @pytest.mark.parametrize("layers", [4, pytest.param(80, marks=pytest.mark.slow)])
 def test_the_shards_of_a_70_b_model_on_1024_devices(layers: int):
     plans = [
-        ParallelPlan(dp_shard=1024),
-        ParallelPlan(dp_replicate=4, dp_shard=8, tp=8, cp=4),
-        ParallelPlan(dp_shard=128, tp=8),
+        Plan(dp_shard=1024),
+        Plan(dp_replicate=4, dp_shard=8, tp=8, cp=4),
+        Plan(dp_shard=128, tp=8),
     ]
     sizes = LLAMA_70B | {"num_hidden_layers": layers}
     cases = [(sizes, plan) for plan in plans] + [(ODD, plans[-1])]
@@ -155,27 +157,27 @@ SHORT = workload(seq_len=64, sequence_packing=False, logprob_chunk=64)
 RANK = LoRAConfig(rank=8)
 LORA = replace(WORK, lora=RANK)
 BFLOAT16 = ParallelPlan(param_dtype="bfloat16")
-FULL = ParallelPlan(activation_checkpointing="full")
+FULL = Plan(activation_checkpointing="full")
 
 ALONE = {
-    "float32": ("llama", ParallelPlan(), WORK),
+    "float32": ("llama", Plan(), WORK),
     "full checkpointing": ("llama", FULL, WORK),
     "bfloat16": ("qwen2", BFLOAT16, WORK),
-    "packed": ("qwen3", ParallelPlan(), PACKED),
-    "short rows": ("mistral", ParallelPlan(), SHORT),
+    "packed": ("qwen3", Plan(), PACKED),
+    "short rows": ("mistral", Plan(), SHORT),
     "entropy and reference": (
         "llama",
-        ParallelPlan(),
+        Plan(),
         replace(WORK, entropy=True, keep_reference=True),
     ),
-    "LoRA": ("llama", ParallelPlan(), replace(LORA, keep_reference=True)),
+    "LoRA": ("llama", Plan(), replace(LORA, keep_reference=True)),
     "LoRA, bfloat16, full": ("qwen2", replace(FULL, param_dtype="bfloat16"), LORA),
     "LoRA of some layers, bfloat16": (
         "llama",
         BFLOAT16,
         replace(LORA, lora=replace(RANK, target_modules=("q_proj", "v_proj"))),
     ),
-    "LoRA, packed": ("qwen3", ParallelPlan(), replace(PACKED, lora=RANK)),
+    "LoRA, packed": ("qwen3", Plan(), replace(PACKED, lora=RANK)),
 }
 
 
@@ -193,8 +195,8 @@ def on_ranks(cases: list[tuple[Path, ParallelPlan, PlanConfig]]) -> list[tuple[i
     return [measure_steps(*case) for case in cases]
 
 
-SHARDED, TP, CP = ParallelPlan(dp_shard=2), ParallelPlan(tp=2), ParallelPlan(cp=2)
-HSDP, OFFLOAD = ParallelPlan(dp_replicate=2), replace(SHARDED, cpu_offload=True)
+SHARDED, TP, CP = Plan(dp_shard=2), Plan(tp=2), Plan(cp=2)
+HSDP, OFFLOAD = Plan(dp_replicate=2), replace(SHARDED, cpu_offload=True)
 SELECTIVE = {"activation_checkpointing": "selective", "param_dtype": "bfloat16"}
 USUAL = {
     "TP, full": ("llama", replace(FULL, tp=2), WORK),
@@ -246,7 +248,7 @@ def on_megatron(work: PlanConfig) -> PlanConfig:
 
 
 MEGATRON = on_megatron(WORK)
-PP = ParallelPlan(dp_shard=1, pp=2)
+PP = Plan(dp_shard=1, pp=2)
 STAGES = {
     "PP": ("llama", PP, MEGATRON),
     "PP, untied": ("llama", PP, MEGATRON),
@@ -311,14 +313,14 @@ def test_the_peaks_of_megatrons_stages_and_what_they_send(cases: dict[str, Any],
 
 def test_what_shards_and_what_does_not():
     shape, work = model_shape(LLAMA_70B), workload(seq_len=8192)
-    sharded = (ParallelPlan(dp_shard=degree) for degree in (2, 8))
+    sharded = (Plan(dp_shard=degree) for degree in (2, 8))
     two, eight = (Step(shape, plan, work).training_memory() for plan in sharded)
     assert eight.optimizer * 4 == two.optimizer
     assert eight.activations == two.activations and eight.gathered == two.gathered
-    plans = (ParallelPlan(tp=8), ParallelPlan(tp=8, sequence_parallel=False), ParallelPlan())
+    plans = (Plan(tp=8), Plan(tp=8, sequence_parallel=False), Plan())
     split, whole, alone = (Step(shape, plan, work).saved_per_layer() for plan in plans)
     assert split < whole < alone
-    offloaded = Step(shape, ParallelPlan(dp_shard=8, cpu_offload=True), work).training_memory()
+    offloaded = Step(shape, Plan(dp_shard=8, cpu_offload=True), work).training_memory()
     assert offloaded.parameters == offloaded.gradients == offloaded.optimizer == 0
     assert offloaded.gathered > 0
 
@@ -326,14 +328,14 @@ def test_what_shards_and_what_does_not():
 def test_what_a_step_of_8_billion_parameters_sends():
     sizes = zip(NAMES, (4096, 14336, 32, 32, 128256), strict=True)
     shape, sent = model_shape({**LLAMA_70B, **dict(sizes)}), []
-    for plan in (ParallelPlan(dp_shard=8), ParallelPlan(dp_shard=4, tp=2)):
+    for plan in (Plan(dp_shard=8), Plan(dp_shard=4, tp=2)):
         work = workload(seq_len=8192, batch_rows=plan.data_ranks)
         sent.append(round(step_traffic(Step(shape, plan, work)).total / 1e9))
     assert sent == [82, 53]
 
 
 def test_what_offloading_takes_of_main_memory():
-    plan = ParallelPlan(dp_shard=8, cpu_offload=True)
+    plan = Plan(dp_shard=8, cpu_offload=True)
     step = Step(model_shape(LLAMA_70B), plan, workload(seq_len=8192))
     assert replace(step, plan=replace(plan, cpu_offload=False)).host_memory() == 0
     shard = 4 * step.model.shard_parameters(plan)
@@ -361,7 +363,7 @@ def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...],
     add_adapters(model, LoRAConfig(rank=8, target_modules=targets))
     trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
     work = workload(seq_len=8, lora__rank=8, target_modules=targets)
-    step = Step(shape, ParallelPlan(), work)
+    step = Step(shape, Plan(), work)
     numbers = sum(rows * columns for rows, columns in trained.values())
     assert numbers == step.trained() == step.adapter_parameters()
     first = sorted(shape for name, shape in trained.items() if ".layers.0." in name)
@@ -369,7 +371,7 @@ def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...],
 
 
 def test_a_generator_takes_weights_and_a_cache():
-    shape, plan = model_shape(LLAMA_70B), ParallelPlan(dp_shard=64)
+    shape, plan = model_shape(LLAMA_70B), Plan(dp_shard=64)
     engine = {"generation__backend": "vllm", "tensor_parallel_size": 8, "max_batch_size": 1000}
     step = Step(shape, plan, workload(gpus=64, seq_len=1, **engine))
     memory = step.generation_memory(step.states())
@@ -379,7 +381,7 @@ def test_a_generator_takes_weights_and_a_cache():
 
 def test_a_generator_has_the_device_while_the_model_is_offloaded():
     """But for the largest weight, which is handed over in float32."""
-    shape, plan = model_shape(LLAMA_70B), ParallelPlan(dp_shard=8)
+    shape, plan = model_shape(LLAMA_70B), Plan(dp_shard=8)
     options = {"generation__backend": "vllm", "tensor_parallel_size": 8, "keep_reference": True}
     beside = Step(shape, plan, workload(gpus=8, **options))
     alone = replace(beside, work=workload(gpus=8, offload_during_generation=True, **options))
@@ -399,6 +401,6 @@ def test_a_generator_has_the_device_while_the_model_is_offloaded():
 
 def test_rows_are_padded_to_what_the_plan_can_split():
     work = workload(train_micro_batch_size=2, seq_len=10)
-    step = Step(model_shape(LLAMA_70B), ParallelPlan(tp=2, cp=2), work)
+    step = Step(model_shape(LLAMA_70B), Plan(tp=2, cp=2), work)
     assert step.width == 16 and step.tokens == 2 * 16 // 2
-    assert replace(step, plan=ParallelPlan(tp=2, sequence_parallel=False)).tokens == 20
+    assert replace(step, plan=Plan(tp=2, sequence_parallel=False)).tokens == 20

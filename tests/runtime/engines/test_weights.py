@@ -437,6 +437,7 @@ def test_weights_in_another_order_are_an_error_before_anything_hangs(fakes, monk
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["cuda_ipc", "nccl"])
 def test_replicas_on_gpus(transport):
+    """CUDA's own transports; on a CPU the tests before this one have fakes in their place."""
     if transport == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     models = [model_of(seed=seed).to("cuda") for seed in range(2)]
@@ -453,7 +454,7 @@ def test_replicas_on_gpus(transport):
         for version, model in enumerate(models):
             update(backend, weights_of(model), version)
             trainer = DTensorBackend(model)
-            trainer.setup(BackendConfig(trainer=TrainerConfig(device="cuda")))
+            trainer.setup(BackendConfig(trainer=TrainerConfig(device="cuda")))  # in bfloat16, too
             check_agreement(trainer, backend, random_prompts(1)[0], precision="bfloat16")
             trainer.shutdown()
     finally:

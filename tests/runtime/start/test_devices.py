@@ -1,5 +1,6 @@
 """On which devices a run trains, and what is refused before anything starts."""
 
+import re
 import sys
 import warnings
 from contextlib import nullcontext
@@ -11,7 +12,9 @@ import pytest
 import nemorl
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.runtime.engines.limits import VLLM_CPU_HEADS
+from nemorl.runtime.start import devices
 from nemorl.runtime.start.devices import Devices
+from tests.ray_session import NUM_GPUS, ray_cpus
 from tests.tiny_models import tiny_model
 
 TORCHRUN = {
@@ -24,8 +27,10 @@ TORCHRUN = {
 
 
 @pytest.fixture(autouse=True)
-def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight cores, and no cluster that could be asked."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr(devices, "_cluster_has_gpus", lambda address: False)
 
 
 OFFLOAD = nemorl.TrainerConfig(offload_during_generation=True)
@@ -224,11 +229,11 @@ def test_gpus_that_engines_leave_alone(options, environ, gpus, taken, monkeypatc
 
 
 def test_the_plan_must_suit_the_model():
-    devices = Devices.of(config(plan={"tp": 4, "dp_shard": 2}), {}, num_gpus=0)
+    found = Devices.of(config(plan={"tp": 4, "dp_shard": 2}), {}, num_gpus=0)
     with pytest.raises(ValueError, match=r"does not divide the model's num_key_value_heads 2"):
-        devices.check_model(tiny_model().config)
-    devices.check_model(tiny_model(num_key_value_heads=4, vocab_size=64).config)
-    devices.check_model(None)  # loading it will say what is wrong
+        found.check_model(tiny_model().config)
+    found.check_model(tiny_model(num_key_value_heads=4, vocab_size=64).config)
+    found.check_model(None)  # loading it will say what is wrong
     with pytest.raises(
         ValueError,
         match=(
@@ -350,3 +355,64 @@ def test_usual_settings_raise_no_doubt():
         Devices.of(config(optimizer=nemorl.OptimizerConfig(lr=1e-3)), {}, num_gpus=0)
     with pytest.raises(ValueError, match=r"optimizer\.min_lr_ratio is for a schedule that decays"):
         config(optimizer=nemorl.OptimizerConfig(min_lr_ratio=0.1))
+
+
+CPU, ELSEWHERE = {"trainer": nemorl.TrainerConfig(device="cpu")}, {"RAY_ADDRESS": "elsewhere:6379"}
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "gpus", "cluster", "precision"),
+    [
+        ({}, {}, 0, False, "float32"),
+        ({}, {}, 1, False, "bfloat16"),
+        (CPU, {}, 1, False, "float32"),
+        ({"plan": {"param_dtype": "float32"}}, {}, 1, False, "float32"),
+        ({"plan": {"param_dtype": "bfloat16"}}, {}, 0, False, "bfloat16"),
+        ({"plan": {"tp": 2}}, ELSEWHERE, 0, True, "bfloat16"),
+        ({"plan": {"tp": 2}}, ELSEWHERE, 0, False, "float32"),
+        ({"plan": {"tp": 2}, **CPU}, ELSEWHERE, 0, True, "float32"),
+        ({}, ELSEWHERE, 0, True, "float32"),
+        ({}, TORCHRUN, 2, False, "bfloat16"),
+    ],
+)
+def test_the_precision_follows_from_the_devices(
+    options, environ, gpus, cluster, precision, monkeypatch
+):
+    """A cluster is asked where its ranks train and this machine has no GPU."""
+    monkeypatch.setattr(devices, "_cluster_has_gpus", lambda address: cluster)
+    found = Devices.of(config(**options), environ, num_gpus=gpus)
+    assert found.plan.param_dtype == found.config.parallel.param_dtype == precision
+
+
+def test_a_cluster_is_asked_for_its_gpus(monkeypatch):
+    ray_cpus()
+    monkeypatch.undo()
+    assert devices._cluster_has_gpus("auto") == (NUM_GPUS > 0)
+    monkeypatch.setattr("ray.cluster_resources", dict)
+    assert not devices._cluster_has_gpus("auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "heads", "warned"),
+    [
+        (
+            {"plan": {"param_dtype": "float32"}},
+            1,
+            2,
+            "4 heads share 2 .*: 0.00105 GB .* 256 tokens",
+        ),
+        ({"plan": {"param_dtype": "float32"}}, 1, 4, None),
+        ({}, 1, 2, None),
+        ({}, 0, 2, None),
+    ],
+)
+def test_quadratic_memory_is_warned_of(options, gpus, heads, warned):
+    """Where PyTorch's kernels for float32 do not take grouped heads."""
+    model = tiny_model(num_key_value_heads=heads).config
+    found = Devices.of(config(**options), {}, num_gpus=gpus)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found.check_model(model)
+    assert len(caught) == (warned is not None)
+    if warned:
+        assert re.search(warned, str(caught[0].message))

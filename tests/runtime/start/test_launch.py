@@ -17,6 +17,7 @@ from nemorl.losses.policy import reinforce
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.rollout.collect import to_token_batch
 from nemorl.runtime.run.result import final_metrics
+from nemorl.runtime.start import devices
 from nemorl.runtime.start.registry import TRAINING_BACKENDS
 from nemorl.runtime.store.directory import RunDirectory
 from tests.runtime.runs import (
@@ -270,7 +271,27 @@ def test_a_finished_run_can_be_resumed_and_lengthened(saved, tmp_path: Path):
 def test_the_resolved_config_starts_the_same_run(saved, tmp_path: Path):
     config = by_name(grpo_config(tmp_path / "run", steps=1), saved)
     nemorl.run(config)
-    assert nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml") == config
+    resolved = nemorl.load_config(nemorl.GRPOConfig, tmp_path / "run" / "config.yaml")
+    assert resolved == replace(config, parallel=nemorl.ParallelPlan(param_dtype="float32"))
+
+
+def test_a_resume_elsewhere_keeps_the_precision_or_says_that_it_changed(
+    saved, tmp_path: Path, monkeypatch
+):
+    """The first machine is as one with a GPU, which trains in bfloat16."""
+    config = by_name(sft_config(tmp_path / "run", steps=1), saved)
+    monkeypatch.setattr(devices, "computes_on_accelerator", lambda *_, **__: True)
+    first = nemorl.run(config)
+    monkeypatch.undo()
+    kept = nemorl.load_config(nemorl.SFTConfig, first.paths.config)
+    assert kept.parallel.param_dtype == "bfloat16"
+    resumed = replace(config.run, resume=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="the run goes on with other settings")
+        nemorl.run(replace(kept, run=resumed, max_num_steps=2))
+    changed = "parallel.param_dtype is 'float32', was 'bfloat16'"
+    with pytest.warns(UserWarning, match=changed):
+        nemorl.run(replace(config, run=resumed, max_num_steps=3))
 
 
 def test_a_backend_without_its_model_can_not_generate(tmp_path: Path, monkeypatch):

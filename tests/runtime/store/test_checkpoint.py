@@ -70,6 +70,7 @@ def test_random_generators_come_back_bit_for_bit(tmp_path):
 
 @pytest.mark.gpu
 def test_random_generators_of_gpus_come_back(tmp_path):
+    """CUDA's own generators; the test before this one has the CPU's."""
     torch.cuda.manual_seed_all(1)
     torch.randn(3, device="cuda")
     run = tiny_run(step=1)

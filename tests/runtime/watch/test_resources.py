@@ -40,6 +40,7 @@ def test_a_gpu_is_asked_and_may_refuse(monkeypatch):
 
 @pytest.mark.gpu
 def test_memory_on_a_gpu():
+    """CUDA's own counters, which the test before this one simulates on a CPU."""
     meter = ResourceMeter()
     taken = torch.ones(50_000_000, device="cuda")
     assert meter.read()["gpu_memory_gb"] >= 0.2

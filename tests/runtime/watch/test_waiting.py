@@ -18,7 +18,7 @@ def test_a_line_before_and_one_after(capsys: pytest.CaptureFixture[str]):
         said = capsys.readouterr().err
         assert said == "starting 2 x vllm through Ray, whose logs are in runs/mine/logs …\n"
     assert capsys.readouterr().err == "ready after 0 s\n"
-    with waiting_for_ranks(ParallelPlan(dp_shard=2), "Ray actors"):
+    with waiting_for_ranks(ParallelPlan(dp_shard=2, param_dtype="float32"), "Ray actors"):
         said = capsys.readouterr().err
         assert said == "training on 2 devices (dp_shard 2; float32), Ray actors …\n"
 

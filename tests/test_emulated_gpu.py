@@ -30,6 +30,7 @@ from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.callbacks import Callback
 from tests.emulated_gpu import DEVICE, NAME, Emulated, Waits, counted, emulated, gpu
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.varlen import used_on_cpus
 from tests.ranks import run_ranks
 from tests.runtime.run.test_resume import assert_equal_outcomes, in_a_process
 from tests.runtime.runs import (
@@ -120,6 +121,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "microbatches": {"train_micro_batch_size": 1},
     "packed": {"sequence_packing": True, "micro_batch_tokens": 40},
     "shared prompts": {"sequence_packing": True, "prompts": True},
+    "all lengths in one call": {"varlen": True},
+    "all lengths in one call, packed, shared prompts": {
+        **{"sequence_packing": True, "prompts": True, "varlen": True},
+        "activation_checkpointing": "full",
+    },
     "recomputed": {"activation_checkpointing": "full"},
     "LoRA": {"lora": LoRAConfig(rank=4, alpha=8.0)},
     "foreach": {"implementation": "foreach"},
@@ -142,6 +148,7 @@ def trained(device: str, folder: Path, layout: dict[str, Any]) -> dict[str, Any]
     """
     options = dict(layout)
     prompts = options.pop("prompts", False)
+    kernel: Any = used_on_cpus() if options.pop("varlen", False) else nullcontext([None])
     implementation = options.pop("implementation", "fused")
     plan = ParallelPlan(
         param_dtype=options.pop("param_dtype", "float32"),
@@ -154,7 +161,7 @@ def trained(device: str, folder: Path, layout: dict[str, Any]) -> dict[str, Any]
         optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.5, implementation=implementation),
         keep_reference=True,
     )
-    with on(device):
+    with on(device), kernel as calls:
         backend = DTensorBackend(tiny_model(scale=2.0))
         backend.setup(config)
         found: dict[str, Any] = {"metrics": [], "logprobs": []}
@@ -176,6 +183,7 @@ def trained(device: str, folder: Path, layout: dict[str, Any]) -> dict[str, Any]
         found["logprobs"].append(backend.get_reference_logprobs(batch).values)
         found["weights"] = {name: value.cpu().clone() for name, value in backend.weights()}
         backend.shutdown()
+        assert calls
     return found
 
 

@@ -17,6 +17,7 @@ FLOORS = {
     "accelerator": 0,
     "checks": 0,
     "openmp": 0,
+    "overlapping": 0,
     "user_code": 0,
     "warn": 0,
     "losses": 1,

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 ROWS = {
     "first": 6,
     "correct": 10,
-    "train": 3,
+    "train": 4,
     "generate": 2,
     "memory": 4,
     "head": 3,

@@ -1,6 +1,5 @@
 """Whether the numbers are right: parity, attention, sampling, and the tests on this device."""
 
-import inspect
 import os
 import re
 import subprocess
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,12 +19,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.gpu.models import config_of, random_model, trainer
 from benchmarks.gpu.part import Measurements, Row, Skip, row
 from nemorl import GenerationConfig, SamplingParams
-from nemorl.parallel.attention import segment_attention, segment_buckets
+from nemorl.data.transfer import to_device
+from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.varlen import Kernel, kernel_of
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.weight_sync import check_agreement
 
 ROOT = Path(__file__).parent.parent.parent
+HEAD_DIM = 64
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -45,7 +48,7 @@ def measurements(small: bool) -> Measurements:
         marked = [
             str(file)
             for file in sorted((ROOT / "tests").rglob("test_*.py"))
-            if "mark.gpu" in file.read_text(encoding="utf-8")
+            if re.search(r"mark\.gpu|accelerator: ", file.read_text(encoding="utf-8"))
             and ("engines" not in file.parts or find_spec("vllm"))
         ]
         yield "tests marked gpu", partial(tests, "tests marked gpu", "-m", "gpu", *marked)
@@ -80,17 +83,19 @@ def parity(index: int) -> Iterator[Row]:
         yield row(f"{case}: {name}", found[name], at_most=5e-6 if exact else 2, note=note)
 
 
-def by_nemorl(ids: Tensor, lengths: list[int]) -> Attention:
-    options: Any = {"segment_buckets": segment_buckets(ids)}
+def by_nemorl(ids: Tensor, dtype: torch.dtype, kernel: Kernel | None = None) -> Attention:
+    """By the kernel that training takes, or the given one."""
+    chosen = kernel or kernel_of(SimpleNamespace(head_dim=HEAD_DIM), ids.device, dtype)
+    options: Any = {"segments": to_device(segments_of(ids.cpu(), chosen), ids.device)}
     return lambda q, k, v: segment_attention(q, k, v, **options).transpose(1, 2)
 
 
-def by_mask(ids: Tensor, lengths: list[int]) -> Attention:
+def by_mask(ids: Tensor, dtype: torch.dtype) -> Attention:
     mask = (ids == ids.T).tril()
     return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
-def by_flex(ids: Tensor, lengths: list[int]) -> Attention:
+def by_flex(ids: Tensor, dtype: torch.dtype) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     if ids.device.type == "cpu":
@@ -104,30 +109,11 @@ def by_flex(ids: Tensor, lengths: list[int]) -> Attention:
     return lambda q, k, v: compiled(q, k, v, block_mask=mask)
 
 
-def by_varlen(ids: Tensor, lengths: list[int]) -> Attention:
-    """FlashAttention, as PyTorch has it."""
-    if ids.device.type == "cpu":
-        raise Skip("varlen_attn needs a GPU")
-    from torch.nn.attention.varlen import varlen_attn
-
-    # A flag became a window after torch 2.10.
-    has_flag = "is_causal" in inspect.signature(varlen_attn).parameters
-    causal: Any = {"is_causal": True} if has_flag else {"window_size": (-1, 0)}
-    begins = torch.tensor([0, *lengths], device=ids.device).cumsum(0).int()
-    rows = (begins, begins, max(lengths), max(lengths))
-
-    def attend(*qkv: Tensor) -> Tensor:
-        output: Any = varlen_attn(*(x[0].transpose(0, 1) for x in qkv), *rows, **causal)
-        return output.transpose(0, 1)[None]
-
-    return attend
-
-
 KERNELS = {
     "nemorl": by_nemorl,
+    "nemorl in buckets": partial(by_nemorl, kernel="buckets"),
     "SDPA with a block mask": by_mask,
     "FlexAttention": by_flex,
-    "varlen_attn": by_varlen,
 }
 
 
@@ -135,11 +121,9 @@ def attention(
     what: str, name: str, lengths: list[int], device: str, dtype: torch.dtype
 ) -> Iterator[Row]:
     """On a packed row, against one sequence after the other in float64."""
-    if dtype == torch.float32 and name == "varlen_attn":
-        raise Skip("has no float32")
     ids = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))[None]
-    function, ours = (KERNELS[each](ids.to(device), lengths) for each in (name, "nemorl"))
-    shape = (4, 1, 12, sum(lengths), 64)
+    function, ours = (KERNELS[each](ids.to(device), dtype) for each in (name, "nemorl"))
+    shape = (4, 1, 12, sum(lengths), HEAD_DIM)
     inputs = [x.requires_grad_() for x in torch.randn(shape, device=device, dtype=dtype)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
 

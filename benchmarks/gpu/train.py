@@ -2,6 +2,7 @@
 for; in turns with the plainest PyTorch loop, and against TRL's SFT trainer.
 """
 
+import itertools
 import os
 import statistics
 import warnings
@@ -9,13 +10,13 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import sft_vs_trl
 import torch
-from common import interleaved, median_ratio, silence
+from common import interleaved, median_ratio, silence, skewed_lengths
 from parallel import become_rank, free_port
 from train_step import batch_of, plain_step
 
@@ -45,11 +46,12 @@ def measurements(small: bool) -> Measurements:
     shapes = ("small",) if small else ("1.5B", "0.5B", "7B")
     # Once this process is a rank it remains one, and TRL would use DDP: ranks come last.
     for ranks in (False,) if small else (False, True):
-        for shape, (how, plan) in product(shapes, PLANS.items()):
+        for shape, (how, plan) in itertools.product(shapes, PLANS.items()):
             if plan.needs_ranks == ranks:
                 what = f"{shape}, {how}"
                 yield what, partial(step, what, shape, plan, small)
         if not ranks:
+            yield "skewed lengths", partial(skewed, shapes[-1 if small else 1], small)
             yield "synchronizations", partial(synchronizations, small)
             yield "TRL", partial(trl, small)
 
@@ -92,6 +94,35 @@ def step(what: str, shape: str, plan: ParallelPlan, small: bool) -> Iterator[Row
         yield row(f"{what}: tokens/s", speed, note=note)
     if plan == BFLOAT16:
         yield against_plain(what, made, data, rounds)
+    made.shutdown()
+
+
+def skewed(shape: str, small: bool) -> Iterator[Row]:
+    """Log-normal lengths, others in each step, in turns with rows of eight equal sequences: what
+    new shapes cost.
+    """
+    rows, rounds = (2, 2) if small else (4, 5)
+    made, equal = fitting_trainer(shape, BFLOAT16, small), batch(rows, small)
+    room = 0.95 * equal.num_tokens  # or a row more would be nearly empty
+    sizes = {"mean": 12, "longest": 120} if small else {"mean": 1240, "longest": 8192}
+    drawn = (skewed_lengths(equal.num_tokens, **sizes, seed=seed) for seed in itertools.count())
+    batches = (batch_of(lengths[: sum(np.cumsum(lengths) <= room)]) for lengths in drawn)
+    measured: dict[str, list[float]] = {"equal": [], "skewed": []}
+    mfu: list[float] = []
+
+    def train(kind: str, data: Any) -> None:
+        found = finalize(made.train_step(data, loss_fn))
+        measured[kind].append(data.num_tokens / found["trainer/seconds"])
+        if kind == "skewed" and "trainer/mfu" in found:
+            mfu.append(found["trainer/mfu"])
+
+    interleaved([lambda: train("equal", equal), lambda: train("skewed", next(batches))], rounds)
+    equally, found = (measured[kind][1:] for kind in ("equal", "skewed"))
+    note = f"{statistics.median(found):,.0f} tokens/s"
+    if mfu:
+        note = f"{note}, MFU {statistics.median(mfu[1:]):.2f}"
+    what = f"{shape}, new lengths in each step: × the speed of equal ones"
+    yield row(what, median_ratio(equally, found), at_least=None if small else 0.85, note=note)
     made.shutdown()
 
 

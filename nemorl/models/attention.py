@@ -1,6 +1,7 @@
 """Attention functions of our own in models of `transformers`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -9,7 +10,9 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
+from nemorl.overlapping import overlapping
 
 WITHOUT_EFFECT = (
     *("cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits"),
@@ -36,6 +39,11 @@ def attend(
     scaling: float | None = None,
 ) -> Float[Tensor, "batch new heads value_dim"]:
     """Return the attention of each query; several query heads may share a key and value head."""
+    if mask is not None and is_accelerator(query.device):
+        # With a mask no kernel of torch's but cuDNN's takes heads in groups: attention would be
+        # computed whole, in memory that grows with the square of the length.
+        group = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     output = scaled_dot_product_attention(
         query,
         key,
@@ -47,6 +55,19 @@ def attend(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return output.transpose(1, 2).contiguous()
+
+
+@overlapping
+@contextmanager
+def without_cudnn_attention() -> Iterator[None]:
+    """Keep torch from computing attention by cuDNN, in the whole process, in the block."""
+    cuda = torch.backends.cuda
+    before = cuda.cudnn_sdp_enabled()
+    cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        cuda.enable_cudnn_sdp(before)
 
 
 def use_attention(model: Any, name: str, function: Callable[..., Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Causal attention in which each segment of a packed row sees only itself.
 
-Segments of similar length are gathered into small batches; a dense block-diagonal mask would cost
-the square of the row's length.
+On GPUs a kernel takes segments of all lengths at once. Elsewhere segments of similar length are
+gathered into small batches: a dense block-diagonal mask would cost the square of the row's length.
 """
 
 from dataclasses import dataclass
@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
+from nemorl.checks import require
 from nemorl.models.attention import attend
+from nemorl.parallel.varlen import KERNELS, Kernel
 
 ATTENTION_NAME = "nemorl_segments"
 
@@ -28,19 +31,34 @@ class SegmentBuckets:
     tokens: tuple[Int[Tensor, "_ _"], ...]
     places: Int[Tensor, "_"]
 
-    @classmethod
-    def of(cls, tokens: tuple[Int[Tensor, "_ _"], ...], count: int) -> "SegmentBuckets":
-        """Make them for `count` tokens; one that is in several segments is read in any of them."""
-        laid = torch.cat([bucket.flatten() for bucket in tokens])
-        places = laid.new_full((count,), len(laid))
-        order = torch.arange(len(laid), device=laid.device)
-        return cls(tokens, places.scatter_reduce(0, laid, order, "amin"))
+
+@dataclass(frozen=True)
+class FlatSegments:
+    """The segments of packed rows, laid end to end.
+
+    tokens: the flat token indices, and `places`: the place of each token, one past the end for
+    padding; None where the rows lie like this.
+    cu_seqlens: the first place of each segment, and the end.
+    longest: tokens of the longest segment, a number that no GPU is asked for.
+    """
+
+    tokens: Int[Tensor, "laid"] | None
+    places: Int[Tensor, "_"] | None
+    cu_seqlens: Int[Tensor, "_"]
+    longest: int
+    kernel: Kernel
 
 
-def segments(segment_ids: Int[Tensor, "batch seq"]) -> tuple[Int[Tensor, "_"], Int[Tensor, "_"]]:
+Segments = SegmentBuckets | FlatSegments
+
+
+def begins_and_lengths(
+    segment_ids: Int[Tensor, "batch seq"],
+) -> tuple[Int[Tensor, "_"], Int[Tensor, "_"]]:
     """Return the first place of each segment in the flattened rows, and its length.
 
-    >>> [found.tolist() for found in segments(torch.tensor([[1, 1, 1, 2, 0], [1, 0, 0, 0, 0]]))]
+    >>> ids = torch.tensor([[1, 1, 1, 2, 0], [1, 0, 0, 0, 0]])
+    >>> [found.tolist() for found in begins_and_lengths(ids)]
     [[0, 3, 5], [3, 1, 1]]
     """
     rows, seq = segment_ids.shape
@@ -52,16 +70,56 @@ def segments(segment_ids: Int[Tensor, "batch seq"]) -> tuple[Int[Tensor, "_"], I
     return begins[real], lengths[real]
 
 
-def segment_buckets(segment_ids: Int[Tensor, "batch seq"]) -> SegmentBuckets | None:
-    """Return the buckets of packed rows, or None where each row is one segment.
+def segments_of(segment_ids: Int[Tensor, "batch seq"], kernel: Kernel) -> Segments | None:
+    """Return the segments of rows as a kernel takes them; None where each row is to be one.
 
-    >>> buckets = segment_buckets(torch.tensor([[1, 1, 1, 2, 0]]))
+    >>> buckets = segments_of(torch.tensor([[1, 1, 1, 2, 0]]), "buckets")
     >>> [tokens.tolist() for tokens in buckets.tokens], buckets.places.tolist()
     ([[[3]], [[0, 1, 2]]], [1, 2, 3, 0, 4])
+    >>> flat = segments_of(torch.tensor([[1, 1, 0, 0], [1, 1, 1, 2]]), "varlen_attn")
+    >>> flat.tokens.tolist(), flat.cu_seqlens.tolist(), flat.longest
+    ([0, 1, 4, 5, 6, 7], [0, 2, 5, 6], 3)
     """
-    if bool((segment_ids <= 1).all()):
+    # With a kernel for all lengths, the padding of rows of one segment is left out, too.
+    if bool((segment_ids <= (1 if kernel == "buckets" else 0)).all()):
         return None
-    return SegmentBuckets.of(tokens_in_buckets(*segments(segment_ids)), segment_ids.numel())
+    own = torch.arange(segment_ids.numel())
+    return laid_out(*begins_and_lengths(segment_ids), own, len(own), kernel)
+
+
+def laid_out(
+    begins: Int[Tensor, "_"],
+    lengths: Int[Tensor, "_"],
+    place: Int[Tensor, "_"],
+    count: int,
+    kernel: Kernel,
+) -> Segments:
+    """Return segments as a kernel takes them.
+
+    place: the index of each of the rows' tokens among the `count` that are computed. One that is in
+    several segments is read in any of them.
+    """
+    if kernel == "buckets":
+        buckets = tuple(place[tokens] for tokens in tokens_in_buckets(begins, lengths))
+        laid = torch.cat([tokens.flatten() for tokens in buckets])
+        return SegmentBuckets(buckets, _places(laid, count))
+    ends = lengths.cumsum(0)
+    shifts = (begins - ends + lengths).repeat_interleave(lengths)
+    tokens = place[torch.arange(len(shifts)) + shifts]
+    as_it_is = torch.equal(tokens, torch.arange(count))
+    return FlatSegments(
+        tokens=None if as_it_is else tokens,
+        places=None if as_it_is else _places(tokens, count),
+        cu_seqlens=pad(ends, (1, 0)).int(),
+        longest=int(lengths.max()),
+        kernel=kernel,
+    )
+
+
+def _places(laid: Int[Tensor, "laid"], count: int) -> Int[Tensor, "_"]:
+    """Return the first place at which each of `count` tokens is laid, or one past the end."""
+    places = laid.new_full((count,), len(laid))
+    return places.scatter_reduce(0, laid, torch.arange(len(laid)), "amin")
 
 
 def tokens_in_buckets(
@@ -91,13 +149,13 @@ def segment_attention(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    segment_buckets: SegmentBuckets | None = None,
+    segments: Segments | None = None,
 ) -> Float[Tensor, "batch seq heads value_dim"]:
     """Return the attention of each token: with a mask (decoding) to what it shows, otherwise to
     the token itself and those before it in its segment.
     """
     options: dict[str, Any] = {"dropout": dropout, "scaling": scaling}
-    if mask is not None or segment_buckets is None:
+    if mask is not None or segments is None:
         causal = mask is None and query.shape[2] > 1
         if causal and query.shape[2] != key.shape[2]:
             raise ValueError(
@@ -105,18 +163,47 @@ def segment_attention(
                 " attention implementation back to sdpa"
             )
         return attend(query, key, value, mask, causal=causal, **options)
-    # [tokens, heads · dim]
-    flat = [x.transpose(1, 2).flatten(0, 1).flatten(1) for x in (query, key, value)]
-    outputs = []
-    for tokens in segment_buckets.tokens:
-        q, k, v = (
-            x.index_select(0, tokens.flatten())
-            .view(*tokens.shape, whole.shape[1], whole.shape[3])
-            .transpose(1, 2)
-            for x, whole in zip(flat, (query, key, value), strict=True)
-        )
-        outputs.append(attend(q, k, v, causal=True, **options).reshape(tokens.numel(), -1))
-    outputs.append(outputs[0].new_zeros(1, outputs[0].shape[1]))  # what padding gets
-    output = torch.cat(outputs).index_select(0, segment_buckets.places)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
+    if isinstance(segments, FlatSegments):
+        remedy = "set the model's attention_dropout to 0 before it is loaded"
+        require(not dropout, "attention's dropout", "must be 0 on a GPU", dropout, remedy)
+        output = _at_once(flat, segments, scaling)
+    else:
+        output = _in_buckets(flat, segments.tokens, options)
+    if segments.places is not None:
+        padding = output.new_zeros(1, output.shape[1])
+        output = torch.cat((output, padding)).index_select(0, segments.places)
     batch, heads, seq, _ = query.shape
     return output.view(batch, seq, heads, value.shape[3])
+
+
+def _at_once(
+    flat: list[Float[Tensor, "tokens _ _"]], segments: FlatSegments, scaling: float | None
+) -> Float[Tensor, "laid width"]:
+    """Return the attention of segments, laid end to end."""
+    # Autocast does not know these kernels; values come from a linear layer, which it knows, where
+    # rotary angles leave queries and keys in float32.
+    flat = [x.to(flat[2].dtype) for x in flat]
+    if segments.tokens is not None:
+        flat = [x.index_select(0, segments.tokens) for x in flat]
+    kernel = KERNELS[segments.kernel]
+    return kernel(*flat, segments.cu_seqlens, segments.longest, scaling).flatten(1)
+
+
+def _in_buckets(
+    flat: list[Float[Tensor, "tokens _ _"]],
+    buckets: tuple[Int[Tensor, "_ _"], ...],
+    options: dict[str, Any],
+) -> Float[Tensor, "laid width"]:
+    """Return the attention of buckets, laid end to end."""
+    flat, outputs = [x.contiguous() for x in flat], []
+    for tokens in buckets:
+        qkv = (
+            x.flatten(1)
+            .index_select(0, tokens.flatten())
+            .view(*tokens.shape, *x.shape[1:])
+            .transpose(1, 2)
+            for x in flat
+        )
+        outputs.append(attend(*qkv, causal=True, **options).reshape(tokens.numel(), -1))
+    return torch.cat(outputs)

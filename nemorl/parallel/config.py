@@ -77,6 +77,10 @@ class TrainerConfig:
     """Weight of the loss that balances the load of a mixture's experts, Hugging Face's of the whole
     batch; it takes another forward pass. With trainer.backend megatron.
     """
+    cudnn_attention: bool = False
+    """Let PyTorch choose cuDNN's attention kernels on NVIDIA GPUs. cuDNN makes a plan for each new
+    shape, which takes 55 ms to 1 s, and most microbatches have new shapes.
+    """
     deterministic: bool = False
     """Use only kernels that give the same bits in every run (slower on GPUs; on a CPU they always
     do).

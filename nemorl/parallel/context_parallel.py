@@ -14,7 +14,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from nemorl.models.attention import attend
-from nemorl.parallel.attention import SegmentBuckets, segment_attention
+from nemorl.parallel.attention import Segments, segment_attention
 from nemorl.parallel.collectives import all_gather, exchange
 
 CONTEXT_ATTENTION = "nemorl_context_parallel"
@@ -69,7 +69,7 @@ class ContextState:
     """What attention needs to know of whole rows; made once per microbatch for all layers."""
 
     split: RowSplit
-    buckets: SegmentBuckets | None = None
+    segments: Segments | None = None
     """ulysses: the segments of the whole rows."""
     bias: Float[Tensor, "batch 1 part seq"] | None = None
     """allgather: 0 for the keys that each of this rank's tokens sees, else -inf, keys in the order
@@ -126,5 +126,5 @@ def context_attention(
         exchange(x, split=1, join=2, group=split.group).index_select(2, split.back)
         for x in (query, key, value)
     ]
-    output = segment_attention(*whole, segment_buckets=context.buckets, **options)
+    output = segment_attention(*whole, segments=context.segments, **options)
     return exchange(output.index_select(1, split.order), split=1, join=2, group=split.group)

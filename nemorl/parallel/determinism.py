@@ -2,40 +2,24 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from nemorl.overlapping import overlapping
+
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-_inside = 0
-"""Blocks that have begun and not ended, in any order."""
-_process = ExitStack()
-"""Restores the process's settings at the end of the last of them."""
 
 
+@overlapping
 @contextmanager
 def deterministic_kernels() -> Iterator[None]:
     """Use only kernels that give the same bits in every run, in the whole process, in the block.
 
-    Blocks may overlap: the last one that ends restores the settings. An operation without such a
-    kernel raises a RuntimeError. Begin before the model comes to the GPU: cuBLAS reads its setting
-    when it is first used.
+    An operation without such a kernel raises a RuntimeError. Begin before the model comes to the
+    GPU: cuBLAS reads its setting when it is first used.
     """
-    global _inside
-    if not _inside:
-        _process.enter_context(_set())
-    _inside += 1
-    try:
-        yield
-    finally:
-        _inside -= 1
-        if not _inside:
-            _process.close()
-
-
-@contextmanager
-def _set() -> Iterator[None]:
     cudnn = torch.backends.cudnn
     memory: Any = torch.utils.deterministic
     was_on = torch.are_deterministic_algorithms_enabled()

@@ -17,6 +17,7 @@ from nemorl.losses.types import Needs
 from nemorl.parallel.collectives import all_gather_same
 from nemorl.parallel.context_parallel import ContextState, RowSplit
 from nemorl.parallel.tokens import Work, split_work, work_of
+from nemorl.parallel.varlen import Kernel
 from nemorl.parallel.world import DTYPES, World
 
 
@@ -51,8 +52,8 @@ class RankInputs:
         head = HeadInputs(work.states, work.next_ids, batch.logprob_kind, chunk, needs)
         values: dict[str, Any] = {"input_ids": work.input_ids, "position_ids": work.position_ids}
         if work.split is None:
-            return cls({**values, "head_inputs": head, "segment_buckets": work.buckets}, work)
-        context = ContextState(work.split, work.buckets)
+            return cls({**values, "head_inputs": head, "segments": work.segments}, work)
+        context = ContextState(work.split, work.segments)
         if world.plan.cp_method == "allgather":
             dtype = DTYPES[world.plan.precision]
             rows = (batch.segment_ids, batch.position_ids)
@@ -89,15 +90,23 @@ def values_of(
 
 
 def planned(
-    part: TokenBatch, wanted: Bool[Tensor, "batch seq"], world: World, *, share: bool
+    part: TokenBatch,
+    wanted: Bool[Tensor, "batch seq"],
+    world: World,
+    *,
+    share: bool,
+    kernel: Kernel = "buckets",
 ) -> Work:
     """Return what this rank computes of a microbatch for the `wanted` tokens, in main memory.
 
     share: compute equal prompts once, unless cp splits the rows.
+    kernel: that attention is computed by, unless cp gathers keys.
     """
     plan = world.plan
     if world.cp_group is None:
-        return work_of(part, wanted, share=share, multiple_of=plan.row_multiple)
+        multiple = plan.row_multiple
+        return work_of(part, wanted, share=share, multiple_of=multiple, kernel=kernel)
     cpu = torch.device("cpu")
     rows = RowSplit.of(part.input_ids.shape[1], world.cp_rank, world.cp_group, cpu)
-    return split_work(part, wanted, rows, in_buckets=plan.cp_method == "ulysses")
+    whole_rows = plan.cp_method == "ulysses"
+    return split_work(part, wanted, rows, kernel=kernel if whole_rows else None)

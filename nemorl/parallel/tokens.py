@@ -13,8 +13,16 @@ from nemorl.data.batch import TokenBatch
 from nemorl.data.padding import round_up
 from nemorl.losses.segments import same_segment
 from nemorl.losses.types import register_pytree
-from nemorl.parallel.attention import SegmentBuckets, segment_buckets, segments, tokens_in_buckets
+from nemorl.parallel.attention import (
+    FlatSegments,
+    SegmentBuckets,
+    Segments,
+    begins_and_lengths,
+    laid_out,
+    segments_of,
+)
 from nemorl.parallel.context_parallel import RowSplit
+from nemorl.parallel.varlen import Kernel
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,7 @@ class Work:
     input_ids: Int[Tensor, "_ _"]
     """The microbatch's own rows; of shared prompts one row with each token once."""
     position_ids: Int[Tensor, "_ _"]
-    buckets: SegmentBuckets | None
+    segments: Segments | None
     targets: Int[Tensor, "tokens"]
     """Places of the results in the flattened microbatch: the indices of the tokens whose
     log-probability is computed. With context parallelism, of the states that predict them.
@@ -68,16 +76,23 @@ class Work:
 
 
 register_pytree(SegmentBuckets)
+register_pytree(FlatSegments, constant="kernel")
 register_pytree(RowSplit)
 register_pytree(Work, constant="shared")
 
 
 def work_of(
-    batch: TokenBatch, wanted: Bool[Tensor, "batch seq"], *, share: bool, multiple_of: int = 1
+    batch: TokenBatch,
+    wanted: Bool[Tensor, "batch seq"],
+    *,
+    share: bool,
+    multiple_of: int = 1,
+    kernel: Kernel = "buckets",
 ) -> Work:
     """Return what is computed for the log-probabilities of the `wanted` tokens of a microbatch.
 
     share: compute equal prompts once. multiple_of: of the width of the row that this makes.
+    kernel: that attention is computed by.
     """
     ids, positions, segment_ids = (
         values.cpu() for values in (batch.input_ids, batch.position_ids, batch.segment_ids)
@@ -86,14 +101,14 @@ def work_of(
     next_ids = ids.flatten()[targets]
     found = once(batch) if share else None
     if found is None:
-        return Work(ids, positions, segment_buckets(segment_ids), targets, targets - 1, next_ids)
+        segments = segments_of(segment_ids, kernel)
+        return Work(ids, positions, segments, targets, targets - 1, next_ids)
     kept, place = found
     width = round_up(len(kept), multiple_of)
-    buckets = tokens_in_buckets(*segments(segment_ids))
     return Work(
         input_ids=_in_one_row(ids, kept, width),
         position_ids=_in_one_row(positions, kept, width),
-        buckets=SegmentBuckets.of(tuple(place[tokens] for tokens in buckets), width),
+        segments=laid_out(*begins_and_lengths(segment_ids), place, width, kernel),
         targets=targets,
         states=place[targets - 1],
         next_ids=next_ids,
@@ -108,11 +123,15 @@ def _in_one_row(values: Tensor, kept: Tensor, width: int, *, free: int = 0) -> T
 
 
 def split_work(
-    batch: TokenBatch, wanted: Bool[Tensor, "batch seq"], split: RowSplit, *, in_buckets: bool
+    batch: TokenBatch,
+    wanted: Bool[Tensor, "batch seq"],
+    split: RowSplit,
+    *,
+    kernel: Kernel | None = None,
 ) -> Work:
     """Return what this rank computes of a microbatch of which all ranks of `split` have parts.
 
-    in_buckets: attention works on whole rows of some heads.
+    kernel: that attention on whole rows of some heads is computed by; None: it works on parts.
     """
     ids, positions, segment_ids, wanted = (
         x.cpu() for x in (batch.input_ids, batch.position_ids, batch.segment_ids, wanted)
@@ -125,7 +144,7 @@ def split_work(
     return Work(
         input_ids=split.take(ids),
         position_ids=split.take(positions),
-        buckets=segment_buckets(segment_ids) if in_buckets else None,
+        segments=None if kernel is None else segments_of(segment_ids, kernel),
         targets=states,
         states=states,
         next_ids=next_ids.flatten()[states],
@@ -156,7 +175,7 @@ def once(batch: TokenBatch) -> tuple[Int[Tensor, "kept"], Int[Tensor, "places"]]
     ids = batch.input_ids.cpu().flatten().numpy()
     response = batch.response_mask.cpu().flatten().numpy()
     routed = None if batch.routed_experts is None else batch.routed_experts.cpu().flatten(0, 1)
-    begins, lengths = segments(batch.segment_ids.cpu())
+    begins, lengths = begins_and_lengths(batch.segment_ids.cpu())
     first: dict[bytes, int] = {}
     kept: list[Tensor] = []
     place, count = torch.zeros(len(ids), dtype=torch.int64), 0

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from nemorl.models.attention import attend, use_attention
+from nemorl.models.attention import attend, use_attention, without_cudnn_attention
 
 ATTENTION_NAME = "nemorl_cached"
 
@@ -38,13 +38,17 @@ def cached_attention(
 
 @contextmanager
 def decoding(model: nn.Module) -> Iterator[None]:
-    """Give the model this attention and no dropout inside the block."""
+    """Give the model this attention and no dropout inside the block.
+
+    Each pass has a key more, and for each number of keys cuDNN would make a plan.
+    """
     before = model.config._attn_implementation  # type: ignore[union-attr]
     was_training = model.training
     use_attention(model, ATTENTION_NAME, cached_attention)
     model.eval()
     try:
-        yield
+        with without_cudnn_attention():
+            yield
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]
         model.train(was_training)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nemorl.models.attention import use_attention
-from nemorl.parallel.attention import segment_attention, segment_buckets
+from nemorl.models import attention
+from nemorl.models.attention import attend, use_attention, without_cudnn_attention
+from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.rollout.attention import cached_attention
 from tests.tiny_models import KINDS, tiny_model
 
@@ -69,11 +70,41 @@ def test_models_that_are_supported_give_transformers_numbers(kind):
             ids,
             position_ids=positions,
             use_cache=False,
-            segment_buckets=segment_buckets(segments),
+            segments=segments_of(segments, "buckets"),
             output_hidden_states=True,
         ).logits
     torch.testing.assert_close(found[:, :12], expected, atol=2e-6, rtol=0)
     torch.testing.assert_close(found[:, 12:], expected, atol=2e-6, rtol=0)
+
+
+def test_cudnn_is_off_until_the_last_block_ends():
+    cuda, first, second = torch.backends.cuda, without_cudnn_attention(), without_cudnn_attention()
+    before = cuda.cudnn_sdp_enabled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not cuda.cudnn_sdp_enabled()
+    second.__exit__(None, None, None)
+    assert cuda.cudnn_sdp_enabled() is before
+
+
+def test_heads_in_groups_with_a_mask_are_repeated_on_an_accelerator(monkeypatch):
+    """Without cuDNN, groups and a mask leave torch no kernel that needs little memory."""
+    given = []
+
+    def recorded(query, key, value, **options):
+        given.append((key.shape[1], value.shape[1], options["enable_gqa"]))
+        return whole(query, key, value, **options)
+
+    whole = attention.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", recorded)
+    query, key, value = (torch.randn(2, heads, 5, 8) for heads in (6, 2, 2))
+    mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    expected = attend(query, key, value, mask)
+    monkeypatch.setattr(attention, "is_accelerator", lambda device: True)
+    torch.testing.assert_close(attend(query, key, value, mask), expected)
+    attend(query, key, value, causal=True)
+    assert given == [(2, 2, True), (6, 6, False), (2, 2, True)]
 
 
 def test_a_window_as_wide_as_the_row_hides_nothing():

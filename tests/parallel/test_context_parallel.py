@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemorl.parallel.attention import segment_attention, segment_buckets
+from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.parallel.context_parallel import ContextState, RowSplit, context_attention, zigzag
 from tests.ranks import run_ranks
 
@@ -43,7 +43,7 @@ def split(method: str) -> dict:
             query, key, value, cotangent = (
                 x.index_select(2, row_split.own).requires_grad_() for x in problem(heads)
             )
-            state = ContextState(row_split, segment_buckets(segments))
+            state = ContextState(row_split, segments_of(segments, "buckets"))
             if method == "allgather":
                 places = positions(segments)
                 state = ContextState.with_bias(segments, places, row_split, torch.float64)
@@ -64,7 +64,7 @@ def test_it_is_attention_over_whole_rows(method, size):
         for many, heads in HEADS.items():
             segments = torch.tensor(rows)
             query, key, value, cotangent = (x.requires_grad_() for x in problem(heads))
-            output = segment_attention(query, key, value, segment_buckets=segment_buckets(segments))
+            output = segment_attention(query, key, value, segments=segments_of(segments, "buckets"))
             output = torch.where((segments > 0)[:, :, None, None], output, 0.0)
             (output * cotangent.detach().transpose(1, 2)).sum().backward()
             joined = [

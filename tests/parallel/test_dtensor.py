@@ -1,5 +1,6 @@
 """Pieces of the dtensor backend, and agreement with the embedded generator."""
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from nemorl.losses.logprobs import LogprobKind
 from nemorl.losses.types import finalize, needs_of
 from nemorl.models.causal_lm import load_causal_lm
 from nemorl.models.hub import check_supported
-from nemorl.parallel.attention import segment_attention, segment_buckets
+from nemorl.parallel.attention import segment_attention, segments_of
 from nemorl.parallel.backend import LossFn
 from nemorl.parallel.config import (
     BackendConfig,
@@ -37,6 +38,7 @@ from nemorl.runtime.algorithms import policy_loss, sft
 from nemorl.runtime.config.grpo import GRPOConfig, KLConfig, OffPolicyConfig
 from tests.host_waits import HostWaits
 from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.varlen import used_on_cpus  # noqa: F401  # which has the kernel
 from tests.rollout.updates import update
 from tests.tiny_models import random_prompts, tiny_model, tiny_tokenizer
 
@@ -52,8 +54,11 @@ def set_up(model: Any = None, *, trainer: Any = None, **options: Any) -> DTensor
     st.lists(st.lists(st.integers(1, 17), min_size=0, max_size=5), min_size=1, max_size=3),
     st.integers(0, 5),
     st.integers(0, 2**31),
+    st.sampled_from(["buckets", "varlen_attn"]),
 )
-def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int, seed: int):
+def test_segments_attend_to_themselves_alone(
+    rows: list[list[int]], padding: int, seed: int, kernel: Any
+):
     """Values and gradients against a dense block-diagonal mask, in float64."""
     width = max(1, max(sum(row) for row in rows) + padding)
     segments = torch.zeros(len(rows), width, dtype=torch.long)
@@ -63,10 +68,11 @@ def test_segments_attend_to_themselves_alone(rows: list[list[int]], padding: int
     torch.manual_seed(seed)
     q, k, v = (
         torch.randn(len(rows), heads, width, size, dtype=torch.float64).requires_grad_()
-        for heads, size in ((4, 4), (2, 4), (2, 6))  # values may be of another size
+        # In buckets values may be of another size.
+        for heads, size in ((4, 4), (2, 4), (2, 6 if kernel == "buckets" else 4))
     )
     real = (segments > 0)[:, :, None, None]
-    out = segment_attention(q, k, v, segment_buckets=segment_buckets(segments))
+    out = segment_attention(q, k, v, segments=segments_of(segments, kernel))
     same = (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
     expected = scaled_dot_product_attention(q, k, v, attn_mask=same, enable_gqa=True)
     expected = expected.transpose(1, 2)
@@ -81,7 +87,7 @@ def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padd
     """A bucket is at most a quarter longer than any of its segments."""
     ids = [i + 1 for i, length in enumerate(lengths) for _ in range(length)]
     segments = torch.tensor([ids + [0] * padding])
-    buckets = segment_buckets(segments)
+    buckets = segments_of(segments, "buckets")
     assert buckets is not None
     laid_out = torch.cat([*(tokens.flatten() for tokens in buckets.tokens), torch.tensor([-1])])
     found = laid_out[buckets.places]
@@ -93,7 +99,7 @@ def test_buckets_hold_every_token_once_and_waste_little(lengths: list[int], padd
 
 
 def test_a_row_with_one_segment_needs_no_buckets():
-    assert segment_buckets(random_batch([9, 2, 30]).segment_ids) is None
+    assert segments_of(random_batch([9, 2, 30]).segment_ids, "buckets") is None
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -198,6 +204,16 @@ def test_a_device_that_is_not_there(device):
     message = f"device must be one that torch can use here, but it is '{device}'"
     with pytest.raises(ValueError, match=message):
         set_up(tiny_model(), trainer={"device": device})
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_cudnn_makes_no_plans_while_a_model_trains_unless_it_may(allowed: bool):
+    gc.collect()  # models of other tests, which nobody shut down
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    backend = set_up(tiny_model(), trainer={"cudnn_attention": allowed})
+    assert torch.backends.cuda.cudnn_sdp_enabled() is (before and allowed)
+    backend.shutdown()
+    assert torch.backends.cuda.cudnn_sdp_enabled() is before
 
 
 def test_use_before_and_after():

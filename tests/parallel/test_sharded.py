@@ -156,6 +156,19 @@ def test_weights_in_another_type_are_read(folder, tmp_path):
         torch.testing.assert_close(found["first"], expected, atol=2e-6, rtol=0)
 
 
+def kept_operators() -> set[str]:
+    """Names of the operators whose results selective checkpointing keeps."""
+    from nemorl.parallel.dtensor.titan import SelectiveAC, checkpoint_activations
+
+    checkpoint_activations(tiny_model().get_decoder(), "selective")
+    return {str(operator) for operator in SelectiveAC.Config().build().get_save_ops()}
+
+
+def test_selective_checkpointing_knows_the_kernel_of_gpus():
+    """Which PyTorch registers when it is first imported, perhaps later than layers are wrapped."""
+    assert "torch_attn._varlen_attn.default" in run_ranks(1, kept_operators, fresh=True)[0]
+
+
 def broken(folder: Path, target: Path) -> Path:
     """Without its output layer."""
     shutil.copytree(folder, target)

@@ -30,11 +30,13 @@ def test_it_is_attention_with_repeated_keys_and_values(key_heads: int, new: int)
 @pytest.mark.parametrize("training", [True, False])
 def test_the_model_gets_its_own_attention_and_mode_back_also_after_an_error(training: bool):
     model = tiny_model().train(training)
-    before = model.config._attn_implementation
+    before, cudnn = model.config._attn_implementation, torch.backends.cuda.cudnn_sdp_enabled()
     with pytest.raises(KeyError), decoding(model):
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
         assert model.config._attn_implementation == ATTENTION_NAME and not model.training
         raise KeyError
     assert model.config._attn_implementation == before and model.training is training
+    assert torch.backends.cuda.cudnn_sdp_enabled() is cudnn
 
 
 def test_a_cache_is_used_again_by_shorter_and_longer_requests():

@@ -20,7 +20,7 @@ from nemorl.data.batch import TokenBatch
 from nemorl.data.transfer import to_device
 from nemorl.losses.types import Metrics, Needs, merge
 from nemorl.models import adapters
-from nemorl.models.attention import use_attention
+from nemorl.models.attention import use_attention, without_cudnn_attention
 from nemorl.models.causal_lm import load_causal_lm, require_head, usable_device
 from nemorl.models.hub import check_supported
 from nemorl.parallel.accumulation import Accumulating
@@ -44,7 +44,8 @@ from nemorl.parallel.measure import StepMeter
 from nemorl.parallel.optimizer import make_optimizer
 from nemorl.parallel.profiling import close_profile, profile_folder
 from nemorl.parallel.tokens import Work
-from nemorl.parallel.world import World, is_started_as_rank
+from nemorl.parallel.varlen import kernel_of
+from nemorl.parallel.world import DTYPES, World, is_started_as_rank
 from nemorl.rollout.random import derive_seed
 
 NEEDS_A_RANK = (
@@ -92,6 +93,8 @@ class DTensorBackend(Accumulating):
         profile_folder(config.profile)
         if config.trainer.deterministic:
             self._settings.enter_context(deterministic_kernels())
+        if not config.trainer.cudnn_attention:
+            self._settings.enter_context(without_cudnn_attention())
         if self._given is not None:
             _check_given(self._given, config)
         keeps_reference = config.keep_reference and not config.lora.rank
@@ -99,6 +102,8 @@ class DTensorBackend(Accumulating):
             self._set_up_sharded(keeps_reference)
         else:
             self._set_up_plain(keeps_reference)
+        dtype = DTYPES[self.world.plan.precision]
+        self._kernel = kernel_of(self.model.config, self.device, dtype)
         if (initial := config.same_initial_model_as) is not None:
             check_base(Saved(initial, self.world).state["base"], self._base, initial)
         if config.trains:
@@ -311,7 +316,8 @@ class DTensorBackend(Accumulating):
         return ForwardOutput(**outputs)
 
     def _work(self, part: TokenBatch, wanted: Tensor) -> Work:
-        return planned(part, wanted, self.world, share=self.config.trainer.share_prompts)
+        share = self.config.trainer.share_prompts
+        return planned(part, wanted, self.world, share=share, kernel=self._kernel)
 
 
 def _check_given(model: nn.Module, config: BackendConfig) -> None:

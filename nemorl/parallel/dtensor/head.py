@@ -34,7 +34,7 @@ def plain_outputs(
         input_ids=work.input_ids,
         position_ids=work.position_ids,
         use_cache=False,
-        segment_buckets=work.buckets,
+        segments=work.segments,
     )[0]
     states, head = hidden.flatten(0, 1).index_select(0, work.states), head_of(model)
     found: tuple[Tensor, ...]

@@ -46,5 +46,8 @@ def make_dims(plan: ParallelPlan, device_type: str) -> ParallelDims:
 
 def checkpoint_activations(decoder: nn.Module, how: str) -> None:
     """Recompute each layer in the backward pass, all of it (full) or the cheap part (selective)."""
+    # The operator is then there by whose name selective checkpointing keeps what attention returns.
+    import torch.nn.attention.varlen  # noqa: F401
+
     policy: Any = {"full": FullAC, "selective": SelectiveAC}[how]
     policy.Config().build().apply(decoder)

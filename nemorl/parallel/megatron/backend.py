@@ -20,6 +20,7 @@ from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.types import Mean, Metrics, Needs, merge
 from nemorl.models.adapters import live_tensors
+from nemorl.models.attention import without_cudnn_attention
 from nemorl.models.causal_lm import load_causal_lm, on_meta, refuse_scalar_head
 from nemorl.models.digest import sampled
 from nemorl.models.hub import CONFIG, loading
@@ -86,6 +87,8 @@ class MegatronBackend(Accumulating):
         profile_folder(config.profile)
         if config.trainer.deterministic:
             self._settings.enter_context(deterministic_kernels())
+        if not config.trainer.cudnn_attention:
+            self._settings.enter_context(without_cudnn_attention())
         timeout = config.collective_timeout_s
         self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device

@@ -15,7 +15,7 @@ from torch.nn import functional
 from nemorl.accelerator import is_accelerator
 from nemorl.losses.vocab_parallel import vocab_parallel_linear_logprobs
 from nemorl.models.hub import EXPERTS
-from nemorl.parallel.attention import SegmentBuckets, segment_attention
+from nemorl.parallel.attention import Segments, segment_attention
 from nemorl.parallel.collectives import all_gather, sum_backward
 from nemorl.parallel.context_parallel import ContextState, context_attention
 from nemorl.parallel.head import HeadInputs
@@ -44,7 +44,7 @@ PLACE = {"layer_number", "attn_mask_type", "attention_type", "cp_comm_type", "pg
 class Rows(core.PackedSeqParams):
     """What attention needs to know of a microbatch, in the place that megatron-core passes on."""
 
-    segment_buckets: SegmentBuckets | None = None
+    segments: Segments | None = None
     context: ContextState | None = None
     routes: Int[Tensor, "tokens layers topk"] | None = None
     """The experts that compute the tokens, in the layers of the stage; None: as routers choose."""
@@ -98,8 +98,7 @@ class CoreAttention(core.MegatronModule):
             return self._cached(rows.cached, query, key, value)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if rows.context is None:
-            buckets = rows.segment_buckets
-            output = segment_attention(q, k, v, segment_buckets=buckets, scaling=self.scale)
+            output = segment_attention(q, k, v, segments=rows.segments, scaling=self.scale)
         else:
             output = context_attention(q, k, v, context=rows.context, scaling=self.scale)
         return output.transpose(0, 1).flatten(2).contiguous()

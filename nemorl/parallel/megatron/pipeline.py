@@ -22,7 +22,8 @@ from nemorl.parallel.layout import Layout
 from nemorl.parallel.megatron.core import get_forward_backward_func
 from nemorl.parallel.megatron.cpu import runtime
 from nemorl.parallel.megatron.routing import Load, balancing, copies_of, routes_of
-from nemorl.parallel.world import World
+from nemorl.parallel.varlen import kernel_of
+from nemorl.parallel.world import DTYPES, World
 
 
 class Pipeline:
@@ -30,6 +31,7 @@ class Pipeline:
 
     def __init__(self, world: World, trainer: TrainerConfig, model: PretrainedConfig) -> None:
         self.world, self.trainer, self.model = world, trainer, model
+        self.kernel = kernel_of(model, world.device, DTYPES[world.plan.precision])
         self.copied = 0
         """Tokens of prompts that the last call of `run` with a loss computed once for several."""
 
@@ -100,7 +102,8 @@ class Pipeline:
         stage = getattr(model, "module", model)
         part, trainer = next(parts), self.trainer
         wanted = getattr(part, mask) if mask else torch.zeros_like(part.loss_mask)
-        work = planned(part, wanted, self.world, share=trainer.share_prompts)
+        share, kernel = trainer.share_prompts, self.kernel
+        work = planned(part, wanted, self.world, share=share, kernel=kernel)
         first = stage.number == self.world.pp_rank
         self.copied += work.copied * (first and loss_fn is not None)
         routing = {"routes": routes_of(part, work, self.world, stage.number)}

@@ -1,7 +1,9 @@
 """Plans that the conformance suite of generation does not run, against engines of one process."""
 
+import gc
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
 from nemorl.parallel.megatron.backend import MegatronBackend
 from nemorl.parallel.megatron.engine import Order
 from nemorl.parallel.plan import ParallelPlan
+from nemorl.rollout.attention import cached_attention
 from nemorl.rollout.generation import Completion, SamplingParams
 from tests.parallel.batches import nll_loss, random_batch
 from tests.ranks import run_ranks
@@ -91,6 +94,38 @@ def test_every_plan_gives_the_tokens_of_the_embedded_engine(name: str, tmp_path:
         for one, other in zip(found, expected, strict=True):
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
             assert one.finish_reason == other.finish_reason
+
+
+def with_cudnn(folder: Path, plan: ParallelPlan) -> list[bool]:
+    """Whether cuDNN may compute attention: where a setting allows it, while that model decodes,
+    and without the setting.
+    """
+    from nemorl.parallel.megatron import model
+
+    gc.collect()  # earlier models of this process, which nobody shut down
+    found = [torch.backends.cuda.cudnn_sdp_enabled()]
+
+    def recorded(*given: Any, **options: Any) -> torch.Tensor:
+        decoding.add(torch.backends.cuda.cudnn_sdp_enabled())
+        return cached_attention(*given, **options)
+
+    decoding: set[bool] = set()
+    backend = started(folder, plan, cudnn_attention=True)
+    found.append(torch.backends.cuda.cudnn_sdp_enabled())
+    with patch.object(model, "cached_attention", recorded):
+        answers(backend, PROMPTS[:1], PARAMS)
+    backend.shutdown()
+    found += decoding
+    backend = started(folder, plan)
+    found.append(torch.backends.cuda.cudnn_sdp_enabled())
+    backend.shutdown()
+    return [*found, torch.backends.cuda.cudnn_sdp_enabled()]
+
+
+def test_cudnn_makes_no_plans_unless_it_may_and_never_in_decoding(tmp_path: Path):
+    tiny_model(num_hidden_layers=4).save_pretrained(tmp_path)
+    before, *found = run_ranks(2, with_cudnn, tmp_path, PLANS["dp"])[0]
+    assert found == [before, False, False, before]
 
 
 def trained(folder: Path, plan: ParallelPlan) -> list[list[Completion]]:

@@ -80,6 +80,8 @@ class Case:
     problem: Problem = field(default_factory=Problem)
     activation_checkpointing: str = "none"
     compile: bool = False
+    varlen: bool = False
+    """Whether attention is by the kernel of GPUs, or its definition where there is none."""
     sabotage: str = ""
     """What is broken on purpose, a name in sabotage.py: then the comparison has to fail."""
 
@@ -113,6 +115,7 @@ class Case:
             f"{problem.layers} layers": problem.layers != 3,
             f"{how} checkpointing": how != "none",
             "compiled": self.compile,
+            "varlen attention": self.varlen,
             problem.dtype: problem.dtype != "float32",
             f"without: {self.sabotage}": self.sabotage,
         }
@@ -253,6 +256,18 @@ QUICK = (
         problem=Problem(layers=4, tied=False, logprobs="filtered"),
         activation_checkpointing="full",
     ),
+    *(
+        Case(plan=plan, layout=layout, problem=problem, varlen=True, **recomputed)
+        for plan, layout, problem, recomputed in (
+            ("one process", "packed", Problem(loss="nll", dtype="bfloat16"), {}),
+            ("one process", "token budget", Problem(loss="pairs"), {}),
+            ("one process", "packed", Problem(lora=True), {"activation_checkpointing": "full"}),
+            ("FSDP2 2", "padded", UNTIED, {"activation_checkpointing": "selective"}),
+            ("CP 2 ulysses", "packed", Problem(loss="pairs"), {}),
+            ("megatron TP 2 + SP", "packed", Problem(model="qwen3"), {}),
+            ("megatron PP 2", "token budget", Problem(layers=4), {}),
+        )
+    ),
 )
 """The cases of every test run."""
 
@@ -341,6 +356,19 @@ REST = (
             ("EP 2", "one packed row", replace(REPLAYED, loss="pairs"), {}),
             ("EP 2 × TP 2 + SP", "packed", REPLAYED, {"activation_checkpointing": "selective"}),
             ("EP 2 × CP 2", "packed", REPLAYED, {"activation_checkpointing": "full"}),
+        )
+    ),
+    *(
+        Case(plan=plan, layout=layout, problem=problem, varlen=True, **recomputed)
+        for plan, layout, problem, recomputed in (
+            ("FSDP2 1", "packed", Problem(loss="nll", dtype="bfloat16"), {}),
+            ("FSDP2 2", "one packed row", Problem(loss="pairs"), {}),
+            ("TP 2 + SP", "padded", Problem(model="qwen3"), {"activation_checkpointing": "full"}),
+            ("CP 2 × TP 2 + SP", "packed", UNTIED, {}),
+            ("megatron 1", "padded", Problem(layers=4, loss="pairs"), {}),
+            ("megatron CP 2 ulysses", "packed", Problem(), {"activation_checkpointing": "full"}),
+            ("megatron TP 2", "packed", Problem(loss="nll", dtype="bfloat16"), {}),
+            ("megatron EP 2", "packed", Problem(model="mixtral"), {}),
         )
     ),
 )

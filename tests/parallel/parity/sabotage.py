@@ -103,14 +103,14 @@ def no_packed_mask() -> Iterator[None]:
 
     plan, split_plan = head.work_of, head.split_work
 
-    def without_buckets(*given: Any, **options: Any) -> Any:
-        return replace(plan(*given, **options | {"share": False}), buckets=None)
+    def without_segments(*given: Any, **options: Any) -> Any:
+        return replace(plan(*given, **options | {"share": False}), segments=None)
 
     def split_without(*given: Any, **options: Any) -> Any:
-        return replace(split_plan(*given, **options), buckets=None)
+        return replace(split_plan(*given, **options), segments=None)
 
     with (
-        patch.object(head, "work_of", without_buckets),
+        patch.object(head, "work_of", without_segments),
         patch.object(head, "split_work", split_without),
         patch.object(context_parallel.ContextState, "with_bias", without_mask),
     ):

@@ -5,8 +5,9 @@ import re
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
-from tests.parallel.parity import golden
+from tests.parallel.parity import golden, worker
 from tests.parallel.parity.cases import (
     CONTROLS,
     LAYOUTS,
@@ -43,6 +44,24 @@ def test_every_plan_gives_the_same_numbers(chunk: list[Case]):
         for case, errors in zip(chunk, run_chunk(chunk), strict=True)
     }
     assert {case: words for case, (right, words) in verdicts.items() if not right} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("layout", "recomputed"), [("packed", "none"), ("packed", "full"), ("token budget", "none")]
+)
+def test_a_gpus_kernel_of_attention_gives_them(layout: str, recomputed: str, monkeypatch):
+    """In bfloat16, as that kernel has no float32; the definition of it is in the other cases."""
+    kernel, calls = varlen.varlen_attn, []
+    monkeypatch.setattr(worker, "DEVICE", "cuda")
+    monkeypatch.setattr(
+        varlen, "varlen_attn", lambda *given, **more: calls.append(1) or kernel(*given, **more)
+    )
+    problem = Problem(loss="nll", dtype="bfloat16")
+    case = Case(
+        plan="one process", layout=layout, problem=problem, activation_checkpointing=recomputed
+    )
+    assert verdict(case, run_chunk([case])[0]) == (True, "") and calls
 
 
 FORWARD = ("the packed mask", "which prompts are the same", "the sampler's experts")

@@ -37,6 +37,7 @@ from tests.parallel.parity.reference import (
     Outcome,
 )
 from tests.parallel.parity.sabotage import SABOTAGES
+from tests.parallel.varlen import used_on_cpus
 
 Result = tuple[Outcome | None, dict[str, float], float]
 """What rank 0 found (other ranks: None), the first step's metrics as this rank has them, and by how
@@ -53,11 +54,14 @@ def run_case(case: Case, folder: Path) -> Result:
     with ExitStack() as stack:
         if case.sabotage:
             stack.enter_context(SABOTAGES[case.sabotage]())
+        calls = stack.enter_context(used_on_cpus()) if case.varlen else [case]
         backend = MegatronBackend() if case.backend == "megatron" else DTensorBackend()
         stack.callback(gc.collect)
         stack.callback(backend.shutdown)
         backend.setup(config_of(case, folder))
-        return measure(backend, case)
+        result = measure(backend, case)
+        assert calls, "attention went another way"
+        return result
 
 
 def config_of(case: Case, folder: Path) -> BackendConfig:

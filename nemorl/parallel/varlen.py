@@ -1,0 +1,110 @@
+"""Causal attention over sequences of any lengths in one call, by kernels of FlashAttention."""
+
+from collections.abc import Callable, Collection
+from inspect import signature
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Kernel = Literal["varlen_attn", "flash_attn", "buckets"]
+
+
+def choose_kernel(
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    *,
+    head_dim: int,
+    dropout: float,
+    installed: Collection[Kernel],
+) -> Kernel:
+    """Return the kernel for segments: PyTorch's, that of the package flash-attn, or, where neither
+    can be used, dense attention over buckets of similar lengths.
+
+    capability: of an NVIDIA GPU; None: another device. dtype: that attention is computed in.
+    """
+    fits = (
+        capability is not None
+        and capability >= (8, 0)
+        and dtype in (torch.bfloat16, torch.float16)
+        # Between 192 and 256 the gradient has no kernel on some GPUs.
+        and (head_dim <= 192 or head_dim == 256)
+        and head_dim % 8 == 0
+        and not dropout
+    )
+    return next((name for name in KERNELS if fits and name in installed), "buckets")
+
+
+def kernel_of(model: Any, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """Return the kernel for the segments of a model, by its configuration."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "buckets"
+    return choose_kernel(
+        torch.cuda.get_device_capability(device),
+        dtype,
+        head_dim=getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads,
+        dropout=getattr(model, "attention_dropout", 0.0),
+        installed=installed(),
+    )
+
+
+def installed() -> list[Kernel]:
+    """Return the kernels that this PyTorch, and the packages beside it, have."""
+    found: list[Kernel] = []
+    if torch.backends.cuda.is_flash_attention_available():
+        from torch.nn.attention.varlen import varlen_attn
+
+        if {"window_size", "enable_gqa"} <= signature(varlen_attn).parameters.keys():
+            found.append("varlen_attn")
+    try:
+        from flash_attn import flash_attn_varlen_func  # noqa: F401
+    except ImportError:  # it is not there, or is of another PyTorch
+        return found
+    return [*found, "flash_attn"]
+
+
+def of_torch(
+    query: Float[Tensor, "tokens heads dim"],
+    key: Float[Tensor, "tokens kv_heads dim"],
+    value: Float[Tensor, "tokens kv_heads dim"],
+    cu_seqlens: Int[Tensor, "_"],
+    longest: int,
+    scaling: float | None,
+) -> Float[Tensor, "tokens heads dim"]:
+    """Return the attention by PyTorch's kernel: of each token to those before it in its sequence,
+    and to itself.
+
+    cu_seqlens: the first token of each sequence, and the end. longest: tokens of the longest one.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, window = (cu_seqlens, cu_seqlens, longest, longest), (-1, 0)  # all tokens before: causal
+    grouped = query.shape[1] != key.shape[1]
+    options: Any = {"scale": scaling, "window_size": window, "enable_gqa": grouped}
+    return varlen_attn(query, key, value, *rows, **options)  # type: ignore[return-value]
+
+
+def of_flash_attn(
+    query: Float[Tensor, "tokens heads dim"],
+    key: Float[Tensor, "tokens kv_heads dim"],
+    value: Float[Tensor, "tokens kv_heads dim"],
+    cu_seqlens: Int[Tensor, "_"],
+    longest: int,
+    scaling: float | None,
+) -> Float[Tensor, "tokens heads dim"]:
+    """Return the same, by the kernel of the package flash-attn."""
+    from flash_attn import flash_attn_varlen_func
+
+    rows = (cu_seqlens, cu_seqlens, longest, longest)
+    # PyTorch's asks for this setting by itself.
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    options: Any = {"softmax_scale": scaling, "causal": True, "deterministic": deterministic}
+    return flash_attn_varlen_func(query, key, value, *rows, **options)
+
+
+KERNELS: dict[Kernel, Callable[..., Tensor]] = {
+    "varlen_attn": of_torch,
+    "flash_attn": of_flash_attn,
+}
+"""Function that computes a kernel, by its name; the first is preferred."""

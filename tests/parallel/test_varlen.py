@@ -1,0 +1,294 @@
+"""One call of a kernel for sequences of any lengths is attention within each of them."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.attention import varlen as torch_varlen
+from torch.nn.functional import scaled_dot_product_attention
+
+from nemorl.data import pack, pack_plan
+from nemorl.data.transfer import to_device
+from nemorl.models import attention
+from nemorl.parallel import varlen
+from nemorl.parallel.attention import FlatSegments, segment_attention, segments_of
+from nemorl.parallel.config import BackendConfig, ModelConfig, TrainerConfig
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.tokens import work_of
+from nemorl.parallel.varlen import KERNELS, choose_kernel, installed, kernel_of
+from tests.host_waits import HostWaits
+from tests.parallel.batches import nll_loss, random_batch
+from tests.parallel.test_tokens import GROUPS, grouped
+from tests.parallel.varlen import Call, used_on_cpus
+from tests.ranks import run_ranks
+from tests.tiny_models import tiny_model
+
+IDS = torch.tensor([[1, 1, 1, 2, 0, 0], [1, 1, 2, 2, 2, 3]])
+
+
+def heads(*counts: int, rows: tuple[int, int], dim: int = 8, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    shapes = [(rows[0], count, rows[1], dim) for count in counts]
+    return [torch.randn(shape, **options).requires_grad_() for shape in shapes]
+
+
+@given(GROUPS, st.booleans(), st.sampled_from(["buckets", "varlen_attn"]))
+def test_prompts_that_are_computed_once_are_seen_by_each_response(
+    groups: Any, packed: bool, kernel: Any
+):
+    """Values and gradients against dense attention in which each sequence has its own copy."""
+    batch = grouped(groups, letters=9)
+    if packed:
+        lengths = batch.lengths.tolist()
+        batch = pack(batch, pack_plan(lengths, 2 * max(lengths)))
+    work = work_of(batch, batch.loss_mask, share=True, multiple_of=4, kernel=kernel)
+    if work.shared is None:
+        return
+    place, ids = work.shared[1], batch.segment_ids
+    qkv = heads(4, 2, 2, rows=(1, work.input_ids.shape[1]), dtype=torch.float64)
+    found = segment_attention(*qkv, segments=work.segments, scaling=0.3)
+    assert not found[0, len(work.shared[0]) :].any()
+    copies = [x[0].index_select(1, place).unflatten(1, ids.shape).transpose(0, 1) for x in qkv]
+    same = (ids[:, :, None] == ids[:, None]).tril()[:, None]
+    whole = scaled_dot_product_attention(*copies, attn_mask=same, enable_gqa=True, scale=0.3)
+    real = ids.flatten() > 0
+    ours, theirs = found[0, place][real], whole.transpose(1, 2).flatten(0, 1)[real]
+    torch.testing.assert_close(ours, theirs)
+    cotangent = torch.randn_like(ours)
+    gradients = (torch.autograd.grad(x, qkv, cotangent) for x in (ours, theirs))
+    torch.testing.assert_close(*gradients)
+
+
+def test_what_the_kernel_is_asked_for():
+    """In a row the sequences' lengths, the longest as a number of Python, and the model's heads."""
+    batch, lengths = random_batch([9, 2, 30, 17, 1]), [30, 1, 17, 9, 2]
+    options: dict[str, Any] = {"sequence_packing": True, "packed_row_tokens": 59}
+    for precision in ("float32", "bfloat16"):
+        with used_on_cpus() as calls:
+            backend = DTensorBackend(tiny_model(head_dim=16))
+            plan = ParallelPlan(param_dtype=precision)  # type: ignore[arg-type]
+            trainer = TrainerConfig(device="cpu", **options)
+            backend.setup(BackendConfig(trainer=trainer, parallel=plan))
+            backend.train_step(batch, nll_loss)
+        assert len(calls) == 2 and calls[0] == calls[1]
+        found = torch.tensor(calls[0].cu_seqlens).diff().tolist()
+        assert sorted(found) == sorted(lengths)
+        dtype = getattr(torch, precision)
+        assert calls[0] == Call(calls[0].cu_seqlens, 30, (4, 2), 16**-0.5, dtype)
+
+
+def test_padding_is_not_computed():
+    with used_on_cpus() as calls:
+        backend = DTensorBackend(tiny_model())
+        backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+        backend.get_logprobs(random_batch([9, 2, 30]))
+    assert calls[0].cu_seqlens == [0, 9, 11, 41]
+
+
+def test_rows_that_lie_end_to_end_are_not_moved():
+    full = segments_of(torch.tensor([[1, 1, 2], [1, 2, 2]]), "varlen_attn")
+    assert isinstance(full, FlatSegments) and full.tokens is full.places is None
+    assert full.cu_seqlens.tolist() == [0, 2, 3, 4, 6]
+    moved = segments_of(IDS, "varlen_attn")
+    assert isinstance(moved, FlatSegments) and moved.tokens is not None
+    assert segments_of(torch.zeros_like(IDS), "varlen_attn") is None
+
+
+def test_the_host_does_not_wait(monkeypatch):
+    """On the meta device no number can be read; elsewhere none is."""
+    segments = segments_of(IDS, "varlen_attn")
+    meta = torch.device("meta")
+    qkv = heads(4, 2, 2, rows=(2, 6), device=meta, dtype=torch.bfloat16)
+    output = segment_attention(*qkv, segments=to_device(segments, meta))
+    assert output.shape == (2, 6, 4, 8)
+    output.sum().backward()
+    monkeypatch.setitem(KERNELS, "varlen_attn", lambda query, *_: query)
+    with HostWaits() as waits:
+        segment_attention(*heads(4, 2, 2, rows=(2, 6)), segments=segments)
+    assert not waits.found
+
+
+def test_dropout_is_refused():
+    segments = segments_of(IDS, "varlen_attn")
+    with pytest.raises(ValueError, match=r"dropout must be 0 on a GPU, but it is 0\.1"):
+        segment_attention(*heads(4, 2, 2, rows=(2, 6)), segments=segments, dropout=0.1)
+
+
+ALL = ("varlen_attn", "flash_attn")
+FITS: dict[str, Any] = {
+    "capability": (9, 0),
+    "dtype": torch.bfloat16,
+    "head_dim": 128,
+    "dropout": 0.0,
+    "installed": ALL,
+}
+
+
+@pytest.mark.parametrize(
+    ("other", "kernel"),
+    [
+        ({}, "varlen_attn"),
+        ({"dtype": torch.float16, "capability": (8, 6), "head_dim": 80}, "varlen_attn"),
+        ({"head_dim": 256, "capability": (12, 0)}, "varlen_attn"),
+        ({"installed": ALL[1:]}, "flash_attn"),
+        ({"installed": ()}, "buckets"),
+        ({"capability": None}, "buckets"),
+        ({"capability": (7, 5)}, "buckets"),
+        ({"dtype": torch.float32}, "buckets"),
+        ({"head_dim": 100}, "buckets"),
+        ({"head_dim": 200}, "buckets"),
+        ({"head_dim": 512}, "buckets"),
+        ({"dropout": 0.1}, "buckets"),
+    ],
+    ids=repr,
+)
+def test_which_kernel_is_chosen(other: dict[str, Any], kernel: str):
+    case = FITS | other
+    assert choose_kernel(case.pop("capability"), case.pop("dtype"), **case) == kernel
+
+
+def test_a_models_configuration_and_a_device_decide(monkeypatch):
+    """Heads of a size that is written down, or follows from others."""
+    config, cuda = tiny_model(head_dim=16).config, torch.device("cuda")
+    chosen: list[Any] = []
+
+    def recorded(*given: Any, **more: Any) -> Any:
+        chosen.append((given, more))
+        return "flash_attn"
+
+    monkeypatch.setattr(varlen, "choose_kernel", recorded)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert kernel_of(config, torch.device("cpu"), torch.bfloat16) == "buckets"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert kernel_of(config, cuda, torch.bfloat16) == "buckets" and not chosen
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert kernel_of(config, cuda, torch.bfloat16) == "flash_attn"
+    other = SimpleNamespace(hidden_size=96, num_attention_heads=3, attention_dropout=0.1)
+    kernel_of(other, cuda, torch.float32)
+    (given, more), (_, others) = chosen
+    assert given == ((9, 0), torch.bfloat16) and more["head_dim"] == 16 and more["dropout"] == 0.0
+    assert others["head_dim"] == 32 and others["dropout"] == 0.1
+
+
+@pytest.fixture
+def package(monkeypatch) -> Iterator[list[dict[str, Any]]]:
+    """The package flash-attn, which PyTorch's kernel stands for; yields its calls' keywords."""
+    calls = []
+
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, **options: Any) -> torch.Tensor:
+        calls.append(options)
+        grouped = q.shape[1] != k.shape[1]
+        rows: Any = (cu_q, cu_k, max_q, max_k)
+        scale = options["softmax_scale"]
+        return torch_varlen.varlen_attn(
+            q, k, v, *rows, scale=scale, window_size=(-1, 0), enable_gqa=grouped
+        )  # type: ignore[return-value]
+
+    module = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return calls
+
+
+def test_what_is_installed(monkeypatch, package):
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    assert installed() == ["flash_attn"]
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert installed() == ["varlen_attn", "flash_attn"]
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # as where it can't be imported
+    assert installed() == ["varlen_attn"]
+    monkeypatch.setattr(
+        torch_varlen, "varlen_attn", lambda query, is_causal: query
+    )  # of torch 2.10
+    assert installed() == []
+
+
+def test_the_package_is_asked_for_the_same(package):
+    qkv = heads(4, 2, 2, rows=(2, 6))
+    found = [
+        segment_attention(*qkv, segments=segments_of(IDS, kernel), scaling=0.3)  # type: ignore[arg-type]
+        for kernel in ("flash_attn", "varlen_attn", "buckets")
+    ]
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other)
+    torch.use_deterministic_algorithms(True)
+    try:
+        segment_attention(*qkv, segments=segments_of(IDS, "flash_attn"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    asked = {"softmax_scale": 0.3, "causal": True, "deterministic": False}
+    assert package == [asked, {**asked, "softmax_scale": None, "deterministic": True}]
+
+
+def test_no_shapes_are_new_to_dense_attention(monkeypatch):
+    """With buckets almost each step has some."""
+    shapes: list[torch.Size] = []
+
+    def recorded(query: torch.Tensor, *given: Any, **options: Any) -> torch.Tensor:
+        shapes.append(query.shape)
+        return scaled_dot_product_attention(query, *given, **options)
+
+    def of_steps() -> list[int]:
+        backend = DTensorBackend(tiny_model())
+        trainer = TrainerConfig(device="cpu", sequence_packing=True, packed_row_tokens=90)
+        backend.setup(BackendConfig(trainer=trainer))
+        found, known = [], set()
+        for step in range(4):
+            shapes.clear()
+            lengths = torch.randint(1, 40, (12,), generator=torch.Generator().manual_seed(step))
+            backend.train_step(random_batch(lengths.tolist(), seed=step), nll_loss)
+            found.append(len({*shapes} - known))
+            known |= {*shapes}
+        return found
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", recorded)
+    assert min(of_steps()) > 0
+    with used_on_cpus() as calls:
+        assert of_steps() == [0, 0, 0, 0] and calls
+
+
+def calls_of_a_step(folder: Path, how: Any) -> int:
+    with used_on_cpus() as calls:
+        backend = DTensorBackend()
+        plan = ParallelPlan(dp_shard=1, activation_checkpointing=how)
+        trainer = TrainerConfig(device="cpu")
+        model = ModelConfig(path=str(folder))
+        backend.setup(BackendConfig(model=model, trainer=trainer, parallel=plan))
+        backend.train_step(random_batch([9, 2, 30]), nll_loss)
+        backend.shutdown()
+        return len(calls)
+
+
+def test_selective_checkpointing_keeps_what_attention_returned(tmp_path: Path):
+    """A step calls it once a layer, or twice where whole layers are computed again."""
+    tiny_model().save_pretrained(tmp_path)
+    found = {how: run_ranks(1, calls_of_a_step, tmp_path, how)[0] for how in ("selective", "full")}
+    assert found == {"selective": 2, "full": 4}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_gpus_kernel_rounds_as_buckets_do(dim: int):
+    """Packed rows with padding, grouped heads: values and gradients against float64."""
+    lengths = [700, 3, 129, 1, 64, 300]
+    ids = torch.arange(1, 7).repeat_interleave(torch.tensor(lengths))
+    ids = torch.nn.functional.pad(ids, (0, 27))[None]
+    exact = heads(4, 2, 2, rows=(1, ids.shape[1]), dim=dim, dtype=torch.float64, device="cuda")
+    qkv = [x.detach().bfloat16().requires_grad_() for x in exact]
+    cotangent = torch.randn(1, ids.shape[1], 4, dim, dtype=torch.float64, device="cuda")
+    found = []
+    for kernel, inputs in (("buckets", exact), ("buckets", qkv), ("varlen_attn", qkv)):
+        segments = to_device(segments_of(ids, kernel), torch.device("cuda"))  # type: ignore[arg-type]
+        output = segment_attention(*inputs, segments=segments)
+        gradients = torch.autograd.grad(output, inputs, cotangent.to(output))
+        found.append([output, *gradients])
+    assert kernel_of(SimpleNamespace(head_dim=dim), qkv[0].device, torch.bfloat16) == "varlen_attn"
+    for truth, dense, ours in zip(*found, strict=True):
+        usual, own = ((x.double() - truth).norm() for x in (dense, ours))
+        assert 0 < own <= 2 * usual

@@ -74,6 +74,9 @@ class WatchedBackend:
     def offload(self, *, keep_weights: bool = False) -> None:
         self.inner.offload(keep_weights=keep_weights)
 
+    def empty_cache(self) -> None:
+        self.inner.empty_cache()
+
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """What it knows besides goes along, or a resumed run would go on with other numbers (the
         suite finds that out).

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nemorl.accelerator import is_accelerator, module_of
 from nemorl.checks import require
 from nemorl.data.batch import TokenBatch
 from nemorl.losses.logprobs import Logprobs
@@ -146,6 +147,16 @@ class Accumulating(ABC):
             self._update(grad_norm, lr)
             measured = self.meter.end(batches, copied=copied / self.world.plan.model_ranks)
         return {**self._merged({}, measured), **of_step(batches, loss, grad_norm, lr)}
+
+    def empty_cache(self) -> None:
+        """Free gradients along which a step was taken, and what PyTorch caches of the GPU."""
+        self._drop_gradients()
+        if is_accelerator(self.world.device):
+            module_of(self.world.device).empty_cache()
+
+    def _drop_gradients(self) -> None:
+        if not self._batches:
+            self._zero_grad()
 
     def _zero_grad(self) -> None:
         if self.optimizer is not None:

@@ -151,6 +151,9 @@ class FullTrainingBackend(TrainingBackend, Protocol):
         keep_weights: the generator computes with the live model.
         """
 
+    def empty_cache(self) -> None:
+        """Free memory of the device that holds nothing of use, for another process."""
+
     def wait_for_checkpoint(self) -> None:
         """Return when the last `save_checkpoint` is on the disk. Raises what went wrong.
 

@@ -64,10 +64,11 @@ class TrainerConfig:
     """Device: cpu, cuda, cuda:1, …; with several ranks cpu or cuda, of which each takes one GPU.
     Default: the first GPU if there is one.
     """
-    offload_during_generation: bool = False
+    offload_during_generation: bool | None = None
     """While engines on the trainer's GPUs generate, keep its parameters, gradients, optimizer state
     and reference model in pinned main memory. With generation.backend torch in the trainer's
-    process the parameters stay, because it computes with them.
+    process the parameters stay, because it computes with them. None: on where vLLM's engines share
+    the trainer's GPUs and don't fit beside it.
     """
     router_replay: bool = False
     """Train a mixture of experts with the experts that the sampler chose for each token, weighted

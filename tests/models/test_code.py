@@ -15,7 +15,7 @@ from nemorl.models.source import ModelSource
 from nemorl.parallel.config import BackendConfig
 from nemorl.parallel.dtensor.backend import DTensorBackend
 from nemorl.runtime.cli.main import main
-from nemorl.runtime.engines.spec import engine_spec
+from nemorl.runtime.engines.spec import check_arguments, engine_spec
 from nemorl.runtime.ranks.trainer import structure
 from nemorl.runtime.store.export import write_pretrained
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -141,12 +141,7 @@ def test_engines_and_exports_get_the_code_that_was_allowed(folder, tmp_path):
     for name, tensor in model.state_dict().items():
         torch.testing.assert_close(again.state_dict()[name], tensor)
     with pytest.raises(ValueError, match=r"trust_remote_code.*set model\.trust_remote_code"):
-        engine_spec(
-            ModelSource(model),
-            tokenizer,
-            nemorl.GenerationConfig(backend="vllm", engine={"trust_remote_code": True}),
-            precision="float32",
-        )
+        check_arguments({"trust_remote_code": True})
 
 
 @pytest.mark.parametrize("folder", ["llama"], indirect=True)

@@ -3,6 +3,7 @@ memory is really freed and taken anew, only that nothing is pinned.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemorl.losses.types import finalize
+from nemorl.parallel import accumulation
 from nemorl.parallel.config import (
     BackendConfig,
     LoRAConfig,
@@ -50,6 +52,25 @@ def test_memory_goes_and_comes_back_under_the_same_tensors():
     assert offloaded.present(whole) is whole
     whole[5] = -1
     assert tensors["view"][0, 0] == 4 and whole.view(3, 4)[1, 1] == -1
+
+
+def test_an_emptied_cache_holds_no_gradient_of_a_step_that_was_taken(monkeypatch):
+    """And the device's module is asked for the rest, where it is a GPU's."""
+    emptied: list[str] = []
+    module = SimpleNamespace(empty_cache=lambda: emptied.append("empty_cache"))
+    monkeypatch.setattr(accumulation, "module_of", lambda device: module)
+    backend = DTensorBackend(tiny_model())
+    backend.setup(BackendConfig(trainer=TrainerConfig(device="cpu")))
+    backend.forward_backward(FIRST, nll_loss)
+    backend.empty_cache()
+    assert held(backend)["gradients"], "of the next step"
+    backend.optim_step()
+    backend.empty_cache()
+    assert not held(backend)["gradients"] and not emptied
+    monkeypatch.setattr(accumulation, "is_accelerator", lambda device: True)
+    backend.empty_cache()
+    assert emptied == ["empty_cache"]
+    backend.shutdown()
 
 
 def held(backend: DTensorBackend) -> dict[str, int]:

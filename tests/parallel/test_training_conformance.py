@@ -289,6 +289,15 @@ def test_offloading_changes_no_number(make):
     torch.testing.assert_close(again, reference, atol=0, rtol=0)
 
 
+def test_an_emptied_cache_changes_no_number(make):
+    emptied, other = make(), make()
+    for seed in range(2):
+        for backend in (emptied, other):
+            backend.train_step(random_batch(LENGTHS, seed=seed), nll_loss)
+        emptied.empty_cache()
+    assert_same_weights(weights(emptied), weights(other), 0)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_exported_names_are_hugging_faces(make, tied):
     names = [name for name, _ in make(tiny_model(tied=tied)).weights()]

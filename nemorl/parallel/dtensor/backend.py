@@ -246,11 +246,6 @@ class DTensorBackend(Accumulating):
         kind = self.device.type
         self._away.take(x for x in held if isinstance(x, Tensor) and x.device.type == kind)
 
-    def _drop_gradients(self) -> None:
-        """Free gradients along which a step was taken: their memory is for the generator."""
-        if not self._batches:
-            self._zero_grad()
-
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         """Write a folder that `transformers` (with LoRA: PEFT) loads, with the optimizer's state.
 

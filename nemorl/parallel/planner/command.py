@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
 from pathlib import Path
@@ -17,13 +18,12 @@ from nemorl.parallel.planner.cost import RECOMPUTED, Traffic, seconds, step_traf
 from nemorl.parallel.planner.megatron import Stage
 from nemorl.parallel.planner.memory import Memory, Step
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
+from nemorl.parallel.planner.sharing import GB, Sharing, sharing, with_offloading
 from nemorl.rollout.config import GenerationConfig
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Candidate:
     traffic: Traffic
     seconds: float
     """Estimated time of an optimizer step; only for comparing plans."""
+    sharing: Sharing | None = None
+    """How the model shares the device with engines, if it does and they fit."""
 
     @property
     def flags(self) -> str:
@@ -161,22 +163,39 @@ def _degrees(given: int | None, number: int, *, free: bool = True) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0 and wanted in (None, n)]
 
 
+def stages_of(step: Step) -> Sequence[Step | Stage]:
+    """Return the stages of a pipeline, or the step alone."""
+    if step.traits.shards != "optimizer":
+        return [step]
+    return [Stage(step, index) for index in range(step.plan.pp)]
+
+
+def states_of(step: Step) -> Memory:
+    """Return what the fullest device keeps from step to step."""
+    return max((stage.states() for stage in stages_of(step)), key=lambda kept: kept.total)
+
+
 def estimate(step: Step) -> Candidate:
     """Return the memory, traffic and time of a step."""
-    stages: Sequence[Step | Stage] = [step]
-    traffic = step_traffic(step)
-    if step.traits.shards == "optimizer":
-        stages = pipeline = [Stage(step, index) for index in range(step.plan.pp)]
+    stages, traffic = stages_of(step), step_traffic(step)
+    if pipeline := [stage for stage in stages if isinstance(stage, Stage)]:
         traffic = max((stage.traffic() for stage in pipeline), key=lambda sent: sent.total)
-    moments = [stage.training_memory() for stage in stages]
+    moments, shared = [stage.training_memory() for stage in stages], None
     if step.work.engines:
-        moments += [step.generation_memory(stage.states()) for stage in stages]
+        states = states_of(step)
+        can_offload = step.traits.shards == "parameters" and not step.plan.cpu_offload
+        with suppress(ValueError):  # the plan is too large
+            card = GB * step.work.gpu_memory
+            shared = sharing(step, states, card=card, can_offload=can_offload)
+        step = with_offloading(step, shared.offloads if shared else can_offload)
+        moments.append(step.generation_memory(states))
     return Candidate(
         step.plan,
         fullest=max(moments, key=lambda moment: moment.total),
         host=min(step.work.gpus, step.work.gpus_per_node) * step.host_memory(),
         traffic=traffic,
         seconds=seconds(step, traffic),
+        sharing=shared,
     )
 
 
@@ -217,7 +236,7 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
         f" (--reserve {config.reserve:g}). sent: GB per GPU and optimizer step. time: of a step,"
         " estimated, relative to the first."
     )
-    if _offloads(config):
+    if any(candidate.host for candidate in shown):
         console.print("host: GB of a machine's main memory, besides what processes need.")
     if any(candidate.plan.cp_method == "allgather" for candidate in shown):
         console.print("cp *: by cp_method allgather.")
@@ -226,6 +245,8 @@ def print_plans(config: PlanConfig, found: Planned, console: "Console | None" = 
     if not found.fitting:
         raise ValueError(nothing_fits(config, found.too_large[0]))
     console.print(f"\nrecommended, of {len(found.fitting)} that fit:")
+    if found.fitting[0].sharing:
+        console.print(str(found.fitting[0].sharing))
     flags = " ".join(filter(None, [found.fitting[0].flags, other_flags(config)]))
     console.print(Text(flags, style="bold green"), soft_wrap=True)
 
@@ -245,10 +266,6 @@ def other_flags(config: PlanConfig) -> str:
     return _flags(trainer=trainer, lora=config.lora, generation=generation)
 
 
-def _offloads(config: PlanConfig) -> bool:
-    return config.parallel.cpu_offload or config.trainer.offload_during_generation
-
-
 def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     """Return what the smallest plan lacks, and which settings take less memory."""
     given, needed, generates = config.gpu_memory, smallest.fullest.total, config.engines
@@ -256,8 +273,8 @@ def nothing_fits(config: PlanConfig, smallest: Candidate) -> str:
     sharded = traits.shards == "parameters"
     remedies = ["--parallel.cpu-offload"] * (sharded and not config.parallel.cpu_offload)
     remedies += ["--lora.rank 16"] * (traits.adapters and not config.lora.rank)
-    offload = sharded and generates and not _offloads(config)
-    remedies += ["--trainer.offload-during-generation"] * offload
+    resident = config.trainer.offload_during_generation is False
+    remedies += ["--trainer.offload-during-generation"] * (sharded and generates and resident)
     fewer = "a smaller --generation.max-batch-size", "a larger --generation.tensor-parallel-size"
     remedies += [*fewer, "--generation.no-colocated"] * generates
     return (
@@ -293,7 +310,7 @@ def table(config: PlanConfig, shown: tuple[Candidate, ...]) -> "Table":
         for title, name in PARTS.items()
         if any(getattr(each.fullest, name) for each in shown)
     }
-    host = ["host"] * _offloads(config)
+    host = ["host"] * any(candidate.host for candidate in shown)
     traits = limits_of(config.trainer.backend).traits
     unused = ["repl"] * (traits.shards == "optimizer") + ["pp"] * (not traits.pipelines)
     unused += [

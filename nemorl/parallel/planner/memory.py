@@ -10,6 +10,8 @@ from nemorl.parallel.planner.model_shape import LINEAR, Matrix, ModelShape
 from nemorl.parallel.traits import TrainingTraits
 
 BYTES = {"float32": 4, "bfloat16": 2}
+ENGINE = 2 * 10**9
+"""Bytes of an engine's activations, CUDA graphs and sampler."""
 STATE = 4
 """Bytes of a parameter, its gradient, and each of AdamW's two numbers: float32 in any case."""
 
@@ -120,17 +122,24 @@ class Step:
         )
 
     def generation_memory(self, states: Memory) -> Memory:
-        """Return the memory while an engine in bfloat16 samples beside a trainer's states."""
-        model, work, tp = self.model, self.work, self.work.generation.tensor_parallel_size
-        kv_heads = max(1, model.num_key_value_heads // tp)
-        cache = 4 * model.num_hidden_layers * kv_heads * model.head_dim
-        cache *= work.generation.max_batch_size * work.seq_len
-        generation = 2 * model.num_parameters() // tp + cache
+        """Return the memory while an engine samples beside a trainer's states."""
+        model, work = self.model, self.work
+        generation = self.engine_memory(work.generation.max_batch_size)
         if not work.trainer.offload_during_generation:
             return replace(states, generation=generation)
         # Weights are handed over one by one.
         largest = max(matrix.size for matrix in (*model.layer(), *model.ends()))
         return Memory(gathered=STATE * largest, generation=generation)
+
+    def engine_memory(self, sequences: int) -> int:
+        """Return what an engine takes of each of its devices with a cache for so many sequences of
+        the greatest length.
+        """
+        model, tp = self.model, self.work.generation.tensor_parallel_size
+        kv_heads = max(1, model.num_key_value_heads // tp)
+        token = 2 * model.num_hidden_layers * kv_heads * model.head_dim
+        numbers = model.num_parameters() // tp + sequences * self.work.seq_len * token
+        return self.dtype_size * numbers + ENGINE
 
     def host_memory(self, *, pinned: bool = True) -> int:
         """Return the main memory that a process takes for what is offloaded: parameters, optimizer,

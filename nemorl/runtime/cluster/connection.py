@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import ray
 import ray._private.worker  # see `_quiet`
+import torch
 from ray.exceptions import AuthenticationError
 
 from nemorl.runtime.store.temporary import OURS, claim, sweep_temporary
@@ -75,7 +76,7 @@ class ClusterLost(RayClusterError):
 
 
 _LOCK = threading.RLock()
-_STATE = {"users": 0, "ours": False}
+_STATE = {"users": 0, "ours": False, "local": False}
 _SESSION = ExitStack()
 """Removes Ray's folder, where the cluster was started here, at a later start: until then Ray's
 processes may write to it.
@@ -102,6 +103,7 @@ def connect(
             address = address or os.environ.get("RAY_ADDRESS")
             sweep_temporary()
             before = set(psutil.Process().children(recursive=True))
+            _STATE["local"] = address is None
             if address is None:
                 owner = _start_local(timeout_s, setting, num_cpus=num_cpus, num_gpus=num_gpus)
                 begun = set(psutil.Process().children(recursive=True)) - before
@@ -118,9 +120,19 @@ def release() -> None:
     with _LOCK:
         _STATE["users"] -= 1
         if not _STATE["users"] and _STATE["ours"]:
-            _STATE["ours"] = False
+            _STATE["ours"] = _STATE["local"] = False
             ray.shutdown()
             _SESSION.close()
+
+
+def has_gpus() -> bool:
+    """Return whether Ray, to which this process is connected, can be asked for GPUs.
+
+    Of a cluster that was not started here Ray says it: this machine may be one without GPUs.
+    """
+    if torch.cuda.is_available():
+        return True
+    return not _STATE["local"] and ray.cluster_resources().get("GPU", 0) > 0
 
 
 def start_guard(*others: int, group: int = 0, owner: int | None = None) -> None:

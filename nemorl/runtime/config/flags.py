@@ -13,6 +13,7 @@ import json
 import typing
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import NoneType
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -154,10 +155,11 @@ def in_full(
 def _words(hint: Any) -> tuple[str, ...]:
     """Return the values of a setting whose flag may stand alone, true and false first.
 
-    >>> _words(bool), _words(bool | Literal["auto"]), _words(int)
-    (('true', 'false'), ('true', 'false', 'auto'), ())
+    >>> _words(bool), _words(bool | None), _words(bool | Literal["auto"]), _words(int)
+    (('true', 'false'), ('true', 'false', 'null'), ('true', 'false', 'auto'), ())
     """
     others = [kind for kind in kinds(hint) if kind is not bool]
+    others = [Literal["null"] if kind is NoneType else kind for kind in others]
     if bool not in kinds(hint) or any(typing.get_origin(kind) is not Literal for kind in others):
         return ()
     return ("true", "false", *(word for kind in others for word in typing.get_args(kind)))

@@ -26,7 +26,7 @@ from nemorl.rollout.generation import (
     text_before,
 )
 from nemorl.runtime.engines import limits
-from nemorl.runtime.engines.spec import engine_spec
+from nemorl.runtime.engines.spec import check_arguments, engine_spec
 from nemorl.runtime.engines.weights import current_device, started
 
 if TYPE_CHECKING:
@@ -54,20 +54,28 @@ class VLLMGenerationBackend:
         if self._engines is not None:
             raise RuntimeError("the generation backend has its engines already: call setup() once")
         check_sampling(config.sampling_params())
+        check_arguments(config.engine)
         model = self._source
         self._ends = end_tokens(model, self.tokenizer)
-        spec = engine_spec(model, self.tokenizer, config, precision=self.precision)
-        self._positions = spec.max_model_len or sys.maxsize
-        self._awake = not config.colocated and not spec.sleep_level
-        """Always: its devices are its own."""
         try:
+            from nemorl.runtime.cluster.connection import connect, has_gpus, release
             from nemorl.runtime.engines.replicas import Replicas
         except ImportError as error:
             raise ValueError(
                 "generation.backend vllm needs Ray, which can't be imported"
                 f" ({error}): pip install 'nemorl[ray]', or use generation.backend torch"
             ) from error
-        self._engines = Replicas(config, spec)
+        connect(timeout_s=config.start_timeout_s, setting="generation.start_timeout_s")
+        try:
+            spec = engine_spec(
+                model, self.tokenizer, config, precision=self.precision, on_gpus=has_gpus()
+            )
+            self._positions = spec.max_model_len or sys.maxsize
+            self._awake = not config.colocated and not spec.sleep_level
+            """Always: its devices are its own."""
+            self._engines = Replicas(config, spec)
+        finally:
+            release()
 
     async def sample(self, prompt: Sequence[int], params: SamplingParams) -> list[Completion]:
         requests = self._requests([prompt], params)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -63,13 +62,13 @@ class EngineProcesses:
     actor: type[EngineActor] = EngineActor
 
     def __init__(self, config: GenerationConfig, spec: EngineSpec) -> None:
-        self.config, self.spec, self.cuda = config, spec, torch.cuda.is_available()
+        self.config, self.spec = config, spec
         self.running: dict[ProcessId, EngineProcess] = {}
         self._keepers: dict[ProcessId, asyncio.Task[None]] = {}
         python, transport = config.python, config.weight_transport
         found = python is None or shutil.which(python) is not None
         require(found, "generation.python", "must be an interpreter", python, "name one")
-        works = self.cuda or transport not in ("cuda_ipc", "nccl")
+        works = spec.on_gpus or transport not in ("cuda_ipc", "nccl")
         require(works, "generation.weight_transport", "needs GPUs", transport, "remove it")
         self.cluster, self._placement = self.reserved()
         self._own_logs = ExitStack()
@@ -81,7 +80,7 @@ class EngineProcesses:
         timeout_s = self.config.start_timeout_s
         connect(timeout_s=timeout_s, setting="generation.start_timeout_s")
         try:
-            cluster = RayVirtualCluster(engine_bundles(self.config, cuda=self.cuda))
+            cluster = RayVirtualCluster(engine_bundles(self.config, cuda=self.spec.on_gpus))
         except ResourcesError as error:
             text = f"generation.num_replicas is {self.config.num_replicas}: {error}"
             raise ResourcesError(text) from None
@@ -133,7 +132,7 @@ class EngineProcesses:
         placement, config = self._placement, self.config
         bundle = placement.bundles[rank]
         eager = self.spec.engine.get("enforce_eager", True)
-        variables = environment(config.cpus_per_replica, eager=eager, cuda=self.cuda)
+        variables = environment(config.cpus_per_replica, eager=eager, cuda=self.spec.on_gpus)
         runtime: dict[str, Any] = {"env_vars": variables}
         if config.python is not None:
             runtime["py_executable"] = config.python

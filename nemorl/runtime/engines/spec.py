@@ -59,6 +59,8 @@ class EngineSpec:
     """Whether `files` hold code of the model or tokenizer, which the run was allowed to run."""
     engine: Mapping[str, Any]
     """Further engine arguments, as the user gave them."""
+    on_gpus: bool = False
+    """Whether each device is a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,21 +100,23 @@ def vocabulary_hash(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
+def check_arguments(engine: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments in generation.engine that are not the user's."""
+    for name, remedy in OURS.items():
+        field, value = f"generation.engine's {name}", engine.get(name)
+        require(name not in engine, field, "must be left to nemorl", value, remedy)
+
+
 def engine_spec(
-    model: ModelSource, tokenizer: Any, config: GenerationConfig, *, precision: str
+    model: ModelSource,
+    tokenizer: Any,
+    config: GenerationConfig,
+    *,
+    precision: str,
+    on_gpus: bool = False,
 ) -> EngineSpec:
     """Return the engine for a model, with or without adapters, whose weights are not read."""
-    import torch
-
-    default_level = 2 if torch.cuda.is_available() and config.colocated else 0
-    for name, remedy in OURS.items():
-        require(
-            name not in config.engine,
-            f"generation.engine's {name}",
-            "must be left to nemorl",
-            config.engine.get(name),
-            remedy,
-        )
+    default_level = 2 if on_gpus and config.colocated else 0
     positions = getattr(model.config, "max_position_embeddings", None)
     lengths = [length for length in (config.max_model_len, positions) if length is not None]
     if len(lengths) == 2 and lengths[0] > lengths[1]:
@@ -131,6 +135,7 @@ def engine_spec(
         sleep_level=default_level if config.sleep_level is None else config.sleep_level,
         trust_remote_code=any(map(has_own_code, (outline, model.config, tokenizer))),
         engine=dict(config.engine),
+        on_gpus=on_gpus,
     )
 
 

@@ -209,6 +209,9 @@ class RankedTrainer:
     def offload(self, *, keep_weights: bool = False) -> None:
         self._call("offload", keep_weights=keep_weights)
 
+    def empty_cache(self) -> None:
+        self._call("empty_cache")
+
     def save_checkpoint(self, path: Path, *, background: bool = False) -> None:
         options = {"background": True} if background else {}
         self._call("save_checkpoint", path.absolute(), **options)

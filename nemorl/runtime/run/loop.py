@@ -76,6 +76,14 @@ class Maker(Protocol):
     def release(self, name: str) -> None:
         """Shut a backend down."""
 
+    def make_room(
+        self, run: "OpenRun", backends: Iterable[Any], *, keep_weights: bool = False
+    ) -> None:
+        """Free memory of the backends' devices for engines, before they start or wake.
+
+        keep_weights: the generator computes with the backends' own.
+        """
+
     def callbacks(self, run: "OpenRun") -> Sequence[Callback]:
         """Return the callbacks of the loop, in the order in which they are called."""
 
@@ -265,8 +273,9 @@ class OpenRun:
         step = None if self._steps is None else self._steps.step
         with nullcontext() if step is None else step.timed("sync"):
             if not nested:
-                self._offload([self.trainer], keep_weights=self._live().shares_weights)
-                self._offload(self._models.all)
+                shared = self._live().shares_weights
+                self._maker.make_room(self, [self.trainer], keep_weights=shared)
+                self._maker.make_room(self, self._models.all)
                 generator.wake()
             sync_weights(self.trainer, generator)
         self._awake = True
@@ -277,11 +286,6 @@ class OpenRun:
             self._awake = nested
             if not nested:
                 generator.sleep()
-
-    def _offload(self, backends: Iterable[Any], **options: Any) -> None:
-        """Free the devices of what generation does not need, if that is asked for."""
-        for backend in backends if self.config.trainer.offload_during_generation else ():
-            backend.offload(**options)
 
     @property
     def view(self) -> Run:
@@ -324,7 +328,7 @@ class OpenRun:
     def _live(self) -> Parts:
         self._open()
         if self.live is None:
-            self._offload(self._models.frozen.values())  # an engine may start
+            self._maker.make_room(self, self._models.frozen.values())  # an engine may start
             self.live = self._maker.parts(self)
             self.state = self.taken = self.live.state
         return self.live

@@ -21,6 +21,7 @@ from nemorl.runtime.run.models import BackendOrder
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.registry import get_training_backend, training_backend_class
 from nemorl.runtime.start.settings import model_config_of
+from nemorl.runtime.start.sharing import keeps_reference
 from nemorl.runtime.store.rng import RandomState, seed_generators
 from nemorl.runtime.store.state import POLICY
 from nemorl.runtime.watch.waiting import waiting, waiting_for_ranks
@@ -75,7 +76,7 @@ class Backends:
         limits = limits_of(settings.trainer.backend)
         for model in (None, model_config_of(path or given, **trust)):
             check_training(config, model, config.parallel, limits)
-        offloads = settings.trainer.offload_during_generation
+        offloads = bool(settings.trainer.offload_during_generation)
         saves = order.trains and settings.run.async_save
         needs = {
             "compute": ("a scalar head, whose values it returns", order.head == "scalar"),
@@ -118,8 +119,7 @@ class Backends:
 
     def _policy_config(self) -> BackendConfig:
         launch, run, config = self.launch, self.run, self.launch.config
-        needed = getattr(config, "needs_reference", False)
-        keep_reference = needed and getattr(config, "reference", "live") == "live"
+        keep_reference = keeps_reference(config)
         return replace(
             self._config(),
             lora=config.lora,
@@ -190,7 +190,7 @@ class Backends:
         return {
             "offload": (
                 "trainer.offload_during_generation",
-                config.trainer.offload_during_generation,
+                bool(config.trainer.offload_during_generation),
             ),
             "get_reference_logprobs": ("the reference model", setup.keep_reference),
             "weights": ("generation", self.run.generates),

@@ -136,9 +136,7 @@ class Devices:
         """
         if not engines.traits.engines or not os.environ.get("RAY_ADDRESS"):
             return
-        from torch.cuda import is_available
-
-        from nemorl.runtime.cluster.connection import connect, release
+        from nemorl.runtime.cluster.connection import connect, has_gpus, release
         from nemorl.runtime.cluster.placement import RayVirtualCluster, ResourcesError
         from nemorl.runtime.engines.processes import engine_bundles
         from nemorl.runtime.ranks.actors import rank_bundles
@@ -147,7 +145,7 @@ class Devices:
         connect()
         try:
             bundles = {"rank": rank_bundles(config, ranks)} if ranks else {}
-            bundles |= engine_bundles(engines, cuda=is_available())
+            bundles |= engine_bundles(engines, cuda=has_gpus())
             RayVirtualCluster(bundles).shutdown()
         except ResourcesError as error:
             fields = "parallel and generation.num_replicas" if ranks else "generation.num_replicas"
@@ -289,13 +287,11 @@ def this_machine() -> Machine:
 
 
 def _cluster_has_gpus(address: str) -> bool:
-    import ray
-
-    from nemorl.runtime.cluster.connection import connect, release
+    from nemorl.runtime.cluster.connection import connect, has_gpus, release
 
     connect(address)
     try:
-        return bool(ray.cluster_resources().get("GPU"))
+        return has_gpus()
     finally:
         release()
 

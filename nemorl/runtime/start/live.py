@@ -1,14 +1,17 @@
 """A run whose parts are live: trainer and generator as the last checkpoint left them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nemorl.checks import require
 from nemorl.models.hub import EXPERTS, check_supported
 from nemorl.models.source import ModelSource
+from nemorl.parallel.planner.sharing import Sharing
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.rounds import blocking
@@ -19,12 +22,13 @@ from nemorl.runtime.run.callbacks import Callback, closing
 from nemorl.runtime.run.loop import OpenRun, Parts
 from nemorl.runtime.run.models import BackendOrder
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
-from nemorl.runtime.start.backends import Backends, ranks_of
+from nemorl.runtime.start.backends import Backends, has_method, ranks_of
 from nemorl.runtime.start.callbacks import exported, own_callbacks
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.lengths import show_lengths
 from nemorl.runtime.start.registry import get_generation_backend
 from nemorl.runtime.start.settings import changes, generation_config, kept, model_config_of
+from nemorl.runtime.start.sharing import shares_gpus, sharing_of
 from nemorl.runtime.store import checkpoint
 from nemorl.runtime.store.checkpoint import CheckpointError
 from nemorl.runtime.store.files import writing
@@ -40,32 +44,36 @@ class Live:
         self.launch, self.stack = launch, stack
         self._released: dict[str, ExitStack] = {}
         self._backends: Backends | None = None
+        self._sharing: tuple[Sharing | None] | None = None
 
     def parts(self, run: OpenRun) -> Parts:
         """Load the model, start the engine, and take over the last checkpoint."""
         launch, config, directory = self.launch, self.launch.config, self.launch.directory
-        offloads = config.trainer.offload_during_generation
         check_generation(launch, run)
         directory_lengths = show_lengths(run.lengths, quiet=launch.quiet)
-        engines = generation_config(config, directory, launch.devices) if run.generates else None
+        engines, sharing = self._engines(run), self.sharing(run)
         if engines is not None:
             check_engines(launch, engines)
+        if engines is not None and sharing is not None:
+            show(sharing, quiet=launch.quiet)
+            share = {"gpu_memory_utilization": sharing.share}
+            engines = replace(engines, engine={**share, **engines.engine})
+        in_turns = sharing is not None or bool(config.trainer.offload_during_generation)
         trainer = self.stack.enter_context(self._of(run).policy())
         shared = engines is not None and shares_weights(launch, engines.traits)
         # To ask for the model ends `offload`.
         vocab_size = trainer.model.config.vocab_size if run.generates else 0
-        if offloads:
-            trainer.offload(keep_weights=shared)  # engines take what they find
+        self.make_room(run, [trainer], keep_weights=shared)  # engines take what they find
         generator = self.stack.enter_context(live_generator(launch, engines, trainer))
-        if generator is not None and offloads:
+        if generator is not None and in_turns:
             generator.sleep()  # what is loaded now needs the memory
         state, resumed_from = resumed(launch, run, trainer)
         with writing("the tokenizer", directory.path / "tokenizer"):
             launch.tokenizer.save_pretrained(directory.path / "tokenizer")
         directory.write_data(directory_lengths)
         if generator is not None:
-            if offloads:
-                trainer.offload(keep_weights=shared)
+            if in_turns:
+                self.make_room(run, [trainer], keep_weights=shared)
                 generator.wake()
             blocking(generator.update_weights(TrainerWeights(trainer)))
             length = min(8, config.data.max_total_sequence_length // 2)
@@ -95,6 +103,42 @@ class Live:
     def release(self, name: str) -> None:
         """Shut a backend down."""
         self._released.pop(name).close()
+
+    def make_room(
+        self, run: OpenRun, backends: Iterable[Any], *, keep_weights: bool = False
+    ) -> None:
+        """Offload backends, or empty their caches where engines share their GPUs."""
+        sharing = self.sharing(run)
+        asked = self.launch.config.trainer.offload_during_generation
+        offloads = asked if sharing is None else sharing.offloads
+        for backend in backends:
+            if offloads:
+                backend.offload(keep_weights=keep_weights)
+            elif sharing is not None and has_method(self.launch, backend, "empty_cache"):
+                backend.empty_cache()
+
+    def sharing(self, run: OpenRun) -> Sharing | None:
+        """Return how trainer and engines share GPUs, if they do."""
+        if self._sharing is None:
+            launch, engines, found = self.launch, self._engines(run), None
+            if engines is not None and shares_gpus(launch.devices, engines):
+                found = sharing_of(
+                    launch.config,
+                    launch.devices,
+                    engines,
+                    given_model_config(launch),
+                    card=smallest_gpu(),
+                    can_offload=has_method(launch, None, "offload"),
+                )
+            self._sharing = (found,)
+        return self._sharing[0]
+
+    def _engines(self, run: OpenRun) -> GenerationConfig | None:
+        """Return what an engine is set up with, if the run samples."""
+        launch = self.launch
+        if not run.generates:
+            return None
+        return generation_config(launch.config, launch.directory, launch.devices)
 
     def callbacks(self, run: OpenRun) -> list[Callback]:
         """Return the callbacks of the loop, which end with the run."""
@@ -141,15 +185,33 @@ def check_engines(launch: Launch, engines: GenerationConfig) -> None:
     """Raise ValueError for engines that can't run here, before ranks are started."""
     config = launch.config
     launch.devices.check_cluster(config, engines)
-    trust = {"trust_remote_code": config.model.trust_remote_code}
-    given = launch.folder if launch.model is None else launch.model
-    if not engines.traits.experts and (of_model := model_config_of(given, **trust)):
+    if not engines.traits.experts and (of_model := given_model_config(launch)):
         kind, name = of_model.model_type, engines.backend
         remedy = "add --generation.backend megatron, with trainer.backend megatron, or vllm"
         able = " or ".join(name for name, traits in TRAITS.items() if traits.experts)
         requirement = f"must be {able} to sample from {kind}, a mixture of experts"
         require(kind not in EXPERTS, "generation.backend", requirement, name, remedy)
         check_supported(of_model)
+
+
+def given_model_config(launch: Launch) -> Any:
+    """Return the Hugging Face configuration of the run's model; None where it can't be read."""
+    trust = {"trust_remote_code": launch.config.model.trust_remote_code}
+    return model_config_of(launch.folder if launch.model is None else launch.model, **trust)
+
+
+def smallest_gpu() -> int:
+    """Return the memory in bytes of the smallest GPU that this process sees."""
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return min(each.total_memory for each in found)
+
+
+def show(sharing: Sharing, *, quiet: bool) -> None:
+    """Print how trainer and engines share GPUs."""
+    if not quiet:
+        from rich.console import Console
+
+        Console(highlight=False).print(str(sharing))
 
 
 def shares_weights(launch: Launch, engine: GenerationTraits) -> bool:

@@ -363,8 +363,9 @@ def test_offloading_leaves_engines_room(models: Path):
     options: dict[str, Any] = {"gpus": 8, **ENGINES}
     said = shown(models, "7b", offload_during_generation=True, **options)
     assert "--trainer.offload-during-generation" in said and "host" in said
+    options |= {"max_batch_size": 512, "offload_during_generation": False}
     with pytest.raises(ValueError, match=r"try --parallel.cpu.* --trainer.offload-.*, a smaller"):
-        shown(models, "7b", max_batch_size=512, **options)
+        shown(models, "7b", **options)
 
 
 def test_adapters_leave_room(models: Path):

@@ -17,7 +17,7 @@ from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.config import PlanConfig
 from nemorl.parallel.planner.cost import HOST_BANDWIDTH, seconds, step_traffic
 from nemorl.parallel.planner.megatron import Stage
-from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.memory import ENGINE, Step
 from nemorl.parallel.planner.model_shape import SIZES as NAMES
 from nemorl.parallel.planner.model_shape import ModelShape, model_shape
 from nemorl.runtime.cli.api import from_keywords
@@ -371,11 +371,11 @@ def test_adapters_are_those_that_peft_makes(kind: str, targets: tuple[str, ...],
 
 
 def test_a_generator_takes_weights_and_a_cache():
-    shape, plan = model_shape(LLAMA_70B), Plan(dp_shard=64)
+    shape, plan = model_shape(LLAMA_70B), Plan(dp_shard=64, param_dtype="bfloat16")
     engine = {"generation__backend": "vllm", "tensor_parallel_size": 8, "max_batch_size": 1000}
     step = Step(shape, plan, workload(gpus=64, seq_len=1, **engine))
     memory = step.generation_memory(step.states())
-    assert memory.generation == 2 * shape.num_parameters() // 8 + 2 * 80 * 128 * 2 * 1000
+    assert memory.generation == 2 * shape.num_parameters() // 8 + 2 * 80 * 128 * 2 * 1000 + ENGINE
     assert memory.optimizer == 8 * shape.shard_parameters(plan) and memory.activations == 0
 
 

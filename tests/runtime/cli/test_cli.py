@@ -296,6 +296,12 @@ def test_a_setting_by_its_last_name():
     assert grpo("--resume", "auto", *DIR, "--run.no-resume").run.resume is False
     assert grpo("--shuffle=False").data.shuffle is False
     assert grpo("--data.no-shuffle=false").data.shuffle is True
+    offloads = {"": True, "=null": None, "=false": False}
+    for value, expected in offloads.items():
+        config = grpo(f"--trainer.offload-during-generation{value}")
+        assert config.trainer.offload_during_generation is expected
+    config = grpo("--trainer.no-offload-during-generation")
+    assert config.trainer.offload_during_generation is False
     assert grpo("--clip-low", "0.1").loss == ClippedLoss(clip_low=0.1)
     assert grpo("--loss.name", "gspo", "--token-gradient").loss == GSPOLoss(token_gradient=True)
     with pytest.raises(ValueError, match=r"token-gradient is not a setting of loss clipped"):

@@ -14,7 +14,7 @@ import ray
 import torch
 
 from nemorl.runtime.engines.engine import Engine, EngineStartError, _last_error, _sample, _Tokens
-from nemorl.runtime.engines.spec import vocabulary_hash
+from nemorl.runtime.engines.spec import check_arguments, vocabulary_hash
 from nemorl.runtime.store.temporary import MARK
 from tests.runtime.engines.shared import (
     CACHE,
@@ -87,7 +87,7 @@ def test_arguments_that_are_not_the_users_name_the_setting(name):
     with pytest.raises(
         ValueError, match=f"generation.engine's {name} must be left to nemorl, but it is 3: "
     ):
-        spec_of(small_model(), engine={name: 3})
+        check_arguments({name: 3})
 
 
 def test_a_model_that_vllm_does_not_know_is_refused():

@@ -47,6 +47,20 @@ def test_trainer_and_engine_on_different_nodes(tmp_path: Path):
     assert len({line["entropy"] for line in seen["history"]}) == 3
 
 
+def test_engines_get_the_gpus_of_a_cluster_that_the_loops_machine_lacks(tmp_path: Path):
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.runtime.engines.far", str(tmp_path), "gpus"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout.splitlines()[-1]) == {
+        **{"on_gpus": True, "sleep_level": 2},
+        **{"gpus": [["0"], ["1"]], "second": [True, True]},
+    }
+
+
 @pytest.fixture
 def other_python(tmp_path: Path) -> tuple[str, Path]:
     """An environment with einops of another version than the driver's; and a file in which its

@@ -1,0 +1,129 @@
+"""What an engine gets of a GPU that it has in turns with a trainer."""
+
+import math
+from dataclasses import dataclass, replace
+
+from nemorl.checks import require
+from nemorl.parallel.planner.memory import STATE, Memory, Step
+
+GB = 1e9
+
+
+def engine_share(card: float, *, kept: float, needed: float, reserve: float = 0.1) -> float:
+    """Return the share of a GPU's memory that an engine may take beside a trainer, rounded down to
+    thousandths: vLLM's gpu_memory_utilization.
+
+    Args:
+        card: memory of the GPU, in bytes.
+        kept: bytes that the trainer keeps there while the engine generates.
+        needed: bytes without which the engine does not start.
+        reserve: share left to CUDA contexts, NCCL's buffers and fragmentation.
+    Raises: ValueError where less is left than needed.
+
+    >>> engine_share(80e9, kept=20e9, needed=17e9)
+    0.65
+    """
+    left = card * (1 - reserve) - kept
+    require(
+        left >= needed,
+        "generation.colocated",
+        f"must be false where an engine needs {needed / GB:.1f} GB (weights, a sequence's cache,"
+        f" activations) and the {kept / GB:.1f} GB that the trainer keeps leave"
+        f" {max(left, 0) / GB:.1f} GB of the GPU's {card / GB:.1f} GB",
+        True,
+        "add --trainer.offload-during-generation if it is off, a larger"
+        " --generation.tensor-parallel-size, --generation.no-colocated or more devices"
+        " (--parallel.dp-shard)",
+    )
+    return math.floor(1000 * left / card) / 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How a trainer and engines share a GPU."""
+
+    card: float
+    """Bytes of the GPU."""
+    resident: int
+    """Bytes that the trainer keeps while engines generate, unless it is offloaded."""
+    wanted: int
+    """Bytes of an engine with a cache for all sequences of a batch."""
+    kept: int
+    """Bytes that the trainer keeps while engines generate."""
+    offloads: bool
+    """Whether trainer.offload_during_generation is on."""
+    chosen: bool
+    """Whether nemorl chose so."""
+    share: float
+    """The engine's gpu_memory_utilization."""
+
+    def __str__(self) -> str:
+        said = (
+            f"engines get {self.share:g} of each GPU's {self.card / GB:.1f} GB"
+            f" (gpu_memory_utilization) beside {self.kept / GB:.1f} GB of the trainer's"
+        )
+        if not self.chosen:
+            return said
+        both = f"trainer's {self.resident / GB:.1f} GB and an engine's {self.wanted / GB:.1f} GB"
+        on, why = ("on", "don't fit") if self.offloads else ("off", "fit")
+        return f"{said}; trainer.offload_during_generation is {on}: the {both} {why} together"
+
+
+def sharing(
+    step: Step,
+    states: Memory,
+    *,
+    card: float,
+    can_offload: bool,
+    given: float | None = None,
+    sleeps: bool = True,
+) -> Sharing:
+    """Return how engines share GPUs with a trainer that keeps `states`.
+
+    can_offload: whether the training backend can move them to main memory. given: the engine's
+    share, as the user gave it. sleeps: whether engines give their memory back while the model
+    trains; else it is beside all that training takes. Raises what `engine_share` does.
+    """
+    work = step.work
+    asked = work.trainer.offload_during_generation
+
+    def kept(offloads: bool) -> int:
+        if not sleeps:
+            return step.training_memory().total
+        memory = with_offloading(step, offloads).generation_memory(states)
+        return memory.total - memory.generation
+
+    gradients = 0 if step.plan.cpu_offload or states.gradients else STATE * step.trained()
+    least = states.total + gradients
+    require(
+        least <= card,
+        "parallel",
+        f"must spread parameters, gradients and optimizer over GPUs that hold them: each would keep"
+        f" {least / GB:.1f} GB of its {card / GB:.1f} GB",
+        step.plan.num_ranks,
+        "add --lora.rank 16, --parallel.cpu-offload, or more devices (--parallel.dp-shard)",
+    )
+    resident, wanted = kept(False), step.engine_memory(work.generation.max_batch_size)
+    if given is not None:
+        wanted = int(given * card)
+    fits = resident + wanted <= card * (1 - work.reserve)
+    offloads = (can_offload and sleeps and not fits) if asked is None else asked
+    left, share = kept(offloads), given
+    if share is None:
+        needed = step.engine_memory(1)
+        share = engine_share(card, kept=left, needed=needed, reserve=work.reserve)
+    return Sharing(
+        card=card,
+        resident=resident,
+        wanted=wanted,
+        kept=left,
+        offloads=offloads,
+        chosen=asked is None,
+        share=share,
+    )
+
+
+def with_offloading(step: Step, offloads: bool) -> Step:
+    """Return a step with trainer.offload_during_generation as it was resolved."""
+    trainer = replace(step.work.trainer, offload_during_generation=offloads)
+    return replace(step, work=replace(step.work, trainer=trainer))

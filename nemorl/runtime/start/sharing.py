@@ -1,0 +1,81 @@
+"""How a run's trainer and engines share GPUs, found before the trainer is loaded."""
+
+from dataclasses import replace
+from typing import Any
+
+from nemorl.parallel.backends import limits_of
+from nemorl.parallel.planner.command import states_of
+from nemorl.parallel.planner.config import PlanConfig
+from nemorl.parallel.planner.memory import Step
+from nemorl.parallel.planner.model_shape import LINEAR, model_shape
+from nemorl.parallel.planner.sharing import Sharing, sharing
+from nemorl.rollout.config import GenerationConfig
+from nemorl.runtime.config.base import BaseConfig
+from nemorl.runtime.start.devices import Devices
+
+SEQUENCES = 64
+"""Sequences of the greatest length for which engines should have room, if they decode as many."""
+
+
+def sharing_of(
+    config: BaseConfig,
+    devices: Devices,
+    engines: GenerationConfig | None,
+    model: Any,
+    *,
+    card: float,
+    can_offload: bool,
+) -> Sharing | None:
+    """Return how engines share the GPUs of the ranks; None where they don't, and for a model (a
+    Hugging Face configuration) whose sizes are not known.
+
+    card: bytes of the smallest GPU. can_offload: whether the training backend has `offload`.
+    Raises: ValueError where engines have too little memory.
+    """
+    if engines is None or not shares_gpus(devices, engines) or model is None:
+        return None
+    try:
+        shape = model_shape(model.to_dict())
+    except ValueError:
+        return None
+    step = Step(shape, devices.plan, workload(config, devices, engines))
+    limits = limits_of(config.trainer.backend)
+    can_offload &= limits.traits.shards == "parameters" and not devices.plan.cpu_offload
+    given = engines.engine.get("gpu_memory_utilization")
+    sleeps, states = engines.sleep_level != 0, states_of(step)
+    return sharing(step, states, card=card, can_offload=can_offload, given=given, sleeps=sleeps)
+
+
+def shares_gpus(devices: Devices, engines: GenerationConfig) -> bool:
+    """Return whether engines are on GPUs on which the model trains: not where Ray has given each
+    its own.
+    """
+    placed = devices.ranked and not devices.torchrun and devices.machine.cluster
+    return engines.traits.engines and engines.colocated and devices.on_gpus and not placed
+
+
+def workload(config: BaseConfig, devices: Devices, engines: GenerationConfig) -> PlanConfig:
+    """Return a run's settings as `nemorl plan` has them."""
+    targets = config.lora.target_modules
+    lora = replace(config.lora, target_modules=targets if {*targets} <= {*LINEAR} else ())
+    sequences = min(engines.max_batch_size, SEQUENCES)
+    sections = {"trainer": config.trainer, "lora": lora}
+    sections["generation"] = replace(engines, max_batch_size=sequences)
+    return PlanConfig(
+        gpus=devices.plan.num_ranks * engines.tensor_parallel_size,
+        seq_len=engines.max_model_len or config.data.max_total_sequence_length,
+        keep_reference=keeps_reference(config),
+        **{name: _without(given, PlanConfig.unused[name]) for name, given in sections.items()},
+    )
+
+
+def keeps_reference(config: BaseConfig) -> bool:
+    """Return whether the trainer keeps the initial model."""
+    needed = getattr(config, "needs_reference", False)
+    return needed and getattr(config, "reference", "live") == "live"
+
+
+def _without(section: Any, names: tuple[str, ...]) -> Any:
+    """Return a section with the defaults of settings that have no effect on a plan."""
+    usual = type(section)()
+    return replace(section, **{name: getattr(usual, name) for name in names})

@@ -1,0 +1,176 @@
+"""What an engine gets of a GPU that it has in turns with a trainer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemorl.parallel.plan import ParallelPlan
+from nemorl.parallel.planner.command import states_of
+from nemorl.parallel.planner.memory import ENGINE, Step
+from nemorl.parallel.planner.model_shape import model_shape
+from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing
+from tests.parallel.planner.test_command import config_of, shown
+
+QWEN_7B = {
+    **{"model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944},
+    **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+    **{"vocab_size": 152064},
+}
+QWEN_1_5B = QWEN_7B | {
+    **{"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12},
+    **{"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+}
+CARDS = [80e9, 80 * 2.0**30]
+BYTES = st.integers(0, 10**12)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in (("7b", QWEN_7B), ("1.5b", QWEN_1_5B)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def step_of(models: Path, name: str, *, gpus: int = 1, **options: Any) -> Step:
+    """A step with bfloat16 and the defaults of a run."""
+    settings = {"generation__backend": "vllm", "seq_len": 2048, **options}
+    config = config_of(models, name, gpus=gpus, **settings)
+    shape = model_shape(QWEN_7B if name == "7b" else QWEN_1_5B)
+    plan = ParallelPlan(dp_shard=gpus, param_dtype="bfloat16")
+    return Step(shape, plan, config)
+
+
+def shared(step: Step, card: float = 80e9, **options: Any) -> Sharing:
+    options = {"can_offload": True, **options}
+    return sharing(step, states_of(step), card=card, **options)
+
+
+@given(
+    card=st.integers(10**9, 10**12), kept=BYTES, more=BYTES, needed=BYTES, reserve=st.floats(0, 0.9)
+)
+def test_a_share_and_what_the_trainer_keeps_never_exceed_the_gpu(card, kept, more, needed, reserve):
+    def share(kept: int) -> float | None:
+        try:
+            return engine_share(card, kept=kept, needed=needed, reserve=reserve)
+        except ValueError:
+            return None
+
+    found, less = share(kept), share(kept + more)
+    assert less is None or (found is not None and less <= found)
+    if found is None:
+        assert kept + needed > card * (1 - reserve)
+        return
+    assert 0 <= found <= 1 and found * card + kept <= card * (1 - reserve) * (1 + 1e-9)
+    assert found * card >= needed - card / 1000  # rounded down to thousandths
+
+
+@given(
+    card=st.floats(1e9, 2e11),
+    gpus=st.sampled_from([1, 2, 8]),
+    length=st.integers(1, 10**5),
+    sequences=st.integers(1, 1000),
+    asked=st.sampled_from([None, True, False]),
+    can_offload=st.booleans(),
+)
+def test_both_have_room_while_they_are_active(
+    models, card, gpus, length, sequences, asked, can_offload
+):
+    step = step_of(models, "7b", gpus=gpus, seq_len=length, max_batch_size=sequences)
+    trainer = replace(step.work.trainer, offload_during_generation=asked)
+    step = replace(step, work=replace(step.work, trainer=trainer))
+    try:
+        found = shared(step, card, can_offload=can_offload)
+    except ValueError:
+        return
+    states = states_of(step).total
+    assert states + 4 * step.trained() <= card, "the trainer, while engines sleep"
+    assert found.share * card + found.kept <= 0.9 * card * (1 + 1e-9)
+    assert found.share * card >= step.engine_memory(1) - card / 1000
+    assert found.offloads or found.kept == states
+    if asked is None:
+        assert found.offloads <= can_offload
+        assert found.offloads == (can_offload and found.resident + found.wanted > 0.9 * card)
+    else:
+        assert found.offloads == asked
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize(
+    ("name", "options", "kept"),
+    [
+        ("7b", {"lora__rank": 16}, 30.9e9),
+        ("1.5b", {}, 18.5e9),
+        ("7b", {"gpus": 8}, 11.4e9),
+    ],
+    ids=["7b with adapters", "1.5b", "7b on eight"],
+)
+def test_defaults_work_on_cards_of_80_gb(card: float, name: str, options, kept: float, models):
+    found = shared(step_of(models, name, **options), card)
+    assert not found.offloads and found.kept == pytest.approx(kept, rel=0.01)
+    assert 0.5 < found.share < 0.9 - kept / card
+    assert found.share * card > found.wanted, "a cache for 64 sequences"
+
+
+def test_a_model_too_large_for_the_gpu_says_what_to_do(models: Path):
+    with pytest.raises(
+        ValueError,
+        match=r"each would keep 121\.8 GB of its 80\.0 GB, but it is 1: add --lora\.rank 16, "
+        r"--parallel\.cpu-offload, or more devices",
+    ):
+        shared(step_of(models, "7b"))
+    with pytest.raises(ValueError, match=r"try --parallel.cpu-offload, --lora.rank 16, "):
+        shown(models, "7b", gpus=1, generation__backend="vllm")
+
+
+def test_offloading_is_on_where_both_do_not_fit_otherwise(models: Path):
+    step = step_of(models, "7b", gpus=2)
+    assert not shared(step).offloads
+    long = step_of(models, "7b", gpus=2, seq_len=16384)
+    found, without = shared(long), shared(long, can_offload=False)
+    assert found.offloads and found.share > 0.85 and not without.offloads
+    assert without.share == pytest.approx(0.328, abs=0.001)
+    assert "trainer.offload_during_generation is on: the trainer's 45.7 GB and an engine's" in str(
+        found
+    )
+    mine = step_of(models, "7b", gpus=2, seq_len=16384, offload_during_generation=False)
+    assert shared(mine) == replace(without, chosen=False)
+    assert "offload" not in str(shared(mine))
+
+
+def test_an_engine_that_can_not_start_says_what_to_do(models: Path):
+    with pytest.raises(
+        ValueError,
+        match=r"generation\.colocated must be false where an engine needs 17\.3 GB .* the 45\.7 GB"
+        r" that the trainer keeps leave 10\.1 GB of the GPU's 62\.0 GB, but it is True: add"
+        r" --trainer\.offload-during-generation if it is off, a larger",
+    ):
+        shared(step_of(models, "7b", gpus=2), 62e9, can_offload=False)
+
+
+def test_a_share_of_the_users_decides_about_offloading(models: Path):
+    step = step_of(models, "7b", gpus=2)
+    assert [shared(step, given=share).offloads for share in (0.3, 0.5)] == [False, True]
+    assert shared(step, given=0.5).share == 0.5
+
+
+def test_engines_that_never_sleep_leave_all_that_training_takes(models: Path):
+    step = step_of(models, "1.5b")
+    found = shared(step, sleeps=False)
+    assert found.kept == step.training_memory().total and not found.offloads
+    assert found.share < shared(step).share
+
+
+def test_the_command_says_the_share(models: Path):
+    options: dict[str, Any] = {"generation__backend": "vllm", "width": 300}
+    said = shown(models, "1.5b", gpus=1, seq_len=2048, **options)
+    assert "engines get 0.668 of each GPU's 80.0 GB (gpu_memory_utilization) beside 18.5 GB" in said
+    assert "trainer.offload_during_generation is off" in said
+    assert "engines get" not in shown(models, "1.5b", gpus=1)
+    assert step_of(models, "1.5b").engine_memory(0) == pytest.approx(2 * 1.54e9 + ENGINE, rel=0.01)

@@ -1,0 +1,206 @@
+"""How a run's trainer and engines share GPUs. There is none here: what is asked for is counted, and
+the engine of runs is the embedded one with a copy of the weights.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
+
+import nemorl
+from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.parallel.planner.sharing import Sharing
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from nemorl.rollout.traits import GenerationTraits
+from nemorl.runtime.start import devices, live
+from nemorl.runtime.start.devices import Devices
+from nemorl.runtime.start.sharing import keeps_reference, shares_gpus, sharing_of
+from tests.runtime.runs import addition_rows, digits, grpo_config, numbers
+from tests.runtime.start.test_traits import only_here  # noqa: F401
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+QWEN_7B = Qwen2Config(
+    hidden_size=3584,
+    intermediate_size=18944,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    vocab_size=152064,
+)
+
+
+def found(
+    model: Any = QWEN_7B, gpus: int = 1, *, plan: dict[str, Any] | None = None, **options: Any
+) -> Sharing | None:
+    """For a run with defaults on GPUs of 80 GB."""
+    generation = nemorl.GenerationConfig(backend="vllm", **options.pop("generation", {}))
+    plan = {"param_dtype": "bfloat16", **(plan or {})}
+    config = nemorl.GRPOConfig(
+        reward="exact", generation=generation, parallel=nemorl.ParallelPlan(**plan), **options
+    )
+    places = Devices.of(config, {}, num_gpus=gpus)
+    return sharing_of(config, places, generation, model, card=80e9, can_offload=True)
+
+
+def test_a_run_of_7b_with_adapters_has_room_on_one_gpu():
+    sharing = found(lora=nemorl.LoRAConfig(rank=16, target_modules=("q_proj", "lm_head")))
+    assert sharing is not None and not sharing.offloads
+    assert sharing.kept == pytest.approx(31e9, rel=0.02) and 0.5 < sharing.share < 0.52
+
+
+def test_what_does_not_fit_is_offloaded_where_the_backend_can():
+    long = nemorl.DataConfig(max_total_sequence_length=16384)
+    sharing = found(gpus=2, plan={"dp_shard": 2}, data=long)
+    assert sharing is not None and sharing.offloads and sharing.chosen
+    megatron = nemorl.TrainerConfig(backend="megatron")
+    with pytest.raises(ValueError, match=r"parallel must spread .* each would keep 137\.1 GB"):
+        found(gpus=1, trainer=megatron, data=long)
+    split = found(gpus=4, plan={"tp": 4}, trainer=megatron, data=long)
+    assert split is not None and not split.offloads
+    mine = nemorl.TrainerConfig(offload_during_generation=False)
+    assert not found(gpus=2, plan={"dp_shard": 2}, data=long, trainer=mine).offloads
+
+
+def test_references_and_a_share_of_the_users_count():
+    pair = {"gpus": 2, "plan": {"dp_shard": 2}}
+    referenced = found(kl=nemorl.KLConfig(coef=0.1), **pair)
+    assert referenced.resident - found(**pair).resident == pytest.approx(15.2e9, rel=0.01)
+    mine = {"engine": {"gpu_memory_utilization": 0.6}}
+    sharing = found(generation=mine, **pair)
+    assert sharing.share == 0.6 and sharing.offloads
+    assert not keeps_reference(nemorl.SFTConfig())
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "gpus", "shared"),
+    [
+        ({}, {}, 1, True),
+        ({}, {}, 0, False),
+        ({"trainer": nemorl.TrainerConfig(device="cpu")}, {}, 1, False),
+        ({"generation": {"colocated": False}}, {}, 2, False),
+        ({"parallel": nemorl.ParallelPlan(dp_shard=2)}, {}, 2, True),
+        ({"parallel": nemorl.ParallelPlan(dp_shard=2)}, {"RAY_ADDRESS": "auto"}, 2, False),
+        ({}, {"RAY_ADDRESS": "auto"}, 1, True),
+    ],
+    ids=["one GPU", "no GPU", "a CPU trains", "apart", "ranks", "placed by Ray", "in the loop"],
+)
+def test_who_shares(options: dict[str, Any], environ, gpus: int, shared: bool):
+    engines = nemorl.GenerationConfig(backend="vllm", **options.pop("generation", {}))
+    config = nemorl.GRPOConfig(reward="exact", generation=engines, **options)
+    assert shares_gpus(Devices.of(config, environ, num_gpus=gpus), engines) == shared
+
+
+@pytest.mark.parametrize("model", [None, GPT2Config()], ids=["unread", "other sizes"])
+def test_nothing_is_said_of_a_model_whose_sizes_are_not_known(model: Any):
+    assert found(model) is None
+    assert found(LlamaConfig(num_hidden_layers=8)) is not None
+
+
+class InTurns(TorchGenerationBackend):
+    """An engine with weights of its own, which says when it is used."""
+
+    traits = GenerationTraits(engines=True, shares_model=False)
+    seen: ClassVar[list[Any]] = []
+
+    def __init__(self, *, model: Any, **options: Any) -> None:
+        super().__init__(model=tiny_model(scale=2.0), **options)
+
+    def setup(self, config: Any) -> None:
+        self.seen += [("start", config.engine)]
+        super().setup(config)
+
+    async def update_weights(self, source: Any, **options: Any) -> int:
+        self.seen.append("update")
+        return await super().update_weights(source, **options)
+
+    def generate(self, *args: Any) -> Any:
+        self.seen.append("generate")
+        return super().generate(*args)
+
+    def sleep(self) -> None:
+        self.seen.append("sleep")
+        super().sleep()
+
+    def wake(self) -> None:
+        self.seen.append("wake")
+        super().wake()
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What trainer and engine do, in order."""
+    InTurns.seen = events = []
+    nemorl.register_generation_backend("in turns")(InTurns)
+    monkeypatch.setattr(devices, "_num_gpus", lambda: 1)
+    for name in ("empty_cache", "offload", "optim_step"):
+        monkeypatch.setattr(DTensorBackend, name, noted(name, events))
+    return events
+
+
+def noted(name: str, events: list[str]) -> Callable[..., Any]:
+    call = getattr(DTensorBackend, name)
+
+    def method(self: DTensorBackend, *args: Any, **options: Any) -> Any:
+        events.append(name)
+        return call(self, *args, **options)
+
+    return method
+
+
+def go(folder: Path, **trainer: Any) -> nemorl.TrainResult:
+    config = grpo_config(
+        folder,
+        steps=2,
+        trainer=nemorl.TrainerConfig(**trainer),
+        generation=nemorl.GenerationConfig(backend="in turns", max_new_tokens=4),
+    )
+    given = {"model": tiny_model(scale=2.0), "tokenizer": tiny_tokenizer()}
+    return nemorl.run(config, train=addition_rows(), reward=digits, **given)
+
+
+def in_turns(free: str) -> list[str]:
+    """A check of the engine's numbers, and two steps."""
+    sampled = [free, "wake", "sleep"]
+    return ["sleep", *sampled, *[*sampled, "optim_step"] * 2]
+
+
+def without(events: list[Any], *names: str) -> list[Any]:
+    return [event for event in events if event not in names]
+
+
+def test_memory_is_made_free_before_engines_start_and_wake(
+    seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(live, "smallest_gpu", lambda: 10**10)
+    roomy = go(tmp_path / "roomy")
+    assert seen[:2] == ["empty_cache", ("start", {"gpu_memory_utilization": 0.899})]
+    assert without(seen[2:], "generate", "update") == in_turns("empty_cache")
+    saved = nemorl.load_config(nemorl.GRPOConfig, roomy.paths.config)
+    assert saved.trainer.offload_during_generation is None, "another GPU decides anew"
+
+
+def test_what_does_not_fit_is_offloaded(
+    seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shown: list[Sharing] = []
+    monkeypatch.setattr(live, "show", lambda sharing, quiet: shown.append(sharing))
+    monkeypatch.setattr(live, "smallest_gpu", lambda: 10**10)
+    roomy = go(tmp_path / "roomy")
+    seen.clear()
+    monkeypatch.setattr(live, "smallest_gpu", lambda: int(shown[0].wanted / 0.9))
+    tight = go(tmp_path / "tight")
+    assert [each.offloads for each in shown] == [False, True]
+    assert "empty_cache" not in seen and seen[0] == "offload"
+    assert without(seen[2:], "generate", "update") == in_turns("offload")
+    assert list(map(numbers, roomy.history)) == list(map(numbers, tight.history))
+
+
+def test_engines_that_do_not_fit_are_refused_before_the_model_is_loaded(
+    seen: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(live, "smallest_gpu", lambda: 10**9)
+    with pytest.raises(ValueError, match=r"generation\.colocated must be false where an engine"):
+        go(tmp_path / "run")
+    assert not seen

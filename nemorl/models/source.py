@@ -31,6 +31,7 @@ class ModelSource:
     empty model, for an update of the weights to fill.
 
     device: where `load` puts a model that it makes. None: the best device there is.
+    dtype: type of the empty model's parameters.
     trust_remote_code: run Python code that comes with a folder or hub name.
     """
 
@@ -39,9 +40,10 @@ class ModelSource:
         model: Any,
         *,
         device: str | None = None,
+        dtype: torch.dtype = torch.float32,
         trust_remote_code: bool = False,
     ) -> None:
-        self._device = device
+        self._device, self._dtype = device, dtype
         self._trust: dict[str, Any] = {"trust_remote_code": trust_remote_code}
         self._live: Any = None
         self._outline: Any = None
@@ -72,13 +74,13 @@ class ModelSource:
         return self._outline
 
     def load(self) -> Any:
-        """Return the live model, which is loaded in float32 by the first call."""
+        """Return the live model, which is made by the first call: a folder's in float32."""
         if self._live is None:
             device = usable_device(self._device)
             if self._name:
                 self._live = load_causal_lm(self._name, **self._trust).to(device)
             else:
-                self._live = empty_model(self.outline, device)
+                self._live = empty_model(self.outline, device, self._dtype)
         return self._live
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -116,18 +118,16 @@ class ModelSource:
         return self.weights()
 
 
-def empty_model(like: Any, device: torch.device) -> nn.Module:
-    """Return a float32 model like a Hugging Face model, without its weights, on a device. No random
-    number is drawn.
+def empty_model(like: Any, device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model like a Hugging Face model, without its weights, on a device. No random number
+    is drawn.
     """
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     trust = has_own_code(like.config)
     with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(
-            like.config, dtype=torch.float32, trust_remote_code=trust
-        )
+        model = AutoModelForCausalLM.from_config(like.config, dtype=dtype, trust_remote_code=trust)
     model.tie_weights()  # not done where no weights are made
     if getattr(like, "generation_config", None) is not None:
         model.generation_config = like.generation_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from nemorl.data.padding import pad
+from nemorl.data.padding import pad, round_up
 from nemorl.data.transfer import to_device
 from nemorl.rollout.generation import Completion, FinishReason, text_before
 from nemorl.rollout.kv_cache import SlotCache
@@ -23,6 +23,8 @@ from nemorl.rollout.stops import StopStrings
 
 PREFILL_TOKENS = 8192
 """Prompt tokens of a pass, padding included."""
+PREFILL_MULTIPLE = 8
+"""Padded prompts have a multiple of it: a kernel of CUDA pads other masks in each layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +39,8 @@ class Pass:
     """Places, in the flattened rows, of the tokens after which others are drawn."""
     sources: Int[Tensor, "samples"] | None
     """The row of each sample; None: each row has one."""
+    rows: Sequence[int]
+    """The same on the host."""
     slots: SlotTensors
     cache: SlotCache
 
@@ -73,7 +77,7 @@ class Decoding:
         self.max_batch_size, self.max_positions = max_batch_size, max_positions
         self.end_tokens = set(end_tokens)
         self.stops = StopStrings(tokenizer)
-        self.cache: SlotCache | None = None
+        self.cache = SlotCache(max_batch_size, max_positions)
         self.active: list[Slot] = []
         self.waiting: deque[list[Slot]] = deque()
         """Samples that share a prefill."""
@@ -81,8 +85,8 @@ class Decoding:
 
     def forget(self) -> None:
         """Drop all sequences, and the cache."""
-        self.cache = self._batch = None
-        self.active = []
+        self.cache.clear()
+        self.active, self._batch = [], None
         self.waiting.clear()
 
     def preempt(self) -> None:
@@ -104,10 +108,8 @@ class Decoding:
             for slot in self.active:
                 if slot.request in gone:
                     slot.finish_reason = "stop"
-            self._retire()
             self.waiting = deque(group for group in self.waiting if group[0].request not in gone)
-        if self.waiting and (new or self.cache is None):
-            self._make_room()
+            self._retire()
 
     def advance(self, version: int) -> bool:
         """Compute the next pass: of waiting sequences where there is room, else a token for each
@@ -122,38 +124,23 @@ class Decoding:
         self._retire()
         return True
 
-    def _make_room(self) -> None:
-        """Make the cache large enough for all requests, or for a full batch of them."""
-        everything = [s for group in self.waiting for s in group] + self.active
-        length = max(len(s.request.prompt) + s.limit for s in everything)
-        slots = min(self.max_batch_size, len(everything))
-        if self.cache is None:
-            self.cache = SlotCache(slots, length)
-        elif self.cache.num_slots < slots or self.cache.length < length:
-            if self.active:  # requests come one by one: not a copy for each
-                slots = min(self.max_batch_size, max(slots, 2 * self.cache.num_slots))
-                length = max(length, self.cache.length)
-                self.cache.grow(max(slots, self.cache.num_slots), length)
-            else:
-                self.cache = SlotCache(slots, length)
-
     def _room(self) -> bool:
         """Whether to admit a group now: while others decode, once an eighth is free."""
         if not self.waiting:
             return False
-        assert self.cache is not None
-        free = self.cache.num_slots - len(self.active)
-        return free >= (max(len(self.waiting[0]), self.cache.num_slots // 8) if self.active else 1)
+        free = self.max_batch_size - len(self.active)
+        return free >= (max(len(self.waiting[0]), self.max_batch_size // 8) if self.active else 1)
 
     def _admit(self, version: int) -> None:
         """Compute waiting sequences in one pass of up to PREFILL_TOKENS, and sample."""
-        assert self.cache is not None
         num_active = len(self.active)
-        free = self.cache.num_slots - num_active
+        free = self.max_batch_size - num_active
+        wanted = num_active + sum(map(len, self.waiting))
         groups: list[list[Slot]] = []
         width = 0
         while self.waiting and len(self.waiting[0]) <= free:
-            width = max(width, self.waiting[0][0].length)
+            length = round_up(self.waiting[0][0].length, PREFILL_MULTIPLE)
+            width = max(width, min(length, self.max_positions))
             if groups and (len(groups) + 1) * width > PREFILL_TOKENS:
                 break
             free -= len(self.waiting[0])
@@ -161,20 +148,23 @@ class Decoding:
         input_ids, lengths = pad(
             [torch.tensor([*first.request.prompt, *first.token_ids]) for first, *_ in groups],
             value=0,
+            length=width,
         )
-        width = input_ids.shape[1]
         new = [s for group in groups for s in group]
-        rows = torch.tensor([row for row, group in enumerate(groups) for _ in group])
+        rows = [row for row, group in enumerate(groups) for _ in group]
         device = self.device
-        input_ids, rows, lengths = to_device((input_ids, rows, lengths), device)
+        input_ids, sources, lengths = to_device((input_ids, torch.tensor(rows), lengths), device)
         slots = torch.arange(num_active, num_active + len(new), device=device)
-        self.cache.prefill(slots, rows)
+        longest = max([width, *(s.length for s in self.active)])
+        wanted = min(wanted, self.max_batch_size)
+        self.cache.prefill(slots, sources, num_slots=wanted, length=longest)
         work = Pass(
             input_ids=input_ids,
             position_ids=torch.arange(width, device=device)[None].expand(len(groups), -1),
             visible=torch.ones(1, 1, width, width, dtype=torch.bool, device=device).tril(),
             states=torch.arange(len(groups), device=device) * width + lengths - 1,
-            sources=rows,
+            sources=sources,
+            rows=rows,
             slots=SlotTensors.of(new, device),
             cache=self.cache,
         )
@@ -182,18 +172,18 @@ class Decoding:
         self.active = self.active + new
 
     def _decode(self, version: int) -> None:
-        assert self.cache is not None
         device, batch = self.device, self._batch
         if batch is None or batch.slots is not self.active:
             batch = self._batch = SlotTensors.of(self.active, device)
-        self.cache.decode(batch.positions, batch.width)
-        places = torch.arange(batch.width, device=device)
+        width = self.cache.decode(batch.positions, batch.width)
+        places = torch.arange(width, device=device)
         work = Pass(
             input_ids=batch.tokens[:, None],
             position_ids=batch.positions[:, None],
             visible=(places <= batch.positions[:, None])[:, None, None],
             states=torch.arange(len(batch.slots), device=device),
             sources=None,
+            rows=range(len(batch.slots)),
             slots=batch,
             cache=self.cache,
         )
@@ -228,7 +218,6 @@ class Decoding:
         done = [s for s in active if s.finish_reason]
         if not done:
             return
-        assert self.cache is not None
         remaining = len(active) - len(done)
         gaps = [slot for slot in range(remaining) if active[slot].finish_reason]
         movers = [slot for slot in range(remaining, len(active)) if not active[slot].finish_reason]
@@ -238,6 +227,8 @@ class Decoding:
         for gap, mover in zip(gaps, movers, strict=True):
             kept[gap] = active[mover]
         self.active = kept
+        if not kept and not self.waiting:
+            self.cache.clear()
         self._answer(list(dict.fromkeys(s.request for s in done)))
 
     def _answer(self, requests: list[Request]) -> None:
@@ -255,7 +246,7 @@ class Decoding:
                 finish_reason=s.finish_reason or "length",
                 text=text_before(s.params.stop_strings, text),
                 policy_versions=tuple(s.versions),
-                routed_experts=torch.cat(s.experts) if s.experts else None,
+                routed_experts=torch.cat(s.experts).cpu() if s.experts else None,
                 tokenizer=self.tokenizer,
             )
             for s, text in zip(samples, texts, strict=True)

@@ -80,7 +80,8 @@ class TorchGenerationBackend(ScheduledBackend):
     def sleep(self) -> None:
         with self._scheduler.lock:
             self.decoding.preempt()
-            self.decoding.cache, self._scheduler.asleep = None, True
+            self.decoding.cache.clear()
+            self._scheduler.asleep = True
 
     def shutdown(self) -> None:
         with self._scheduler.lock:

@@ -102,6 +102,18 @@ def test_a_model_on_ranks_has_no_weights_here():
     assert ModelSource.of(source) is source
     empty = ModelSource(far, device="cpu").load()
     assert empty.device.type == "cpu" and not empty.training
+    assert {each.dtype for each in empty.parameters()} == {torch.float32}
+
+
+def test_an_empty_model_may_have_another_type():
+    """Its rotary angles are computed as those of a float32 model."""
+    model = tiny_model()
+    with torch.device("meta"):
+        far = tiny_model()
+    empty = ModelSource(far, device="cpu", dtype=torch.bfloat16).load()
+    assert {each.dtype for each in empty.parameters()} == {torch.bfloat16}
+    for (name, found), expected in zip(empty.named_buffers(), model.buffers(), strict=True):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), name
 
 
 def test_the_embedded_engine_takes_a_folder(tmp_path: Path):

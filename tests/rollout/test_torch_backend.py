@@ -78,17 +78,18 @@ def test_the_cache_grows_under_sequences_that_are_in_it():
     params = [SamplingParams(seed=i, max_new_tokens=20 + 15 * i) for i in range(9)]
     expected = [tokens(made(model).generate([p], q)) for p, q in zip(prompts, params, strict=True)]
     backend = made(model, max_batch_size=7)
+    tasks, sizes = [], set()
 
     async def main():
-        tasks = []
         for request in zip(prompts, params, strict=True):
             tasks.append(asyncio.ensure_future(backend.sample(*request)))
             for _ in range(5):
                 await asyncio.sleep(0)
+                sizes.add(backend.decoding.cache.num_slots)
         return [tokens(answer) for answer in await asyncio.gather(*tasks)]
 
     assert asyncio.run(main()) == expected
-    assert backend.decoding.cache.num_slots == 7
+    assert {1, 2, 7} <= sizes and max(sizes) == 7
 
 
 def test_other_tasks_have_their_turn_in_every_step():

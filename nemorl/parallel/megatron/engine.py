@@ -60,7 +60,7 @@ class Engine:
         if order.anew or order.asleep:
             self.decoding.preempt()
         if order.asleep:
-            self.decoding.cache = None
+            self.decoding.cache.clear()
         new = {n: Request(prompt, params) for n, prompt, params in order.new if self._is_ours(n)}
         gone = [self.requests.pop(number, None) for number in order.dropped]
         self.requests |= new
@@ -147,10 +147,9 @@ class Engine:
             experts = all_gather(experts, 1, world.pp_group)
             deal = "tokens (pp vpp layers) topk -> tokens (vpp pp layers) topk"
             experts = rearrange(experts, deal, pp=world.plan.pp, vpp=world.plan.vpp)
-        # Gloo has no int16.
-        rows = experts[: work.input_ids.numel()].short().cpu().unflatten(0, work.input_ids.shape)
-        sources = range(len(rows)) if work.sources is None else work.sources.tolist()
-        for slot, row in zip(work.slots.slots, sources, strict=True):
+        # Gloo has no int16. They stay on the device, for the host not to wait.
+        rows = experts[: work.input_ids.numel()].short().unflatten(0, work.input_ids.shape)
+        for slot, row in zip(work.slots.slots, work.rows, strict=True):
             first = slot.length - rows.shape[1] if work.sources is None else 0
             known = sum(map(len, slot.experts))
             slot.experts.append(rows[row, known - first : slot.length - first])
@@ -166,8 +165,9 @@ def _nothing(device: torch.device) -> Pass:
         visible=torch.ones((1, 1, 1, 1), dtype=torch.bool, device=device),
         states=zero[0],
         sources=None,
+        rows=[0],
         slots=SlotTensors.of([slot], device),
         cache=SlotCache(1, 1),
     )
-    work.cache.prefill(zero[0], zero[0])
+    work.cache.prefill(zero[0], zero[0], num_slots=1, length=1)
     return work

@@ -120,6 +120,13 @@ class Devices:
             return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         return self.plan.num_ranks
 
+    @property
+    def free_gpu(self) -> int | None:
+        """The number of a GPU of this machine on which nothing trains, if there is one: torchrun
+        and Ray take the first.
+        """
+        return self.machine.gpus - 1 if self.machine.gpus > self.machine.taken else None
+
     def check_model(self, model: Any) -> None:
         """Raise ValueError if a model of this Hugging Face configuration, if any, can't be trained
         on these devices or sampled from.

@@ -12,6 +12,7 @@ from nemorl.checks import require
 from nemorl.models.hub import EXPERTS, check_supported
 from nemorl.models.source import ModelSource
 from nemorl.parallel.planner.sharing import Sharing
+from nemorl.parallel.world import DTYPES
 from nemorl.rollout.config import TRAITS, GenerationConfig
 from nemorl.rollout.generation import GenerationBackend
 from nemorl.rollout.rounds import blocking
@@ -24,6 +25,7 @@ from nemorl.runtime.run.models import BackendOrder
 from nemorl.runtime.run.weight_sync import TrainerWeights, check_agreement
 from nemorl.runtime.start.backends import Backends, has_method, ranks_of
 from nemorl.runtime.start.callbacks import exported, own_callbacks
+from nemorl.runtime.start.devices import Devices
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.lengths import show_lengths
 from nemorl.runtime.start.registry import get_generation_backend
@@ -232,10 +234,8 @@ def live_generator(
     if engines.traits.on_trainer:
         generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
     else:
-        # Where the ranks have GPUs, this machine may have none.
-        device = "cpu" if config.trainer.device == "cpu" else None
         generator = backend(
-            model=ModelSource(trainer.model, device=device),
+            model=engine_source(launch.devices, engines.traits, trainer.model),
             tokenizer=launch.tokenizer,
             precision=config.parallel.precision,
         )
@@ -245,6 +245,29 @@ def live_generator(
         yield generator
     finally:
         generator.shutdown()
+
+
+def engine_source(devices: Devices, engine: GenerationTraits, model: Any) -> ModelSource:
+    """Return the model as engines get it. Of a model on ranks an embedded engine makes a copy, in
+    the type that the ranks compute in, on a GPU without a rank if there is one.
+    """
+    config = devices.config
+    name = devices.plan.precision
+    dtype = DTYPES[name]
+    # Where the ranks have GPUs, this machine may have none.
+    device = "cpu" if config.trainer.device == "cpu" else None
+    if devices.ranked and devices.on_gpus and engine.shares_model:
+        if devices.free_gpu is not None:
+            device = f"cuda:{devices.free_gpu}"
+        else:
+            size = sum(each.numel() for each in model.parameters()) * dtype.itemsize / 1e9
+            warn(
+                f"the engine of generation.backend {config.generation.backend} keeps a whole copy"
+                f" of the model, {size:.3g} GB in {name}, on the first GPU beside a rank, because"
+                " all GPUs train: add --generation.backend vllm, whose engines can split the"
+                " model, or leave a GPU free"
+            )
+    return ModelSource(model, device=device, dtype=dtype)
 
 
 def resumed(launch: Launch, run: OpenRun, trainer: Any) -> tuple[LoopState, Path | None]:

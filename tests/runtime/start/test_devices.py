@@ -228,6 +228,23 @@ def test_gpus_that_engines_leave_alone(options, environ, gpus, taken, monkeypatc
     assert Devices.of(config(**options), environ, num_gpus=gpus).local_gpus == taken
 
 
+@pytest.mark.parametrize(
+    ("plan", "environ", "gpus", "free"),
+    [
+        ({"tp": 4}, {}, 4, None),
+        ({"tp": 4}, {}, 8, 7),
+        ({"tp": 4}, {"RAY_ADDRESS": "auto"}, 2, None),
+        ({"tp": 2}, TORCHRUN, 2, None),
+        ({"tp": 2}, TORCHRUN, 3, 2),
+        ({}, {}, 0, None),
+    ],
+)
+def test_a_gpu_on_which_nothing_trains(plan, environ, gpus, free, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert Devices.of(config(plan=plan), environ, num_gpus=gpus).free_gpu == free
+
+
 def test_the_plan_must_suit_the_model():
     found = Devices.of(config(plan={"tp": 4, "dp_shard": 2}), {}, num_gpus=0)
     with pytest.raises(ValueError, match=r"does not divide the model's num_key_value_heads 2"):

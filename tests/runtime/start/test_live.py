@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import nemorl
 from nemorl.models.source import ModelSource
 from nemorl.parallel.dtensor.backend import DTensorBackend
+from nemorl.rollout.config import TRAITS
 from nemorl.rollout.torch_backend import TorchGenerationBackend
 from nemorl.runtime.run.callbacks import Callback
 from nemorl.runtime.run.models import BackendOrder
-from nemorl.runtime.start import backends, devices
+from nemorl.runtime.start import backends, devices, live
 from nemorl.runtime.start.backends import Backends
 from nemorl.runtime.start.launch import Launch
 from nemorl.runtime.start.open_run import failed_ranks
@@ -325,6 +326,55 @@ def test_another_number_of_ranks_keeps_the_order_of_the_data(folder, ranks, tmp_
         "the run goes on with other settings than before: parallel.dp_shard is 2, was None"
     ]
     assert list(map(numbers, result.history)) == list(map(numbers, straight.history))
+
+
+def source_of_engines(*, gpus: int, engine: str = "torch", **trainer: Any) -> ModelSource:
+    """As of a run with four ranks in bfloat16, whose model is not here."""
+    config = nemorl.GRPOConfig(
+        parallel=nemorl.ParallelPlan(tp=4, param_dtype="bfloat16"),
+        generation=nemorl.GenerationConfig(backend=engine),
+        trainer=nemorl.TrainerConfig(**trainer),
+    )
+    with torch.device("meta"):
+        model = tiny_model(num_hidden_layers=16, hidden_size=1024, intermediate_size=2048)
+    found = devices.Devices.of(config, {}, num_gpus=gpus)
+    return live.engine_source(found, TRAITS[engine], model)
+
+
+@pytest.mark.parametrize(
+    ("given", "device"),
+    [
+        pytest.param({"gpus": 5}, "cuda:4", id="a GPU is free"),
+        pytest.param({"gpus": 0}, None, id="no GPU here"),
+        pytest.param({"gpus": 5, "device": "cpu"}, "cpu", id="the ranks are on CPUs"),
+        pytest.param({"gpus": 4, "engine": "vllm"}, None, id="no copy is made"),
+    ],
+)
+def test_the_copy_of_a_model_on_ranks_is_beside_no_rank(given, device, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        source = source_of_engines(**given)
+    assert (source._device, source._dtype) == (device, torch.bfloat16)
+
+
+def test_a_copy_beside_a_rank_is_announced():
+    with pytest.warns(UserWarning, match=r"whole copy of the model, 0.205 GB in bfloat16, on the"):
+        assert source_of_engines(gpus=4)._device is None
+
+
+def test_the_copy_is_in_the_type_that_ranks_compute_in(folder, ranks, tmp_path: Path, monkeypatch):
+    """Its receipts and its agreement with the trainer hold."""
+    setup, found = TorchGenerationBackend.setup, set()
+
+    def watched(self, config):
+        setup(self, config)
+        found.update(each.dtype for each in self.model.parameters())
+
+    monkeypatch.setattr(TorchGenerationBackend, "setup", watched)
+    config = on_ranks(grpo_config(tmp_path / "run", steps=2), folder)
+    go(replace(config, parallel=replace(config.parallel, param_dtype="bfloat16")))
+    assert found == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("tied", [True, False])

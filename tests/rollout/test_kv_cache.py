@@ -1,0 +1,125 @@
+"""The cache of the embedded engine: how large it is, and of which type."""
+
+import pytest
+import torch
+
+from nemorl.rollout import attention
+from nemorl.rollout.config import GenerationConfig
+from nemorl.rollout.decoding import Decoding
+from nemorl.rollout.generation import SamplingParams
+from nemorl.rollout.kv_cache import LEAST_LENGTH, stepped
+from nemorl.rollout.torch_backend import TorchGenerationBackend
+from tests.tiny_models import random_prompts, tiny_model
+
+RESPONSES = range(40, 300, 13)
+
+
+def made(model, **options):
+    backend = TorchGenerationBackend(model=model, **options)
+    backend.setup(GenerationConfig(max_batch_size=64))
+    return backend
+
+
+def watch_passes(monkeypatch, seen):
+    """Call `seen(decoding)` after each decoding pass, before finished sequences leave."""
+    decode = Decoding._decode
+
+    def watched(self, version):
+        decode(self, version)
+        seen(self)
+
+    monkeypatch.setattr(Decoding, "_decode", watched)
+
+
+def held_bytes(cache):
+    return sum(each.untyped_storage().nbytes() for each in (*cache.keys, *cache.values))
+
+
+def requests(lengths=RESPONSES):
+    prompts = random_prompts(len(lengths), seed=2)
+    prompts = [(prompt * 10)[:10] for prompt in prompts]
+    return prompts, [
+        SamplingParams(seed=i, max_new_tokens=length, ignore_eos=True)
+        for i, length in enumerate(lengths)
+    ]
+
+
+def test_sizes_are_few_and_not_much_above_what_is_asked_for():
+    asked = range(1, 10_000)
+    found = [stepped(count, LEAST_LENGTH) for count in asked]
+    assert all(a <= b < a + max(LEAST_LENGTH, a / 8 + 1) for a, b in zip(asked, found, strict=True))
+    assert len(set(found)) <= 50
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_memory_is_in_proportion_to_the_tokens_in_use(precision, monkeypatch):
+    """Also after most sequences are finished, and those that go on are long."""
+    model = tiny_model(scale=2.0, max_position_embeddings=2048)
+    config, size = model.config, {"float32": 4, "bfloat16": 2}[precision]
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size
+    backend, shares = made(model, precision=precision), []
+
+    def seen(decoding):
+        in_use = sum(slot.length - 1 for slot in decoding.active)  # not the drawn ones
+        shares.append(held_bytes(decoding.cache) / (in_use * per_token))
+
+    watch_passes(monkeypatch, seen)
+    for lengths in (RESPONSES, [60] * 8):  # a short batch after a long one
+        shares.clear()
+        backend.generate(*requests(lengths))
+        assert len(shares) > 50 and max(shares[30:]) <= 2 and min(shares) >= 1
+    assert held_bytes(backend.decoding.cache) == 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("float32", torch.float32), ("bfloat16", torch.bfloat16)]
+)
+def test_keys_and_values_have_the_type_of_attention(precision, dtype, monkeypatch):
+    """Though rotary angles, and keys with them, are in float32 under autocast."""
+    model, found = tiny_model(scale=2.0), set()
+
+    def seen(decoding):
+        found.update(each.dtype for each in (*decoding.cache.keys, *decoding.cache.values))
+
+    watch_passes(monkeypatch, seen)
+    made(model, precision=precision).generate(*requests([5]))
+    assert found == {dtype}
+
+
+def test_passes_have_few_shapes(monkeypatch):
+    """A new one is for a sequence that is finished, or for a longer step of all."""
+    model, shapes = tiny_model(scale=2.0, max_position_embeddings=2048), []
+    attend = attention.scaled_dot_product_attention
+
+    def watched(query, key, *args, **options):
+        shapes.append((query.shape, key.shape))
+        return attend(query, key, *args, **options)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+    made(model).generate(*requests())
+    passes = len(shapes) // model.config.num_hidden_layers
+    assert passes == max(RESPONSES) - 1
+    assert len(set(shapes)) <= len(RESPONSES) + max(RESPONSES) // LEAST_LENGTH + 1
+
+
+def test_a_cache_that_grows_and_shrinks_keeps_its_contents():
+    """Each answer is the one of a cache that is made for it alone."""
+    model = tiny_model(scale=2.0, max_position_embeddings=2048)
+    prompts, params = requests()
+    together = made(model).generate(prompts, params)
+    for prompt, one, found in zip(prompts, params, together, strict=True):
+        (alone,) = made(model).generate([prompt], one)
+        assert found.token_ids == alone.token_ids
+        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
+
+
+def test_positions_that_the_model_lacks_are_not_computed():
+    """A model of 21 positions, of which neither prompts nor keys are padded to more."""
+    model = tiny_model(scale=2.0, max_position_embeddings=21)
+    widths = []
+    handle = model.get_decoder().register_forward_pre_hook(
+        lambda _, __, given: widths.append(int(given["position_ids"].max())), with_kwargs=True
+    )
+    (found,) = made(model).generate([[5] * 19], SamplingParams(seed=1, max_new_tokens=9))
+    handle.remove()
+    assert len(found.token_ids) == 2 and max(widths) < 21

@@ -294,11 +294,13 @@ def this_machine() -> Machine:
 
 
 def _cluster_has_gpus(address: str) -> bool:
-    from nemorl.runtime.cluster.connection import connect, has_gpus, release
+    import ray
+
+    from nemorl.runtime.cluster.connection import connect, release
 
     connect(address)
     try:
-        return has_gpus()
+        return ray.cluster_resources().get("GPU", 0) > 0
     finally:
         release()
 

@@ -430,7 +430,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, int]]]:
 
     monkeypatch.setattr(DTensorBackend, "setup", setup)
     monkeypatch.setattr(TorchGenerationBackend, "generate", watched)
-    monkeypatch.setattr(devices, "_num_gpus", lambda: 1)
+    monkeypatch.setattr(devices, "_num_gpus", lambda *_: 1)
     return found
 
 

@@ -555,9 +555,9 @@ def test_settings_that_cannot_be_read_are_no_reason_not_to_go_on(tmp_path: Path)
         match=r"can't be compared with the present ones: .*config\.yaml, line 1: unknown key no",
     ):
         start(replace(resumed(config), max_num_steps=2))
-    assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "config.yaml") == replace(
-        config, max_num_steps=2
-    )
+    parallel = replace(config.parallel, param_dtype="float32")
+    kept = replace(config, max_num_steps=2, parallel=parallel)
+    assert nemorl.load_config(nemorl.SFTConfig, tmp_path / "config.yaml") == kept
 
 
 def test_the_tokenizer_of_a_run_is_not_changed_by_a_resume_that_is_refused(tmp_path: Path):

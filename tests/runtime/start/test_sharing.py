@@ -133,7 +133,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What trainer and engine do, in order."""
     InTurns.seen = events = []
     nemorl.register_generation_backend("in turns")(InTurns)
-    monkeypatch.setattr(devices, "_num_gpus", lambda: 1)
+    monkeypatch.setattr(devices, "_num_gpus", lambda *_: 1)
     for name in ("empty_cache", "offload", "optim_step"):
         monkeypatch.setattr(DTensorBackend, name, noted(name, events))
     return events

@@ -133,7 +133,7 @@ def test_what_a_run_needs_besides_is_said_before_it_starts(
     options = {"trainer": TRAIN, "parallel": nemorl.ParallelPlan(dp_shard=dp_shard)}
     with pytest.raises(ValueError, match="must have the method get_reference_logprobs for the"):
         run(dpo_config(tmp_path / "dpo", **options), tmp_path, train=preference_rows(4))
-    monkeypatch.setattr(devices, "_num_gpus", lambda: 2)
+    monkeypatch.setattr(devices, "_num_gpus", lambda *_: 2)
     options["trainer"] = nemorl.TrainerConfig(backend="small", offload_during_generation=True)
     with pytest.raises(ValueError, match=r"method offload for trainer.offload_during"):
         run(grpo_config(tmp_path / "grpo", **options), tmp_path, train=rows, reward=digits)

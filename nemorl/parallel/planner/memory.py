@@ -124,22 +124,12 @@ class Step:
     def generation_memory(self, states: Memory) -> Memory:
         """Return the memory while an engine samples beside a trainer's states."""
         model, work = self.model, self.work
-        generation = self.engine_memory(work.generation.max_batch_size)
+        generation = engine_memory(self, work.generation.max_batch_size)
         if not work.trainer.offload_during_generation:
             return replace(states, generation=generation)
         # Weights are handed over one by one.
         largest = max(matrix.size for matrix in (*model.layer(), *model.ends()))
         return Memory(gathered=STATE * largest, generation=generation)
-
-    def engine_memory(self, sequences: int) -> int:
-        """Return what an engine takes of each of its devices with a cache for so many sequences of
-        the greatest length.
-        """
-        model, tp = self.model, self.work.generation.tensor_parallel_size
-        kv_heads = max(1, model.num_key_value_heads // tp)
-        token = 2 * model.num_hidden_layers * kv_heads * model.head_dim
-        numbers = model.num_parameters() // tp + sequences * self.work.seq_len * token
-        return self.dtype_size * numbers + ENGINE
 
     def host_memory(self, *, pinned: bool = True) -> int:
         """Return the main memory that a process takes for what is offloaded: parameters, optimizer,
@@ -297,6 +287,17 @@ class Step:
         if plan.cp_method == "allgather":
             return kv * plan.cp
         return q if (self.model.num_key_value_heads // plan.tp) % plan.cp else kv
+
+
+def engine_memory(step: Step, sequences: int) -> int:
+    """Return the bytes that an engine takes of each of its devices, with a cache for so many
+    sequences of the greatest length.
+    """
+    model, tp = step.model, step.work.generation.tensor_parallel_size
+    kv_heads = max(1, model.num_key_value_heads // tp)
+    token = 2 * model.num_hidden_layers * kv_heads * model.head_dim
+    numbers = model.num_parameters() // tp + sequences * step.work.seq_len * token
+    return step.dtype_size * numbers + ENGINE
 
 
 def kept_products(step: Step) -> int:

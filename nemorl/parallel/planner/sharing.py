@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, replace
 
 from nemorl.checks import require
-from nemorl.parallel.planner.memory import STATE, Memory, Step
+from nemorl.parallel.planner.memory import STATE, Memory, Step, engine_memory
 
 GB = 1e9
 
@@ -103,14 +103,14 @@ def sharing(
         step.plan.num_ranks,
         "add --lora.rank 16, --parallel.cpu-offload, or more devices (--parallel.dp-shard)",
     )
-    resident, wanted = kept(False), step.engine_memory(work.generation.max_batch_size)
+    resident, wanted = kept(False), engine_memory(step, work.generation.max_batch_size)
     if given is not None:
         wanted = int(given * card)
     fits = resident + wanted <= card * (1 - work.reserve)
     offloads = (can_offload and sleeps and not fits) if asked is None else asked
     left, share = kept(offloads), given
     if share is None:
-        needed = step.engine_memory(1)
+        needed = engine_memory(step, 1)
         share = engine_share(card, kept=left, needed=needed, reserve=work.reserve)
     return Sharing(
         card=card,

@@ -498,7 +498,8 @@ class Step:
             self.log({f"generation/{name}": value for name, value in measured})
         logged = self._logged.items()
         read = finalize({name: value for name, value in logged if isinstance(value, Metric)})
-        found = {name: float(read.get(name, value)) for name, value in logged}  # type: ignore[arg-type]
+        numbers = {**self._logged, **read}  # in the order in which they were logged
+        found = {name: float(value) for name, value in numbers.items()}  # type: ignore[arg-type]
         seconds = time.perf_counter() - self._begin
         parts = {f"seconds_{name}": took for name, took in self._seconds.items()}
         tokens = self._tokens or found.get("num_tokens", 0.0)

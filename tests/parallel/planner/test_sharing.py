@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from nemorl.parallel.plan import ParallelPlan
 from nemorl.parallel.planner.command import states_of
-from nemorl.parallel.planner.memory import ENGINE, Step
+from nemorl.parallel.planner.memory import ENGINE, Step, engine_memory
 from nemorl.parallel.planner.model_shape import model_shape
 from nemorl.parallel.planner.sharing import Sharing, engine_share, sharing
 from tests.parallel.planner.test_command import config_of, shown
@@ -92,7 +92,7 @@ def test_both_have_room_while_they_are_active(
     states = states_of(step).total
     assert states + 4 * step.trained() <= card, "the trainer, while engines sleep"
     assert found.share * card + found.kept <= 0.9 * card * (1 + 1e-9)
-    assert found.share * card >= step.engine_memory(1) - card / 1000
+    assert found.share * card >= engine_memory(step, 1) - card / 1000
     assert found.offloads or found.kept == states
     if asked is None:
         assert found.offloads <= can_offload
@@ -173,4 +173,4 @@ def test_the_command_says_the_share(models: Path):
     assert "engines get 0.668 of each GPU's 80.0 GB (gpu_memory_utilization) beside 18.5 GB" in said
     assert "trainer.offload_during_generation is off" in said
     assert "engines get" not in shown(models, "1.5b", gpus=1)
-    assert step_of(models, "1.5b").engine_memory(0) == pytest.approx(2 * 1.54e9 + ENGINE, rel=0.01)
+    assert engine_memory(step_of(models, "1.5b"), 0) == pytest.approx(2 * 1.54e9 + ENGINE, rel=0.01)

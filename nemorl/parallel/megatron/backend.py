@@ -307,7 +307,7 @@ class MegatronBackend(Accumulating):
 
 def _runtime(device: torch.device) -> AbstractContextManager[None]:
     """Return what lets megatron-core run on a device, once it is imported."""
-    from nemorl.parallel.megatron.cpu import runtime
+    from nemorl.parallel.megatron.without_cuda import runtime
 
     return runtime(device)
 

@@ -4,7 +4,7 @@ import logging
 import warnings
 
 # Advice to install Transformer Engine and Apex, and what newer versions of PyTorch deprecate, which
-# is said there, or where `cpu` passes on a call.
+# is said there, or where `without_cuda` passes on a call.
 warnings.filterwarnings("ignore", module=r"(nemorl\.parallel\.)?megatron\.")
 for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
     warnings.filterwarnings("ignore", rf".*{name}. is deprecated", FutureWarning)

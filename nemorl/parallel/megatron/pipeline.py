@@ -20,8 +20,8 @@ from nemorl.parallel.config import TrainerConfig
 from nemorl.parallel.head import RankInputs, planned
 from nemorl.parallel.layout import Layout
 from nemorl.parallel.megatron.core import get_forward_backward_func
-from nemorl.parallel.megatron.cpu import runtime
 from nemorl.parallel.megatron.routing import Load, balancing, copies_of, routes_of
+from nemorl.parallel.megatron.without_cuda import runtime
 from nemorl.parallel.varlen import kernel_of
 from nemorl.parallel.world import DTYPES, World
 

@@ -1,4 +1,4 @@
-"""Another device where megatron-core asks for CUDA. On a GPU nothing is changed."""
+"""Any other device where megatron-core asks for CUDA. On a GPU of CUDA nothing is changed."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

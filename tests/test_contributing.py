@@ -8,7 +8,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 ELSEWHERE = {
-    "conftest.py": 2,  # no GPU; no vLLM
+    "conftest.py": 3,  # no GPU; no vLLM; a GPU, beside which none is emulated
     "test_install.py": 1,  # no vLLM
     "runtime/start/test_devices.py": 1,  # no vLLM
     "test_benchmarks.py": 2,  # no vLLM; no network for the peers' environment

@@ -63,10 +63,11 @@ class Live:
         in_turns = sharing is not None or bool(config.trainer.offload_during_generation)
         trainer = self.stack.enter_context(self._of(run).policy())
         shared = engines is not None and shares_weights(launch, engines.traits)
-        # To ask for the model ends `offload`.
-        vocab_size = trainer.model.config.vocab_size if run.generates else 0
+        # To ask for the model ends `offload`: once, before.
+        model: Any = trainer.model if run.generates else None
+        vocab_size = model.config.vocab_size if run.generates else 0
         self.make_room(run, [trainer], keep_weights=shared)  # engines take what they find
-        generator = self.stack.enter_context(live_generator(launch, engines, trainer))
+        generator = self.stack.enter_context(live_generator(launch, engines, trainer, model))
         if generator is not None and in_turns:
             generator.sleep()  # what is loaded now needs the memory
         state, resumed_from = resumed(launch, run, trainer)
@@ -223,9 +224,12 @@ def shares_weights(launch: Launch, engine: GenerationTraits) -> bool:
 
 @contextmanager
 def live_generator(
-    launch: Launch, engines: GenerationConfig | None, trainer: Any
+    launch: Launch, engines: GenerationConfig | None, trainer: Any, model: Any
 ) -> Iterator[GenerationBackend | None]:
-    """Set up the engine that the run samples with, if any, and shut it down at the end."""
+    """Set up the engine that the run samples with, if any, and shut it down at the end.
+
+    model: the trainer's, which may be offloaded.
+    """
     if engines is None:
         yield None
         return
@@ -235,7 +239,7 @@ def live_generator(
         generator = backend(trainer=trainer, tokenizer=launch.tokenizer)
     else:
         generator = backend(
-            model=engine_source(launch.devices, engines.traits, trainer.model),
+            model=engine_source(launch.devices, engines.traits, model),
             tokenizer=launch.tokenizer,
             precision=config.parallel.precision,
         )

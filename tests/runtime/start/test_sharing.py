@@ -103,11 +103,16 @@ class InTurns(TorchGenerationBackend):
 
     traits = GenerationTraits(engines=True, shares_model=False)
     seen: ClassVar[list[Any]] = []
+    held: ClassVar[list[int]] = []
+    """Bytes of the trainer's parameters when it starts."""
 
     def __init__(self, *, model: Any, **options: Any) -> None:
         super().__init__(model=tiny_model(scale=2.0), **options)
+        self.trained = model.outline
 
     def setup(self, config: Any) -> None:
+        sizes = [each.untyped_storage().nbytes() for each in self.trained.parameters()]
+        self.held.append(sum(sizes))
         self.seen += [("start", config.engine)]
         super().setup(config)
 
@@ -193,6 +198,7 @@ def test_what_does_not_fit_is_offloaded(
     tight = go(tmp_path / "tight")
     assert [each.offloads for each in shown] == [False, True]
     assert "empty_cache" not in seen and seen[0] == "offload"
+    assert InTurns.held[-2] > 0 and InTurns.held[-1] == 0
     assert without(seen[2:], "generate", "update") == in_turns("offload")
     assert list(map(numbers, roomy.history)) == list(map(numbers, tight.history))
 

@@ -6,13 +6,13 @@ import torch
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Return whether the host may run ahead of a device, which has memory of its own: CUDA's and
-    ROCm's GPUs, and the emulated one of the tests.
+    """Return whether a device has memory of its own, and the host may run ahead of it: CUDA's and
+    ROCm's GPUs, and the emulated one of the tests. Apple's (mps) has main memory.
 
-    >>> is_accelerator(torch.device("cuda")), is_accelerator(torch.device("cpu"))
-    (True, False)
+    >>> [is_accelerator(torch.device(name)) for name in ("cuda", "cpu", "mps")]
+    [True, False, False]
     """
-    return device.type not in ("cpu", "meta")
+    return device.type not in ("cpu", "meta", "mps")
 
 
 def module_of(device: torch.device) -> Any:

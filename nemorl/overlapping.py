@@ -1,29 +1,29 @@
-"""Settings of the whole process, for as long as anyone needs them."""
+"""Settings of the whole process that several may need at a time."""
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-
-Block = Callable[[], AbstractContextManager[None]]
+from collections.abc import Callable
+from threading import Lock
 
 
-def overlapping(setting: Block) -> Block:
-    """Return a block like `setting` of which several may overlap: the first one begins it, and the
-    last one that ends restores what was before, in whatever order they end.
+class Overlapping:
+    """A block, for `with`, of which several may overlap, in any threads: the first one changes a
+    setting of the process, and the last one to end restores it.
+
+    A block that is never left, as of a backend without `shutdown`, does nothing at exit.
     """
-    inside, process = 0, ExitStack()
 
-    @contextmanager
-    def block() -> Iterator[None]:
-        nonlocal inside
-        if not inside:
-            process.enter_context(setting())
-        inside += 1
-        try:
-            yield
-        finally:
-            inside -= 1
-            if not inside:
-                process.close()
+    def __init__(self, change: Callable[[], Callable[[], None]]) -> None:
+        """change: changes the setting, and returns what restores it."""
+        self.change, self.__doc__ = change, change.__doc__
+        self._inside, self._lock = 0, Lock()
 
-    block.__doc__ = setting.__doc__
-    return block
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._restore = self.change()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._restore()

@@ -255,9 +255,8 @@ def in_main_memory(metrics: Metrics) -> Metrics:
     {'x': Sum(value=tensor(3.))}
     """
     leaves, spec = pytree.tree_flatten(dict(metrics))
-    leaves = [x.detach() for x in leaves]
     away = [x for x in leaves if x.device.type != "cpu"]
-    here = iter(torch.stack(away).cpu() if away else ())
-    return pytree.tree_unflatten(
-        [x if x.device.type == "cpu" else next(here) for x in leaves], spec
-    )
+    # As float64: a user's whole numbers stay exact beside float32.
+    here = iter(torch.stack([x.detach().double().reshape(()) for x in away]).cpu() if away else ())
+    found = [x.detach() if x.device.type == "cpu" else next(here) for x in leaves]
+    return pytree.tree_unflatten(found, spec)

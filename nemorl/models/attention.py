@@ -1,7 +1,7 @@
 """Attention functions of our own in models of `transformers`."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nemorl.accelerator import is_accelerator
 from nemorl.checks import require
-from nemorl.overlapping import overlapping
+from nemorl.overlapping import Overlapping
 
 WITHOUT_EFFECT = (
     *("cache_position", "num_items_in_batch", "output_hidden_states", "output_router_logits"),
@@ -57,17 +57,13 @@ def attend(
     return output.transpose(1, 2).contiguous()
 
 
-@overlapping
-@contextmanager
-def without_cudnn_attention() -> Iterator[None]:
+@Overlapping
+def without_cudnn_attention() -> Callable[[], None]:
     """Keep torch from computing attention by cuDNN, in the whole process, in the block."""
     cuda = torch.backends.cuda
     before = cuda.cudnn_sdp_enabled()
     cuda.enable_cudnn_sdp(False)
-    try:
-        yield
-    finally:
-        cuda.enable_cudnn_sdp(before)
+    return partial(cuda.enable_cudnn_sdp, before)
 
 
 def use_attention(model: Any, name: str, function: Callable[..., Tensor]) -> None:

@@ -1,20 +1,18 @@
 """The same bits in every run, on GPUs, too."""
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from nemorl.overlapping import overlapping
+from nemorl.overlapping import Overlapping
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-@overlapping
-@contextmanager
-def deterministic_kernels() -> Iterator[None]:
+@Overlapping
+def deterministic_kernels() -> Callable[[], None]:
     """Use only kernels that give the same bits in every run, in the whole process, in the block.
 
     An operation without such a kernel raises a RuntimeError. Begin before the model comes to the
@@ -30,10 +28,11 @@ def deterministic_kernels() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
     memory.fill_uninitialized_memory = False  # every tensor is written before it is read
-    try:
-        yield
-    finally:
+
+    def restore() -> None:
         torch.use_deterministic_algorithms(was_on, warn_only=warned)
         cudnn.deterministic, cudnn.benchmark, memory.fill_uninitialized_memory = before
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
+
+    return restore

@@ -47,7 +47,7 @@ def decoding(model: nn.Module) -> Iterator[None]:
     use_attention(model, ATTENTION_NAME, cached_attention)
     model.eval()
     try:
-        with without_cudnn_attention():
+        with without_cudnn_attention:
             yield
     finally:
         model.set_attn_implementation(before)  # type: ignore[operator]

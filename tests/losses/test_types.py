@@ -146,3 +146,12 @@ def test_masked_values_are_cut_off_in_float32():
     total = weighted_sum(weights, values)
     assert total.dtype == torch.float32 and total.item() == weights[0].item()
     assert torch.autograd.grad(total, values)[0].tolist() == [weights[0].item(), 0.0]
+
+
+def test_what_is_read_from_a_device_is_exact(accelerator: torch.device):
+    """Also a whole number, which a type check would refuse, beside float32."""
+    count = object.__new__(Sum)
+    object.__setattr__(count, "value", torch.tensor(2**24 + 1, device=accelerator))
+    mean = Mean(*(torch.tensor(x, device=accelerator) for x in (2.5, 2.0)))
+    found = finalize({"count": count, "mean": mean, "here": Sum(torch.tensor(3.0))})
+    assert found == {"count": 2**24 + 1, "mean": 1.25, "here": 3.0}

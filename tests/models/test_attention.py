@@ -77,15 +77,14 @@ def test_models_that_are_supported_give_transformers_numbers(kind):
     torch.testing.assert_close(found[:, 12:], expected, atol=2e-6, rtol=0)
 
 
-def test_cudnn_is_off_until_the_last_block_ends():
-    cuda, first, second = torch.backends.cuda, without_cudnn_attention(), without_cudnn_attention()
-    before = cuda.cudnn_sdp_enabled()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert not cuda.cudnn_sdp_enabled()
-    second.__exit__(None, None, None)
+@pytest.mark.parametrize("before", [True, False])
+def test_cudnn_is_off_in_the_block(before: bool):
+    cuda = torch.backends.cuda
+    cuda.enable_cudnn_sdp(before)
+    with without_cudnn_attention:
+        assert not cuda.cudnn_sdp_enabled()
     assert cuda.cudnn_sdp_enabled() is before
+    cuda.enable_cudnn_sdp(True)
 
 
 def test_heads_in_groups_with_a_mask_are_repeated_on_an_accelerator(monkeypatch):

@@ -30,21 +30,10 @@ def test_it_is_on_and_then_as_before(monkeypatch, workspace):
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", workspace)
     torch.backends.cudnn.benchmark = True
     before = settings()
-    with deterministic_kernels():
+    with deterministic_kernels:
         assert settings() == (True, False, True, False, False, workspace or ":4096:8")
     assert settings() == before
     torch.backends.cudnn.benchmark = False
-
-
-def test_the_last_of_several_blocks_restores_what_was_before():
-    """Whichever of two models is shut down first."""
-    before, first, second = settings(), deterministic_kernels(), deterministic_kernels()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert settings()[:4] == (True, False, True, False)
-    second.__exit__(None, None, None)
-    assert settings() == before
 
 
 def check_sampling(device: torch.device) -> None:
@@ -56,7 +45,7 @@ def check_sampling(device: torch.device) -> None:
         cpu = torch.randn(num_rows, 150_000, generator=torch.Generator().manual_seed(0))
         logits, request = cpu.to(device), Request(prompt=[0], params=params)
         slots = [Slot(request, sample, limit=8) for sample in range(num_rows)]
-        with deterministic_kernels():
+        with deterministic_kernels:
             first, *others = (
                 sample_tokens(logits, SlotTensors.of(slots, logits.device)) for _ in range(5)
             )
@@ -74,5 +63,5 @@ def test_sampling_with_every_filter_has_such_kernels_on_a_gpu(accelerator: torch
 @pytest.mark.gpu
 def test_what_can_not_be_is_an_error_on_a_gpu():
     """CUDA's own kernels; `test_it_is_on_and_then_as_before` checks the settings on a CPU."""
-    with deterministic_kernels(), pytest.raises(RuntimeError, match="histc"):
+    with deterministic_kernels, pytest.raises(RuntimeError, match="histc"):
         torch.histc(torch.ones(4, device="cuda"))

@@ -92,9 +92,9 @@ class DTensorBackend(Accumulating):
             adapters.require_peft("lora.rank")
         profile_folder(config.profile)
         if config.trainer.deterministic:
-            self._settings.enter_context(deterministic_kernels())
+            self._settings.enter_context(deterministic_kernels)
         if not config.trainer.cudnn_attention:
-            self._settings.enter_context(without_cudnn_attention())
+            self._settings.enter_context(without_cudnn_attention)
         if self._given is not None:
             _check_given(self._given, config)
         keeps_reference = config.keep_reference and not config.lora.rank

@@ -33,13 +33,13 @@ class Offloaded:
                 pinned = is_accelerator(storage.device)
                 copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
                 taken[storage._cdata] = storage, copy.copy_(_bytes(storage), non_blocking=True)
-        devices = {storage.device for storage, _ in taken.values()}
+        self._away |= taken
+        devices = {storage.device for storage, _ in self._away.values()}
         modules = [module_of(device) for device in devices if is_accelerator(device)]
         for module in modules:
             module.synchronize()
         for storage, _ in taken.values():
             storage.resize_(0)
-        self._away |= taken
         for module in modules:
             module.empty_cache()
 

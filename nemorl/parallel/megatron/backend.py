@@ -86,9 +86,9 @@ class MegatronBackend(Accumulating):
         check_training(config, None, config.parallel, limits)
         profile_folder(config.profile)
         if config.trainer.deterministic:
-            self._settings.enter_context(deterministic_kernels())
+            self._settings.enter_context(deterministic_kernels)
         if not config.trainer.cudnn_attention:
-            self._settings.enter_context(without_cudnn_attention())
+            self._settings.enter_context(without_cudnn_attention)
         timeout = config.collective_timeout_s
         self.world = mesh.join(config.parallel, config.trainer.device, timeout_s=timeout)
         self.device = self.world.device

@@ -67,7 +67,7 @@ class Engine:
         self.stages.eval()
         passes, begun = 0, time.monotonic()
         try:
-            with torch.no_grad(), without_cudnn_attention():
+            with torch.no_grad(), without_cudnn_attention:
                 self.decoding.queue(list(new.values()), [one for one in gone if one])
                 while passes < order.passes and self._advance(order.version):
                     passes += 1

@@ -165,4 +165,4 @@ def _follow(config: BaseConfig) -> TrainResult:
 def _kernels(launch: Launch) -> Any:
     """Deterministic kernels where an engine may compute in this process while ranks train."""
     ranked = launch.devices.ranked and launch.config.trainer.deterministic
-    return deterministic_kernels() if ranked else nullcontext()
+    return deterministic_kernels if ranked else nullcontext()
